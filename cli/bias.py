@@ -21,7 +21,7 @@ LABELS = {
     "won": "won",
     "tasks": "tasks",
 }
-NO_SIGNAL = (
+FILTERED_NOTE = (
     "(filtered groups are mostly won by all or by none, of tasks too easy or too hard: lengths "
     "and tasks go with that)"
 )
@@ -101,7 +101,7 @@ def _conclusions(report: BiasReport) -> list[str]:
         return ["no difference beyond chance"]
     lines = [f"{row.kind} {_sentence(row)} (p = {row.p_corrected:.3f})" for row in found]
     if any(row.kind == "filtered" for row in found):
-        lines.append(NO_SIGNAL)
+        lines.append(FILTERED_NOTE)
     return lines
 
 
