@@ -134,8 +134,9 @@ def large() -> dict[str, float]:
 
 
 def partitions(folder: Path) -> dict[str, float]:
-    """What `large` times, alone in its process. A group is in one partition, so each partition is a
-    table like any other.
+    """Compute the advantages of a large table by partitions, in a process of its own.
+
+    A group is in one partition, so each partition is a table like any other.
     """
     start_s = time.perf_counter()
     names = ", ".join(make_steps(GROUP_STEPS, seed=0).column_names)

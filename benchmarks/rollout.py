@@ -1,4 +1,4 @@
-"""What our actors cost beside the engine, and how many of them one coordinator holds.
+"""Measure the cost of our actors beside the engine, and how many actors one coordinator serves.
 
     python benchmarks/rollout.py [--quick]
 

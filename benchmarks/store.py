@@ -1,5 +1,4 @@
-"""What the store costs, side by side in one run: durable ingest, verified reads, and SQL over a
-million steps.
+"""Measure durable ingest, verified reads, and SQL over a million steps, side by side in one run.
 
     python benchmarks/store.py [--quick] [--rows 10M]
 

@@ -85,7 +85,8 @@ class Curves:
             return
         try:
             self.follow()
-        except Exception as error:  # noqa: BLE001  # nothing may take the place of the error in flight
+        # Nothing may take the place of the error in flight.
+        except Exception as error:  # noqa: BLE001
             self.say(f"{self.directory} lacks the last metrics: {' '.join(str(error).split())}")
 
     def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:

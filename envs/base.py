@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What the agent sees before its next action."""
+    """Everything the agent sees before its next action."""
 
     text: str
     objective: str = ""  # what the agent shall do; the same in the whole episode

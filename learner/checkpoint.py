@@ -209,7 +209,8 @@ def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.
     for files in content.files:
         for name in files.names:
             file = safe_open(source / name, framework="pt")
-            where |= {(parameter, files.kind): file for parameter in file.keys()}  # noqa: SIM118 (no mapping)
+            names = file.keys()  # not a mapping: it cannot be iterated itself
+            where |= {(parameter, files.kind): file for parameter in names}
 
     def saved(parameter: str, kind: str) -> torch.Tensor:
         tensor: torch.Tensor = where[parameter, kind].get_tensor(parameter)

@@ -62,7 +62,8 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+                names = tensors.keys()  # not a mapping: it cannot be iterated itself
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in names}
         except SafetensorError as error:
             raise WeightFileError(
                 f"{file} is not a whole safetensors file ({error}); publish it again"

@@ -89,7 +89,7 @@ class Crowd:
         await asyncio.gather(*(worker.run() for worker in self.workers))
 
     async def stop(self) -> dict[str, list[tuple[float, float]]]:
-        """What was asked of the coordinator until now; the workers die."""
+        """Return the calls that the coordinator was sent until now, and end the workers."""
         for worker in self.workers:
             worker.kill()
         return dict(self.handle.calls)

@@ -111,7 +111,8 @@ def bare_player(id_: str, kwargs: Mapping[str, Any]) -> Callable[[int], None]:
         for step in range(n_steps):
             if step % EPISODE_STEPS == 0 or is_over:
                 env.reset(seed=rng.randrange(200))
-            _, _, terminated, truncated, _ = env.step(rng.randrange(env.action_space.n))  # type: ignore[attr-defined]
+            action = rng.randrange(env.action_space.n)  # type: ignore[attr-defined]
+            _, _, terminated, truncated, _ = env.step(action)
             is_over = terminated or truncated
         env.close()
 

@@ -58,8 +58,9 @@ class Learner:
 
 
 class HfLoop:
-    """What one writes in half an hour: rows padded on the right in the order they come, the logits
-    of all positions.
+    """A training loop as one writes it in half an hour.
+
+    Rows are padded on the right in the order they come, and all positions get logits.
     """
 
     def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int) -> None:

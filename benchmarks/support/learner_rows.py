@@ -128,8 +128,9 @@ def make_histories(n_episodes: int, *, rng: np.random.Generator, vocabulary: int
 
 
 def n_tokens(rows: pa.Table) -> int:
-    """Of prompts and responses, never padding, and in full histories each step's prompt in full:
-    what all are credited with.
+    """Count the tokens of prompts and responses, which every contender is credited with.
+
+    Padding does not count. In full histories each step's whole prompt counts.
     """
     return sum(
         pc.sum(pc.list_value_length(rows[name])).as_py() for name in ("prompt_ids", "response_ids")

@@ -80,8 +80,9 @@ class RealWorker:
 
 
 def in_the_window(rows: pa.Table) -> Turn:
-    """Of the requests that were answered while the worker still began new groups: until then it had
-    all it may have.
+    """Return the figures of requests that were answered while the worker still began new groups.
+
+    Until then it had as many requests in flight as it may have.
     """
     starts_us = pc.cast(rows["t_start"], pa.int64()).to_numpy()
     ends_us = starts_us + rows["gen_us"].to_numpy()

@@ -177,7 +177,7 @@ def invented(n_groups: int, pool: Pool) -> list[list[Trajectory]]:
 
 
 def encode_only(writer: Writer, n_groups: int) -> int:
-    """What a worker must do in any case: Arrow rows of its steps, and Parquet of those."""
+    """Encode steps as Arrow rows and Parquet, which a worker must do in any case."""
     n_steps = 0
     for trajectories in invented(n_groups, writer.pool):
         table = to_table(trajectories)

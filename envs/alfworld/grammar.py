@@ -166,7 +166,8 @@ class _Expansion:
         known = tuple(binding.get(term) for term in terms)
         for signature in signatures:
             if None not in known:
-                if self._facts.holds(signature, known):  # type: ignore[arg-type]  # there is no None in it
+                # There is no None in `known`.
+                if self._facts.holds(signature, known):  # type: ignore[arg-type]
                     yield from self._extended(rest, binding)
                 continue
             for arguments in self._facts.in_order(signature):

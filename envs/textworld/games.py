@@ -199,7 +199,8 @@ def _compile(game: Treasure, path: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _build(treasure: Treasure):  # type: ignore[no-untyped-def]  # textworld.Game; textworld ships no types
+# Returns a textworld.Game; textworld ships no types.
+def _build(treasure: Treasure):  # type: ignore[no-untyped-def]
     from textworld import GameMaker
     from textworld.generator import GameOptions
     from textworld.generator.game import Event, Quest

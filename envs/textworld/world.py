@@ -114,7 +114,8 @@ class TextWorldEnv:
         self._game_path = ""
         self._is_over = True
 
-    def _observe(self, state) -> Observation:  # type: ignore[no-untyped-def]  # textworld.GameState; no types there
+    # `state` is a textworld.GameState; textworld ships no types.
+    def _observe(self, state) -> Observation:  # type: ignore[no-untyped-def]
         status = STATUS_LINE.search(state.feedback)
         if status is not None:
             self._room = status["room"]

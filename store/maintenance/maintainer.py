@@ -121,7 +121,8 @@ class Maintainer:
                 self.settings.pause_s * (1 if self._waits_for is None else PATIENCE)
             ):
                 self._work_or_wait()
-        except BaseException as error:  # noqa: BLE001  the border of a thread: `check` raises it in the owner's
+        # The border of a thread: `check` raises the error in the owner's thread.
+        except BaseException as error:  # noqa: BLE001
             self._failure = error
 
     def _work_or_wait(self) -> None:

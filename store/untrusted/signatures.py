@@ -138,7 +138,7 @@ def _new_key() -> bytes | None:
         try:
             os.link(aside, directory / KEY_NAME)
         except FileExistsError:
-            pass
+            pass  # another process was first; its key is read below
         finally:
             os.unlink(aside)
     except OSError:
