@@ -267,9 +267,7 @@ class RunLayout:
 
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
-        """Return the run at `root`. Raises FormatError if there is none, or one of another
-        format.
-        """
+        """Return the run at `root`. Raises FormatError if none of our format is there."""
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
         try:
@@ -337,9 +335,7 @@ class RunLayout:
 
     @property
     def run_directory(self) -> Path:
-        """Return the directory that the user knows. For a copy that `mirror` made it is that of
-        the run.
-        """
+        """Return the directory that the user knows, also for the copy that `mirror` made."""
         return self.home or self.root
 
     @property
@@ -423,7 +419,5 @@ class RunLayout:
         return self.checkpoints / f"step{learner_step:06d}"
 
     def relative(self, path: Path) -> str:
-        """Return `path` relative to the root, as catalog and manifest store it. So a run can be
-        moved.
-        """
+        """Return `path` relative to the root, as catalog and manifest store it."""
         return path.absolute().relative_to(self.root).as_posix()

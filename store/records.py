@@ -1,5 +1,4 @@
-"""Define Step and Trajectory, and their Arrow form: one row per step, with the trajectory's
-columns.
+"""Define Step and Trajectory, and their Arrow form: one row per step.
 
 Tokens are the truth. The learner reads `prompt_ids`, `response_ids` and the log-probabilities that
 they were sampled with. The texts are for people and for SQL.

@@ -71,9 +71,7 @@ class TrajectoryMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentMeta:
-    """The description of a segment (about 1 KB): workers send it to the catalog, readers need
-    it.
-    """
+    """The description of a segment: workers send it to the catalog, readers need it."""
 
     segment_id: str
     path: str  # relative to the run's root
@@ -142,8 +140,7 @@ def read_segment(
     if digest != meta.digest:
         raise DigestError(
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed "
-            "on disk; restore it from a backup, or set it aside: gigpo fsck --repair "
-            f"{layout.root}"
+            f"on disk; restore it from a backup, or set it aside: gigpo fsck --repair {layout.root}"
         )
     wanted = None if columns is None else list(dict.fromkeys([*columns, "traj_uid"]))
     table = decode(data, path=path, columns=wanted)

@@ -1,5 +1,4 @@
-"""Read and write the immutable files of a run: segments, exports and weights. Each is absent or
-whole.
+"""Read and write the immutable files of a run: segments, exports and weights.
 
 LocalStorage   the run directory, or another one: file:///mnt/shared/run
 RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// and abfs://
@@ -61,19 +60,13 @@ class Storage(Protocol):
     """
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
-        """Write a file. It is durable on return, and not visible before. Repeating a write is
-        harmless.
-        """
+        """Write a file. It is durable on return, and not visible before."""
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
-        """Return the whole file. Raises StoreError, before reading, if it has more than
-        `at_most` bytes.
-        """
+        """Return the whole file. Raises StoreError for one of more than `at_most` bytes."""
 
     def digest(self, path: str) -> str:
-        """Return the digest of a file that may be larger than memory. Raises the errors of
-        `read`.
-        """
+        """Return the digest of a file that may be larger than memory. Raises as `read`."""
 
     def exists(self, path: str) -> bool:
         """Return whether the file is there."""
@@ -82,9 +75,7 @@ class Storage(Protocol):
         """Remove the file if it is there."""
 
     def files(self, directory: str) -> Iterator[StoredFile]:
-        """Give all files beneath a directory but unfinished ones. Give none if it does not
-        exist.
-        """
+        """Give all finished files beneath a directory, none if it does not exist."""
 
     def locate(self, path: str) -> str:
         """Return the file's name for people: a path or a URI."""
@@ -115,9 +106,7 @@ def open_storage(where: str) -> Storage:
 
 
 class LocalStorage:
-    """Files in the run directory or another one. No path leads out of it, and no link is
-    followed.
-    """
+    """Files in the run directory or another one. No path leads out of it, also by no link."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -279,8 +268,7 @@ class RemoteStorage:
         n_bytes: int = 0,
         began: float | None = None,
     ) -> Answer:
-        """Return the answer of `call`. Try again until the deadline, which grows with the bytes to
-        move.
+        """Return the answer of `call`. Try again until the deadline.
 
         Each try has a thread of its own, because Arrow waits 100 s for a silent server.
         """
@@ -308,8 +296,7 @@ class RemoteStorage:
                 time.sleep(min(RETRY_AFTER_S, left_s))
         raise UnavailableError(
             f"cannot {doing} {self.locate(path)} within {limit_s:.0f} s: {reason}; nothing "
-            "committed is lost, start "
-            "again when the storage is back"
+            "committed is lost, start again when the storage is back"
         )
 
 

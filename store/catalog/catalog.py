@@ -34,8 +34,8 @@ class Catalog:
         catalog.settle(batch.batch_id, learner_step=8, filtered={}, version_in=7)
 
     Each method below is one transaction: the function that it names, without its first argument.
-    Only `synced_together` and `unsynced` let a power cut undo a call that has returned. Threads of
-    the owning process may share a catalog: their calls wait for one another.
+    Only `unsynced` lets a power cut undo a call that has returned. Threads of the owning process
+    may share a catalog: their calls wait for one another.
     """
 
     def __init__(self, layout: RunLayout) -> None:
@@ -86,10 +86,6 @@ class Catalog:
         Leases, the groups that they open, and heartbeats need no more.
         """
         return self._database.unsynced_transaction()
-
-    def synced_together(self) -> AbstractContextManager[None]:
-        """Sync the transactions within once, at the end. A power cut may undo them until then."""
-        return self._database.synced_together()
 
     # Groups: open -> (leased) -> complete.
     open_group = one_transaction(groups.open_group)

@@ -10,28 +10,20 @@ ROLLED_BACK = "the evaluated version was rolled back"
 
 
 def counts(tx: Transaction) -> Counts:
-    """Return the training groups by state. The cost does not grow with the run: see
-    group_counts.sql.
-    """
+    """Return the training groups by state, at a cost that does not grow: see group_counts.sql."""
     rows = tx.rows(
         "SELECT state, n_groups AS n, n_members, n_steps FROM group_count WHERE split = 'train'"
     )
-    leased = tx.row(
-        """SELECT count(*) AS n FROM grp
-           WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL
-             AND split = 'train' AND state = 'open'""",
-        now_us=tx.now_us,
-    )
-    assert leased is not None
     n = {row["state"]: row["n"] for row in rows}
+    states = ("open", "complete", "claimed", "trained", "stale", "filtered")
     return Counts(
-        open=n.get("open", 0),
-        leased=leased["n"],
-        complete=n.get("complete", 0),
-        claimed=n.get("claimed", 0),
-        trained=n.get("trained", 0),
-        stale=n.get("stale", 0),
-        filtered=n.get("filtered", 0),
+        **{state: n.get(state, 0) for state in states},
+        leased=tx.value(
+            """SELECT count(*) FROM grp
+               WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL
+                 AND split = 'train' AND state = 'open'""",
+            now_us=tx.now_us,
+        ),
         trajectories=sum(row["n_members"] for row in rows),
         steps=sum(row["n_steps"] for row in rows),
     )
@@ -40,8 +32,8 @@ def counts(tx: Transaction) -> Counts:
 def complete_by_version(tx: Transaction) -> dict[int, int]:
     """Count the complete training groups by their oldest version."""
     rows = tx.rows(
-        "SELECT version_min, count(*) AS n FROM grp WHERE split = 'train' AND state = 'complete' "
-        "GROUP BY version_min"
+        """SELECT version_min, count(*) AS n FROM grp WHERE split = 'train' AND state = 'complete'
+           GROUP BY version_min"""
     )
     return {row["version_min"]: row["n"] for row in rows}
 
@@ -51,19 +43,17 @@ def outstanding(tx: Transaction) -> int:
 
     It equals `counts().outstanding`, and reads the index only.
     """
-    row = tx.row(
-        "SELECT count(*) AS n FROM grp WHERE split = 'train' AND state IN ('open', 'complete', "
-        "'claimed')"
+    return int(
+        tx.value(
+            """SELECT count(*) FROM grp
+               WHERE split = 'train' AND state IN ('open', 'complete', 'claimed')"""
+        )
     )
-    assert row is not None
-    return int(row["n"])
 
 
 def open_heldout(tx: Transaction) -> int:
     """Return the number of held-out groups still to be played, over all evaluation rounds."""
-    row = tx.row("SELECT count(*) AS n FROM grp WHERE split = 'heldout' AND state = 'open'")
-    assert row is not None
-    return int(row["n"])
+    return int(tx.value("SELECT count(*) FROM grp WHERE split = 'heldout' AND state = 'open'"))
 
 
 def finished_evaluations(tx: Transaction) -> list[Evaluation]:

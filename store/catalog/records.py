@@ -87,9 +87,7 @@ WHY_UNFINISHED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
-    """The trajectories of a committed segment: `new` ones count from it, `duplicates` from
-    another one.
-    """
+    """The trajectories of a committed segment."""
 
     new: tuple[bytes, ...]
     duplicates: tuple[bytes, ...]  # already committed from another segment
@@ -123,9 +121,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollBack:
-    """The groups that a roll-back made available again, and the groups that a restarted learner
-    finds.
-    """
+    """The groups that a roll-back made available, and those that a restarted learner finds."""
 
     batches: int
     groups: int
@@ -138,9 +134,7 @@ class RollBack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Training groups by state, and their committed trajectories and steps. A leased group is
-    open too.
-    """
+    """Training groups by state, and their committed trajectories and steps."""
 
     open: int
     leased: int

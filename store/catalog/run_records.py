@@ -1,6 +1,4 @@
-"""Record versions, checkpoints, metrics, heartbeats and unfinished episodes. Each function is
-part of one transaction.
-"""
+"""Record versions, checkpoints, metrics, heartbeats and episodes. Functions of one transaction."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
 def record_version(
     tx: Transaction, *, version: int, path: str, digest: str, learner_step: int | None
 ) -> None:
-    """Record a published set of weights. Raises StoreError unless its number is after the latest
-    one.
-    """
+    """Record a published set of weights. Raises StoreError if its number is not a new one."""
     latest = latest_version(tx)
     if latest is not None and version <= latest.version:
         raise StoreError(
@@ -69,8 +65,8 @@ def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
     The directory of an old one may have been removed.
     """
     rows = tx.rows(
-        "SELECT learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY learner_step, "
-        "lsn"
+        """SELECT learner_step, path, version FROM checkpoint WHERE live = 1
+           ORDER BY learner_step, lsn"""
     )
     for row in rows:
         checked_name(row["path"], CHECKPOINT_PATH, where="the catalog")
@@ -80,9 +76,7 @@ def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
 def record_metrics(
     tx: Transaction, *, learner_step: int, policy_version: int, values: Mapping[str, float]
 ) -> None:
-    """Record figures of a learner step by name. A second value of the same name replaces the
-    first one in the view.
-    """
+    """Record figures of a learner step by name. A second value of a name replaces the first."""
     for name, value in values.items():
         if math.isnan(value):
             raise StoreError(
@@ -120,9 +114,7 @@ def latest_metrics(tx: Transaction) -> dict[str, float]:
 
 def learner_step(tx: Transaction) -> int:
     """Return the last settled learner step, 0 before the first."""
-    row = tx.row("SELECT coalesce(max(learner_step), 0) AS step FROM batch WHERE state = 'trained'")
-    assert row is not None
-    return int(row["step"])
+    return int(tx.value("SELECT coalesce(max(learner_step), 0) FROM batch WHERE state = 'trained'"))
 
 
 def record_unfinished(tx: Transaction, episodes: Sequence[Unfinished], *, worker: str) -> None:

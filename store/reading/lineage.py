@@ -100,9 +100,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
 
 
 def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
-    """Return every checkpoint that no roll-back went behind, newest first. Its directory may be
-    gone.
-    """
+    """Return every checkpoint that counts, newest first. Its directory may be gone."""
     with _reading(layout) as tx:
         return live_checkpoints(tx)[::-1]
 
@@ -201,9 +199,8 @@ def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) 
     if incomplete:
         raise StoreError(
             f"group {uid_text(incomplete[0]['group_uid'])} of learner step {learner_step} has "
-            f"{incomplete[0]['here']} of its "
-            f"{incomplete[0]['n_members']} trajectories; put the damaged file back, then: "
-            "gigpo fsck --repair"
+            f"{incomplete[0]['here']} of its {incomplete[0]['n_members']} trajectories; put the "
+            "damaged file back, then: gigpo fsck --repair"
         )
 
 

@@ -233,9 +233,7 @@ def _sweep(
     superseded: Mapping[str, Superseded],
     lsn: int,
 ) -> dict[str, Superseded]:
-    """Remove exported files that nobody can still be reading. Return the others that no table
-    names.
-    """
+    """Remove exported files that nobody can be reading. Return the others that no table names."""
     now, pins = now_us(), pinned(layout)
     keep = {part.path for parts in tables.values() for part in parts}
     waiting: dict[str, Superseded] = {}

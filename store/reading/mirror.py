@@ -42,8 +42,7 @@ URI_DIGEST_BYTES = 8
 
 
 def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
-    """Return the run as files on this machine, up to date, or with the files that the lsn `as_of`
-    needs.
+    """Return the run as files on this machine: as it is now, or with those of the lsn `as_of`.
 
     A run with local storage is returned as it is. Raises StoreError if the storage does not answer,
     or if reading a stranger's run would ask the network. Raises DigestError for changed files.
@@ -130,9 +129,7 @@ def _make_copy(copy: RunLayout) -> None:
 
 @contextmanager
 def _locked(copy: RunLayout) -> Iterator[None]:
-    """Lock a copy. Otherwise an older manifest could replace a newer one, or its files be
-    removed.
-    """
+    """Lock a copy: no older manifest replaces a newer one, and no file of it is removed."""
     try:
         lock = open_file(copy.mirror_lock, root=copy.root, flags=os.O_RDWR | os.O_CREAT)
     except OSError as error:

@@ -17,9 +17,7 @@ PREFIX = "readonly://"
 
 
 class ReadOnlyFiles(AbstractFileSystem):
-    """Read files named PREFIX and an absolute path. Files outside `root`, also behind a link, do
-    not exist.
-    """
+    """Read files named PREFIX and an absolute path. Others than those of `root` do not exist."""
 
     protocol = PREFIX.removesuffix("://")
     cachable = False

@@ -292,8 +292,7 @@ class _Child:
         self._finalizer = weakref.finalize(self, _end, self.process, self.channel)
 
     def start(self, order: dict) -> tuple[int, str]:
-        """Tell the child which run to open. Return the lsn that it shows, and which files it cannot
-        read.
+        """Open a run in the child. Return the lsn that it shows, and which files it cannot read.
 
         Raises StoreError if it cannot open the run.
         """
@@ -305,8 +304,7 @@ class _Child:
             self.end()
             raise StoreError(
                 f"SQL: the run is not open within {START_S:g} s: its open.sql asks too much, or "
-                "the machine is busy; "
-                f"look at {order['run']}/open.sql, or try again later"
+                f"the machine is busy; look at {order['run']}/open.sql, or try again later"
             ) from error
         except (EOFError, OSError) as error:
             why = self.why_it_died()

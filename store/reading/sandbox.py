@@ -110,9 +110,7 @@ def serve(descriptor: int) -> None:
 
 
 def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None:
-    """Consume the parent's messages. The parent's end ends this process, and so a query that
-    runs.
-    """
+    """Consume the parent's messages. Its end ends this process, and so a query that runs."""
     try:
         while True:
             asked.put(wire.receive(channel)[1])
@@ -131,9 +129,7 @@ class _Opened:
 
 
 def _open(order: dict) -> _Opened:
-    """Open the run within all limits. No text of the run is executed before they hold and are
-    locked.
-    """
+    """Open the run within all limits: they hold before any text of the run is executed."""
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
     layout = RunLayout.open(Path(order["run"]))
@@ -366,9 +362,7 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
 
 
 def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:
-    """Send each batch as a small Arrow stream, the first one without rows. Return whether there
-    are more.
-    """
+    """Send batches as small Arrow streams, first one without rows. Return if there are more."""
     max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
     _send_batch(channel, batches.schema, None)
     n_rows = n_bytes = 0

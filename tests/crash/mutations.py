@@ -116,12 +116,6 @@ DURABILITY = [
         check="power workload",
     ),
     Mutation(
-        name="commits of a call not synced together",
-        file="store/catalog/database.py",
-        edit=swap(("                if self._owes_sync:\n", "                if False:\n")),
-        check="power workload",
-    ),
-    Mutation(
         name="written in place",
         file="store/atomic_write.py",
         edit=swap(
