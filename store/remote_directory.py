@@ -53,9 +53,8 @@ def local_directory(layout: RunLayout, path: str) -> Path:
     if here.is_dir() or layout.info.storage_uri is None:
         return here
     sizes = _sizes(layout, path)
-    unfinished = here.with_name(
-        f".{here.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}"
-    )
+    unique = f"{os.getpid()}-{threading.get_ident()}"
+    unfinished = here.with_name(f".{here.name}.{unique}{TEMPORARY_SUFFIX}")
     try:
         make_directory(here.parent, beneath=layout.root)
         unfinished.mkdir()

@@ -138,11 +138,10 @@ class Database:
             _check_not_lost(layout)
             self._connection = _connect(layout)
             self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
-        except sqlite3.OperationalError as error:
+        except BaseException as error:
             os.close(self._lock_fd)
-            raise _no_room(self._path, error) from error
-        except BaseException:
-            os.close(self._lock_fd)
+            if isinstance(error, sqlite3.OperationalError):
+                raise _no_room(self._path, error) from error
             raise
 
     @contextmanager
@@ -237,20 +236,17 @@ class Database:
                 f"this owner has epoch {self.epoch}, the catalog is at {meta['epoch']}; stop this "
                 "process"
             )
-        transaction = Transaction(
-            self._connection, run_id=self._run_id, epoch=self.epoch, lsn=meta["lsn"] + 1
-        )
-        self._open = transaction
+        lsn = meta["lsn"] + 1
+        tx = Transaction(self._connection, run_id=self._run_id, epoch=self.epoch, lsn=lsn)
+        self._open = tx
         try:
-            yield transaction
+            yield tx
         finally:
             self._open = None
-        if transaction.touched:
-            self._connection.execute("UPDATE meta SET lsn = ?", (transaction.lsn,))
-            self._connection.executemany(
-                "INSERT OR REPLACE INTO changed (name, lsn) VALUES (?, ?)",
-                [(name, transaction.lsn) for name in sorted(transaction.touched)],
-            )
+        if tx.touched:
+            tx.run("UPDATE meta SET lsn = :lsn", lsn=lsn)
+            for name in sorted(tx.touched):
+                tx.run("INSERT OR REPLACE INTO changed VALUES (:name, :lsn)", name=name, lsn=lsn)
 
     def _take_over(self, *, shown_lsn: int) -> int:
         self._connection.execute("BEGIN IMMEDIATE")
@@ -282,9 +278,8 @@ class Database:
 def shown_lsn(layout: RunLayout) -> int:
     """Return the lsn that readers were shown, 0 without a manifest."""
     try:
-        content = json_values.parse_object(
-            read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
-        )
+        data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
+        content = json_values.parse_object(data)
         # The manifest of another run says nothing about this run.
         ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
         return json_values.whole(content, "lsn") if ours else 0
@@ -402,11 +397,8 @@ def check_consent(layout: RunLayout) -> None:
     Raises StoreError.
     """
     uri = layout.info.storage_uri or ""
-    if (
-        "://" in uri
-        and urllib.parse.urlsplit(uri).scheme != "file"
-        and not made_by_this_user(layout.root)
-    ):
+    asks_network = "://" in uri and urllib.parse.urlsplit(uri).scheme != "file"
+    if asks_network and not made_by_this_user(layout.root):
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
             "would ask there with your "
@@ -445,9 +437,8 @@ def take_lock(layout: RunLayout) -> int:
     """
     path = layout.catalog_lock
     try:
-        descriptor = open_file(
-            path, root=layout.root, flags=os.O_RDWR | os.O_CREAT, mode=_LOCK_MODE
-        )
+        flags = os.O_RDWR | os.O_CREAT
+        descriptor = open_file(path, root=layout.root, flags=flags, mode=_LOCK_MODE)
     except UnsafePathError:
         raise
     except OSError as error:

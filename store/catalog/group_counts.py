@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from store.catalog.database import Transaction
+from store.catalog.database import Transaction, pick
 from store.catalog.records import Counts, Evaluation, SuccessRate
 
 # Reason of a held-out group that was abandoned in a roll-back: its round has no result.
@@ -84,15 +84,11 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
            GROUP BY round.version HAVING sum(g.state = 'open' OR g.reason = :rolled_back) = 0""",
         rolled_back=ROLLED_BACK,
     )
+    fields = set(Evaluation.__slots__) - {"success"}
     return [
         Evaluation(
-            version=row["version"],
-            learner_step=row["learner_step"],
             success=SuccessRate(n_trajectories=row["n_trajectories"], n_won=row["n_won"]),
-            n_abandoned=row["n_abandoned"],
-            newest_version=row["newest_version"],
-            return_sum=row["return_sum"],
-            n_steps=row["n_steps"],
+            **pick(row, fields),
         )
         for row in rows
     ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 from collections.abc import Mapping, Sequence
 
 from store.catalog.database import Transaction, columns_of
 from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
 from store.errors import StoreError
 from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
+
+VERSIONS = "SELECT version, path, digest, learner_step FROM version"
 
 
 def record_version(
@@ -36,11 +39,12 @@ def record_version(
 
 def latest_version(tx: Transaction) -> VersionRecord | None:
     """Return the newest published weights."""
-    row = tx.row(
-        "SELECT version, path, digest, learner_step FROM version ORDER BY version DESC LIMIT 1"
-    )
-    if row is None:
-        return None
+    row = tx.row(f"{VERSIONS} ORDER BY version DESC LIMIT 1")
+    return None if row is None else checked_version(row)
+
+
+def checked_version(row: sqlite3.Row) -> VersionRecord:
+    """Return a row of VERSIONS. Raises FormatError for a path of no version."""
     checked_name(row["path"], VERSION_PATH, where="the catalog")
     return VersionRecord(**row)
 

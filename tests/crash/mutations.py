@@ -308,8 +308,8 @@ CHECKS = [
             (
                 "a fetch",
                 "reading/mirror.py",
-                "file_digest(data) != PurePosixPath(path).stem\n",
-                "False\n",
+                "file_digest(data) != PurePosixPath(path).stem:",
+                "False:",
                 "fetch_notices_changed_bytes",
             ),
             (
