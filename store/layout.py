@@ -139,9 +139,6 @@ class RunInfo:
     # run ids of the runs that it was forked from, oldest first: it has files of theirs
     ancestors: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ancestors", tuple(self.ancestors))  # JSON has lists
-
     def wrote(self, run_id: str) -> bool:
         """Return whether this run may have files that the run `run_id` wrote."""
         return run_id in (self.run_id, *self.ancestors)

@@ -59,7 +59,7 @@ class Storage(Protocol):
     """
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
-        """Write a file. It is durable on return, and not visible before."""
+        """Write a file, durable on return and not visible before. A repeated write is harmless."""
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
         """Return the whole file. Raises StoreError for one of more than `at_most` bytes."""

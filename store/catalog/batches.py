@@ -8,8 +8,7 @@ from typing import Any
 
 from store.catalog import imported_groups
 from store.catalog.database import Transaction, pick
-from store.catalog.group_counts import ROLLED_BACK, complete_by_version, counts
-from store.catalog.groups import as_group, reopen
+from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, counts, reopen
 from store.catalog.records import Batch, RollBack
 from store.catalog.segment_states import segment_meta
 from store.errors import StoreError

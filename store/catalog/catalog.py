@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, closing, suppress
 
 from store.catalog import (
     batches,
-    group_counts,
     groups,
     imported_groups,
     repairs,
@@ -118,10 +117,10 @@ class Catalog:
     log = one_transaction(Transaction.log)
 
     # Counts.
-    counts = one_transaction(group_counts.counts)
-    outstanding = one_transaction(group_counts.outstanding)
-    open_heldout = one_transaction(group_counts.open_heldout)
-    finished_evaluations = one_transaction(group_counts.finished_evaluations)
+    counts = one_transaction(groups.counts)
+    outstanding = one_transaction(groups.outstanding)
+    open_heldout = one_transaction(groups.open_heldout)
+    finished_evaluations = one_transaction(groups.finished_evaluations)
 
     # Segments: live -> retired -> removed.
     live_segments = one_transaction(segment_states.live_segments)

@@ -133,7 +133,7 @@ def complete_imported(tx: Transaction, group_uid: bytes, *, reason: str | None) 
 def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail: str) -> None:
     """Train on these imported, complete groups from now on: group uid -> run that played it.
 
-    Raises StoreError on a second call for the same run.
+    They are used in this order. Raises StoreError on a second call for the same run.
     """
     if has_offline_groups(tx):
         raise StoreError(

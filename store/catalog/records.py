@@ -89,7 +89,7 @@ WHY_UNFINISHED = {
 class CommitResult:
     """The trajectories of a committed segment."""
 
-    new: tuple[bytes, ...]
+    new: tuple[bytes, ...]  # they count from this segment
     duplicates: tuple[bytes, ...]  # already committed from another segment
     whole: tuple[bytes, ...]  # groups of the segment that have all members
 
@@ -137,7 +137,7 @@ class Counts:
     """Training groups by state, and their committed trajectories and steps."""
 
     open: int
-    leased: int
+    leased: int  # these are open, too
     complete: int
     claimed: int
     trained: int

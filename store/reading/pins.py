@@ -37,7 +37,7 @@ class Pinned:
     """The files that a live reader needs."""
 
     since: int
-    shown: int | None  # None: unknown yet
+    shown: int | None  # the one lsn it needs; None: it is opening, and needs all from `since` on
 
     def needs(self, *, written: int, replaced: int) -> bool:
         """Return whether the reader needs a file of lsn `written` until before `replaced`."""
