@@ -78,7 +78,6 @@ from .records import SEGMENT_SCHEMA as SEGMENT_SCHEMA
 from .records import Step as Step
 from .records import StepImage as StepImage
 from .records import Trajectory as Trajectory
-from .records import from_table as from_table
 from .records import to_table as to_table
 from .records import uid_text as uid_text
 from .remote_directory import local_directory as local_directory

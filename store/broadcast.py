@@ -1,12 +1,11 @@
-"""Define the messages by which weights are sent to the engines, beside their files. The bytes are
-those of the files.
+"""Define the messages by which weights are sent to the engines, beside their files.
 
-Learner and engines use a key-value store of torch.distributed, which the learner runs. The store
-answers everybody who reaches its port, and lists its keys. So each key is a digest of its name with
-a secret. Engines get the address `secret@host:port`. Without the secret nobody can make the key
-that answers a call, and so become a member. Somebody who reaches the port can still disturb a
-round. The engines then load the files, whose digest counts. An engine process joins by taking the
-next number of JOINED. A round is one version:
+The bytes are those of the files. Learner and engines use a key-value store of torch.distributed,
+which the learner runs. The store answers everybody who reaches its port, and lists its keys. So
+each key is a digest of its name with a secret. Engines get the address `secret@host:port`. Without
+the secret nobody can make the key that answers a call, and so become a member. Somebody who reaches
+the port can still disturb a round. The engines then load the files, whose digest counts. An engine
+process joins by taking the next number of JOINED. A round is one version:
 
     call/<member>/<n>       learner: the round that the n-th call to this member is for
     ready/<round>/<member>  member: it takes part

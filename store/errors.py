@@ -1,15 +1,4 @@
-"""The errors of the store. Each message is one line, and names the value and the remedy.
-
-StoreError                   bad data, a wrong path, a broken file
-├── FormatError              a run directory or file that this code cannot read
-│   ├── OtherFormatError     a run or a file of another format
-│   └── ForeignSchemaError   a catalog with an object that this code never makes
-├── DigestError              the bytes of a segment are not the committed ones
-├── UnavailableError         a file cannot be reached now; it may be whole
-├── UnsafePathError          a path of a run that leads out of it, or to no regular file
-├── LockedError              another live process owns the catalog
-└── FencedError              the caller's lease is of an earlier owner: its data is dropped
-"""
+"""Define the errors of the store. Each message is one line, and names the value and the remedy."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ def canonical(text: str) -> str:
 
 
 def state_hash(text: str) -> bytes:
-    """Return 16 bytes that identify an anchor state by its canonical text. Raises TypeError for
-    no str.
-    """
+    """Return 16 bytes that identify an anchor state by its canonical text. Raises TypeError."""
     if not isinstance(text, str):
         raise TypeError(
             f"state_hash takes a text, not a value of type {type(text).__name__}; write the state "
@@ -44,8 +42,7 @@ def state_hash(text: str) -> bytes:
 
 
 def whole_text(text: str) -> str:
-    """Return `text` with U+FFFD in place of every lone surrogate, which no file and no database
-    takes.
+    """Return `text` with U+FFFD for every lone surrogate, which no file and no database takes.
 
     Two halves of one character that follow each other become that character. They come from JSON,
     as "\\ud83d".

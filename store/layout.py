@@ -62,29 +62,12 @@ STOPPING_FILE = "stopping"  # the driver's last line while it stops the run
 
 # Every name at the top of a run's directory. `base` holds another run.
 DIRECTORIES_OF_A_RUN = (
-    "segments",
-    "export",
-    "weights",
-    "checkpoints",
-    "readers",
-    "quarantine",
-    "backup",
-    "logs",
-    "tensorboard",
-    "untrained",  # the model with which a behaviour cloning run began
+    *("segments", "export", "weights", "checkpoints", "readers", "quarantine", "backup", "logs"),
+    *("tensorboard", "untrained"),  # the model with which a behaviour cloning run began
 )
 FILES_OF_A_RUN = (
-    "run.json",
-    "signed.json",
-    CONFIG_FILE,
-    "manifest.json",
-    "published.json",
-    "open.sql",
-    "mirror.lock",
-    OUTSIDE_FILE,
-    DRIVER_FILE,
-    WANTED_WORKERS_FILE,
-    STOPPING_FILE,
+    *("run.json", "signed.json", "manifest.json", "published.json", "open.sql", "mirror.lock"),
+    *(CONFIG_FILE, OUTSIDE_FILE, DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE),
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
 # Names in a run's directory whose first start was killed before it wrote run.json, or that is the
@@ -156,9 +139,6 @@ class RunInfo:
     # run ids of the runs that it was forked from, oldest first: it has files of theirs
     ancestors: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ancestors", tuple(self.ancestors))  # JSON has lists
-
     def wrote(self, run_id: str) -> bool:
         """Return whether this run may have files that the run `run_id` wrote."""
         return run_id in (self.run_id, *self.ancestors)
@@ -188,6 +168,16 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
             f"{Path(name).parent}"
         ) from error
     return info
+
+
+class _Below:
+    """Give a path below the root of the layout whose attribute it is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layout: RunLayout, _: object) -> Path:
+        return layout.root / self._name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,14 +217,8 @@ class RunLayout:
         )
         layout = cls(root=root, info=info)
         try:
-            for directory in (
-                root,
-                layout.segments,
-                layout.exports,
-                layout.weights,
-                layout.checkpoints,
-                layout.logs,
-            ):
+            made = (layout.segments, layout.exports, layout.weights, layout.checkpoints)
+            for directory in (root, *made, layout.logs):
                 make_directory(directory, beneath=root)
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
@@ -267,9 +251,7 @@ class RunLayout:
 
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
-        """Return the run at `root`. Raises FormatError if there is none, or one of another
-        format.
-        """
+        """Return the run at `root`. Raises FormatError if none of our format is there."""
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
         try:
@@ -282,10 +264,10 @@ class RunLayout:
         except UnsafePathError:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
-            if uri := _URI.fullmatch(given):  # a Path has lost a slash
-                uri_text = f"{uri[1]}://{uri[2]}"
+            if match := _URI.fullmatch(given):  # a Path has lost a slash
+                uri = f"{match[1]}://{match[2]}"
                 raise FormatError(
-                    f"{uri_text} is a URI; bring the run here: gigpo fetch {uri_text} DIR"
+                    f"{uri} is a URI; bring the run here: gigpo fetch {uri} DIR"
                 ) from error
             has_catalog = beneath.is_file(root / "catalog.sqlite", root=root)
             lost = f"; if it was lost: gigpo rebuild {root}" if has_catalog else ""
@@ -337,73 +319,31 @@ class RunLayout:
 
     @property
     def run_directory(self) -> Path:
-        """Return the directory that the user knows. For a copy that `mirror` made it is that of
-        the run.
-        """
+        """Return the directory that the user knows, also for the copy that `mirror` made."""
         return self.home or self.root
-
-    @property
-    def run_json(self) -> Path:
-        return self.root / "run.json"
 
     @property
     def catalog(self) -> Path:
         return self.run_directory / "catalog.sqlite"
 
     @property
-    def catalog_lock(self) -> Path:
-        return self.root / "catalog.lock"
-
-    @property
-    def mirror_lock(self) -> Path:
-        """Return the lock of a process that copies files from a remote storage to here."""
-        return self.root / "mirror.lock"
-
-    @property
     def manifest(self) -> Path:
         """Return manifest.json. With a remote storage this is the owner's copy of it."""
         return self.root / ("manifest.json" if self.info.storage_uri is None else "published.json")
 
-    @property
-    def open_sql(self) -> Path:
-        return self.root / "open.sql"
-
-    @property
-    def segments(self) -> Path:
-        return self.root / "segments"
-
-    @property
-    def exports(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def readers(self) -> Path:
-        return self.root / "readers"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def backup(self) -> Path:
-        """Return the backup of the catalog, relative to the root also in another storage."""
-        return self.root / "backup" / "catalog.sqlite"
-
-    @property
-    def run_json_backup(self) -> Path:
-        return self.root / "backup" / "run.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    run_json = _Below("run.json")
+    catalog_lock = _Below("catalog.lock")
+    mirror_lock = _Below("mirror.lock")  # of who copies files from a remote storage to here
+    open_sql = _Below("open.sql")
+    segments = _Below("segments")
+    exports = _Below("export")
+    weights = _Below("weights")
+    checkpoints = _Below("checkpoints")
+    readers = _Below("readers")
+    quarantine = _Below("quarantine")
+    backup = _Below("backup/catalog.sqlite")  # relative to the root also in another storage
+    run_json_backup = _Below("backup/run.json")
+    logs = _Below("logs")
 
     def segment(self, *, worker: str, segment_id: str) -> Path:
         """Return the path of a segment, in the directory of its worker."""
@@ -423,7 +363,5 @@ class RunLayout:
         return self.checkpoints / f"step{learner_step:06d}"
 
     def relative(self, path: Path) -> str:
-        """Return `path` relative to the root, as catalog and manifest store it. So a run can be
-        moved.
-        """
+        """Return `path` relative to the root, as catalog and manifest store it."""
         return path.absolute().relative_to(self.root).as_posix()

@@ -1,5 +1,4 @@
-"""Define Step and Trajectory, and their Arrow form: one row per step, with the trajectory's
-columns.
+"""Define Step and Trajectory, and their Arrow form: one row per step.
 
 Tokens are the truth. The learner reads `prompt_ids`, `response_ids` and the log-probabilities that
 they were sampled with. The texts are for people and for SQL.
@@ -155,35 +154,11 @@ def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:
     return table
 
 
-def from_table(table: pa.Table) -> tuple[Trajectory, ...]:
-    """Return the trajectories of a table, which holds each of them whole and in any order."""
-    missing = [name for name in SEGMENT_SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise StoreError(
-            f"the table lacks the columns {missing}; read the segment without choosing columns"
-        )
-    position = table.column_names.index("t_start")
-    # a datetime would lose the unit
-    table = table.set_column(position, "t_start", table["t_start"].cast(pa.int64()))
-    rows_of: dict[bytes, list[dict[str, Any]]] = {}
-    for row in table.to_pylist():
-        rows_of.setdefault(row["traj_uid"], []).append(row)
-    trajectories = tuple(_trajectory(rows) for rows in rows_of.values())
-    for trajectory in trajectories:
-        _check_shape(trajectory)
-    return trajectories
-
-
 _TRAJECTORY_COLUMNS = frozenset(
     ["traj_uid", "group_uid", "env_name", "task_id", "split", "seed", "member", "won", "task_score"]
 )
 _RENAMED = {"t_start": "t_start_us"}
 CHANNELS = 3  # of an image
-_STEP_COLUMNS = tuple(
-    name
-    for name in SEGMENT_SCHEMA.names
-    if name not in _TRAJECTORY_COLUMNS and name != "episode_steps"
-)
 _LIST_TYPECODES = {pa.list_(pa.int32()): "i", pa.list_(pa.float32()): "f"}
 
 
@@ -204,34 +179,33 @@ def _check_shape(trajectory: Trajectory) -> None:
             f"trajectory {name} has no steps; an attempt without an action is not a trajectory"
         )
     for expected, step in enumerate(trajectory.steps):
-        if step.step_index != expected:
-            raise StoreError(
-                f"trajectory {name}: step {expected} has step_index {step.step_index}; they must "
-                "be 0..n-1 in order, because returns are summed along them"
+        if problem := _problem(step, expected):
+            raise StoreError(f"trajectory {name} step {expected}: {problem}")
+
+
+def _problem(step: Step, expected: int) -> str:
+    """Say in what the step is not well formed, and the fix. Empty if it is."""
+    if step.step_index != expected:
+        return (
+            f"it has step_index {step.step_index}; they must be 0..n-1 in order, because returns "
+            "are summed along them"
+        )
+    if len(step.response_ids) != len(step.response_logprobs):
+        return (
+            f"{len(step.response_ids)} response_ids but {len(step.response_logprobs)} "
+            "response_logprobs; record one log-probability per sampled token"
+        )
+    for image in step.images:
+        if len(image.pixels) != image.height * image.width * CHANNELS:
+            return (
+                f"an image of {image.height} x {image.width} has {len(image.pixels)} bytes; each "
+                f"pixel is {CHANNELS}, red, green and blue"
             )
-        if len(step.response_ids) != len(step.response_logprobs):
-            raise StoreError(
-                f"trajectory {name} step {expected}: {len(step.response_ids)} response_ids but "
-                f"{len(step.response_logprobs)} response_logprobs; record one log-probability per "
-                "sampled token"
-            )
-        for image in step.images:
-            if len(image.pixels) != image.height * image.width * CHANNELS:
-                raise StoreError(
-                    f"trajectory {name} step {expected}: an image of {image.height} x "
-                    f"{image.width} has {len(image.pixels)} "
-                    f"bytes; each pixel is {CHANNELS}, red, green and blue"
-                )
-        if (step.anchor_text is None) != (step.state_hash is None):
-            raise StoreError(
-                f"trajectory {name} step {expected}: anchor_text and state_hash go together; set "
-                "both"
-            )
-        if step.version_min > step.version_max:
-            raise StoreError(
-                f"trajectory {name} step {expected}: version_min {step.version_min} > version_max "
-                f"{step.version_max}"
-            )
+    if (step.anchor_text is None) != (step.state_hash is None):
+        return "anchor_text and state_hash go together; set both"
+    if step.version_min > step.version_max:
+        return f"version_min {step.version_min} > version_max {step.version_max}"
+    return ""
 
 
 def _check_finite(table: pa.Table) -> None:
@@ -256,10 +230,8 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
     if field.type == IMAGES_TYPE:
         values = list(map(_image_tuples, values))
     try:
-        if field.type in _LIST_TYPECODES:
-            return _lists(
-                values, typecode=_LIST_TYPECODES[field.type], value_type=field.type.value_type
-            )
+        if typecode := _LIST_TYPECODES.get(field.type):
+            return _lists(values, typecode=typecode, value_type=field.type.value_type)
         return _array(values, field.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError, struct.error) as error:
         raise StoreError(f"column {name} does not hold {field.type} values: {error}") from error
@@ -291,34 +263,8 @@ def _lists(values: Sequence[Sequence[Any]], *, typecode: str, value_type: pa.Dat
     as fast as any way through pyarrow, numpy or `array`.
     """
     lengths = list(map(len, values))
-    flat = b"".join(
-        [
-            struct.pack(f"{n}{typecode}", *sequence)
-            for n, sequence in zip(lengths, values, strict=True)
-        ]
-    )
+    packed = [struct.pack(f"{len(sequence)}{typecode}", *sequence) for sequence in values]
+    flat = b"".join(packed)
     offsets = pa.array(accumulate(lengths, initial=0), pa.int32())
     items = pa.Array.from_buffers(value_type, sum(lengths), [None, pa.py_buffer(flat)])
     return pa.ListArray.from_arrays(offsets, items)
-
-
-def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
-    rows.sort(key=lambda row: int(row["step_index"]))
-    first = rows[0]
-    if first["episode_steps"] != len(rows):
-        name = uid_text(first["traj_uid"])
-        raise StoreError(
-            f"trajectory {name} has {len(rows)} of its {first['episode_steps']} rows in the table"
-        )
-    for row in rows:
-        row["images"] = [StepImage(**image) for image in row["images"] or ()]
-    columns = {name: first[name] for name in _TRAJECTORY_COLUMNS}
-    return Trajectory(**columns, steps=tuple(map(_step, rows)))
-
-
-def _step(row: dict[str, Any]) -> Step:
-    return Step(**{_RENAMED.get(name, name): _frozen(row[name]) for name in _STEP_COLUMNS})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -28,9 +28,7 @@ KEEP_FETCHED = 2
 
 
 def publish_directory(layout: RunLayout, directory: Path, *, keep: int) -> None:
-    """Copy a finished directory into the storage. Keep the newest `keep` directories beside it,
-    by name.
-    """
+    """Copy a finished directory into the storage. Keep the newest `keep` beside it, by name."""
     if layout.info.storage_uri is None:
         return
     where = layout.relative(directory)
@@ -47,8 +45,7 @@ def publish_directory(layout: RunLayout, directory: Path, *, keep: int) -> None:
 
 
 def local_directory(layout: RunLayout, path: str) -> Path:
-    """Return the path of a directory on this machine. Fetch it first from a remote storage if it is
-    not here.
+    """Return the path of a directory on this machine, fetched first if it is only remote.
 
     Raises StoreError if it is not complete there, or if the storage does not answer.
     """
@@ -56,9 +53,8 @@ def local_directory(layout: RunLayout, path: str) -> Path:
     if here.is_dir() or layout.info.storage_uri is None:
         return here
     sizes = _sizes(layout, path)
-    unfinished = here.with_name(
-        f".{here.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}"
-    )
+    unique = f"{os.getpid()}-{threading.get_ident()}"
+    unfinished = here.with_name(f".{here.name}.{unique}{TEMPORARY_SUFFIX}")
     try:
         make_directory(here.parent, beneath=layout.root)
         unfinished.mkdir()
@@ -86,9 +82,7 @@ def local_directory(layout: RunLayout, path: str) -> Path:
 
 
 def _sizes(layout: RunLayout, path: str) -> dict[str, int]:
-    """Return the files of a published directory with their sizes. Raises StoreError for other
-    names.
-    """
+    """Return the files of a published directory with their sizes. Raises StoreError."""
     name = layout.storage.locate(f"{path}/{MARKER}")
     try:
         sizes = json_values.parse_object(layout.storage.read(f"{path}/{MARKER}").to_pybytes())

@@ -1,5 +1,4 @@
-"""Read and write the immutable files of a run: segments, exports and weights. Each is absent or
-whole.
+"""Read and write the immutable files of a run: segments, exports and weights.
 
 LocalStorage   the run directory, or another one: file:///mnt/shared/run
 RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// and abfs://
@@ -15,7 +14,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -30,9 +29,8 @@ from store.untrusted import file_access as beneath
 
 # Their PUT shows an object whole or not at all.
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")
-DEADLINE_S = (
-    30.0  # for one small file with all retries; callers wait twice as long for the coordinator
-)
+# For one small file with all retries. Callers wait twice as long for the coordinator.
+DEADLINE_S = 30.0
 # The limit for a file of unknown size. Compaction merges up to 512 MiB, and one group of episodes
 # with images is no larger.
 MAX_FILE_BYTES = 8 << 30
@@ -61,19 +59,13 @@ class Storage(Protocol):
     """
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
-        """Write a file. It is durable on return, and not visible before. Repeating a write is
-        harmless.
-        """
+        """Write a file, durable on return and not visible before. A repeated write is harmless."""
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
-        """Return the whole file. Raises StoreError, before reading, if it has more than
-        `at_most` bytes.
-        """
+        """Return the whole file. Raises StoreError for one of more than `at_most` bytes."""
 
     def digest(self, path: str) -> str:
-        """Return the digest of a file that may be larger than memory. Raises the errors of
-        `read`.
-        """
+        """Return the digest of a file that may be larger than memory. Raises as `read`."""
 
     def exists(self, path: str) -> bool:
         """Return whether the file is there."""
@@ -82,9 +74,7 @@ class Storage(Protocol):
         """Remove the file if it is there."""
 
     def files(self, directory: str) -> Iterator[StoredFile]:
-        """Give all files beneath a directory but unfinished ones. Give none if it does not
-        exist.
-        """
+        """Give all finished files beneath a directory, none if it does not exist."""
 
     def locate(self, path: str) -> str:
         """Return the file's name for people: a path or a URI."""
@@ -115,9 +105,7 @@ def open_storage(where: str) -> Storage:
 
 
 class LocalStorage:
-    """Files in the run directory or another one. No path leads out of it, and no link is
-    followed.
-    """
+    """Files in the run directory or another one. No path leads out of it, also by no link."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -129,9 +117,8 @@ class LocalStorage:
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
         with self._reading(path):
-            return pa.py_buffer(
-                beneath.read_bytes(self.root / path, root=self.root, at_most=at_most)
-            )
+            data = beneath.read_bytes(self.root / path, root=self.root, at_most=at_most)
+            return pa.py_buffer(data)
 
     def digest(self, path: str) -> str:
         with self._reading(path):
@@ -201,25 +188,20 @@ class RemoteStorage:
         self._uri = f"{self._name}?{options}" if options else self._name
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
-        def put() -> None:
-            filesystem, base = self._client
-            with filesystem.open_output_stream(f"{base}/{path}", compression=None) as stream:
+        def put(remote: pafs.FileSystem, at: str) -> None:
+            with remote.open_output_stream(at, compression=None) as stream:
                 stream.write(data)
 
         self._ask("write", path, put, n_bytes=len(data))
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
-        def find() -> pa.NativeFile:
-            filesystem, base = self._client
-            return filesystem.open_input_file(f"{base}/{path}")
-
-        def get() -> pa.Buffer:
+        def get(remote: pafs.FileSystem, at: str) -> pa.Buffer:
             file.seek(0)
             return file.read_buffer()
 
         began = time.monotonic()
         # This asks for the size. It is not closed here, because a thread may still be reading.
-        file = self._ask("read", path, find)
+        file = self._ask("read", path, lambda remote, at: remote.open_input_file(at))
         n_bytes = file.size()
         if n_bytes > at_most:
             name = self.locate(path)
@@ -233,34 +215,25 @@ class RemoteStorage:
         return file_digest(self.read(path))
 
     def exists(self, path: str) -> bool:
-        def look() -> bool:
-            filesystem, base = self._client
-            return bool(filesystem.get_file_info(f"{base}/{path}").type == pafs.FileType.File)
-
-        return self._ask("look for", path, look)
+        info = self._ask("look for", path, lambda remote, at: remote.get_file_info(at))
+        return bool(info.type == pafs.FileType.File)
 
     def remove(self, path: str) -> None:
-        def delete() -> None:
-            filesystem, base = self._client
-            try:
-                filesystem.delete_file(f"{base}/{path}")
-            except FileNotFoundError:
-                return
+        def delete(remote: pafs.FileSystem, at: str) -> None:
+            with suppress(FileNotFoundError):
+                remote.delete_file(at)
 
         self._ask("remove", path, delete)
 
     def files(self, directory: str) -> Iterator[StoredFile]:
-        def list_all() -> tuple[str, list[pafs.FileInfo]]:
-            filesystem, base = self._client
-            selector = pafs.FileSelector(
-                f"{base}/{directory}".rstrip("/"), recursive=True, allow_not_found=True
-            )
-            return base, filesystem.get_file_info(selector)
+        def list_all(remote: pafs.FileSystem, at: str) -> list[pafs.FileInfo]:
+            selector = pafs.FileSelector(at.rstrip("/"), recursive=True, allow_not_found=True)
+            return remote.get_file_info(selector)
 
-        base, found = self._ask("list", directory, list_all)
+        found = self._ask("list", directory, list_all)
         for info in sorted(found, key=lambda info: info.path):
             if info.type == pafs.FileType.File:
-                path = info.path.removeprefix(f"{base}/")
+                path = info.path.removeprefix(f"{self._client[1]}/")
                 yield StoredFile(path=path, n_bytes=info.size, modified_us=info.mtime_ns // 1_000)
 
     def locate(self, path: str) -> str:
@@ -274,13 +247,12 @@ class RemoteStorage:
         self,
         doing: str,
         path: str,
-        call: Callable[[], Answer],
+        call: Callable[[pafs.FileSystem, str], Answer],
         *,
         n_bytes: int = 0,
         began: float | None = None,
     ) -> Answer:
-        """Return the answer of `call`. Try again until the deadline, which grows with the bytes to
-        move.
+        """Return the answer of `call` to the client and the object. Retry until the deadline.
 
         Each try has a thread of its own, because Arrow waits 100 s for a silent server.
         """
@@ -289,7 +261,7 @@ class RemoteStorage:
         reason = "no answer"
         while (left_s := deadline - time.monotonic()) > 0:
             answer: Future[Answer] = Future()
-            threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
+            threading.Thread(target=self._settle, args=(answer, call, path), daemon=True).start()
             try:
                 return answer.result(timeout=left_s)
             except FileNotFoundError as error:
@@ -308,19 +280,20 @@ class RemoteStorage:
                 time.sleep(min(RETRY_AFTER_S, left_s))
         raise UnavailableError(
             f"cannot {doing} {self.locate(path)} within {limit_s:.0f} s: {reason}; nothing "
-            "committed is lost, start "
-            "again when the storage is back"
+            "committed is lost, start again when the storage is back"
         )
+
+    def _settle(
+        self, answer: Future[Answer], call: Callable[[pafs.FileSystem, str], Answer], path: str
+    ) -> None:
+        try:
+            remote, base = self._client
+            answer.set_result(call(remote, f"{base}/{path}"))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            answer.set_exception(error)
 
 
 def _unreadable(error: OSError, path: Path | str) -> UnavailableError:
     return UnavailableError(
         f"{path} cannot be read now: {error.strerror}; make it readable, then retry"
     )
-
-
-def _settle(answer: Future[Answer], call: Callable[[], Answer]) -> None:
-    try:
-        answer.set_result(call())
-    except (OSError, ValueError, pa.ArrowException) as error:
-        answer.set_exception(error)

@@ -54,7 +54,7 @@ def many_files(n_files: int, label: str) -> dict[str, float]:
     step = dataclasses.replace(step, terminated=True, **tokens)
     with new_run() as (catalog, layout):
         for first in range(0, n_files, TOGETHER):
-            with catalog.synced_together():
+            with catalog.unsynced():
                 for _ in range(first, min(first + TOGETHER, n_files)):
                     commit_one(catalog, layout, step=step)
         export(catalog, layout)

@@ -4,12 +4,11 @@ catalog.py          the class Catalog: every transaction of the owner, as a meth
 records.py          the types that the catalog takes and returns: Group, Batch, ...
 database.py         the connection, the lock, fencing, and opening a catalog to read it
 schema.sql          the tables; schema_check.py refuses a catalog with other ones
-groups.py           a group from open to complete: open, lease, commit
+groups.py           a group from open to complete: open, lease, commit; groups by state
 imported_groups.py  groups of other runs: read only, or trained on as offline groups
 batches.py          a group from complete to consumed: claim, settle, roll back
 segment_states.py   a segment after its commit: replaced, expired, removed
 run_records.py      versions, checkpoints, metrics, heartbeats, unfinished episodes
-group_counts.py     groups by state, and finished evaluation rounds
 snapshot.py         the exported tables, now or as of an earlier lsn
 repairs.py          damaged files and wrong sums, for fsck
 adopt.py            files and groups that a backup does not know, for rebuild

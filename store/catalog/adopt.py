@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from store.catalog.batches import release
-from store.catalog.database import Transaction
-from store.catalog.groups import complete_if_whole, insert_trajectories, recompute_if_whole
+from store.catalog.database import Transaction, columns_of
+from store.catalog.groups import (
+    complete_if_whole,
+    insert_group,
+    insert_trajectories,
+    is_member,
+    recompute_if_whole,
+)
 from store.catalog.imported_groups import complete_imported
 from store.catalog.records import IMPORTED
 from store.catalog.segment_states import insert_segment
-from store.hashing import uid
 from store.segments import SegmentMeta, TrajectoryMeta
 
 
@@ -64,8 +69,12 @@ def recover(
     for row in claimed:
         release(tx, row["batch_id"], why="rolled back: the catalog was rebuilt")
     for group in groups:
-        _enter_group(tx, group)
-    n_open = _n_open(tx)
+        # Workers play open groups. The members of an imported group come from another run.
+        state = "abandoned" if group.split == IMPORTED else "open"
+        reason = "found in a file when the catalog was rebuilt"
+        insert_group(tx, **columns_of(group), state=state, reason=reason)
+    count_open = "SELECT count(*) FROM grp WHERE state = 'open'"
+    n_open = tx.value(count_open)
     on_disk = {file.meta.segment_id for file in files}
     known = {row["segment_id"] for row in tx.rows("SELECT segment_id FROM segment")}
     counts = {"adopted": 0, "moved": 0, "strangers": 0}
@@ -75,44 +84,13 @@ def recover(
         else:
             _adopt(tx, file, on_disk=on_disk, counts=counts)
     for version, path in versions.items():
-        tx.run(
-            """INSERT INTO version (version, path, digest, epoch, published_us, lsn)
-               VALUES (:version, :path, 'unknown', 0, :now_us, :lsn)""",
-            version=version,
-            path=path,
-            now_us=tx.now_us,
-            lsn=tx.lsn,
-        )
+        made = {"digest": "unknown", "epoch": 0, "published_us": tx.now_us, "lsn": tx.lsn}
+        tx.insert("version", version=version, path=path, **made)
     tx.touch("groups", "lineage", "versions", "segments", "excluded")
     return Recovered(
         released=tuple(row["batch_id"] for row in claimed),
-        completed=n_open - _n_open(tx),
+        completed=n_open - tx.value(count_open),
         **counts,
-    )
-
-
-def _n_open(tx: Transaction) -> int:
-    row = tx.row("SELECT count(*) AS n FROM grp WHERE state = 'open'")
-    assert row is not None
-    return int(row["n"])
-
-
-def _enter_group(tx: Transaction, group: FoundGroup) -> None:
-    tx.run(
-        """INSERT INTO grp (group_uid, split, ordinal, task_id, size, purpose_version, state,
-                            reason, n_members, n_steps, n_won, return_sum, opened_lsn, opened_us)
-           VALUES (:group_uid, :split, :ordinal, :task_id, :size, :purpose_version, :state,
-                   'found in a file when the catalog was rebuilt', 0, 0, 0, 0.0, :lsn, :now_us)""",
-        group_uid=group.group_uid,
-        split=group.split,
-        ordinal=group.ordinal,
-        task_id=group.task_id,
-        size=group.size,
-        purpose_version=group.purpose_version,
-        # Workers play open groups. The members of an imported group come from another run.
-        state="abandoned" if group.split == IMPORTED else "open",
-        lsn=tx.lsn,
-        now_us=tx.now_us,
     )
 
 
@@ -145,11 +123,7 @@ def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[
             traj_uid=trajectory.traj_uid,
         )
     for trajectory in others:
-        tx.run(
-            "INSERT INTO duplicate (segment_id, traj_uid) VALUES (:segment_id, :traj_uid)",
-            segment_id=segment_id,
-            traj_uid=trajectory.traj_uid,
-        )
+        tx.insert("duplicate", segment_id=segment_id, traj_uid=trajectory.traj_uid)
     for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
         recompute_if_whole(tx, group_uid)
         complete_if_whole(tx, group_uid)
@@ -160,11 +134,7 @@ def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[
 
 def _belongs(tx: Transaction, trajectory: TrajectoryMeta) -> bool:
     group = tx.row("SELECT size FROM grp WHERE group_uid = :g", g=trajectory.group_uid)
-    return (
-        group is not None
-        and trajectory.member < group["size"]
-        and trajectory.traj_uid == uid(trajectory.group_uid, trajectory.member)
-    )
+    return group is not None and is_member(trajectory, size=group["size"])
 
 
 def _correct_figures(tx: Transaction, meta: SegmentMeta) -> None:

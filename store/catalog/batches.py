@@ -1,6 +1,4 @@
-"""Move groups from complete to consumed: claim, settle, roll back. Each function is part of one
-transaction.
-"""
+"""Move groups from complete to consumed: claim, settle, roll back. Functions of one transaction."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from typing import Any
 
 from store.catalog import imported_groups
 from store.catalog.database import Transaction, pick
-from store.catalog.group_counts import ROLLED_BACK, complete_by_version, counts
-from store.catalog.groups import as_group, reopen
+from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, counts, reopen
 from store.catalog.records import Batch, RollBack
 from store.catalog.segment_states import segment_meta
 from store.errors import StoreError
@@ -30,8 +27,7 @@ def claim(
     n_offline: int = 0,
     uses: int = 1,
 ) -> Batch | None:
-    """Claim the oldest complete training groups as a batch. Return None, and claim none, if too few
-    are there.
+    """Claim the oldest complete training groups as a batch. Return None if too few are there.
 
     Groups whose oldest version is more than `max_staleness` behind `current_version` become stale
     first, also if no batch follows. `current_version` is the learner's version when it will train
@@ -97,22 +93,19 @@ def settle(
             f"batch {batch_id} is {state}, only a claimed batch can be settled; claim a new one"
         )
     taken = tx.row(
-        "SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step ORDER BY "
-        "learner_step DESC",
+        """SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step
+           ORDER BY learner_step DESC""",
         step=learner_step,
     )
     if taken is not None:
         raise StoreError(
             f"learner step {learner_step} is not after the last settled one (batch "
-            f"{taken['batch_id']}); "
-            "roll back to the checkpoint before training again"
+            f"{taken['batch_id']}); roll back to the checkpoint before training again"
         )
-    groups = [
-        row["group_uid"]
-        for row in tx.rows(
-            "SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id
-        )
-    ]
+    rows = tx.rows(
+        "SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id
+    )
+    groups = [row["group_uid"] for row in rows]
     unknown = [uid_text(group_uid) for group_uid in filtered if group_uid not in groups]
     if unknown:
         raise StoreError(
@@ -128,13 +121,12 @@ def settle(
         batch_id=batch_id,
     )
     for group_uid in groups:
-        outcome = "filtered" if group_uid in filtered else "trained"
-        reason = f"learner step {learner_step}" + (
-            f": {filtered[group_uid]}" if outcome == "filtered" else ""
-        )
+        outcome, reason = "trained", f"learner step {learner_step}"
+        if group_uid in filtered:
+            outcome, reason = "filtered", f"{reason}: {filtered[group_uid]}"
         tx.run(
-            "UPDATE batch_group SET outcome = :outcome WHERE batch_id = :batch_id AND group_uid = "
-            ":group_uid",
+            """UPDATE batch_group SET outcome = :outcome
+               WHERE batch_id = :batch_id AND group_uid = :group_uid""",
             outcome=outcome,
             batch_id=batch_id,
             group_uid=group_uid,
@@ -149,16 +141,13 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
     Append-only tables keep their rows. Versions stay, because they were published and their numbers
     are never used again. Stale groups stay stale.
     """
-    batches = [
-        (row["batch_id"], row["state"])
-        for row in tx.rows(
-            """SELECT batch_id, state FROM batch
-               WHERE state = 'claimed' OR (state = 'trained' AND learner_step > :step)""",
-            step=learner_step,
-        )
-    ]
+    batches = tx.rows(
+        """SELECT batch_id, state FROM batch
+           WHERE state = 'claimed' OR (state = 'trained' AND learner_step > :step)""",
+        step=learner_step,
+    )
     why = f"rolled back to learner step {learner_step}"
-    n_groups = sum(release(tx, batch_id, why=why) for batch_id, _ in batches)
+    n_groups = sum(release(tx, batch["batch_id"], why=why) for batch in batches)
     n_checkpoints = tx.run(
         "UPDATE checkpoint SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step
     )
@@ -181,25 +170,22 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
         )
         tx.log(component=COMPONENT, what="roll_back", detail=detail)
         tx.touch("groups", "lineage", "checkpoints", "metrics")
-    kept = tx.row(
-        "SELECT count(*) AS n FROM trajectory JOIN segment USING (segment_id) WHERE retired_lsn IS "
-        "NULL"
-    )
-    assert kept is not None
     return RollBack(
         batches=len(batches),
         groups=n_groups,
         checkpoints=n_checkpoints,
-        learner_steps=sum(state == "trained" for _, state in batches),
+        learner_steps=sum(batch["state"] == "trained" for batch in batches),
         open=counts(tx).open,
         complete=complete_by_version(tx),
-        trajectories=kept["n"],
+        trajectories=tx.value(
+            """SELECT count(*) FROM trajectory JOIN segment USING (segment_id)
+               WHERE retired_lsn IS NULL"""
+        ),
     )
 
 
 def release(tx: Transaction, batch_id: int, *, why: str) -> int:
-    """Make the groups of one batch available again, and return their number. The batch keeps its
-    rows.
+    """Make the groups of one batch available again, and return their number.
 
     A group that lost trajectories since (fsck) is opened again: it cannot be trained on until the
     missing members are played.
@@ -219,19 +205,20 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
         batch_id=batch_id,
         why=why,
     )
-    n_groups += imported_groups.offline_groups_in(tx, batch_id)
+    n_groups += tx.value(
+        """SELECT count(*) FROM batch_group JOIN grp USING (group_uid)
+           WHERE batch_id = :batch_id AND live = 1 AND source IS NOT NULL""",
+        batch_id=batch_id,
+    )
     tx.run("UPDATE batch_group SET live = 0 WHERE batch_id = :batch_id", batch_id=batch_id)
     tx.run(
         "UPDATE batch SET state = 'rolled_back', rolled_back_lsn = :lsn WHERE batch_id = :batch_id",
         lsn=tx.lsn,
         batch_id=batch_id,
     )
+    reason = f"batch {batch_id} was {why}, and trajectories of it were lost"
     for row in incomplete:
-        reopen(
-            tx,
-            row["group_uid"],
-            reason=f"batch {batch_id} was {why}, and trajectories of it were lost",
-        )
+        reopen(tx, row["group_uid"], reason=reason)
     tx.touch("groups", "lineage")
     return n_groups
 
@@ -249,21 +236,16 @@ def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> Non
         oldest_allowed=oldest_allowed,
     )
     if n_stale:
-        tx.log(
-            component=COMPONENT,
-            what="stale",
-            detail=f"{n_stale} groups older than version {oldest_allowed}",
-        )
+        detail = f"{n_stale} groups older than version {oldest_allowed}"
+        tx.log(component=COMPONENT, what="stale", detail=detail)
         tx.touch("groups")
 
 
 def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
-    """Set the state of a group of this run. An offline group stays complete: each use is in
-    `batch_group`.
-    """
+    """Set the state of a group of this run. An offline group stays complete."""
     tx.run(
-        "UPDATE grp SET state = :state, reason = :reason WHERE group_uid = :group_uid AND source "
-        "IS NULL",
+        """UPDATE grp SET state = :state, reason = :reason
+           WHERE group_uid = :group_uid AND source IS NULL""",
         state=state,
         reason=reason,
         group_uid=group_uid,

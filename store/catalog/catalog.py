@@ -5,11 +5,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, suppress
-from types import TracebackType
 
 from store.catalog import (
     batches,
-    group_counts,
     groups,
     imported_groups,
     repairs,
@@ -34,8 +32,8 @@ class Catalog:
         catalog.settle(batch.batch_id, learner_step=8, filtered={}, version_in=7)
 
     Each method below is one transaction: the function that it names, without its first argument.
-    Only `synced_together` and `unsynced` let a power cut undo a call that has returned. Threads of
-    the owning process may share a catalog: their calls wait for one another.
+    Only `unsynced` lets a power cut undo a call that has returned. Threads of the owning process
+    may share a catalog: their calls wait for one another.
     """
 
     def __init__(self, layout: RunLayout) -> None:
@@ -67,12 +65,7 @@ class Catalog:
     def __enter__(self) -> Catalog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -86,10 +79,6 @@ class Catalog:
         Leases, the groups that they open, and heartbeats need no more.
         """
         return self._database.unsynced_transaction()
-
-    def synced_together(self) -> AbstractContextManager[None]:
-        """Sync the transactions within once, at the end. A power cut may undo them until then."""
-        return self._database.synced_together()
 
     # Groups: open -> (leased) -> complete.
     open_group = one_transaction(groups.open_group)
@@ -128,10 +117,10 @@ class Catalog:
     log = one_transaction(Transaction.log)
 
     # Counts.
-    counts = one_transaction(group_counts.counts)
-    outstanding = one_transaction(group_counts.outstanding)
-    open_heldout = one_transaction(group_counts.open_heldout)
-    finished_evaluations = one_transaction(group_counts.finished_evaluations)
+    counts = one_transaction(groups.counts)
+    outstanding = one_transaction(groups.outstanding)
+    open_heldout = one_transaction(groups.open_heldout)
+    finished_evaluations = one_transaction(groups.finished_evaluations)
 
     # Segments: live -> retired -> removed.
     live_segments = one_transaction(segment_states.live_segments)

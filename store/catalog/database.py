@@ -39,9 +39,7 @@ Result = TypeVar("Result")
 
 
 class Transaction:
-    """The statements of one transaction, and the lsn that it gets if it changes an exported
-    table.
-    """
+    """Execute the statements of one transaction, and know its lsn."""
 
     def __init__(
         self, connection: sqlite3.Connection, *, run_id: str, epoch: int, lsn: int
@@ -78,6 +76,10 @@ class Transaction:
         """Return the first row of a query, None if there is none."""
         row: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
         return row
+
+    def value(self, sql: str, **parameters: Any) -> Any:
+        """Return the first cell of a query that gives one row."""
+        return self._connection.execute(sql, parameters).fetchone()[0]
 
     def log(self, *, component: str, what: str, detail: str) -> None:
         """Append a line to the events view."""
@@ -128,7 +130,6 @@ class Database:
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
         self._open: Transaction | None = None  # the transaction that is under way
-        self._syncs_later = self._owes_sync = False
         # Set when the disk has failed: commits behind a gap in the log would be lost with it.
         self._lost: StoreError | None = None
         self._lock_fd = take_lock(layout)
@@ -137,15 +138,14 @@ class Database:
             _check_not_lost(layout)
             self._connection = _connect(layout)
             self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
-        except sqlite3.OperationalError as error:
+        except BaseException as error:
             os.close(self._lock_fd)
-            raise _no_room(self._path, error) from error
-        except BaseException:
-            os.close(self._lock_fd)
+            if isinstance(error, sqlite3.OperationalError):
+                raise _no_room(self._path, error) from error
             raise
 
     @contextmanager
-    def transaction(self, *, may_be_undone: bool = False) -> Iterator[Transaction]:
+    def transaction(self) -> Iterator[Transaction]:
         """Give a transaction that is committed as a whole, or rolled back if the body raises.
 
         The lsn moves only if the body touched an exported table. Within another transaction of the
@@ -162,58 +162,30 @@ class Database:
                 try:
                     yield from self._body()
                     self._connection.execute("COMMIT")
-                    self._owes_sync |= self._syncs_later and not may_be_undone
                 except BaseException:
                     if self._connection.in_transaction:
                         self._connection.execute("ROLLBACK")
                     raise
-            except sqlite3.IntegrityError as error:
-                raise StoreError(
-                    f"catalog {self._path}: {error}; nothing of this transaction was written. "
-                    f"It contradicts what the catalog has: gigpo fsck {self._path.parent}"
-                ) from error
             except sqlite3.Error as error:
+                remedy = "Check free space and permissions, then retry"
+                if isinstance(error, sqlite3.IntegrityError):
+                    remedy = f"It contradicts what the catalog has: gigpo fsck {self._path.parent}"
                 raise StoreError(
                     f"catalog {self._path}: {error}; nothing of this transaction was written. "
-                    "Check free space and permissions, then retry"
+                    f"{remedy}"
                 ) from error
 
     @contextmanager
     def unsynced_transaction(self) -> Iterator[Transaction]:
-        """Give a transaction that a power cut may undo until the next synced one. A killed
-        process loses none.
-        """
-        with self._mutex, self._unsynced(), self.transaction(may_be_undone=True) as transaction:
-            yield transaction
-
-    @contextmanager
-    def synced_together(self) -> Iterator[None]:
-        """Sync all transactions within once, at the end. Do not acknowledge any of them before
-        that.
-
-        Other threads wait, because their transactions would not be synced either.
-        """
+        """Give a transaction that a power cut may undo until the next. A kill undoes none."""
         with self._mutex:
+            assert self._open is None, "SQLite takes no such setting inside a transaction"
+            self._connection.execute(_UNSYNCED)
             try:
-                with self._unsynced():
-                    yield
+                with self.transaction() as transaction:
+                    yield transaction
             finally:
-                if self._owes_sync:
-                    self.sync()
-
-    @contextmanager
-    def _unsynced(self) -> Iterator[None]:
-        if self._syncs_later:
-            yield
-            return
-        assert self._open is None, "SQLite takes no such setting inside a transaction"
-        self._connection.execute(_UNSYNCED)
-        self._syncs_later = True
-        try:
-            yield
-        finally:
-            self._syncs_later = False
-            self._connection.execute(_SYNCED)
+                self._connection.execute(_SYNCED)
 
     def sync(self) -> None:
         """Make sure that no power cut undoes a committed transaction.
@@ -229,11 +201,9 @@ class Database:
             except OSError as error:
                 self._lost = StoreError(
                     f"catalog {self._path} cannot be synced: {error.strerror}; what was not "
-                    "acknowledged may be played again. "
-                    "Check the disk, then give the same command"
+                    "acknowledged may be played again. Check the disk, then give the same command"
                 )
                 raise self._lost from error
-            self._owes_sync = False
 
     @property
     def is_closed(self) -> bool:
@@ -266,20 +236,17 @@ class Database:
                 f"this owner has epoch {self.epoch}, the catalog is at {meta['epoch']}; stop this "
                 "process"
             )
-        transaction = Transaction(
-            self._connection, run_id=self._run_id, epoch=self.epoch, lsn=meta["lsn"] + 1
-        )
-        self._open = transaction
+        lsn = meta["lsn"] + 1
+        tx = Transaction(self._connection, run_id=self._run_id, epoch=self.epoch, lsn=lsn)
+        self._open = tx
         try:
-            yield transaction
+            yield tx
         finally:
             self._open = None
-        if transaction.touched:
-            self._connection.execute("UPDATE meta SET lsn = ?", (transaction.lsn,))
-            self._connection.executemany(
-                "INSERT OR REPLACE INTO changed (name, lsn) VALUES (?, ?)",
-                [(name, transaction.lsn) for name in sorted(transaction.touched)],
-            )
+        if tx.touched:
+            tx.run("UPDATE meta SET lsn = :lsn", lsn=lsn)
+            for name in sorted(tx.touched):
+                tx.run("INSERT OR REPLACE INTO changed VALUES (:name, :lsn)", name=name, lsn=lsn)
 
     def _take_over(self, *, shown_lsn: int) -> int:
         self._connection.execute("BEGIN IMMEDIATE")
@@ -309,13 +276,10 @@ class Database:
 
 
 def shown_lsn(layout: RunLayout) -> int:
-    """Return the lsn of the manifest, which is written after the commits it shows. 0 without a
-    manifest.
-    """
+    """Return the lsn that readers were shown, 0 without a manifest."""
     try:
-        content = json_values.parse_object(
-            read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
-        )
+        data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
+        content = json_values.parse_object(data)
         # The manifest of another run says nothing about this run.
         ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
         return json_values.whole(content, "lsn") if ours else 0
@@ -383,9 +347,7 @@ def _let_ctrl_c_end_queries(connection: sqlite3.Connection) -> None:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether the error means a damaged catalog, and not one that cannot be read or
-    written now.
-    """
+    """Return whether the error means a damaged catalog, not one that is out of reach now."""
     if isinstance(error, sqlite3.OperationalError):
         return "no such" in str(error) or "malformed" in str(error)
     return isinstance(error, sqlite3.DatabaseError)
@@ -398,9 +360,7 @@ def _no_room(path: Path, error: sqlite3.Error) -> StoreError:
 
 
 def _check_not_lost(layout: RunLayout) -> None:
-    """Refuse a new catalog for a run that has segments: they would be swept, because no row
-    names them.
-    """
+    """Refuse a new catalog for a run with segments, which would be swept: no row names them."""
     found = status(layout.catalog, root=layout.root)
     if found is not None and found.st_size > 0:
         return
@@ -418,8 +378,7 @@ def check_unowned(layout: RunLayout) -> None:
 
 
 def check_owner(layout: RunLayout) -> None:
-    """Refuse to own a run whose files are elsewhere: behind a link, or in a storage that this user
-    did not choose.
+    """Refuse to own a run behind a link, or in a storage that this user did not choose.
 
     An owner removes files that the catalog does not name. Raises StoreError.
     """
@@ -427,24 +386,19 @@ def check_owner(layout: RunLayout) -> None:
     if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
         raise StoreError(
             f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "
-            "this run: going on would "
-            "write and remove files there. If you trust it: gigpo train --resume "
-            f"{layout.root} --trust"
+            "this run: going on would write and remove files there. If you trust it: gigpo train "
+            f"--resume {layout.root} --trust"
         )
 
 
 def check_consent(layout: RunLayout) -> None:
-    """Refuse to read a stranger's run if that would make this user ask the network. Local paths are
-    read.
+    """Refuse to read a stranger's run if that would make this user ask the network.
 
     Raises StoreError.
     """
     uri = layout.info.storage_uri or ""
-    if (
-        "://" in uri
-        and urllib.parse.urlsplit(uri).scheme != "file"
-        and not made_by_this_user(layout.root)
-    ):
+    asks_network = "://" in uri and urllib.parse.urlsplit(uri).scheme != "file"
+    if asks_network and not made_by_this_user(layout.root):
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
             "would ask there with your "
@@ -465,15 +419,12 @@ def check_catalog_files(layout: RunLayout) -> None:
                 if suffix == "-journal" and _names_another_file(file):
                     raise FormatError(
                         f"{path} names another file, which SQLite would remove; no run of ours "
-                        "writes such a journal. "
-                        f"Remove it, or: gigpo rebuild --force {layout.root}"
+                        f"writes such a journal. Remove it, or: gigpo rebuild --force {layout.root}"
                     )
 
 
 def _names_another_file(journal: BinaryIO) -> bool:
-    """Return whether a rollback journal names a super-journal, as only transactions of several
-    files do.
-    """
+    """Return whether a rollback journal is of several files, and so names a super-journal."""
     size = journal.seek(0, os.SEEK_END)
     journal.seek(max(0, size - len(_JOURNAL_MAGIC)))
     return journal.read() == _JOURNAL_MAGIC
@@ -486,9 +437,8 @@ def take_lock(layout: RunLayout) -> int:
     """
     path = layout.catalog_lock
     try:
-        descriptor = open_file(
-            path, root=layout.root, flags=os.O_RDWR | os.O_CREAT, mode=_LOCK_MODE
-        )
+        flags = os.O_RDWR | os.O_CREAT
+        descriptor = open_file(path, root=layout.root, flags=flags, mode=_LOCK_MODE)
     except UnsafePathError:
         raise
     except OSError as error:

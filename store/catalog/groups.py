@@ -1,15 +1,14 @@
-"""Move groups from open to complete: open, lease, commit. Each function is part of one
-transaction.
-"""
+"""Open, lease, commit and count groups. Functions of one transaction."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 from collections.abc import Collection, Iterable, Sequence
+from operator import itemgetter
 
 from store.catalog.database import Transaction, columns_of, pick
-from store.catalog.records import CommitResult, Group
+from store.catalog.records import CommitResult, Counts, Evaluation, Group, SuccessRate
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
@@ -19,6 +18,8 @@ from store.segments import SegmentMeta, TrajectoryMeta
 
 TRAIN = "train"
 HELDOUT = "heldout"
+# Reason of a held-out group that was abandoned in a roll-back: its round has no result.
+ROLLED_BACK = "the evaluated version was rolled back"
 GROUP_COLUMNS = tuple(set(Group.__slots__) - {"missing", "epoch"})
 
 
@@ -31,8 +32,7 @@ def open_group(
     size: int,
     purpose_version: int | None,
 ) -> Group:
-    """Return the group of this ordinal, opened now if it is new. Without an ordinal use the next
-    one.
+    """Return the group of this ordinal, by default the next one, opened now if it is new.
 
     `purpose_version` names the evaluation round of a held-out group, which is never claimed. Raises
     StoreError if the ordinal belongs to another task or size.
@@ -43,12 +43,12 @@ def open_group(
     if ordinal is None:
         ordinal = next_ordinal(tx, split, purpose_version=purpose_version)
     group_uid = uid(tx.run_id, split, ordinal, purpose_version)
-    group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
+    find = "SELECT * FROM grp WHERE group_uid = :group_uid"
+    group = tx.row(find, group_uid=group_uid)
     if group is not None and (group["task_id"], group["size"]) != (task_id, size):
         raise StoreError(
             f"{split} group {ordinal} is {group['task_id']!r} with {group['size']} members, not "
-            f"{task_id!r} with {size}; "
-            "use the task list and group size the run was started with"
+            f"{task_id!r} with {size}; use the task list and group size the run was started with"
         )
     if group is None:
         insert_group(
@@ -63,7 +63,7 @@ def open_group(
             reason=None,
         )
         tx.touch("groups")
-        group = tx.row("SELECT * FROM grp WHERE group_uid = :group_uid", group_uid=group_uid)
+        group = tx.row(find, group_uid=group_uid)
         assert group is not None
     return _open_group(tx, group)
 
@@ -92,8 +92,8 @@ def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None = N
     """Return the ordinal that the next group of the split (and evaluation round) gets."""
     _check_split(split, purpose_version)
     row = tx.row(
-        "SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round ORDER BY "
-        "ordinal DESC LIMIT 1",
+        """SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round
+           ORDER BY ordinal DESC LIMIT 1""",
         split=split,
         round=purpose_version,
     )
@@ -115,30 +115,25 @@ def lease_open_group(
     groups that were dispatched and not finished, before any new one. Skip the tasks `without`, and
     all tasks but `only` where that is given.
     """
-    tasks = {
+    wanted = {
+        "split": split,
         "without": json.dumps(list(without)),
         "only": None if only is None else json.dumps(list(only)),
+        "now_us": tx.now_us,
     }
     oldest = """SELECT * FROM grp WHERE state = 'open' AND {} AND (:split IS NULL OR split = :split)
                 AND (:without = '[]' OR task_id NOT IN (SELECT value FROM json_each(:without)))
                 AND (:only IS NULL OR task_id IN (SELECT value FROM json_each(:only)))
                 ORDER BY split, opened_lsn, ordinal LIMIT 1"""  # 'heldout' before 'train'
     # Two queries, because each uses an index of its own.
-    free = tx.row(oldest.format("lease_until_us IS NULL"), split=split, **tasks)
-    expired = tx.row(
-        oldest.format("lease_until_us <= :now_us"), split=split, now_us=tx.now_us, **tasks
-    )
-    candidates = [group for group in (free, expired) if group is not None]
-    group = min(
-        candidates,
-        key=lambda group: (group["split"], group["opened_lsn"], group["ordinal"]),
-        default=None,
-    )
-    if group is None:
+    free = tx.rows(oldest.format("lease_until_us IS NULL"), **wanted)
+    expired = tx.rows(oldest.format("lease_until_us <= :now_us"), **wanted)
+    if not free and not expired:
         return None
+    group = min(free + expired, key=itemgetter("split", "opened_lsn", "ordinal"))
     tx.run(
-        "UPDATE grp SET lease_worker = :worker, lease_until_us = :until_us WHERE group_uid = "
-        ":group_uid",
+        """UPDATE grp SET lease_worker = :worker, lease_until_us = :until_us
+           WHERE group_uid = :group_uid""",
         worker=worker,
         until_us=tx.now_us + round(lease_s * US_PER_S),
         group_uid=group["group_uid"],
@@ -181,20 +176,18 @@ def times_lost(tx: Transaction) -> dict[str, int]:
 def renew_leases(tx: Transaction, workers: Collection[str], lease_s: float) -> int:
     """Extend all leases of workers that are alive. Return the number of leases."""
     return tx.run(
-        "UPDATE grp SET lease_until_us = :until_us WHERE lease_worker IN (SELECT value FROM "
-        "json_each(:workers))",
+        """UPDATE grp SET lease_until_us = :until_us
+           WHERE lease_worker IN (SELECT value FROM json_each(:workers))""",
         until_us=tx.now_us + round(lease_s * US_PER_S),
         workers=json.dumps(list(workers)),
     )
 
 
 def release_leases(tx: Transaction, worker: str) -> int:
-    """End all leases of a worker, so that others may play its groups at once. Return their
-    number.
-    """
+    """End all leases of a worker: others may play its groups at once. Return their number."""
     return tx.run(
-        "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker = :worker "
-        "AND state = 'open'",
+        """UPDATE grp SET lease_worker = NULL, lease_until_us = NULL
+           WHERE lease_worker = :worker AND state = 'open'""",
         worker=worker,
     )
 
@@ -239,16 +232,9 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
     group_uids = dict.fromkeys(trajectory.group_uid for trajectory in segment.trajectories)
     sizes = {group_uid: _size_of(tx, group_uid) for group_uid in group_uids}
     for trajectory in segment.trajectories:
-        _check_belongs(trajectory, size=sizes[trajectory.group_uid])
-    committed = {
-        traj_uid: segment_id
-        for group_uid in group_uids
-        for traj_uid, segment_id in _segments_of(tx, group_uid)
-    }
-    home = {
-        trajectory.traj_uid: committed.get(trajectory.traj_uid)
-        for trajectory in segment.trajectories
-    }
+        size = sizes[trajectory.group_uid]
+        check_member(trajectory, size=size, remedy="use the traj_uids of the lease")
+    home = {trajectory.traj_uid: _home(tx, trajectory) for trajectory in segment.trajectories}
     new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
     if new:
         insert_segment(tx, segment, epoch=epoch, level=0)
@@ -288,8 +274,7 @@ def _open_group(tx: Transaction, row: sqlite3.Row) -> Group:
         "SELECT member FROM trajectory WHERE group_uid = :group_uid", group_uid=row["group_uid"]
     )
     committed = {member["member"] for member in members}
-    missing = (member for member in range(row["size"]) if member not in committed)
-    return as_group(tx, row, missing=missing)
+    return as_group(tx, row, missing=sorted(set(range(row["size"])) - committed))
 
 
 def _size_of(tx: Transaction, group_uid: bytes) -> int:
@@ -301,42 +286,37 @@ def _size_of(tx: Transaction, group_uid: bytes) -> int:
     return int(group["size"])
 
 
-def _check_belongs(trajectory: TrajectoryMeta, *, size: int) -> None:
-    if not 0 <= trajectory.member < size or trajectory.traj_uid != uid(
-        trajectory.group_uid, trajectory.member
-    ):
+def is_member(trajectory: TrajectoryMeta, *, size: int) -> bool:
+    """Return whether a group of this size has the trajectory's number, and gave it its uid."""
+    expected = uid(trajectory.group_uid, trajectory.member)
+    return 0 <= trajectory.member < size and trajectory.traj_uid == expected
+
+
+def check_member(trajectory: TrajectoryMeta, *, size: int, remedy: str) -> None:
+    """Raise StoreError with the remedy unless the trajectory is a member of its group."""
+    if not is_member(trajectory, size=size):
         raise StoreError(
             f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of "
-            "group "
-            f"{uid_text(trajectory.group_uid)} (size {size}); use the traj_uids of the lease"
+            f"group {uid_text(trajectory.group_uid)} (size {size}); {remedy}"
         )
 
 
-def _segments_of(tx: Transaction, group_uid: bytes) -> list[tuple[bytes, str]]:
-    """Return the committed trajectories of a group, each with its segment."""
-    rows = tx.rows(
-        "SELECT traj_uid, segment_id FROM trajectory WHERE group_uid = :group_uid",
-        group_uid=group_uid,
-    )
-    return [(row["traj_uid"], row["segment_id"]) for row in rows]
+def _home(tx: Transaction, trajectory: TrajectoryMeta) -> str | None:
+    """Return the segment from which the trajectory counts."""
+    query = "SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid"
+    row = tx.row(query, traj_uid=trajectory.traj_uid)
+    return None if row is None else row["segment_id"]
 
 
 def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
-    return (
-        tx.row(
-            "SELECT 1 FROM grp WHERE group_uid = :group_uid AND n_members = size",
-            group_uid=group_uid,
-        )
-        is not None
-    )
+    query = "SELECT n_members = size FROM grp WHERE group_uid = :group_uid"
+    return bool(tx.value(query, group_uid=group_uid))
 
 
 def insert_trajectories(
     tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, segment_id: str
 ) -> None:
-    """Enter trajectories that are read from this segment. The caller updates the sums of their
-    groups.
-    """
+    """Enter trajectories of this segment. The caller updates their groups' sums."""
     more = {"segment_id": segment_id, "lsn": tx.lsn}
     tx.insert_many("trajectory", [columns_of(trajectory) | more for trajectory in trajectories])
 
@@ -372,14 +352,12 @@ def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
 
     A consumed group keeps the sums of the trajectories that the learner saw.
     """
-    row = tx.row(
-        """SELECT n_members,
-                  (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid) AS here
+    has_all = tx.value(
+        """SELECT n_members <= (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid)
            FROM grp g WHERE group_uid = :group_uid""",
         group_uid=group_uid,
     )
-    assert row is not None
-    if row["here"] >= row["n_members"]:
+    if has_all:
         recompute(tx, group_uid)
 
 
@@ -388,19 +366,15 @@ def abandon_incomplete_offline(tx: Transaction, group_uid: bytes, *, why: str) -
 
     Its advantages would compare only some of its members.
     """
-    lacks = tx.row(
-        """SELECT 1 FROM grp g
+    n_abandoned = tx.run(
+        """UPDATE grp SET state = 'abandoned', reason = 'trajectories of it were lost: ' || :why,
+                          completed_lsn = NULL, completed_us = NULL
            WHERE group_uid = :group_uid AND source IS NOT NULL AND state = 'complete'
-             AND size > (SELECT count(*) FROM trajectory t WHERE t.group_uid = g.group_uid)""",
+             AND size > (SELECT count(*) FROM trajectory t WHERE t.group_uid = grp.group_uid)""",
+        why=why,
         group_uid=group_uid,
     )
-    if lacks is not None:
-        tx.run(
-            "UPDATE grp SET state = 'abandoned', reason = :why, completed_lsn = NULL, completed_us "
-            "= NULL WHERE group_uid = :g",
-            why=f"trajectories of it were lost: {why}",
-            g=group_uid,
-        )
+    if n_abandoned:
         recompute(tx, group_uid)
 
 
@@ -414,3 +388,85 @@ def reopen(tx: Transaction, group_uid: bytes, *, reason: str) -> None:
         reason=reason,
     )
     recompute(tx, group_uid)
+
+
+def counts(tx: Transaction) -> Counts:
+    """Return the training groups by state, at a cost that does not grow: see group_counts.sql."""
+    rows = tx.rows(
+        "SELECT state, n_groups AS n, n_members, n_steps FROM group_count WHERE split = 'train'"
+    )
+    n = {row["state"]: row["n"] for row in rows}
+    states = ("open", "complete", "claimed", "trained", "stale", "filtered")
+    return Counts(
+        **{state: n.get(state, 0) for state in states},
+        leased=tx.value(
+            """SELECT count(*) FROM grp
+               WHERE lease_until_us > :now_us AND lease_until_us IS NOT NULL
+                 AND split = 'train' AND state = 'open'""",
+            now_us=tx.now_us,
+        ),
+        trajectories=sum(row["n_members"] for row in rows),
+        steps=sum(row["n_steps"] for row in rows),
+    )
+
+
+def complete_by_version(tx: Transaction) -> dict[int, int]:
+    """Count the complete training groups by their oldest version."""
+    rows = tx.rows(
+        """SELECT version_min, count(*) AS n FROM grp WHERE split = 'train' AND state = 'complete'
+           GROUP BY version_min"""
+    )
+    return {row["version_min"]: row["n"] for row in rows}
+
+
+def outstanding(tx: Transaction) -> int:
+    """Return the training groups handed out and not yet trained on, which admission bounds.
+
+    It equals `counts().outstanding`, and reads the index only.
+    """
+    query = """SELECT count(*) FROM grp
+               WHERE split = 'train' AND state IN ('open', 'complete', 'claimed')"""
+    return int(tx.value(query))
+
+
+def open_heldout(tx: Transaction) -> int:
+    """Return the number of held-out groups still to be played, over all evaluation rounds."""
+    return int(tx.value("SELECT count(*) FROM grp WHERE split = 'heldout' AND state = 'open'"))
+
+
+def finished_evaluations(tx: Transaction) -> list[Evaluation]:
+    """Return evaluation rounds that are played to the end and have no figure `heldout/success` yet.
+
+    A round whose version was rolled back is not returned. Episodes whose environment failed are
+    only counted.
+    """
+    rows = tx.rows(
+        # Step from round to round by the index. Look only into the groups of rounds without a
+        # figure, which are few.
+        """WITH RECURSIVE round (version) AS (
+               SELECT min(purpose_version) FROM grp WHERE split = 'heldout'
+               UNION ALL
+               SELECT (SELECT min(purpose_version) FROM grp
+                       WHERE split = 'heldout' AND purpose_version > round.version)
+               FROM round WHERE round.version IS NOT NULL)
+           SELECT v.version, coalesce(v.learner_step, 0) AS learner_step,
+                  sum(g.n_members) AS n_trajectories, sum(g.n_won) AS n_won,
+                  sum(g.state = 'abandoned') AS n_abandoned,
+                  coalesce(max(g.version_max), v.version) AS newest_version,
+                  sum(g.return_sum) AS return_sum, sum(g.n_steps) AS n_steps
+           FROM round CROSS JOIN version v ON v.version = round.version
+           CROSS JOIN grp g ON g.split = 'heldout' AND g.purpose_version = round.version
+           WHERE NOT EXISTS (
+               SELECT 1 FROM metric m
+               WHERE m.name = 'heldout/success' AND m.policy_version = round.version)
+           GROUP BY round.version HAVING sum(g.state = 'open' OR g.reason = :rolled_back) = 0""",
+        rolled_back=ROLLED_BACK,
+    )
+    fields = set(Evaluation.__slots__) - {"success"}
+    return [
+        Evaluation(
+            success=SuccessRate(n_trajectories=row["n_trajectories"], n_won=row["n_won"]),
+            **pick(row, fields),
+        )
+        for row in rows
+    ]

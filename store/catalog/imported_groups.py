@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from store.catalog.database import Transaction
 from store.catalog.groups import (
+    check_member,
     complete_if_whole,
     insert_group,
     insert_trajectories,
@@ -21,13 +22,13 @@ from store.catalog.groups import (
 from store.catalog.records import IMPORTED, Group
 from store.catalog.segment_states import insert_segment
 from store.errors import StoreError
-from store.hashing import uid
 from store.records import uid_text
 from store.segments import SegmentMeta
 
 COMPONENT = "import"
 OFFLINE_COMPONENT = "offline"
 TAKEN = "sources taken"
+NEXT_ORDINAL = "SELECT coalesce(max(ordinal) + 1, 0) FROM grp WHERE split = 'imported'"
 
 
 def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozenset[bytes]:
@@ -50,13 +51,8 @@ def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_grou
             Group.imported(group_uid=one.group_uid, task_id=task_id, size=1)
             for one in segment.trajectories
         ]
-        import_groups(
-            tx,
-            segment=segment,
-            groups=groups,
-            source=f"extra of group {uid_text(of_group)}",
-            own=False,
-        )
+        source = f"extra of group {uid_text(of_group)}"
+        import_groups(tx, segment=segment, groups=groups, source=source, own=False)
 
 
 def import_groups(
@@ -70,35 +66,30 @@ def import_groups(
     """
     sizes = {group.group_uid: group.size for group in groups}
     for trajectory in segment.trajectories:
-        expected = uid(trajectory.group_uid, trajectory.member)
-        if (
-            trajectory.traj_uid != expected
-            or not 0 <= trajectory.member < sizes[trajectory.group_uid]
-        ):
-            raise StoreError(
-                f"trajectory {uid_text(trajectory.traj_uid)} is not member {trajectory.member} of "
-                "group "
-                f"{uid_text(trajectory.group_uid)} (size {sizes[trajectory.group_uid]}); import "
-                "what `export` wrote"
-            )
+        size = sizes[trajectory.group_uid]
+        check_member(trajectory, size=size, remedy="import what `export` wrote")
     if own:
         _refuse_unknown(tx, groups)
-    row = tx.row(
-        "SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = :split", split=IMPORTED
-    )
-    assert row is not None
-    for ordinal, group in enumerate(groups, start=row["next"]):
-        _enter(tx, group, ordinal=ordinal, source=source)
+    for ordinal, group in enumerate(groups, start=tx.value(NEXT_ORDINAL)):
+        if not _is_known(tx, group):
+            insert_group(
+                tx,
+                group_uid=group.group_uid,
+                split=IMPORTED,
+                ordinal=ordinal,
+                task_id=group.task_id,
+                size=group.size,
+                state=group.state,
+                reason=f"imported incomplete from {source}",
+            )
     insert_segment(tx, segment, epoch=tx.epoch, level=0)
     insert_trajectories(tx, segment.trajectories, segment_id=segment.segment_id)
     for group in groups:
-        _update_imported(tx, group, source=source)
-    n = len(segment.trajectories)
-    tx.log(
-        component=COMPONENT,
-        what="imported",
-        detail=f"{n} trajectories of {len(groups)} groups from {source}",
-    )
+        recompute_if_whole(tx, group.group_uid)
+        complete_if_whole(tx, group.group_uid)
+        complete_imported(tx, group.group_uid, reason=f"imported from {source}")
+    detail = f"{len(segment.trajectories)} trajectories of {len(groups)} groups from {source}"
+    tx.log(component=COMPONENT, what="imported", detail=detail)
     tx.touch("groups")
 
 
@@ -108,10 +99,7 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
     Entered as imported, its ordinal would be handed out a second time.
     """
     for group in groups:
-        if (
-            tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid", group_uid=group.group_uid)
-            is None
-        ):
+        if not _is_known(tx, group):
             raise StoreError(
                 f"group {uid_text(group.group_uid)} was played in this very run, but its catalog "
                 "does not have it: it is an "
@@ -119,27 +107,9 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
             )
 
 
-def _enter(tx: Transaction, group: Group, *, ordinal: int, source: str) -> None:
-    """Enter an imported group, if the run does not have it."""
-    known = tx.row("SELECT 1 FROM grp WHERE group_uid = :group_uid", group_uid=group.group_uid)
-    if known is None:
-        insert_group(
-            tx,
-            group_uid=group.group_uid,
-            split=IMPORTED,
-            ordinal=ordinal,
-            task_id=group.task_id,
-            size=group.size,
-            state=group.state,
-            reason=f"imported incomplete from {source}",
-        )
-
-
-def _update_imported(tx: Transaction, group: Group, *, source: str) -> None:
-    """Update the sums and the state of a group after some of its members were imported."""
-    recompute_if_whole(tx, group.group_uid)
-    complete_if_whole(tx, group.group_uid)
-    complete_imported(tx, group.group_uid, reason=f"imported from {source}")
+def _is_known(tx: Transaction, group: Group) -> bool:
+    query = "SELECT 1 FROM grp WHERE group_uid = :group_uid"
+    return tx.row(query, group_uid=group.group_uid) is not None
 
 
 def complete_imported(tx: Transaction, group_uid: bytes, *, reason: str | None) -> None:
@@ -161,18 +131,15 @@ def complete_imported(tx: Transaction, group_uid: bytes, *, reason: str | None) 
 
 
 def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail: str) -> None:
-    """Train on these imported, complete groups from now on, in this order: group uid -> run that
-    played it.
+    """Train on these imported, complete groups from now on: group uid -> run that played it.
 
-    Raises StoreError on a second call for the same run.
+    They are used in this order. Raises StoreError on a second call for the same run.
     """
     if has_offline_groups(tx):
         raise StoreError(
             "the offline groups of this run were chosen already; start a new run to choose others"
         )
-    row = tx.row("SELECT coalesce(max(ordinal) + 1, 0) AS next FROM grp WHERE split = 'imported'")
-    assert row is not None
-    for ordinal, (group_uid, source) in enumerate(sources.items(), start=row["next"]):
+    for ordinal, (group_uid, source) in enumerate(sources.items(), start=tx.value(NEXT_ORDINAL)):
         n = tx.run(
             """UPDATE grp SET ordinal = :ordinal, source = :source
                WHERE group_uid = :group_uid AND split = 'imported' AND state = 'complete'""",
@@ -218,17 +185,6 @@ def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row
         uses=uses,
         n_groups=n_groups,
     )
-
-
-def offline_groups_in(tx: Transaction, batch_id: int) -> int:
-    """Return the number of offline groups in a batch."""
-    row = tx.row(
-        """SELECT count(*) AS n FROM batch_group JOIN grp USING (group_uid)
-           WHERE batch_id = :batch_id AND live = 1 AND source IS NOT NULL""",
-        batch_id=batch_id,
-    )
-    assert row is not None
-    return int(row["n"])
 
 
 def offline_batches_left(tx: Transaction, n_groups: int, uses: int) -> int:

@@ -87,11 +87,9 @@ WHY_UNFINISHED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
-    """The trajectories of a committed segment: `new` ones count from it, `duplicates` from
-    another one.
-    """
+    """The trajectories of a committed segment."""
 
-    new: tuple[bytes, ...]
+    new: tuple[bytes, ...]  # they count from this segment
     duplicates: tuple[bytes, ...]  # already committed from another segment
     whole: tuple[bytes, ...]  # groups of the segment that have all members
 
@@ -123,9 +121,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollBack:
-    """The groups that a roll-back made available again, and the groups that a restarted learner
-    finds.
-    """
+    """The groups that a roll-back made available, and those that a restarted learner finds."""
 
     batches: int
     groups: int
@@ -138,12 +134,10 @@ class RollBack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Training groups by state, and their committed trajectories and steps. A leased group is
-    open too.
-    """
+    """Training groups by state, and their committed trajectories and steps."""
 
     open: int
-    leased: int
+    leased: int  # these are open, too
     complete: int
     claimed: int
     trained: int

@@ -1,5 +1,4 @@
-"""Correct the catalog after damage to files or sums, for fsck. Each function is part of one
-transaction.
+"""Correct the catalog after damage to files or sums, for fsck. Functions of one transaction.
 
 No row is deleted: a damaged file is retired as 'quarantined', and its trajectories are listed as
 lost.
@@ -35,20 +34,15 @@ STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('comp
 
 
 def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:
-    """Return the files that compaction replaced and that are not removed yet: path -> duplicates
-    in it.
-    """
-    excluded: dict[str, set[bytes]] = {
-        row["path"]: set()
-        for row in tx.rows(
-            "SELECT path FROM segment WHERE retired_why = 'compacted' AND removed_us IS NULL ORDER "
-            "BY lsn"
-        )
-    }
-    for row in tx.rows("SELECT path, traj_uid FROM duplicate JOIN segment USING (segment_id)"):
-        if row["path"] in excluded:
-            excluded[row["path"]].add(row["traj_uid"])
-    return {path: frozenset(uids) for path, uids in excluded.items()}
+    """Return the replaced files that are not removed yet: path -> duplicates in it."""
+    excluded: dict[str, set[bytes]] = {}
+    rows = tx.rows(
+        """SELECT path, traj_uid FROM segment LEFT JOIN duplicate USING (segment_id)
+           WHERE retired_why = 'compacted' AND removed_us IS NULL ORDER BY segment.lsn"""
+    )
+    for row in rows:
+        excluded.setdefault(row["path"], set()).add(row["traj_uid"])
+    return {path: frozenset(uids - {None}) for path, uids in excluded.items()}
 
 
 def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | None) -> SetAside:
@@ -66,8 +60,8 @@ def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | No
         insert_segment(tx, rescued, epoch=tx.epoch, level=segment["level"])
         for trajectory in rescued.trajectories:
             tx.run(
-                "UPDATE trajectory SET segment_id = :new WHERE traj_uid = :traj_uid AND segment_id "
-                "= :old",
+                """UPDATE trajectory SET segment_id = :new
+                   WHERE traj_uid = :traj_uid AND segment_id = :old""",
                 new=rescued.segment_id,
                 traj_uid=trajectory.traj_uid,
                 old=segment_id,
@@ -89,8 +83,7 @@ def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | No
 
 
 def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> int:
-    """Count a file again that was set aside. Return the number of lost trajectories that it brings
-    back.
+    """Count a file again that was set aside. Return how many lost trajectories it brings back.
 
     `held` are all trajectories in the file. If another file holds all of them, this file counts as
     replaced and will be swept. Groups keep their state, but an open one may become complete.
@@ -121,11 +114,8 @@ def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> i
         recompute_if_whole(tx, group_uid)
         complete_if_whole(tx, group_uid)
         complete_imported(tx, group_uid, reason=f"{path} is here again")
-    tx.log(
-        component=COMPONENT,
-        what="return",
-        detail=f"{path}: {len(taken)} trajectories that were lost are here again",
-    )
+    detail = f"{path}: {len(taken)} trajectories that were lost are here again"
+    tx.log(component=COMPONENT, what="return", detail=detail)
     tx.touch("segments", "excluded", "groups")
     return len(taken)
 
@@ -167,18 +157,16 @@ def exclude(tx: Transaction, path: str, traj_uids: Collection[bytes]) -> int:
 
 def _lose_trajectories(tx: Transaction, segment_id: str, *, why: str) -> tuple[bytes, ...]:
     """List all trajectories of a segment as lost, and return them."""
-    lost = tx.rows(
-        "SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id
-    )
+    of_segment = "FROM trajectory WHERE segment_id = :segment_id"
+    lost = tx.rows(f"SELECT traj_uid {of_segment}", segment_id=segment_id)
     tx.run(
-        """INSERT INTO lost_trajectory (traj_uid, group_uid, member, segment_id, reason, lsn)
-           SELECT traj_uid, group_uid, member, segment_id, :why, :lsn FROM trajectory
-           WHERE segment_id = :segment_id""",
+        f"""INSERT INTO lost_trajectory (traj_uid, group_uid, member, segment_id, reason, lsn)
+            SELECT traj_uid, group_uid, member, segment_id, :why, :lsn {of_segment}""",
         why=why,
         lsn=tx.lsn,
         segment_id=segment_id,
     )
-    tx.run("DELETE FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id)
+    tx.run(f"DELETE {of_segment}", segment_id=segment_id)
     return tuple(row["traj_uid"] for row in lost)
 
 
@@ -186,30 +174,15 @@ def _give_back(
     tx: Transaction, *, traj_uids: Collection[bytes], why: str
 ) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
     """Open groups of lost trajectories again, and release claimed batches. Return both."""
-    groups = dict.fromkeys(
-        row["group_uid"]
-        for traj_uid in traj_uids
-        for row in tx.rows(
-            "SELECT group_uid FROM lost_trajectory WHERE traj_uid = :traj_uid", traj_uid=traj_uid
-        )
-    )
-    wanted = [
-        group_uid
-        for group_uid in groups
-        if tx.row(
-            f"SELECT 1 FROM grp WHERE group_uid = :group_uid AND {STILL_TO_BE_CONSUMED}",
-            group_uid=group_uid,
-        )
-    ]
-    claimed = dict.fromkeys(
-        row["batch_id"]
-        for group_uid in groups
-        for row in tx.rows(
-            "SELECT batch_id FROM batch_group WHERE group_uid = :group_uid AND live = 1 AND "
-            "outcome = 'claimed'",
-            group_uid=group_uid,
-        )
-    )
+    of_lost = "SELECT group_uid FROM lost_trajectory WHERE traj_uid = :lost"
+    rows = [row for traj_uid in traj_uids for row in tx.rows(of_lost, lost=traj_uid)]
+    groups = dict.fromkeys(row["group_uid"] for row in rows)
+    still_wanted = f"SELECT 1 FROM grp WHERE group_uid = :group_uid AND {STILL_TO_BE_CONSUMED}"
+    wanted = [group_uid for group_uid in groups if tx.row(still_wanted, group_uid=group_uid)]
+    of_group = """SELECT batch_id FROM batch_group
+                  WHERE group_uid = :group_uid AND live = 1 AND outcome = 'claimed'"""
+    claims = [row for group_uid in groups for row in tx.rows(of_group, group_uid=group_uid)]
+    claimed = dict.fromkeys(row["batch_id"] for row in claims)
     for batch_id in claimed:
         release(tx, batch_id, why="rolled back: a file of it is damaged")
     for group_uid in wanted:

@@ -1,10 +1,9 @@
-"""Record versions, checkpoints, metrics, heartbeats and unfinished episodes. Each function is
-part of one transaction.
-"""
+"""Record versions, checkpoints, metrics, heartbeats and episodes. Functions of one transaction."""
 
 from __future__ import annotations
 
 import math
+import sqlite3
 from collections.abc import Mapping, Sequence
 
 from store.catalog.database import Transaction, columns_of
@@ -12,13 +11,13 @@ from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, 
 from store.errors import StoreError
 from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
 
+VERSIONS = "SELECT version, path, digest, learner_step FROM version"
+
 
 def record_version(
     tx: Transaction, *, version: int, path: str, digest: str, learner_step: int | None
 ) -> None:
-    """Record a published set of weights. Raises StoreError unless its number is after the latest
-    one.
-    """
+    """Record a published set of weights. Raises StoreError if its number is not a new one."""
     latest = latest_version(tx)
     if latest is not None and version <= latest.version:
         raise StoreError(
@@ -40,11 +39,12 @@ def record_version(
 
 def latest_version(tx: Transaction) -> VersionRecord | None:
     """Return the newest published weights."""
-    row = tx.row(
-        "SELECT version, path, digest, learner_step FROM version ORDER BY version DESC LIMIT 1"
-    )
-    if row is None:
-        return None
+    row = tx.row(f"{VERSIONS} ORDER BY version DESC LIMIT 1")
+    return None if row is None else checked_version(row)
+
+
+def checked_version(row: sqlite3.Row) -> VersionRecord:
+    """Return a row of VERSIONS. Raises FormatError for a path of no version."""
     checked_name(row["path"], VERSION_PATH, where="the catalog")
     return VersionRecord(**row)
 
@@ -69,8 +69,8 @@ def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
     The directory of an old one may have been removed.
     """
     rows = tx.rows(
-        "SELECT learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY learner_step, "
-        "lsn"
+        """SELECT learner_step, path, version FROM checkpoint WHERE live = 1
+           ORDER BY learner_step, lsn"""
     )
     for row in rows:
         checked_name(row["path"], CHECKPOINT_PATH, where="the catalog")
@@ -80,9 +80,7 @@ def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
 def record_metrics(
     tx: Transaction, *, learner_step: int, policy_version: int, values: Mapping[str, float]
 ) -> None:
-    """Record figures of a learner step by name. A second value of the same name replaces the
-    first one in the view.
-    """
+    """Record figures of a learner step by name. A second value of a name replaces the first."""
     for name, value in values.items():
         if math.isnan(value):
             raise StoreError(
@@ -120,9 +118,7 @@ def latest_metrics(tx: Transaction) -> dict[str, float]:
 
 def learner_step(tx: Transaction) -> int:
     """Return the last settled learner step, 0 before the first."""
-    row = tx.row("SELECT coalesce(max(learner_step), 0) AS step FROM batch WHERE state = 'trained'")
-    assert row is not None
-    return int(row["step"])
+    return int(tx.value("SELECT coalesce(max(learner_step), 0) FROM batch WHERE state = 'trained'"))
 
 
 def record_unfinished(tx: Transaction, episodes: Sequence[Unfinished], *, worker: str) -> None:

@@ -1,5 +1,4 @@
-"""Change segments after their commit: replace, expire, quarantine, remove. Each function is part of
-one transaction.
+"""Change segments after their commit: replace, expire, remove. Functions of one transaction.
 
 A segment is live until it is retired. Its file stays for readers of older snapshots until it is
 removed. Rows of the table `segment` are never deleted.
@@ -16,6 +15,8 @@ from store.errors import StoreError
 from store.layout import SEGMENT_PATH, checked_name
 from store.segments import SegmentMeta, TrajectoryMeta
 
+# Of a segment, as the catalog and SegmentMeta name them.
+COLUMNS = ("segment_id", "path", "digest", "n_steps", "n_bytes", "worker")
 # Groups whose rows the learner may still ask for. Offline groups always are, because the number of
 # their uses may be raised. A roll-back, which is rare, makes more groups available.
 _WANTED = """(g.state IN ('open', 'claimed')
@@ -42,9 +43,7 @@ def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
 
 
 def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentMeta, ...]:
-    """Return these segments, each with all its trajectories that count. Raises StoreError for an
-    unknown one.
-    """
+    """Return these segments with their trajectories that count. Raises StoreError."""
     metas = []
     for segment_id in segment_ids:
         row = tx.row("SELECT * FROM segment WHERE segment_id = :segment_id", segment_id=segment_id)
@@ -64,17 +63,12 @@ def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentM
 def segment_meta(
     segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]]
 ) -> SegmentMeta:
-    """Return rows of the tables `segment` and `trajectory` as the SegmentMeta that
-    `read_segment` needs.
-    """
-    names = ("segment_id", "path", "digest", "n_steps", "n_bytes", "worker")
-    metas = tuple(map(_trajectory_meta, trajectories))
-    return SegmentMeta(**pick(segment, names), trajectories=metas)
-
-
-def _trajectory_meta(row: Mapping[str, Any]) -> TrajectoryMeta:
-    columns = pick(row, TrajectoryMeta.__slots__)
-    return TrajectoryMeta(**{**columns, "won": bool(row["won"])})
+    """Return rows of the tables `segment` and `trajectory` as `read_segment` needs them."""
+    metas = [
+        TrajectoryMeta(**pick(row, TrajectoryMeta.__slots__) | {"won": bool(row["won"])})
+        for row in trajectories
+    ]
+    return SegmentMeta(**pick(segment, COLUMNS), trajectories=tuple(metas))
 
 
 def replace_segments(
@@ -86,13 +80,8 @@ def replace_segments(
     """
     for segment_id in old:
         _check_live(tx, segment_id)
-    before = {
-        row["traj_uid"]
-        for segment_id in old
-        for row in tx.rows(
-            "SELECT traj_uid FROM trajectory WHERE segment_id = :segment_id", segment_id=segment_id
-        )
-    }
+    of_segment = "SELECT traj_uid FROM trajectory WHERE segment_id = :id"
+    before = {row["traj_uid"] for one in old for row in tx.rows(of_segment, id=one)}
     if before != {trajectory.traj_uid for trajectory in new.trajectories}:
         raise StoreError(
             f"segment {new.path} does not hold the trajectories of the {len(old)} it replaces; "
@@ -125,34 +114,19 @@ def retire(tx: Transaction, segment_ids: Collection[str], *, why: str) -> None:
 
 
 def expire(tx: Transaction, segment_ids: Collection[str]) -> None:
-    """Hide segments from later snapshots because retention dropped them. Rows of their groups
-    stay.
-    """
+    """Hide segments that retention dropped. Rows of their groups stay."""
     retire(tx, segment_ids, why="expired")
 
 
 def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: int) -> None:
     """Enter a segment. It is live from now on."""
-    tx.insert(
-        "segment",
-        segment_id=segment.segment_id,
-        path=segment.path,
-        digest=segment.digest,
-        n_steps=segment.n_steps,
-        n_bytes=segment.n_bytes,
-        worker=segment.worker,
-        epoch=epoch,
-        lsn=tx.lsn,
-        committed_us=tx.now_us,
-        level=level,
-    )
+    columns = {name: getattr(segment, name) for name in COLUMNS}
+    tx.insert("segment", **columns, epoch=epoch, lsn=tx.lsn, committed_us=tx.now_us, level=level)
     tx.touch("segments")
 
 
 def removable(tx: Transaction, *, retired_before_us: int, pinned_lsn: int | None) -> dict[str, str]:
-    """Return retired files that no snapshot in the window and no pinned reader needs: segment id
-    -> path.
-    """
+    """Return retired files that nobody needs: segment id -> path."""
     rows = tx.rows(
         """SELECT segment_id, path FROM segment
            WHERE retired_lsn IS NOT NULL AND removed_us IS NULL AND retired_why <> 'quarantined'
@@ -192,10 +166,8 @@ def known_paths(tx: Transaction) -> frozenset[str]:
 
     A removed file whose trajectories were lost is kept, should somebody put it back.
     """
-    return frozenset(
-        row["path"]
-        for row in tx.rows(f"SELECT path FROM segment WHERE removed_us IS NULL OR {WANTED_BACK}")
-    )
+    rows = tx.rows(f"SELECT path FROM segment WHERE removed_us IS NULL OR {WANTED_BACK}")
+    return frozenset(row["path"] for row in rows)
 
 
 def expirable(

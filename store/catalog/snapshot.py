@@ -70,11 +70,14 @@ class AsOf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """One exported table. Both queries give `columns`, in this order."""
+    """One exported table."""
 
     columns: str  # "name type, name type"; types as in TYPES
-    query: str  # what is true now; with :since and :until the table is exported in parts
-    as_of: str  # what was true at :lsn; empty: the table has no history
+    # the rows that were true at lsn :until, and those that changed after :since if it is named;
+    # it gives `columns`, in this order
+    query: str
+    # what was true at :until, where `query` cannot tell; empty: the table has no history
+    as_of: str | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -103,21 +106,18 @@ EXPORTS: Mapping[str, Export] = {
                    count(t.traj_uid), coalesce(sum(t.n_steps), 0), coalesce(sum(t.won), 0),
                    coalesce(sum(t.episode_return), 0.0), s.state, s.reason, min(t.version_min),
                    max(t.version_max), g.opened_us,
-                   CASE WHEN g.completed_lsn <= :lsn THEN g.completed_us END, s.lsn, g.source
+                   CASE WHEN g.completed_lsn <= :until THEN g.completed_us END, s.lsn, g.source
             FROM grp g
             JOIN group_state s ON s.seq = (
-                SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid AND lsn <= :lsn)
-            LEFT JOIN trajectory t ON t.group_uid = g.group_uid AND t.lsn <= :lsn
-            WHERE g.opened_lsn <= :lsn GROUP BY g.group_uid ORDER BY g.opened_lsn, g.ordinal""",
+                SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid AND lsn <= :until)
+            LEFT JOIN trajectory t ON t.group_uid = g.group_uid AND t.lsn <= :until
+            WHERE g.opened_lsn <= :until GROUP BY g.group_uid ORDER BY g.opened_lsn, g.ordinal""",
     ),
     "ledger": Export(
         columns="group_uid uid, state text, reason text, lsn int64, at time",
         query="""
             SELECT group_uid, state, reason, lsn, at_us FROM group_state
             WHERE lsn > :since AND lsn <= :until ORDER BY seq""",
-        as_of="""
-            SELECT group_uid, state, reason, lsn, at_us FROM group_state
-            WHERE lsn <= :lsn ORDER BY seq""",
     ),
     # The versions of an offline group are another run's: it has no staleness here.
     "lineage": Export(
@@ -137,36 +137,32 @@ EXPORTS: Mapping[str, Export] = {
             WHERE l.changed_lsn > :since AND l.changed_lsn <= :until
             ORDER BY b.batch_id, g.ordinal""",
         as_of="""
-            SELECT CASE WHEN b.trained_lsn <= :lsn THEN b.learner_step END, b.batch_id,
-                   CASE WHEN b.rolled_back_lsn <= :lsn THEN 'rolled_back'
-                        WHEN b.trained_lsn <= :lsn THEN 'trained' ELSE 'claimed' END,
-                   CASE WHEN b.trained_lsn <= :lsn THEN l.outcome ELSE 'claimed' END,
-                   coalesce(b.rolled_back_lsn > :lsn, 1), l.group_uid, g.task_id, l.version_min,
-                   l.version_max, iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version),
+            SELECT CASE WHEN b.trained_lsn <= :until THEN b.learner_step END, b.batch_id,
+                   CASE WHEN b.rolled_back_lsn <= :until THEN 'rolled_back'
+                        WHEN b.trained_lsn <= :until THEN 'trained' ELSE 'claimed' END,
+                   CASE WHEN b.trained_lsn <= :until THEN l.outcome ELSE 'claimed' END,
+                   coalesce(b.rolled_back_lsn > :until, 1), l.group_uid, g.task_id, l.version_min,
+                   l.version_max, iif(b.trained_lsn <= :until, b.version_in, b.claimed_version),
                    iif(g.source IS NULL,
-                       iif(b.trained_lsn <= :lsn, b.version_in, b.claimed_version)
+                       iif(b.trained_lsn <= :until, b.version_in, b.claimed_version)
                        - l.version_min, NULL),
-                   b.claimed_us, CASE WHEN b.trained_lsn <= :lsn THEN b.trained_us END,
+                   b.claimed_us, CASE WHEN b.trained_lsn <= :until THEN b.trained_us END,
                    l.changed_lsn, l.use, g.source
             FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
-            WHERE b.claimed_lsn <= :lsn ORDER BY b.batch_id, g.ordinal""",
+            WHERE b.claimed_lsn <= :until ORDER BY b.batch_id, g.ordinal""",
     ),
     "versions": Export(
         columns="""version int64, path text, digest text, learner_step int64, epoch int64,
             published_at time""",
         query="""
             SELECT version, path, digest, learner_step, epoch, published_us
-            FROM version ORDER BY version""",
-        as_of="""
-            SELECT version, path, digest, learner_step, epoch, published_us
-            FROM version WHERE lsn <= :lsn ORDER BY version""",
+            FROM version WHERE lsn <= :until ORDER BY version""",
     ),
     "checkpoints": Export(
         columns="learner_step int64, path text, version int64, live bool, saved_at time",
-        query="SELECT learner_step, path, version, live, saved_us FROM checkpoint ORDER BY lsn",
-        as_of="""
-            SELECT learner_step, path, version, live OR changed_lsn > :lsn, saved_us
-            FROM checkpoint WHERE lsn <= :lsn ORDER BY lsn""",
+        query="""
+            SELECT learner_step, path, version, live OR changed_lsn > :until, saved_us
+            FROM checkpoint WHERE lsn <= :until ORDER BY lsn""",
     ),
     "metrics": Export(
         columns="""learner_step int64, policy_version int64, name text, value double, live bool,
@@ -175,9 +171,9 @@ EXPORTS: Mapping[str, Export] = {
             SELECT learner_step, policy_version, name, value, live, lsn, changed_lsn FROM metric
             WHERE changed_lsn > :since AND changed_lsn <= :until ORDER BY learner_step, name""",
         as_of="""
-            SELECT learner_step, policy_version, name, value, live OR changed_lsn > :lsn, lsn,
+            SELECT learner_step, policy_version, name, value, live OR changed_lsn > :until, lsn,
                    changed_lsn
-            FROM metric WHERE lsn <= :lsn ORDER BY learner_step, name""",
+            FROM metric WHERE lsn <= :until ORDER BY learner_step, name""",
     ),
     "component": Export(
         columns="name text, waiting_on text, last_beat_at time",
@@ -189,9 +185,6 @@ EXPORTS: Mapping[str, Export] = {
         query="""
             SELECT at_us, component, what, detail, lsn FROM event
             WHERE lsn > :since AND lsn <= :until ORDER BY event_id""",
-        as_of="""
-            SELECT at_us, component, what, detail, lsn FROM event
-            WHERE lsn <= :lsn ORDER BY event_id""",
     ),
     "unfinished": Export(
         columns="""group_uid uid, split text, task_id text, number int32, worker text,
@@ -202,25 +195,18 @@ EXPORTS: Mapping[str, Export] = {
                    u.n_steps, u.n_response_tokens, u.begun_us, u.ended_us, u.lsn
             FROM unfinished u JOIN grp g USING (group_uid)
             WHERE u.lsn > :since AND u.lsn <= :until ORDER BY u.unfinished_id""",
-        as_of="""
-            SELECT u.group_uid, g.split, g.task_id, u.number, u.worker, u.version, u.why,
-                   u.n_steps, u.n_response_tokens, u.begun_us, u.ended_us, u.lsn
-            FROM unfinished u JOIN grp g USING (group_uid)
-            WHERE u.lsn <= :lsn ORDER BY u.unfinished_id""",
     ),
     "excluded": Export(  # rows of live segments that do not count
         columns="path text, traj_uid uid",
         query="""
-            SELECT s.path, d.traj_uid FROM duplicate d JOIN segment s USING (segment_id)
-            WHERE s.retired_lsn IS NULL ORDER BY s.path""",
-        as_of="""
-            SELECT s.path, d.traj_uid FROM duplicate d JOIN segment s USING (segment_id)
-            WHERE s.lsn <= :lsn ORDER BY s.path""",
+            SELECT s.path, d.traj_uid FROM duplicate d CROSS JOIN segment s USING (segment_id)
+            WHERE s.lsn <= :until AND (s.retired_lsn IS NULL OR s.retired_lsn > :until)
+            ORDER BY s.path""",
     ),
 }
 SEGMENTS_AS_OF = """
     SELECT path FROM segment
-    WHERE lsn <= :lsn AND (retired_lsn IS NULL OR retired_lsn > :lsn) ORDER BY lsn"""
+    WHERE lsn <= :until AND (retired_lsn IS NULL OR retired_lsn > :until) ORDER BY lsn"""
 
 
 def take_snapshot(tx: Transaction, *, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
@@ -253,23 +239,18 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
                     f"lsn {lsn} is not between {horizon} and {newest}; files of older snapshots "
                     "were removed, store.snapshot_window_s says how long they are kept"
                 )
-            tables = {
-                name: arrow_table(export, connection.execute(export.as_of, {"lsn": lsn}).fetchall())
-                for name, export in EXPORTS.items()
-                if export.as_of
-            }
-            segments = connection.execute(SEGMENTS_AS_OF, {"lsn": lsn}).fetchall()
+            bounds = {"since": 0, "until": lsn}
+            tables = {}
+            for name, export in EXPORTS.items():
+                if query := export.query if export.as_of is None else export.as_of:
+                    tables[name] = arrow_table(export, connection.execute(query, bounds).fetchall())
+            segments = connection.execute(SEGMENTS_AS_OF, bounds).fetchall()
     except sqlite3.Error as error:
         raise FormatError(
             f"{layout.catalog} cannot be read ({error}); leave out the lsn to read the manifest"
         ) from error
     paths = tuple(checked_name(row[0], SEGMENT_PATH, where=str(layout.catalog)) for row in segments)
     return AsOf(segments=paths, tables=tables)
-
-
-def empty_tables() -> dict[str, pa.Table]:
-    """Return every exported table without rows, as a run shows it before its first commit."""
-    return {name: export.schema.empty_table() for name, export in EXPORTS.items()}
 
 
 def touched_name(name: str) -> str:
@@ -287,7 +268,7 @@ def arrow_table(export: Export, rows: Sequence[Iterable[object]]) -> pa.Table:
 
 def _new_part(tx: Transaction, export: Export, *, parts: tuple[Part, ...], until: int) -> NewPart:
     if not export.in_parts:
-        return NewPart(since=0, table=arrow_table(export, tx.rows(export.query)))
+        return NewPart(since=0, table=arrow_table(export, tx.rows(export.query, until=until)))
     since = parts[-1].until if parts else 0
     rows = tx.rows(export.query, since=since, until=until)
     n_rows, first = len(rows), len(parts)

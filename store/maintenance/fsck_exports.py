@@ -198,8 +198,7 @@ def _check_table(
     with catalog() as connection:
         query = "SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"
         newest, changed = connection.execute(query, (touched_name(name),)).fetchone()
-        bounds = {"since": 0, "until": newest} if export.in_parts else {}
-        rows = connection.execute(export.query, bounds).fetchall()
+        rows = connection.execute(export.query, {"since": 0, "until": newest}).fetchall()
     if not export.in_parts and (changed or 0) > manifest.lsn:
         return  # rows of this table do not say when they changed
     here = arrow_table(export, rows)

@@ -33,9 +33,8 @@ def abi() -> int:
     """Return the Landlock ABI of the running kernel, 0 if it has none."""
     if sys.platform != "linux":
         return 0
-    return max(
-        0, _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
-    )
+    version = _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
+    return max(0, version)
 
 
 def restrict(readable: Sequence[Path]) -> None:
@@ -65,31 +64,18 @@ def restrict(readable: Sequence[Path]) -> None:
             try:
                 allowed = _READ_FILE | _READ_DIR if path.is_dir() else _READ_FILE
                 rule = struct.pack("=Qi", allowed, descriptor)
-                _call(
-                    _ADD_RULE,
-                    ctypes.c_int(ruleset),
-                    ctypes.c_int(_PATH_BENEATH),
-                    rule,
-                    ctypes.c_uint32(0),
-                )
+                below = ctypes.c_int(_PATH_BENEATH)
+                _call(_ADD_RULE, ctypes.c_int(ruleset), below, rule, ctypes.c_uint32(0))
             finally:
                 os.close(descriptor)
-        _no_new_privileges()
+        # Without this the kernel accepts a restriction only from root.
+        one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        if prctl(ctypes.c_int(_PR_SET_NO_NEW_PRIVS), one, zero, zero, zero) != 0:
+            raise StoreError(f"prctl(PR_SET_NO_NEW_PRIVS): {os.strerror(ctypes.get_errno())}")
         _call(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     finally:
         os.close(ruleset)
-
-
-def _no_new_privileges() -> None:
-    """Renounce new privileges. Without this the kernel accepts a restriction only from root."""
-    one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    if (
-        ctypes.CDLL(None, use_errno=True).prctl(
-            ctypes.c_int(_PR_SET_NO_NEW_PRIVS), one, zero, zero, zero
-        )
-        != 0
-    ):
-        raise StoreError(f"prctl(PR_SET_NO_NEW_PRIVS): {os.strerror(ctypes.get_errno())}")
 
 
 def _call(number: int, *arguments: object) -> int:

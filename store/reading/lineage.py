@@ -20,9 +20,10 @@ from store.catalog.batches import segments_of_batch
 from store.catalog.database import Transaction, connect_read_only, pick
 from store.catalog.groups import as_group
 from store.catalog.records import Batch, CheckpointRecord, Group, VersionRecord
-from store.catalog.run_records import live_checkpoints
+from store.catalog.run_records import VERSIONS, checked_version, live_checkpoints
+from store.catalog.run_records import learner_step as last_step
 from store.errors import FormatError, StoreError
-from store.layout import VERSION_PATH, RunLayout, checked_name
+from store.layout import RunLayout
 from store.records import uid_text
 from store.untrusted.file_access import is_file
 
@@ -70,18 +71,14 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
             learner_step=learner_step,
         )
         if batch is None:
-            last = tx.row(
-                "SELECT coalesce(max(learner_step), 0) AS last FROM batch WHERE state = 'trained'"
-            )
-            assert last is not None
             raise StoreError(
-                f"{layout.root} was trained to learner step {last['last']}; there is no "
+                f"{layout.root} was trained to learner step {last_step(tx)}; there is no "
                 f"{learner_step}"
             )
         _check_rows_are_there(tx, batch["batch_id"], learner_step=learner_step)
         figures = tx.rows(
-            "SELECT name, value FROM metric WHERE learner_step = :learner_step AND live = 1 ORDER "
-            "BY lsn",
+            """SELECT name, value FROM metric
+               WHERE learner_step = :learner_step AND live = 1 ORDER BY lsn""",
             learner_step=learner_step,
         )
         return TrainedStep(
@@ -100,9 +97,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
 
 
 def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
-    """Return every checkpoint that no roll-back went behind, newest first. Its directory may be
-    gone.
-    """
+    """Return every checkpoint that counts, newest first. Its directory may be gone."""
     with _reading(layout) as tx:
         return live_checkpoints(tx)[::-1]
 
@@ -110,8 +105,7 @@ def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
 def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
     """Return the metrics that changed after `lsn`, each row once."""
     with _reading(layout) as tx:
-        meta = tx.row("SELECT lsn FROM meta")
-        assert meta is not None
+        newest_lsn = tx.value("SELECT lsn FROM meta")
         changed = tx.rows(
             """SELECT m.learner_step, m.policy_version, m.name, m.value, m.live,
                       coalesce(b.trained_us, v.published_us, 0) AS at_us,
@@ -131,7 +125,7 @@ def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
     counting = [Metric(**pick(row, names)) for row in changed if row["live"]]
     newest = {(row.learner_step, row.policy_version, row.name): row for row in counting}
     is_append = all(row["live"] and not row["replaces"] for row in changed)
-    return MetricChanges(lsn=meta["lsn"], rows=tuple(newest.values()), is_append=is_append)
+    return MetricChanges(lsn=newest_lsn, rows=tuple(newest.values()), is_append=is_append)
 
 
 def published_version(layout: RunLayout, version: int) -> VersionRecord:
@@ -201,20 +195,15 @@ def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) 
     if incomplete:
         raise StoreError(
             f"group {uid_text(incomplete[0]['group_uid'])} of learner step {learner_step} has "
-            f"{incomplete[0]['here']} of its "
-            f"{incomplete[0]['n_members']} trajectories; put the damaged file back, then: "
-            "gigpo fsck --repair"
+            f"{incomplete[0]['here']} of its {incomplete[0]['n_members']} trajectories; put the "
+            "damaged file back, then: gigpo fsck --repair"
         )
 
 
 def _version(tx: Transaction, number: int) -> VersionRecord:
-    row = tx.row(
-        "SELECT version, path, digest, learner_step FROM version WHERE version = :number",
-        number=number,
-    )
+    row = tx.row(f"{VERSIONS} WHERE version = :number", number=number)
     if row is None:
         raise StoreError(
             f"version {number} is not in the catalog; gigpo fsck says what is wrong with it"
         )
-    checked_name(row["path"], VERSION_PATH, where="the catalog")
-    return VersionRecord(**row)
+    return checked_version(row)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from store.atomic_write import READ_WRITE, write_atomically
 from store.catalog.catalog import Catalog
 from store.catalog.database import columns_of
-from store.catalog.snapshot import EXPORTS, NewPart, Part, empty_tables
+from store.catalog.snapshot import EXPORTS, NewPart, Part
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError
 from store.layout import EXPORT_PATH, FORMAT, SEGMENT_PATH, RunLayout, check_format, checked_name
@@ -133,28 +133,19 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     snapshot = catalog.snapshot(known)
     if previous is not None and previous.lsn == snapshot.lsn:
         return snapshot.lsn
-    tables = {
-        **known,
-        **{
-            name: _with(layout, name, part, known, snapshot.lsn)
-            for name, part in snapshot.new_parts.items()
-        },
-    }
+    tables = dict(known)
+    for name, part in snapshot.new_parts.items():
+        kept = (old for old in known.get(name, ()) if old.until <= part.since)
+        tables[name] = (*kept, _write_part(layout, name, part, until=snapshot.lsn))
+    empty = _empty_steps(layout) if previous is None else previous.segments[0]
+    superseded = previous.superseded if previous is not None else {}
     manifest = Manifest(
         run_id=layout.info.run_id,
         lsn=snapshot.lsn,
         format=FORMAT,
-        segments=(
-            _empty_steps(layout) if previous is None else previous.segments[0],
-            *snapshot.segments,
-        ),
+        segments=(empty, *snapshot.segments),
         tables=tables,
-        superseded=_sweep(
-            layout,
-            tables,
-            superseded=previous.superseded if previous is not None else {},
-            lsn=snapshot.lsn,
-        ),
+        superseded=_sweep(layout, tables, superseded=superseded, lsn=snapshot.lsn),
     )
     _write_manifest(layout, manifest)
     return snapshot.lsn
@@ -162,30 +153,26 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
 
 def export_nothing(layout: RunLayout) -> None:
     """Write the manifest of a run without commits, so that readers find typed, empty views."""
-    tables = {
-        name: (_write_part(layout, name, NewPart(since=0, table=table), until=0),)
-        for name, table in empty_tables().items()
-    }
-    _write_manifest(
-        layout,
-        Manifest(
-            run_id=layout.info.run_id,
-            lsn=0,
-            format=FORMAT,
-            segments=(_empty_steps(layout),),
-            tables=tables,
-            superseded={},
-        ),
+    tables = {}
+    for name, export in EXPORTS.items():
+        nothing = NewPart(since=0, table=export.schema.empty_table())
+        tables[name] = (_write_part(layout, name, nothing, until=0),)
+    manifest = Manifest(
+        run_id=layout.info.run_id,
+        lsn=0,
+        format=FORMAT,
+        segments=(_empty_steps(layout),),
+        tables=tables,
+        superseded={},
     )
+    _write_manifest(layout, manifest)
 
 
 def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
     there = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
-    paths = {
-        manifest.segments[0],
-        *(part.path for parts in manifest.tables.values() for part in parts),
-    }
-    return manifest.tables.keys() >= EXPORTS.keys() and paths <= there
+    paths = {part.path for parts in manifest.tables.values() for part in parts}
+    has_all = {manifest.segments[0], *paths} <= there
+    return has_all and manifest.tables.keys() >= EXPORTS.keys()
 
 
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
@@ -195,13 +182,6 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     if layout.info.storage_uri is not None:
         layout.storage.write(MANIFEST_NAME, data)
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
-
-
-def _with(
-    layout: RunLayout, name: str, part: NewPart, known: Mapping[str, tuple[Part, ...]], until: int
-) -> tuple[Part, ...]:
-    kept = tuple(old for old in known.get(name, ()) if old.until <= part.since)
-    return (*kept, _write_part(layout, name, part, until=until))
 
 
 def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> Part:
@@ -233,9 +213,7 @@ def _sweep(
     superseded: Mapping[str, Superseded],
     lsn: int,
 ) -> dict[str, Superseded]:
-    """Remove exported files that nobody can still be reading. Return the others that no table
-    names.
-    """
+    """Remove exported files that nobody can be reading. Return the others that no table names."""
     now, pins = now_us(), pinned(layout)
     keep = {part.path for parts in tables.values() for part in parts}
     waiting: dict[str, Superseded] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,8 +43,7 @@ URI_DIGEST_BYTES = 8
 
 
 def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
-    """Return the run as files on this machine, up to date, or with the files that the lsn `as_of`
-    needs.
+    """Return the run as files on this machine: as it is now, or with those of the lsn `as_of`.
 
     A run with local storage is returned as it is. Raises StoreError if the storage does not answer,
     or if reading a stranger's run would ask the network. Raises DigestError for changed files.
@@ -72,9 +72,8 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
     """
     storage = open_storage(uri)
     try:
-        content = parse_run_json(
-            storage.read("run.json").to_pybytes(), name=storage.locate("run.json")
-        )
+        data = storage.read("run.json").to_pybytes()
+        content = parse_run_json(data, name=storage.locate("run.json"))
     except FormatError as error:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
     info = dataclasses.replace(content, storage_uri=None)
@@ -105,10 +104,8 @@ def _cache(run_id: str, uri: str) -> Path:
         ours.parent.mkdir(parents=True, exist_ok=True)
         for directory in (ours, ours / "runs", copy):
             directory.mkdir(mode=0o700, exist_ok=True)
-            if (
-                not is_directory(directory, root=ours.parent)
-                or directory.stat().st_uid != os.geteuid()
-            ):
+            is_ours = is_directory(directory, root=ours.parent)
+            if not is_ours or directory.stat().st_uid != os.geteuid():
                 raise StoreError(
                     f"{directory} is a link or another user's; remove it, or set XDG_CACHE_HOME"
                 )
@@ -130,9 +127,7 @@ def _make_copy(copy: RunLayout) -> None:
 
 @contextmanager
 def _locked(copy: RunLayout) -> Iterator[None]:
-    """Lock a copy. Otherwise an older manifest could replace a newer one, or its files be
-    removed.
-    """
+    """Lock a copy: no older manifest replaces a newer one, and no file of it is removed."""
     try:
         lock = open_file(copy.mirror_lock, root=copy.root, flags=os.O_RDWR | os.O_CREAT)
     except OSError as error:
@@ -184,18 +179,14 @@ def _named(manifest: Manifest) -> dict[str, int | None]:
 def _fetch_missing(storage: Storage, copy: RunLayout, paths: Mapping[str, int | None]) -> None:
     missing = {path: n_rows for path, n_rows in paths.items() if not copy.storage.exists(path)}
     with ThreadPoolExecutor(PARALLEL) as pool:
-        for _ in pool.map(
-            lambda item: _fetch(storage, copy, path=item[0], n_rows=item[1]), missing.items()
-        ):
-            pass
+        fetch = functools.partial(_fetch, storage, copy)
+        list(pool.map(fetch, missing.keys(), missing.values()))
 
 
-def _fetch(storage: Storage, copy: RunLayout, *, path: str, n_rows: int | None) -> None:
+def _fetch(storage: Storage, copy: RunLayout, path: str, n_rows: int | None) -> None:
     data = storage.read(path)
-    if (
-        path.startswith(f"{copy.relative(copy.segments)}/")
-        and file_digest(data) != PurePosixPath(path).stem
-    ):
+    is_segment = path.startswith(f"{copy.relative(copy.segments)}/")
+    if is_segment and file_digest(data) != PurePosixPath(path).stem:
         raise DigestError(
             f"{storage.locate(path)} does not have the digest it is named by; restore it from a "
             "backup"

@@ -106,13 +106,12 @@ def check_statements(text: str) -> None:
 
 def move(layout: RunLayout) -> bool:
     """Write the run's directory into its open.sql. Return whether it was another one."""
-    if not is_whole(layout):
-        return False
-    text = read_text(layout.open_sql, root=layout.root, errors="replace")
+    text = _text(layout)
     new = placed(layout, text)
-    if new != text:
+    is_elsewhere = is_whole(layout) and new != text
+    if is_elsewhere:
         write_atomically(layout.open_sql, new.encode(), mode=READ_WRITE, beneath=layout.root)
-    return new != text
+    return is_elsewhere
 
 
 def sql_literal(text: object) -> str:
@@ -130,9 +129,7 @@ def restore_views(layout: RunLayout) -> bool:
 
     The staleness bound is that of the old text, or of the run's settings.
     """
-    left = ""
-    if is_file(layout.open_sql, root=layout.root):
-        left = read_text(layout.open_sql, root=layout.root, errors="replace")
+    left = _text(layout)
     has_macros = is_whole(layout)
     macros = [left.partition(MACROS_MARK)[2].strip("\n")] if has_macros else []
     staleness = BOUND.search(left) or CONFIGURED_BOUND.search(layout.info.config_yaml)
@@ -143,16 +140,20 @@ def restore_views(layout: RunLayout) -> bool:
 
 def is_whole(layout: RunLayout) -> bool:
     """Return whether open.sql is there with its sources, views and macros."""
-    if not is_file(layout.open_sql, root=layout.root):
-        return False
-    text = read_text(layout.open_sql, root=layout.root, errors="replace")
+    text = _text(layout)
     return PLACE.search(text) is not None and VIEWS_MARK in text and MACROS_MARK in text
 
 
 def is_unchanged(layout: RunLayout) -> bool:
     """Return whether its sources and views are those of this code. The macros are the run's own."""
-    text = read_text(layout.open_sql, root=layout.root, errors="replace")
-    return _comparable(text) == _comparable(compose(layout, macros=(), max_staleness=0))
+    return _comparable(_text(layout)) == _comparable(compose(layout, macros=(), max_staleness=0))
+
+
+def _text(layout: RunLayout) -> str:
+    """Return the text of a run's open.sql, empty if it has none."""
+    if not is_file(layout.open_sql, root=layout.root):
+        return ""
+    return read_text(layout.open_sql, root=layout.root, errors="replace")
 
 
 def _comparable(text: str) -> str:

@@ -34,17 +34,13 @@ NO_PIN = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pinned:
-    """The files that a live reader needs: of lsn `shown`, or while it opens, of any from `since`
-    on.
-    """
+    """The files that a live reader needs."""
 
     since: int
-    shown: int | None  # None: unknown yet
+    shown: int | None  # the one lsn it needs; None: it is opening, and needs all from `since` on
 
     def needs(self, *, written: int, replaced: int) -> bool:
-        """Return whether the reader needs a file of the snapshots from lsn `written` until
-        before `replaced`.
-        """
+        """Return whether the reader needs a file of lsn `written` until before `replaced`."""
         if self.shown is None:
             return replaced > self.since
         return written <= self.shown < replaced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import warnings
 from collections import defaultdict
@@ -64,16 +65,15 @@ def show(
     sources, mark, views = text.partition(VIEWS_MARK)
     root = f"{prefix}{layout.root}"
     try:
-        for text in (sources, views):
-            check_statements(text)
+        check_statements(sources)
+        check_statements(views)
         if not mark:
             raise FormatError(f"it has no line {VIEWS_MARK!r}")
         connection.execute(fixed(sources, root))
         if as_of is not None:
             _show_as_of(connection, layout, as_of, root=root)
-        _leave_out(
-            connection, lambda paths: _not_whole(paths, layout.root, prefix=prefix), prefix=prefix
-        )
+        not_whole = functools.partial(_not_whole, root=layout.root, prefix=prefix)
+        _leave_out(connection, not_whole, prefix=prefix)
         connection.execute(views)
     except duckdb.OutOfMemoryException as error:
         limit = connection.execute("SELECT current_setting('memory_limit')").fetchall()[0][0]
@@ -119,9 +119,7 @@ def leave_out_unreadable(
             return True
         return False
 
-    return _leave_out(
-        connection, lambda paths: {path for path in paths if is_broken(path)}, prefix=prefix
-    )
+    return _leave_out(connection, lambda paths: set(filter(is_broken, paths)), prefix=prefix)
 
 
 def _leave_out(
@@ -163,19 +161,15 @@ def _not_whole(paths: Sequence[str], root: Path, *, prefix: str) -> set[str]:
             broken.update(files if error.errno not in SAYS_NOTHING else ())
             continue
         try:
-            broken.update(
-                path
-                for path in files
-                if not _looks_whole(path.rpartition("/")[2], directory, Path(path))
-            )
+            broken.update(path for path in files if not _looks_whole(path, directory))
         finally:
             os.close(directory)
     return broken
 
 
-def _looks_whole(name: str, directory: int, path: Path) -> bool:
+def _looks_whole(path: str, directory: int) -> bool:
     try:
-        descriptor = open_file_in(directory, name, path=path)
+        descriptor = open_file_in(directory, path.rpartition("/")[2], path=Path(path))
     except OSError as error:
         return error.errno in SAYS_NOTHING
     try:
@@ -201,15 +195,14 @@ def _show_as_of(
     connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")
     for name, table in snapshot.tables.items():
         connection.register("arriving", table)
-        connection.execute(
-            f"DROP VIEW exported.{name}; CREATE TABLE exported.{name} AS FROM arriving"
-        )
+        made = f"CREATE TABLE exported.{name} AS FROM arriving"
+        connection.execute(f"DROP VIEW exported.{name}; {made}")
         connection.unregister("arriving")
     # Tables without a history are kept as they are now, because their files may be removed.
     for name in EXPORTS.keys() - snapshot.tables.keys():
         if connection.execute("SELECT getvariable('parts')[?]", [name]).fetchall()[0][0]:
-            made = f"CREATE TABLE exported.{name}_now AS FROM exported.{name}"
             connection.execute(
-                f"{made}; DROP VIEW exported.{name}; ALTER TABLE exported.{name}_now RENAME TO "
-                f"{name}"
+                f"""CREATE TABLE exported.{name}_now AS FROM exported.{name};
+                    DROP VIEW exported.{name};
+                    ALTER TABLE exported.{name}_now RENAME TO {name}"""
             )

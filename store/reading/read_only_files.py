@@ -17,9 +17,7 @@ PREFIX = "readonly://"
 
 
 class ReadOnlyFiles(AbstractFileSystem):
-    """Read files named PREFIX and an absolute path. Files outside `root`, also behind a link, do
-    not exist.
-    """
+    """Read files named PREFIX and an absolute path, those below `root` only, also behind links."""
 
     protocol = PREFIX.removesuffix("://")
     cachable = False
@@ -76,18 +74,7 @@ def _refuse(self: ReadOnlyFiles, *_: object, **__: object) -> None:
     raise PermissionError("a query only reads")
 
 
-for _name in (
-    "mkdir",
-    "makedirs",
-    "rmdir",
-    "rm",
-    "rm_file",
-    "_rm",
-    "cp_file",
-    "mv",
-    "touch",
-    "pipe_file",
-    "created",
-    "sign",
-):
+_MAKING = ("mkdir", "makedirs", "cp_file", "mv", "touch", "pipe_file")
+_REMOVING = ("rmdir", "rm", "rm_file", "_rm")
+for _name in (*_MAKING, *_REMOVING, "created", "sign"):
     setattr(ReadOnlyFiles, _name, _refuse)

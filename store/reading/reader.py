@@ -13,7 +13,6 @@ import time
 import warnings
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import pyarrow as pa
@@ -140,13 +139,8 @@ class Reader:
         10000. Raises SqlTimeout after `timeout_s`, and StoreError with DuckDB's reason or the limit
         that was exceeded.
         """
-        asked = {
-            "sql": query,
-            "max_rows": max_rows,
-            "max_bytes": max_bytes,
-            "cut": False,
-            "times_as_text": times_as_text,
-        }
+        limits = {"max_rows": max_rows, "max_bytes": max_bytes, "cut": False}
+        asked = {"sql": query, "times_as_text": times_as_text, **limits}
         return self._ask(asked, timeout_s=timeout_s)[0]
 
     def rows(self, query: str) -> list[dict[str, Any]]:
@@ -167,13 +161,8 @@ class Reader:
         self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S, times_as_text: bool = False
     ) -> tuple[pa.Table, bool]:
         """Return at most the first `n_rows` rows, and whether there are more. See `sql`."""
-        asked = {
-            "sql": query,
-            "max_rows": n_rows,
-            "max_bytes": MAX_BYTES,
-            "cut": True,
-            "times_as_text": times_as_text,
-        }
+        limits = {"max_rows": n_rows, "max_bytes": MAX_BYTES, "cut": True}
+        asked = {"sql": query, "times_as_text": times_as_text, **limits}
         return self._ask(asked, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -185,12 +174,7 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ask(self, asked: dict, *, timeout_s: float) -> tuple[pa.Table, bool]:
@@ -206,9 +190,7 @@ class Reader:
             deadline = time.monotonic() + timeout_s
             try:
                 while True:
-                    wire.send(
-                        child.channel, wire.ASK, json.dumps(asked).encode(), deadline=deadline
-                    )
+                    child.send(asked, deadline=deadline)
                     try:
                         return child.table(deadline)
                     except _FilesLeftOut as fewer:  # at least one more each time, so this ends
@@ -276,12 +258,12 @@ class _Child:
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair()
         package_root = str(Path(__file__).resolve().parents[2])
-        path = [package_root, *(os.path.abspath(entry) for entry in sys.path)]
+        path = [package_root, *map(os.path.abspath, sys.path)]
+        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(path), str(theirs.fileno())],
-                env=_ENVIRONMENT
-                | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                env=_ENVIRONMENT | passed_on,
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -292,21 +274,19 @@ class _Child:
         self._finalizer = weakref.finalize(self, _end, self.process, self.channel)
 
     def start(self, order: dict) -> tuple[int, str]:
-        """Tell the child which run to open. Return the lsn that it shows, and which files it cannot
-        read.
+        """Open a run in the child. Return the lsn that it shows, and which files it cannot read.
 
         Raises StoreError if it cannot open the run.
         """
         try:
             deadline = time.monotonic() + START_S
-            wire.send(self.channel, wire.ASK, json.dumps(order).encode(), deadline=deadline)
+            self.send(order, deadline=deadline)
             kind, content = wire.receive(self.channel, deadline=deadline)
         except TimeoutError as error:
             self.end()
             raise StoreError(
                 f"SQL: the run is not open within {START_S:g} s: its open.sql asks too much, or "
-                "the machine is busy; "
-                f"look at {order['run']}/open.sql, or try again later"
+                f"the machine is busy; look at {order['run']}/open.sql, or try again later"
             ) from error
         except (EOFError, OSError) as error:
             why = self.why_it_died()
@@ -317,6 +297,9 @@ class _Child:
             raise _error(content)
         ready = json.loads(content)
         return ready["lsn"], ready["left_out"]
+
+    def send(self, asked: dict, *, deadline: float) -> None:
+        wire.send(self.channel, wire.ASK, json.dumps(asked).encode(), deadline=deadline)
 
     def table(self, deadline: float) -> tuple[pa.Table, bool]:
         """Return the answer to the question that was sent, and whether it was cut.
@@ -357,7 +340,6 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
 
 def _error(content: bytearray) -> StoreError:
     answer = json.loads(content)
-    kind = getattr(errors, answer["type"], None)
-    return (kind if isinstance(kind, type) and issubclass(kind, StoreError) else StoreError)(
-        answer["message"]
-    )
+    kind = getattr(errors, answer["type"], StoreError)
+    is_ours = isinstance(kind, type) and issubclass(kind, StoreError)
+    return kind(answer["message"]) if is_ours else StoreError(answer["message"])

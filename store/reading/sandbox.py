@@ -79,6 +79,7 @@ NOT_FOR_ARROW = frozenset(
 # Types with values that Python does not have: infinities, years before 1 and after 9999, 24:00:00,
 # nanoseconds.
 TEMPORAL = frozenset({"date", "interval", "time", "time_ns"})
+NESTED = ("list", "array", "struct", "tuple", "map")
 TIMESTAMP = "timestamp"  # the beginning of the names of its kinds
 _PR_SET_PDEATHSIG = 1
 
@@ -110,9 +111,7 @@ def serve(descriptor: int) -> None:
 
 
 def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None:
-    """Consume the parent's messages. The parent's end ends this process, and so a query that
-    runs.
-    """
+    """Consume the parent's messages. Its end ends this process, and so a query that runs."""
     try:
         while True:
             asked.put(wire.receive(channel)[1])
@@ -131,25 +130,22 @@ class _Opened:
 
 
 def _open(order: dict) -> _Opened:
-    """Open the run within all limits. No text of the run is executed before they hold and are
-    locked.
-    """
+    """Open the run within all limits: they hold before any text of the run is executed."""
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
     layout = RunLayout.open(Path(order["run"]))
     if order["home"] is not None:  # the parent has fetched the files of a remote storage
         layout = dataclasses.replace(layout, home=Path(order["home"]))
-    files = _read_only_files(layout) if order["protection"] == FILESYSTEM else None
+    files = None
+    if order["protection"] == FILESYSTEM:
+        from store.reading.read_only_files import ReadOnlyFiles  # fsspec is slow to import
+
+        files = ReadOnlyFiles(layout.root)
     # A later import finds no module, which libraries expect, instead of a forbidden directory.
     sys.path.clear()
     if files is None:
-        landlock.restrict(
-            [
-                layout.root,
-                layout.run_directory,
-                *(Path(path) for path in MACHINE if os.path.exists(path)),
-            ]
-        )
+        machine = [path for path in map(Path, MACHINE) if path.exists()]
+        landlock.restrict([layout.root, layout.run_directory, *machine])
 
     prefix = "" if files is None else f"{files.protocol}://"
 
@@ -162,12 +158,6 @@ def _open(order: dict) -> _Opened:
 
     connection, lsn = _connect(layout, order["lsn"], limited, prefix=prefix)
     return _Opened(connection=connection, layout=layout, lsn=lsn, prefix=prefix)
-
-
-def _read_only_files(layout: RunLayout) -> AbstractFileSystem:
-    from store.reading.read_only_files import ReadOnlyFiles  # fsspec is slow to import
-
-    return ReadOnlyFiles(layout.root)
 
 
 def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
@@ -235,9 +225,7 @@ def _lock_settings(
     memory_limit: str | None,
 ) -> None:
     if memory_limit is None:
-        size, unit = (
-            connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0].split()
-        )
+        size, unit = _memory_limit(connection).split()
         memory_limit = f"{float(size) * SHARE_OF_DEFAULT_MEMORY:.1f} {unit}"
     if files is not None:
         connection.register_filesystem(files)
@@ -256,20 +244,21 @@ def _lock_settings(
     ]
     for setting in settings:
         connection.execute(f"SET {setting}")
-    limit_bytes = (
-        _bytes(connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0])
-        + MEMORY_BESIDE_DUCKDB
-    )
-    # A lower limit that was set with ulimit stays.
+    limit_bytes = _bytes(_memory_limit(connection)) + MEMORY_BESIDE_DUCKDB
     allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit_bytes = (
-        limit_bytes if allowed_bytes == resource.RLIM_INFINITY else min(limit_bytes, allowed_bytes)
-    )
+    if allowed_bytes != resource.RLIM_INFINITY:  # a lower limit that was set with ulimit stays
+        limit_bytes = min(limit_bytes, allowed_bytes)
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
+def _memory_limit(connection: duckdb.DuckDBPyConnection) -> str:
+    limit: str = connection.sql("SELECT current_setting('memory_limit')").fetchall()[0][0]
+    return limit
+
+
 def _bytes(text: str) -> int:
-    """
+    """Return the number of bytes that DuckDB writes with a unit.
+
     >>> _bytes("1.5 KiB")
     1536
     """
@@ -317,9 +306,8 @@ def _for_arrow(
         return relation
     columns = []
     for place, (name, kind) in enumerate(zip(relation.columns, casts, strict=True), start=1):
-        # By position, because a name may be there twice.
-        value = f"#{place}" if kind is None else f"#{place}::{kind}"
-        columns.append(f"{value} AS {sql_identifier(name)}")
+        cast = "" if kind is None else f"::{kind}"
+        columns.append(f"#{place}{cast} AS {sql_identifier(name)}")  # a name may be there twice
     return relation.project(", ".join(columns))
 
 
@@ -335,21 +323,16 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
         return "VARCHAR"
     if times_as_text and (family in TEMPORAL or family.startswith(TIMESTAMP)):
         return "VARCHAR"
-    if family not in ("list", "array", "struct", "tuple", "map", "union"):
+    if family not in (*NESTED, "union"):
         return None
     children = [(name, child) for name, child in kind.children if isinstance(child, DuckDBPyType)]
     inner = [_cast(child, times_as_text=times_as_text) for _, child in children]
     if family == "union":  # its members cannot be cast one by one
-        nested = any(
-            str(child.id) in ("list", "array", "struct", "tuple", "map") for _, child in children
-        )
+        nested = any(str(child.id) in NESTED for _, child in children)
         return "VARCHAR" if any(inner) or (times_as_text and nested) else None
     if not any(inner):
         return None
-    types = [
-        str(child) if cast is None else cast
-        for (_, child), cast in zip(children, inner, strict=True)
-    ]
+    types = [cast or str(child) for (_, child), cast in zip(children, inner, strict=True)]
     if family == "map" and inner[0] and "VARIANT" in str(children[0][1]):
         return "VARCHAR"  # 1 and '1' would become one key, and DuckDB aborts
     if family == "list":
@@ -357,18 +340,13 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
     if family == "array":
         return f"{types[0]}[{dict(kind.children)['size']}]"
     if family == "struct":
-        fields = (
-            f"{sql_identifier(name)} {type_}"
-            for (name, _), type_ in zip(children, types, strict=True)
-        )
-        return f"STRUCT({', '.join(fields)})"
+        names = [sql_identifier(name) for name, _ in children]
+        return f"STRUCT({', '.join(map(' '.join, zip(names, types, strict=True)))})"
     return f"{family.upper()}({', '.join(types)})"
 
 
 def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:
-    """Send each batch as a small Arrow stream, the first one without rows. Return whether there
-    are more.
-    """
+    """Send batches as small Arrow streams, first one without rows. Return if there are more."""
     max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
     _send_batch(channel, batches.schema, None)
     n_rows = n_bytes = 0

@@ -28,9 +28,7 @@ def send(
 
 
 def receive(connection: socket.socket, *, deadline: float | None = None) -> tuple[bytes, bytearray]:
-    """Return the next message. Raises EOFError or OSError if the other side is gone,
-    TimeoutError.
-    """
+    """Return the next message. Raises TimeoutError, EOFError or OSError."""
     kind, length = _HEAD.unpack(_receive_bytes(connection, _HEAD.size, deadline))
     return kind, _receive_bytes(connection, length, deadline)
 

@@ -116,12 +116,6 @@ DURABILITY = [
         check="power workload",
     ),
     Mutation(
-        name="commits of a call not synced together",
-        file="store/catalog/database.py",
-        edit=swap(("                if self._owes_sync:\n", "                if False:\n")),
-        check="power workload",
-    ),
-    Mutation(
         name="written in place",
         file="store/atomic_write.py",
         edit=swap(
@@ -314,8 +308,8 @@ CHECKS = [
             (
                 "a fetch",
                 "reading/mirror.py",
-                "file_digest(data) != PurePosixPath(path).stem\n",
-                "False\n",
+                "file_digest(data) != PurePosixPath(path).stem:",
+                "False:",
                 "fetch_notices_changed_bytes",
             ),
             (

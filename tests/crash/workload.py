@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from contextlib import nullcontext
 from pathlib import Path
 
 from store import (
@@ -150,12 +149,10 @@ def write_and_commit(
     ]
     segment = write_segment(layout, trajectories, worker=worker, epoch=catalog.epoch)
     diary.phase("commit")
-    # as of several workers at once
-    with catalog.synced_together() if worker == "w0" else nullcontext():
-        with catalog.unsynced():
-            catalog.heartbeats({worker: None})
-        catalog.commit(segment, epoch=catalog.epoch)
-        catalog.log(component=worker, what="wrote", detail=segment.path)
+    with catalog.unsynced():
+        catalog.heartbeats({worker: None})
+    catalog.commit(segment, epoch=catalog.epoch)
+    catalog.log(component=worker, what="wrote", detail=segment.path)
     diary.done("commit", trajectories=[trajectory.traj_uid.hex() for trajectory in trajectories])
     catalog.commit(segment, epoch=catalog.epoch)
 

@@ -68,22 +68,18 @@ def test_leases_run_out_and_held_out_groups_go_first(
         assert catalog.counts().leased == 1
 
 
-def test_commits_together_wait_for_the_disk_once_and_leases_not_at_all(
+def test_leases_do_not_wait_for_the_disk(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
     monkeypatch.setattr("store.catalog.database.os.fsync", synced.append)
     with Catalog.open(layout) as catalog:
-        with catalog.synced_together():
-            for worker in "ab":
-                with catalog.unsynced():
-                    open_train_group(catalog, None)
-                    catalog.lease_open_group(worker=worker, lease_s=60.0)
+        for worker in "ab":
+            with catalog.unsynced():
+                open_train_group(catalog, None)
+                catalog.lease_open_group(worker=worker, lease_s=60.0)
         assert synced == []
-        with catalog.synced_together():
-            for what in ("one", "two"):
-                catalog.log(component="w", what=what, detail="")
-            assert synced == []
+        catalog.snapshot({})
         assert len(synced) == 1
 
 
@@ -96,11 +92,9 @@ def test_after_a_failed_sync_nothing_more_is_promised(
     with Catalog.open(layout) as catalog:
         with monkeypatch.context() as broken:
             broken.setattr("store.catalog.database.os.fsync", fails)
-            with (
-                pytest.raises(StoreError, match="cannot be synced: Input/output error"),
-                catalog.synced_together(),
-            ):
-                catalog.log(component="w", what="lost", detail="")
+            catalog.log(component="w", what="lost", detail="")
+            with pytest.raises(StoreError, match="cannot be synced: Input/output error"):
+                catalog.snapshot({})
         with pytest.raises(StoreError, match="cannot be synced"):
             catalog.log(component="w", what="behind the gap", detail="")
         with pytest.raises(StoreError, match="cannot be synced"):

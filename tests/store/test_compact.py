@@ -30,7 +30,6 @@ from store import (
     RunLayout,
     StoreError,
     export,
-    from_table,
     now_us,
     read_segment,
     write_open_sql,
@@ -43,7 +42,7 @@ from store.maintenance.sweep import ORPHAN_GRACE_S, sweep_orphans, sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin
 from store.reading.query import connect
-from tests.support.store_samples import make_trajectory, open_train_group, play
+from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOUR = CompactionPolicy(fan_in=4, max_live_files=10, min_file_bytes=1 << 20)

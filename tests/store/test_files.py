@@ -21,7 +21,6 @@ from store import (
     RunLayout,
     StepImage,
     StoreError,
-    from_table,
     read_segment,
     state_hash,
     to_table,
@@ -29,7 +28,7 @@ from store import (
     whole_text,
     write_segment,
 )
-from tests.support.store_samples import make_step, make_trajectory, open_train_group
+from tests.support.store_samples import from_table, make_step, make_trajectory, open_train_group
 
 
 @pytest.fixture
@@ -107,11 +106,6 @@ def test_a_malformed_step_is_refused_with_its_value(
     )
     with pytest.raises(StoreError, match=message):
         to_table([bad])
-
-
-def test_rows_of_half_a_trajectory_are_refused(trajectories: list) -> None:
-    with pytest.raises(StoreError, match="2 of its 3 rows"):
-        from_table(to_table(trajectories[:1]).slice(0, 2))
 
 
 def test_a_state_hash_sees_unicode_forms_and_line_ends_as_one() -> None:

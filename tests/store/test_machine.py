@@ -21,7 +21,6 @@ from store import (
     SegmentMeta,
     Trajectory,
     export,
-    from_table,
     read_segment,
     read_segments,
     write_segment,
@@ -41,7 +40,7 @@ from tests.support.store_model import (
     look_at,
     new_run,
 )
-from tests.support.store_samples import make_trajectory
+from tests.support.store_samples import from_table, make_trajectory
 
 # `make test-crash` has 500
 EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "80")), 12

@@ -23,7 +23,6 @@ from store import (
     RunLayout,
     StoreError,
     export,
-    from_table,
     read_segment,
     storage,
     write_open_sql,
@@ -40,7 +39,7 @@ from store.remote_directory import local_directory, publish_directory
 from tests.crash import elsewhere
 from tests.crash.lab import scratch, workers
 from tests.store.test_crash import evenly
-from tests.support.store_samples import make_trajectory, open_train_group, play
+from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 
 BUCKET = "bucket"
 SERVER = """

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 from store import (
     Catalog,
@@ -117,3 +121,24 @@ def write_for_ever(root: Path) -> None:
 
 if __name__ == "__main__":
     write_for_ever(Path(sys.argv[1]))
+
+
+def from_table(table: pa.Table) -> tuple[Trajectory, ...]:
+    """Return the trajectories of a table, which holds each of them whole and in any order."""
+    position = table.column_names.index("t_start")
+    # a datetime would lose the unit
+    table = table.set_column(position, "t_start_us", table["t_start"].cast(pa.int64()))
+    rows_of: dict[bytes, list[dict[str, Any]]] = {}
+    for row in table.to_pylist():
+        row["images"] = [StepImage(**image) for image in row["images"] or ()]
+        columns = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
+        rows_of.setdefault(row["traj_uid"], []).append(columns)
+    return tuple(map(_trajectory, rows_of.values()))
+
+
+def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
+    rows.sort(key=itemgetter("step_index"))
+    assert rows[0]["episode_steps"] == len(rows)
+    columns = {name: rows[0][name] for name in Trajectory.__slots__ if name != "steps"}
+    steps = (Step(**{name: row[name] for name in Step.__slots__}) for row in rows)
+    return Trajectory(**columns, steps=tuple(steps))
