@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Severity = Literal["error", "warning"]
@@ -15,6 +14,7 @@ FORCE = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
 REPAIR = "gigpo fsck --repair {root}"
 RESTORE = "restore it from a backup, or gigpo fsck --repair {root}"
 SWEPT = "the running job or `gigpo compact` sweeps it"
+BACKUP = "the next checkpoint makes another, or gigpo fsck --repair {root}"
 RETRY = "make it readable, then check again; --repair leaves it alone"
 
 
@@ -26,7 +26,7 @@ class Finding:
     what: str  # a code of CODES
     subject: str  # a path relative to the run's root, or a row, e.g. "group 6f1c..."
     detail: str
-    remedy: str
+    remedy: str  # with {root} for the run directory, until `fsck.check` puts it in
 
 
 # code: (severity, meaning, remedy)
@@ -79,6 +79,8 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     ),
     "open_sql_missing": ("error", "open.sql is gone or not whole", REPAIR),
     "open_sql_changed": ("warning", "the views of open.sql are not those of this code", REPAIR),
+    "backup_damaged": ("error", "no rebuild can begin with the backup", BACKUP),
+    "backup_unavailable": ("error", "the backup cannot be reached now", RETRY),
     "export_missing": ("error", "an exported table is gone", REPAIR),
     "export_damaged": ("error", "an exported table is not as written", REPAIR),
     "export_unavailable": ("error", "an exported table cannot be reached now", RETRY),
@@ -91,15 +93,9 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
 }  # fmt: skip
 
 
-def found(
-    what: str, subject: str, detail: str, *, root: Path, remedy: str | None = None
-) -> Finding:
+def found(what: str, subject: str, detail: str, *, remedy: str | None = None) -> Finding:
     """Make a finding. `remedy` replaces the one of the table where a case needs another."""
     severity, _, usual = CODES[what]
     return Finding(
-        severity=severity,
-        what=what,
-        subject=subject,
-        detail=detail,
-        remedy=(remedy or usual).format(root=root),
+        severity=severity, what=what, subject=subject, detail=detail, remedy=remedy or usual
     )

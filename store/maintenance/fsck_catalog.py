@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
+from store.catalog.database import connect_read_only
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found
 from store.records import uid_text
@@ -144,34 +147,41 @@ RULES = {
 }
 
 
+@contextmanager
+def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
+    """Give a connection that can only read, beside an owner."""
+    with closing(connect_read_only(layout)) as connection:
+        connection.row_factory = sqlite3.Row
+        yield connection
+
+
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
     """Check that this is a whole SQLite file, and this run's."""
-    name, root = layout.catalog.name, layout.root
+    name = layout.catalog.name
     damage = _damage(connection)
     if damage:
-        return [found("catalog_damaged", name, "; ".join(damage[:MAX_LINES]), root=root)]
+        return [found("catalog_damaged", name, "; ".join(damage[:MAX_LINES]))]
     meta = connection.execute("SELECT run_id FROM meta").fetchone()
     if meta is None:
-        detail = "it does not say which run it is of"
-        return [found("catalog_damaged", name, detail, root=root)]
+        return [found("catalog_damaged", name, "it does not say which run it is of")]
     (run_id,) = meta
     if run_id != layout.info.run_id:
         detail = f"it belongs to run {run_id}, run.json says {layout.info.run_id}"
-        return [found("catalog_foreign", name, detail, root=root)]
+        return [found("catalog_foreign", name, detail)]
     return []
 
 
-def check_catalog(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
+def check_catalog(connection: sqlite3.Connection) -> list[Finding]:
     """Check every rule on a whole catalog."""
     findings = []
     for table, rowid, parent, _ in connection.execute("PRAGMA foreign_key_check"):
         subject = f"{table} row {rowid}" if rowid is not None else table
         detail = f"it refers to a row of {parent} that does not exist"
-        findings.append(found("foreign_key", subject, detail, root=layout.root))
+        findings.append(found("foreign_key", subject, detail))
     for what, query in RULES.items():
         for kind, subject, detail in connection.execute(query):
             name = uid_text(subject) if isinstance(subject, bytes) else subject
-            findings.append(found(what, f"{kind} {name}", detail, root=layout.root))
+            findings.append(found(what, f"{kind} {name}", detail))
     return findings
 
 

@@ -1,9 +1,12 @@
-"""Make a new catalog for a run whose own is lost or damaged.
+"""Make a new catalog or run.json for a run whose own is lost or damaged.
 
+    if is_lost(root):
+        lines = rebuild_run_json(root)
     report = rebuild(layout)
 
-The newest sound backup is taken, and the segment files that are newer than it are adopted. Without
-a backup the segments alone tell which groups and trajectories there are. What the catalog learned
+run.json is put back from the copy that was made with the run. A new catalog begins with the newest
+sound backup, and the segment files that are newer than it are adopted. Without a backup the
+segments alone tell which groups and trajectories there are. What the catalog learned
 after the backup (claims, trained steps, metrics, events) is gone: the run goes on from the
 checkpoint of the backup.
 
@@ -20,18 +23,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
-from store.atomic_write import READ_WRITE, write_atomically
+from store.atomic_write import READ_ONLY, READ_WRITE, write_atomically
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
 from store.catalog.database import Transaction, check_owner, shown_lsn, take_lock
 from store.catalog.groups import HELDOUT, TRAIN
 from store.catalog.records import IMPORTED
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
-from store.errors import StoreError, UnavailableError
+from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
 from store.hashing import file_digest, uid
-from store.layout import SEGMENT_PATH, RunLayout
+from store.layout import SEGMENT_PATH, RunInfo, RunLayout, parse_run_json
 from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
 from store.maintenance.fsck import NAMES, check
@@ -39,9 +42,17 @@ from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import Played, open_rows, trajectories
 from store.reading.manifest import export
 from store.segments import SegmentMeta
-from store.untrusted.file_access import names, status
+from store.untrusted.file_access import (
+    MAX_TEXT_BYTES,
+    is_directory,
+    is_file,
+    names,
+    read_bytes,
+    status,
+)
 
 COMPONENT = "rebuild"
+RUN_JSON_COPY = "backup/run.json"
 EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; their workers too
 LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
 ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
@@ -297,3 +308,51 @@ def _report(
     if recovered.released:
         lines.append(f"the batches {list(recovered.released)} were claimed and are rolled back")
     return Report(recovered=tuple(lines), lost=tuple(lost))
+
+
+def is_lost(root: Path) -> bool:
+    """Return whether a run is at `root` whose run.json is missing, damaged or another run's.
+
+    Raises OtherFormatError if newer code wrote it.
+    """
+    root = root.absolute()
+    try:
+        info = _read_run_json(root, "run.json")
+    except FileNotFoundError:
+        files = ("catalog.sqlite", "manifest.json", RUN_JSON_COPY)
+        is_run = is_directory(root / "segments", root=root)
+        return is_run or any(is_file(root / name, root=root) for name in files)
+    except OtherFormatError:
+        raise
+    except FormatError:
+        return True
+    except (OSError, StoreError):  # RunLayout.open says what is wrong with it
+        return False
+    try:
+        return _read_run_json(root, RUN_JSON_COPY).run_id != info.run_id
+    except (OSError, StoreError):  # without a copy it stands alone
+        return False
+
+
+def rebuild_run_json(root: Path) -> list[str]:
+    """Put the copy back. Return lines for people. Raises StoreError if no copy can be read."""
+    root = root.absolute()
+    try:
+        info = _read_run_json(root, RUN_JSON_COPY)
+        data = read_bytes(root / RUN_JSON_COPY, root=root, at_most=MAX_TEXT_BYTES)
+    except (OSError, FormatError) as error:
+        raise StoreError(
+            f"run.json of {root} is lost or damaged, and {RUN_JSON_COPY} cannot be read ({error}); "
+            "put a backup of run.json back"
+        ) from error
+    layout = RunLayout(root=root, info=info)
+    if status(layout.run_json, root=root) is not None:
+        quarantine(layout, layout.run_json.name)
+    write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)
+    return [f"run.json of run {info.run_id}, from {RUN_JSON_COPY}"]
+
+
+def _read_run_json(root: Path, name: str) -> RunInfo:
+    """Raise FileNotFoundError, OSError, UnsafePathError or FormatError."""
+    data = read_bytes(root / name, root=root, at_most=MAX_TEXT_BYTES)
+    return parse_run_json(data, name=str(root / name))

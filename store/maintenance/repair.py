@@ -58,12 +58,9 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
 
     `findings` are those of a check while `catalog` was owned.
     """
-    by_code: dict[str, dict[str, Finding]] = {}
-    for finding in findings:
-        by_code.setdefault(finding.what, {}).setdefault(finding.subject, finding)
 
     def subjects(what: str) -> list[str]:
-        return list(by_code.get(what, {}))
+        return list(dict.fromkeys(one.subject for one in findings if one.what == what))
 
     damaged: dict[str, Finding] = {}
     for finding in findings:
@@ -81,6 +78,10 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
     is_shown_anew = _set_exports_aside(catalog, layout, findings)
     if any(finding.what in OPEN_SQL_CODES for finding in findings):
         done.append(_write_open_sql(catalog, layout))
+    for path in subjects("backup_damaged"):
+        place = quarantine(layout, path)
+        catalog.log(component=COMPONENT, what="backup", detail=f"{path} moved to {place}")
+        done.append(f"{path}: moved to {place}; another is made when the repair ends")
     if done or is_shown_anew:
         lsn = export(catalog, layout)
         done += [f"the manifest was written anew, at lsn {lsn}"] if is_shown_anew else []

@@ -26,7 +26,7 @@ from store import RunLayout, StoreError, errors, sign_run, write_open_sql
 from store.errors import FormatError, UnsafePathError
 from store.exchange.datasets import live_files
 from store.maintenance.fsck import CONTENTS, NAMES, check
-from store.maintenance.run_json import is_lost, rebuild_run_json
+from store.maintenance.rebuild import is_lost, rebuild_run_json
 from store.reading import landlock, wire
 from store.reading import reader as reader_module
 from store.reading.manifest import parse_manifest, read_manifest
