@@ -27,7 +27,7 @@ from store.bias.permutation_test import (
 )
 from store.catalog.records import WHY_UNFINISHED
 from store.errors import StoreError
-from store.exchange.datasets import check_condition
+from store.exchange.datasets import matching
 from store.reading.reader import Reader, open_run
 
 QUERY_TIMEOUT_S = 3600.0
@@ -46,13 +46,6 @@ MIN_GROUPS = 5
 # blocks of policy versions: most of them, and least trained groups in each
 MAX_BLOCKS, GROUPS_PER_BLOCK = 10, 10
 
-# The columns that a condition may use: those of `trajectories`, and the others of `groups`.
-PLAYED = """(SELECT * FROM (
-    SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
-    FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid)
-WHERE (
-{where}
-))"""
 SUMS = "count(*)::DOUBLE AS n, " + ", ".join(
     f"sum({measure}::DOUBLE) AS {measure}" for measure in MEASURES
 )
@@ -135,16 +128,14 @@ def bias_report(run: Path, *, as_of: int | None, where: str | None) -> BiasRepor
     The run may be training. Raises StoreError for an invalid condition, and for files that cannot
     be read, because missing trajectories could be the difference.
     """
-    if where is not None:
-        check_condition(where)
+    played = matching(where)
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out}; what is missing could be the difference")
-        return _report(reader, where=where)
+        return _report(reader, played, all_groups=where is None)
 
 
-def _report(reader: Reader, *, where: str | None) -> BiasReport:
-    played = PLAYED.format(where="true" if where is None else where)
+def _report(reader: Reader, played: str, *, all_groups: bool) -> BiasReport:
     groups = reader.sql(GROUPS.format(played=played, sums=SUMS), timeout_s=QUERY_TIMEOUT_S)
     members = reader.sql(MEMBERS.format(played=played, values=VALUES), timeout_s=QUERY_TIMEOUT_S)
     state_U = np.asarray(groups["state"].to_pylist(), dtype=object)
@@ -159,7 +150,7 @@ def _report(reader: Reader, *, where: str | None) -> BiasReport:
         else:
             dropped = groups.filter(pa.array(state_U == name))
             selected.append((name, dropped, *_groups_as_units(groups, state_U, dropped=name)))
-    unfinished = _unfinished(reader, played, all_groups=where is None)
+    unfinished = _unfinished(reader, played, all_groups=all_groups)
     for name, rows in unfinished.items():
         selected.append((name, rows.filter(rows["dropped"]), *_members_as_units(rows)))
     for name, dropped, tasks, all_units in selected:
@@ -169,10 +160,8 @@ def _report(reader: Reader, *, where: str | None) -> BiasReport:
             comparisons += _compare(name, units, tasks)
         else:
             not_compared[name] = why
-    totals = dict(
-        zip(*(column.to_pylist() for column in reader.sql(N_GROUPS).columns), strict=True)
-    )
-    counted = [] if where is not None else [kind for kind in kinds if kind.name in GROUP_STATES]
+    totals = {row["state"]: row["n"] for row in reader.sql(N_GROUPS).to_pylist()}
+    counted = [kind for kind in kinds if all_groups and kind.name in GROUP_STATES]
     unseen = {kind.name: totals.get(kind.name, 0) - kind.n_groups for kind in counted}
     return BiasReport(
         lsn=reader.lsn,
@@ -191,11 +180,9 @@ def _unfinished(reader: Reader, played: str, *, all_groups: bool) -> dict[str, p
     query = UNFINISHED.format(played=played, all_groups=str(all_groups).lower())
     rows = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
     why_U = np.asarray(rows["why"].to_pylist(), dtype=object)
-    is_member_U = np.array([why is None for why in why_U], bool)
+    is_member_U = rows["why"].is_null().to_numpy()
     group_U = np.asarray(rows["of_group"].combine_chunks().dictionary_encode().indices)
-    rows = rows.set_column(
-        rows.column_names.index("of_group"), "of_group", pa.array(group_U, pa.int64())
-    )
+    rows = rows.drop_columns("of_group").append_column("of_group", pa.array(group_U, pa.int64()))
     found = {}
     for why in WHY_UNFINISHED:
         dropped_U = why_U == why
@@ -214,17 +201,13 @@ def _measures(rows: pa.Table) -> list[str]:
 def _kind(name: str, rows: pa.Table) -> Kind:
     """Summarise rows: one per group, per extra trajectory, or per unfinished episode."""
     n = int(np.sum(rows["n"].to_numpy()))
-    means = (
-        tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in _measures(rows))
-        if n
-        else ()
-    )
+    measures = _measures(rows) if n else []
     n_groups = len(rows["of_group"].unique()) if "of_group" in rows.column_names else len(rows)
     return Kind(
         name=name,
         n_groups=n_groups,
         n_trajectories=n,
-        means=means,
+        means=tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in measures),
         n_tasks=len(rows["task"].unique()),
     )
 

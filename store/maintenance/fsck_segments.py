@@ -169,7 +169,7 @@ def _check_rows(
     hashes = layout.info.canonicaliser_version == CANONICALISER_VERSION
     wrong = [
         (what, detail)
-        for what, detail in segment_rows.malformed(held)
+        for what, detail in segment_rows.malformed(held.table)
         if hashes or what != "state_hash"
     ]
     wrong = wrong or _compare(committed, held)
@@ -183,7 +183,7 @@ def _check_rows(
 
 def _compare(committed: Committed, held: segment_rows.Rows) -> list[tuple[str, str]]:
     """Compare the trajectories of a file's rows with those of the catalog."""
-    played = {one.meta.traj_uid: one.meta for one in segment_rows.trajectories(held)}
+    played = {one.meta.traj_uid: one.meta for one in segment_rows.trajectories(held.table)}
     counted = {meta.traj_uid: meta for meta in committed.trajectories}
     wrong = []
     for traj_uid in sorted(counted.keys() - played.keys()):
@@ -194,22 +194,16 @@ def _compare(committed: Committed, held: segment_rows.Rows) -> list[tuple[str, s
         detail = f"trajectory {name} is seen in the file, and counted elsewhere or nowhere"
         wrong.append(("uncounted_rows", detail))
     for traj_uid in sorted(counted.keys() & played.keys()):
-        names = _differing(counted[traj_uid], played[traj_uid], columns=held.columns)
+        one, other = counted[traj_uid], played[traj_uid]
+        names = [
+            name
+            for name in TrajectoryMeta.__slots__
+            if not _same(getattr(one, name), getattr(other, name))
+        ]
         if names:
             detail = f"the catalog and the rows differ in {', '.join(names)}"
             wrong.append(("figures", f"trajectory {uid_text(traj_uid)}: {detail}"))
     return wrong
-
-
-def _differing(one: TrajectoryMeta, other: TrajectoryMeta, *, columns: frozenset[str]) -> list[str]:
-    """Return the figures that differ, of those that the file's columns tell."""
-    sources = {
-        "n_steps": "step_index",
-        "episode_return": "reward",
-        "invalid_steps": "is_action_valid",
-    }
-    names = [name for name in TrajectoryMeta.__slots__ if sources.get(name, name) in columns]
-    return [name for name in names if not _same(getattr(one, name), getattr(other, name))]
 
 
 def _same(one: object, other: object) -> bool:
@@ -234,7 +228,7 @@ def _stray(
     if not layout.info.wrote(held.run_id):
         detail, remedy = f"it was written for run {held.run_id}", "move it to the run it is of"
         return found("orphan", path, detail, remedy=remedy)
-    played = segment_rows.trajectories(held)
+    played = segment_rows.trajectories(held.table)
     n_missing = 0
     for trajectory in played:
         n_missing += connection.execute(

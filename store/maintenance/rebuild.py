@@ -150,7 +150,7 @@ def _scan(layout: RunLayout) -> Contents:
         except StoreError as error:
             rejected[path] = error
             continue
-        held = trajectories(rows)
+        held = trajectories(rows.table)
         played += held
         meta = SegmentMeta(
             segment_id=digest,

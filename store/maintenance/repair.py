@@ -89,8 +89,8 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
 
 
 def _exclude(catalog: Catalog, layout: RunLayout, path: str) -> str:
-    held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
-    n = catalog.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
+    held = open_rows(layout.storage.read(path), path=layout.root / path)
+    n = catalog.exclude(path, [one.meta.traj_uid for one in trajectories(held.table)])
     return f"{path}: {n} trajectories in it are no longer seen"
 
 
@@ -191,10 +191,10 @@ def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
     """Let a file that was put back by hand count again, if it is what was committed."""
     data = _whole(layout, path)
     held = None if data is None else open_rows(data, path=layout.root / path)
-    if held is None or not layout.info.wrote(held.run_id) or malformed(held):
+    if held is None or not layout.info.wrote(held.run_id) or malformed(held.table):
         place = quarantine(layout, path)
         return f"{path}: what was put back is not what was committed; moved to {place}"
-    n = catalog.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
+    n = catalog.take_back(path, [one.meta for one in trajectories(held.table)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 

@@ -34,8 +34,7 @@ from store.catalog.batches import release
 from store.catalog.groups import insert_trajectories
 from store.catalog.imported_groups import has_offline_groups, rounds
 from store.exchange.datasets import export_selection, import_selection
-from store.exchange.offline_import import take_sources
-from store.exchange.offline_source import TakenSource, parse_source
+from store.exchange.offline_import import TakenSource, parse_source, take_sources
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.repair import repair
