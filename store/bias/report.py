@@ -32,9 +32,8 @@ from store.reading.reader import Reader, open_run
 
 QUERY_TIMEOUT_S = 3600.0
 SEED = 0
-KINDS = ("stale", "filtered", "abandoned", "extra")
+DROPPED_STATES = ("stale", "filtered", "abandoned")
 EXTRA = "extra"
-GROUP_STATES = ("trained", "stale", "filtered", "abandoned")
 MEASURES = ("n_steps", "n_response_tokens", "episode_return", "won")
 TASKS = "tasks"
 # Kinds that are compared with members of their own groups, so with the same task.
@@ -108,9 +107,9 @@ class Comparison:
     kind: str
     measure: str  # of MEASURES, or TASKS: shares of the most different task
     difference: Difference
-    task: str | None
+    task: str | None = None
     # by Holm, for the number of comparisons of the report; None for a difference by definition
-    p_corrected: float | None
+    p_corrected: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,29 +138,26 @@ def _report(reader: Reader, played: str, *, all_groups: bool) -> BiasReport:
     groups = reader.sql(GROUPS.format(played=played, sums=SUMS), timeout_s=QUERY_TIMEOUT_S)
     members = reader.sql(MEMBERS.format(played=played, values=VALUES), timeout_s=QUERY_TIMEOUT_S)
     state_U = np.asarray(groups["state"].to_pylist(), dtype=object)
-    extra = members.filter(members["dropped"])
     kinds = [_kind("trained", groups.filter(pa.array(state_U == "trained")))]
     comparisons: list[Comparison] = []
     not_compared = {}
-    selected = []  # (kind, its rows, the tasks and the units to compare)
-    for name in KINDS:
-        if name == EXTRA:
-            selected.append((name, extra, *_members_as_units(members)))
-        else:
-            dropped = groups.filter(pa.array(state_U == name))
-            selected.append((name, dropped, *_groups_as_units(groups, state_U, dropped=name)))
+    selected = {}  # kind → its tasks and the units to compare
+    for name in DROPPED_STATES:
+        kinds.append(_kind(name, groups.filter(pa.array(state_U == name))))
+        selected[name] = _groups_as_units(groups, state_U, dropped=name)
     unfinished = _unfinished(reader, played, all_groups=all_groups)
-    for name, rows in unfinished.items():
-        selected.append((name, rows.filter(rows["dropped"]), *_members_as_units(rows)))
-    for name, dropped, tasks, all_units in selected:
-        kinds.append(_kind(name, dropped))
+    for name, rows in {EXTRA: members, **unfinished}.items():
+        kinds.append(_kind(name, rows.filter(rows["dropped"])))
+        selected[name] = _members_as_units(rows)
+    for kind in kinds[1:]:
+        name, (tasks, all_units) = kind.name, selected[kind.name]
         units = all_units.comparable()
-        if (why := _too_few(units, kinds[-1])) is None:
+        if (why := _too_few(units, kind)) is None:
             comparisons += _compare(name, units, tasks)
         else:
             not_compared[name] = why
     totals = {row["state"]: row["n"] for row in reader.sql(N_GROUPS).to_pylist()}
-    counted = [kind for kind in kinds if all_groups and kind.name in GROUP_STATES]
+    counted = kinds[: 1 + len(DROPPED_STATES)] if all_groups else []
     unseen = {kind.name: totals.get(kind.name, 0) - kind.n_groups for kind in counted}
     return BiasReport(
         lsn=reader.lsn,
@@ -256,33 +252,25 @@ def _too_few(units: Units, kind: Kind) -> str | None:
     if not kind.n_trajectories:
         return "none"
     n_dropped, n_kept = int(units.dropped_U.sum()), int((~units.dropped_U).sum())
+    counts, least = f"{n_dropped} groups beside {n_kept} trained ones", f"{MIN_GROUPS} of each"
     if kind.name in WITHIN_GROUP:
         n_dropped = n_kept = int(units.stratum_U.max(initial=-1)) + 1
+        what = EXTRA if kind.name == EXTRA else f"{kind.name} episodes"
+        counts, least = f"{n_dropped} trained groups have {what}", str(MIN_GROUPS)
     if min(n_dropped, n_kept) >= MIN_GROUPS:
         return None
-    if kind.name in WITHIN_GROUP:
-        what = EXTRA if kind.name == EXTRA else f"{kind.name} episodes"
-        return f"{n_dropped} trained groups have {what}, too few to compare; it takes {MIN_GROUPS}"
-    return (
-        f"{n_dropped} groups beside {n_kept} trained ones, too few to compare; it takes "
-        f"{MIN_GROUPS} of each"
-    )
+    return f"{counts}, too few to compare; it takes {least}"
 
 
 def _compare(kind: str, units: Units, tasks: Sequence[str]) -> list[Comparison]:
     measures = MEASURES[: units.sums_UM.shape[1]]
-    compared = dict(zip(measures, differences_of_means(units, seed=SEED), strict=True))
+    compared = zip(measures, differences_of_means(units, seed=SEED), strict=True)
     rows = [
-        Comparison(kind=kind, measure=name, difference=difference, task=None, p_corrected=None)
-        for name, difference in compared.items()
+        Comparison(kind=kind, measure=name, difference=difference) for name, difference in compared
     ]
     if TASKS not in BY_DEFINITION.get(kind, ()):
         task, difference = difference_of_tasks(units, seed=SEED)
-        rows.append(
-            Comparison(
-                kind=kind, measure=TASKS, difference=difference, task=tasks[task], p_corrected=None
-            )
-        )
+        rows.append(Comparison(kind=kind, measure=TASKS, difference=difference, task=tasks[task]))
     return rows
 
 

@@ -139,7 +139,12 @@ def take_sources(
         taken: tuple[TakenSource, ...] = ()
         if not catalog.has_offline_groups():
             selections = [_select(source, opened) for source in sources]
-            _refuse_own(selections, layout)
+            for selection in selections:
+                if selection.run_id == layout.info.run_id:
+                    raise StoreError(
+                        f"source {selection.source.place!r} is this very run; "
+                        "train from it in a new run_dir"
+                    )
             chosen = in_order(selections, order=order)
             for selection in selections:
                 _import(catalog, layout, selection)
@@ -158,7 +163,7 @@ def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
 def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
     """Return each selected group with its run id, once: of the first selection that has it."""
     tables = [
-        one.groups.append_column("source", pa.array([one.run_id] * len(one.groups), pa.string()))
+        one.groups.append_column("source", pa.repeat(one.run_id, len(one.groups)))
         for one in selections
     ]
     candidates = pa.concat_tables(tables).drop_columns(["members"])
@@ -195,26 +200,14 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
                 raise StoreError(
                     f"the order {order!r} is not one ORDER BY; write it as after those words"
                 )
-            return connection.sql(
-                f"SELECT * FROM candidates ORDER BY {order}\n, played"
-            ).to_arrow_table()
+            query = f"SELECT * FROM candidates ORDER BY {order}\n, played"
+            return connection.sql(query).to_arrow_table()
         except duckdb.Error as error:
-            why, without = " ".join(str(error).split()), ""
-            unknown = sorted(set(UNKNOWN_OF_DATASETS) - set(candidates.column_names))
-            if unknown:
-                without = f"; with a dataset among the sources there is no {', '.join(unknown)}"
-            raise StoreError(
-                f"the order {order!r} cannot be used ({why}); it is SQL over a group's "
-                f"columns{without}"
-            ) from error
-
-
-def _refuse_own(selections: Sequence[_Selection], layout: RunLayout) -> None:
-    for one in selections:
-        if one.run_id == layout.info.run_id:
-            raise StoreError(
-                f"source {one.source.place!r} is this very run; train from it in a new run_dir"
-            )
+            text = f"the order {order!r} cannot be used ({' '.join(str(error).split())}); "
+            text += "it is SQL over a group's columns"
+            if unknown := sorted({*UNKNOWN_OF_DATASETS} - {*candidates.column_names}):
+                text += f"; with a dataset among the sources there is no {', '.join(unknown)}"
+            raise StoreError(text) from error
 
 
 def _select(source: OfflineSource, opened: ExitStack) -> _Selection:

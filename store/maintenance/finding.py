@@ -11,6 +11,8 @@ Severity = Literal["error", "warning"]
 REBUILD = "gigpo rebuild {root}, or put a backup back"
 RIGHT_ONE = "put the right catalog back, or gigpo rebuild {root}"
 FORCE = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
+BACK = "put a backup of catalog.sqlite back, or gigpo rebuild --force {root}"
+NEWEST = "put the newest catalog back, or gigpo rebuild --force {root}"
 REPAIR = "gigpo fsck --repair {root}"
 RESTORE = "restore it from a backup, or gigpo fsck --repair {root}"
 SWEPT = "the running job or `gigpo compact` sweeps it"
@@ -72,11 +74,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "manifest_damaged": ("error", "the manifest cannot be read", REPAIR),
     "manifest_foreign": ("error", "the manifest of another run", REPAIR),
     "manifest_segment": ("error", "the manifest names a file that is gone", REPAIR),
-    "manifest_ahead": (
-        "error",
-        "readers were shown more than the catalog has: an older catalog was put back",
-        "put the newest catalog back, or gigpo rebuild --force {root}",
-    ),
+    "manifest_ahead": ("error", "readers saw more than this older catalog has", NEWEST),
     "open_sql_missing": ("error", "open.sql is gone or not whole", REPAIR),
     "open_sql_changed": ("warning", "the views of open.sql are not those of this code", REPAIR),
     "backup_damaged": ("error", "no rebuild can begin with the backup", BACKUP),
@@ -84,12 +82,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "export_missing": ("error", "an exported table is gone", REPAIR),
     "export_damaged": ("error", "an exported table is not as written", REPAIR),
     "export_unavailable": ("error", "an exported table cannot be reached now", RETRY),
-    "exported_row": (
-        "error",
-        "the catalog and an exported table differ in a row",
-        "put a backup of catalog.sqlite back, or, to take the run's own: "
-        "gigpo rebuild --force {root}",
-    ),
+    "exported_row": ("error", "the catalog and an exported table differ in a row", BACK),
 }  # fmt: skip
 
 

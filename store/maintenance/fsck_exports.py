@@ -81,19 +81,13 @@ def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
         detail = f"it shows lsn {manifest.lsn}, the catalog is at {lsn}"
         return [found("manifest_ahead", name, detail)]
     # check_segments finds a live file that is gone. A retired one may have been swept.
-    shown = set(manifest.segments)
-    known = {
-        path
-        for path, retired in rows
-        if path in shown and (retired is None or layout.storage.exists(path))
-    }
-    findings = [
-        found("manifest_segment", path, "the manifest names it, there is no such file")
-        for path in manifest.segments[1:]
-        if path not in known
-    ]
-    findings += _check_open_sql(layout)
-    return findings + _check_parts(layout, manifest, contents=contents)
+    shown = {*manifest.segments}
+    named = [(path, retired) for path, retired in rows if path in shown]
+    known = {path for path, retired in named if retired is None or layout.storage.exists(path)}
+    gone = [path for path in manifest.segments[1:] if path not in known]
+    detail = "the manifest names it, there is no such file"
+    findings = [found("manifest_segment", path, detail) for path in gone]
+    return findings + _check_open_sql(layout) + _check_parts(layout, manifest, contents=contents)
 
 
 def _has_begun(layout: RunLayout) -> bool:
@@ -117,11 +111,8 @@ def _check_open_sql(layout: RunLayout) -> list[Finding]:
 def check_unfinished(layout: RunLayout) -> list[Finding]:
     """Find files that dead writers did not finish."""
     oldest_ns = (now_us() - GRACE_S * US_PER_S) * NANOSECONDS_PER_US
-    return [
-        found("unfinished", path, "its writer did not finish it")
-        for path, seen in sorted(unfinished_writes(layout), key=lambda write: write[0])
-        if seen.st_mtime_ns < oldest_ns
-    ]
+    old = [path for path, seen in unfinished_writes(layout) if seen.st_mtime_ns < oldest_ns]
+    return [found("unfinished", path, "its writer did not finish it") for path in sorted(old)]
 
 
 def _check_parts(layout: RunLayout, manifest: Manifest, *, contents: bool) -> list[Finding]:
@@ -131,25 +122,24 @@ def _check_parts(layout: RunLayout, manifest: Manifest, *, contents: bool) -> li
     findings = []
     for path, n_rows in expected.items():
         if path not in listed:
-            what, detail = "export_missing", "the manifest names it"
+            findings.append(found("export_missing", path, "the manifest names it"))
         elif contents:
-            what, detail = _check_part(layout, path, n_rows=n_rows)
-        else:
-            continue
-        if detail:
-            findings.append(found(what, path, detail))
+            findings += _check_part(layout, path, n_rows=n_rows)
     return findings
 
 
-def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> tuple[str, str]:
-    """Return the code and the detail of what is wrong with an exported file; no detail if sound."""
+def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> list[Finding]:
+    """Check that an exported file can be read, and has the rows that the manifest says."""
     try:
         held = _read_part(layout, path).num_rows
     except UnavailableError as unavailable:
-        return "export_unavailable", str(unavailable)
+        return [found("export_unavailable", path, str(unavailable))]
     except (pa.ArrowException, OSError, StoreError) as unreadable:
-        return "export_damaged", f"it cannot be read: {' '.join(str(unreadable).split())}"
-    return "export_damaged", "" if held == n_rows else f"it has {held} rows instead of {n_rows}"
+        detail = f"it cannot be read: {' '.join(str(unreadable).split())}"
+        return [found("export_damaged", path, detail)]
+    if held != n_rows:
+        return [found("export_damaged", path, f"it has {held} rows instead of {n_rows}")]
+    return []
 
 
 def _read_part(layout: RunLayout, path: str) -> pa.Table:

@@ -73,8 +73,8 @@ class Maintainer:
         """Raise StoreError, with the cause, if the thread has failed."""
         if self._failure is not None:
             raise StoreError(
-                f"the maintainer of {self.layout.root} stopped: {self._failure!r}; mend that and "
-                "start the run again"
+                f"the maintainer of {self.layout.root} stopped: {self._failure!r}; "
+                "mend that and start the run again"
             ) from self._failure
 
     def close(self) -> None:
@@ -94,8 +94,7 @@ class Maintainer:
         except UnavailableError as error:
             unavailable = error
         keep_days, keep_versions = self.settings.keep_days, self.settings.keep_versions
-        if keep_days is not None or keep_versions is not None:
-            expire_old(self.catalog, self.layout, keep_days=keep_days, keep_versions=keep_versions)
+        expire_old(self.catalog, self.layout, keep_days=keep_days, keep_versions=keep_versions)
         sweep_retired(self.catalog, self.layout, window_s=self.settings.snapshot_window_s)
         if time.monotonic() >= self._orphans_at:
             self._foreign = sweep_orphans(

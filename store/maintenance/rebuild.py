@@ -99,7 +99,7 @@ def rebuild(layout: RunLayout) -> Report:
         lost.append(f"{recovered.strangers} trajectories are no member of a known group")
     with Catalog.open(layout) as catalog:
         lost += repair(catalog, layout, check(layout, level=NAMES))  # files that are gone
-        report = _report(catalog, recovered, contents, lost=lost)
+        report = Report(recovered=_lines(catalog, recovered), lost=tuple(lost))
         for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
             for line in lines:
                 catalog.log(component=COMPONENT, what=what, detail=line)
@@ -183,20 +183,16 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, contents: Conten
     connection.execute("UPDATE meta SET epoch = ?, lsn = ?, horizon_lsn = ?", (epoch, lsn - 1, lsn))
     tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
     groups = _new_groups(tx, contents.played)
-    foreign = {group.group_uid for group in groups if group.split == IMPORTED}
-    foreign |= {
-        row["group_uid"]
-        for row in tx.rows("SELECT group_uid FROM grp WHERE split = :split", split=IMPORTED)
-    }
+    query = "SELECT group_uid FROM grp WHERE split = :split"
+    foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}
+    foreign |= {group.group_uid for group in groups if group.split == IMPORTED}
     ours = [one for one in contents.played if one.meta.group_uid not in foreign]
     versions = _new_versions(tx, layout, ours)
     recovered = recover(tx, groups=groups, files=contents.files, versions=versions)
     connection.execute("UPDATE meta SET lsn = ?", (lsn,))
-    tables = [row["name"] for row in tx.rows("SELECT name FROM changed")]
-    connection.executemany(
-        "INSERT OR REPLACE INTO changed (name, lsn) VALUES (?, ?)",
-        [(name, lsn) for name in {*tables, *tx.touched}],
-    )
+    for name in tx.touched:
+        tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
+    tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
     connection.execute("COMMIT")
     return recovered
 
@@ -210,9 +206,8 @@ def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
             members.setdefault(trajectory.meta.group_uid, []).append(trajectory)
     addresses = dict(_addresses(tx, members))
     sizes = {split: _usual_size(tx, split, members) for split in (TRAIN, HELDOUT)}
-    row = tx.row("SELECT coalesce(max(ordinal), -1) AS n FROM grp WHERE split = :s", s=IMPORTED)
-    assert row is not None
-    n_imported = row["n"] + 1
+    query = "SELECT coalesce(max(ordinal), -1) + 1 AS n FROM grp WHERE split = :split"
+    n_imported = tx.rows(query, split=IMPORTED)[0]["n"]
     found = []
     for group_uid, held in members.items():
         # A uid that this run never makes was imported. Only the members in the files are expected.
@@ -247,9 +242,9 @@ def _addresses(
 ) -> Iterator[tuple[bytes, Address]]:
     """Yield the address of each group of this run, by trying: its uid is a hash of the address."""
     left = {group_uid for group_uid, held in members.items() if held[0].split == TRAIN}
-    row = tx.row("SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :s", s=TRAIN)
-    assert row is not None
-    for ordinal in range(row["n"] + ORDINALS_TRIED if left else 0):
+    query = "SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :split"
+    newest = tx.rows(query, split=TRAIN)[0]["n"]
+    for ordinal in range(newest + ORDINALS_TRIED if left else 0):
         group_uid = uid(tx.run_id, TRAIN, ordinal, None)
         if group_uid in left:
             left.remove(group_uid)
@@ -257,14 +252,11 @@ def _addresses(
             if not left:
                 break
     left = {group_uid for group_uid, held in members.items() if held[0].split == HELDOUT}
-    rounds = Counter(
-        row["purpose_version"]
-        for row in tx.rows("SELECT purpose_version FROM grp WHERE split = :split", split=HELDOUT)
-    )
-    row = tx.row("SELECT coalesce(max(version), 0) AS newest FROM version")
-    assert row is not None
+    query = "SELECT purpose_version FROM grp WHERE split = :split"
+    rounds = Counter(row["purpose_version"] for row in tx.rows(query, split=HELDOUT))
+    newest = tx.rows("SELECT coalesce(max(version), 0) AS n FROM version")[0]["n"]
     per_round = max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
-    for version in range(max([row["newest"], *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):
+    for version in range(max([newest, *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):
         for ordinal in range(per_round if left else 0):
             group_uid = uid(tx.run_id, HELDOUT, ordinal, version)
             if group_uid in left:
@@ -292,9 +284,8 @@ def _replace_catalog(layout: RunLayout, data: bytes) -> None:
     write_atomically(layout.catalog, data, mode=READ_WRITE, beneath=layout.root)
 
 
-def _report(
-    catalog: Catalog, recovered: Recovered, contents: Contents, *, lost: Sequence[str]
-) -> Report:
+def _lines(catalog: Catalog, recovered: Recovered) -> tuple[str, ...]:
+    """Return a line for each kind of thing that was recovered."""
     live = catalog.live_segments()
     n_steps = sum(segment.n_steps for segment in live)
     lines = [
@@ -307,7 +298,7 @@ def _report(
         lines.append(f"{recovered.moved} trajectories are read from a file that replaced theirs")
     if recovered.released:
         lines.append(f"the batches {list(recovered.released)} were claimed and are rolled back")
-    return Report(recovered=tuple(lines), lost=tuple(lost))
+    return tuple(lines)
 
 
 def is_lost(root: Path) -> bool:

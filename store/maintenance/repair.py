@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -115,16 +115,13 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
     elif is_file(layout.open_sql, root=layout.root):
         left = read_bytes(layout.open_sql, root=layout.root, at_most=MAX_TEXT_BYTES)
         make_directory(layout.quarantine, beneath=layout.root)
-        write_atomically(
-            layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY, beneath=layout.root
-        )
-    if open_sql.restore_views(layout):
-        catalog.log(component=COMPONENT, what="open_sql", detail="its views were written again")
-        return "open.sql has the views of this code again; the run's macros stay as they were"
-    catalog.log(component=COMPONENT, what="open_sql", detail="it was written again")
-    return (
-        "open.sql was written again, with the views; the next start of the run adds advantages(...)"
-    )
+        aside = layout.quarantine / layout.open_sql.name
+        write_atomically(aside, left, mode=READ_ONLY, beneath=layout.root)
+    line = "open.sql has the views of this code again; the run's macros stay as they were"
+    if not open_sql.restore_views(layout):
+        line = "open.sql was written again; the next start of the run adds advantages(...)"
+    catalog.log(component=COMPONENT, what="open_sql", detail=line)
+    return line
 
 
 def quarantine(layout: RunLayout, path: str) -> str:
@@ -141,9 +138,8 @@ def quarantine(layout: RunLayout, path: str) -> str:
             rename(source, target, root=layout.root)
             sync_directory(target.parent, beneath=layout.root)
         else:  # the file in the other storage is damaged, not a copy fetched for reading
-            write_atomically(
-                target, memoryview(layout.storage.read(path)), mode=READ_ONLY, beneath=layout.root
-            )
+            data = memoryview(layout.storage.read(path))
+            write_atomically(target, data, mode=READ_ONLY, beneath=layout.root)
             layout.storage.remove(path)
     except UnsafePathError:
         raise
@@ -162,12 +158,11 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
     (meta,) = catalog.segment_metas([PurePosixPath(path).stem])
     rescued = _rescue(catalog, layout, meta) if finding.what in BYTES_ARE_GONE else None
     is_missing = finding.what in ("segment_missing", "retired_missing")
-    place = "nowhere" if is_missing else quarantine(layout, path)
+    place = None if is_missing else quarantine(layout, path)
     _write_note(layout, place, meta, finding)
     result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
-    line = (
-        f"{path}: moved to {place}; {result.rescued} trajectories rescued, {len(result.lost)} lost"
-    )
+    counts = f"{result.rescued} trajectories rescued, {len(result.lost)} lost"
+    line = f"{path}: moved to {place or 'nowhere'}; {counts}"
     line += f", {len(result.reopened)} groups are played again"
     return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
 
@@ -178,12 +173,14 @@ def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
     if data is None:
         raise StoreError(f"{path} has changed since it was checked; run fsck again")
     held = open_rows(data, path=layout.root / path)
-    figures = {
-        "digest": PurePosixPath(path).stem,
-        "n_bytes": data.size,
-        "n_steps": held.table.num_rows,
-    }
-    catalog.correct_segment(path, **figures, worker=held.worker, epoch=held.epoch)
+    catalog.correct_segment(
+        path,
+        digest=PurePosixPath(path).stem,
+        n_bytes=data.size,
+        n_steps=held.table.num_rows,
+        worker=held.worker,
+        epoch=held.epoch,
+    )
     return f"{path}: its row in the catalog is that of its file again; the file stays where it is"
 
 
@@ -198,33 +195,24 @@ def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 
-def _write_note(layout: RunLayout, place: str, meta: SegmentMeta, finding: Finding) -> None:
-    note = {
-        "was": meta.path,
-        "what": finding.what,
-        "why": finding.detail,
-        "set_aside_us": now_us(),
-        "held": [
-            {
-                "traj_uid": uid_text(trajectory.traj_uid),
-                "group_uid": uid_text(trajectory.group_uid),
-                "member": trajectory.member,
-            }
-            for trajectory in meta.trajectories
-        ],
-    }
+def _write_note(layout: RunLayout, place: str | None, meta: SegmentMeta, finding: Finding) -> None:
+    path = layout.quarantine / f"{meta.segment_id}.json"
+    if place is not None:
+        path = (layout.root / place).with_suffix(".json")
+    if status(path, root=layout.root) is not None:
+        return  # a crash came between this and the catalog; the first note knows why
+    held = [
+        {
+            "traj_uid": uid_text(trajectory.traj_uid),
+            "group_uid": uid_text(trajectory.group_uid),
+            "member": trajectory.member,
+        }
+        for trajectory in meta.trajectories
+    ]
+    note = {"was": meta.path, "what": finding.what, "why": finding.detail}
+    data = json.dumps({**note, "set_aside_us": now_us(), "held": held}, indent=1).encode()
     make_directory(layout.quarantine, beneath=layout.root)
-    name = (
-        layout.root / place
-        if place != "nowhere"
-        else layout.quarantine / f"{meta.segment_id}.parquet"
-    )
-    path = name.with_suffix(".json")
-    # a crash came between this and the catalog; the first note knows why
-    if status(path, root=layout.root) is None:
-        write_atomically(
-            path, json.dumps(note, indent=1).encode(), mode=READ_ONLY, beneath=layout.root
-        )
+    write_atomically(path, data, mode=READ_ONLY, beneath=layout.root)
 
 
 def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMeta | None:
@@ -243,19 +231,14 @@ def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMe
             found += [wanted.pop(traj_uid) for traj_uid in sorted(held)]
     if not tables:
         return None
-    return write_rows(
-        layout,
-        pa.concat_tables(tables),
-        trajectories=tuple(found),
-        worker=WORKER,
-        epoch=catalog.epoch,
-    )
+    table = pa.concat_tables(tables)
+    return write_rows(layout, table, trajectories=tuple(found), worker=WORKER, epoch=catalog.epoch)
 
 
 def _intact(layout: RunLayout, path: str) -> pa.Table | None:
     data = _whole(layout, path)
     try:
-        return None if data is None else decode(data, path=Path(path))
+        return None if data is None else decode(data, path=path)
     except FormatError:
         return None
 

@@ -93,11 +93,10 @@ def open_file_in(
     raise _no_file(path)
 
 
-def read_bytes(path: Path, *, root: Path, at_most: int | None = None) -> bytes:
+def read_bytes(path: Path, *, root: Path, at_most: int) -> bytes:
     """Return the content of a regular file. Raises UnsafePathError beyond `at_most` bytes."""
     with open(open_file(path, root=root), "rb") as file:
-        if at_most is not None:
-            _check_size(file.fileno(), path, at_most=at_most)
+        _check_size(file.fileno(), path, at_most=at_most)
         return file.read()
 
 

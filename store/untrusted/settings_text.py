@@ -75,8 +75,12 @@ def _content(events: Iterable[Event]) -> object:
         elif key is not None:
             collection[key] = value
             keys[-1] = None
+        elif not isinstance(value, str):
+            raise ValueError("they have a key that is a collection")
+        elif value in collection:
+            raise ValueError(f"they have the key {value!r:.80} twice")
         else:
-            keys[-1] = _new_key(value, collection)
+            keys[-1] = value
 
     for number, event in enumerate(events):
         if number >= MAX_EVENTS:
@@ -104,11 +108,3 @@ def _content(events: Iterable[Event]) -> object:
             open_collections.pop()
             keys.pop()
     return whole[0] if whole else None
-
-
-def _new_key(value: object, collection: dict[str, object]) -> str:
-    if not isinstance(value, str):
-        raise ValueError("they have a key that is a collection")
-    if value in collection:
-        raise ValueError(f"they have the key {value!r:.80} twice")
-    return value

@@ -338,7 +338,7 @@ def test_a_path_stays_beneath_its_root(outside: Path, tmp_path: Path) -> None:
     before = snapshot(outside)
     for path in ("link/text", "a/link", "../outside/text", "a/../../outside/text", "fifo", "a\0b"):
         with pytest.raises(UnsafePathError):
-            beneath.read_bytes(root / path, root=root)
+            beneath.read_bytes(root / path, root=root, at_most=1)
     for path in ("link/text", "../outside/text"):
         with pytest.raises(UnsafePathError):
             beneath.remove(root / path, root=root)
@@ -347,7 +347,7 @@ def test_a_path_stays_beneath_its_root(outside: Path, tmp_path: Path) -> None:
         with pytest.raises(UnsafePathError):
             beneath.rename(root / "a" / "file", root / path, root=root)
     with pytest.raises(IsADirectoryError):
-        beneath.read_bytes(root / "a", root=root)
+        beneath.read_bytes(root / "a", root=root, at_most=1)
     assert [path.name for path, _ in beneath.walk(root, root=root)] == [
         "file",
         "link",
