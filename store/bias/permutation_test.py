@@ -129,9 +129,8 @@ def difference_of_tasks(
     kept_U = ~units.dropped_U
     kept_weight_S = n_dropped_S / (n_S - n_dropped_S) / n_dropped_S.sum()
     dropped_K = np.bincount(units.task_U[chosen_D], minlength=n_tasks) / len(chosen_D)
-    kept_K = np.bincount(
-        units.task_U[kept_U], kept_weight_S[units.stratum_U[kept_U]], minlength=n_tasks
-    )
+    kept_weight_U = kept_weight_S[units.stratum_U[kept_U]]
+    kept_K = np.bincount(units.task_U[kept_U], kept_weight_U, minlength=n_tasks)
     task = int(np.argmax(np.abs(dropped_K - kept_K)))
     return task, Difference(dropped=float(dropped_K[task]), kept=float(kept_K[task]), p=float(p))
 

@@ -222,9 +222,8 @@ def _groups_as_units(
     edges = np.unique(ordered[np.arange(1, n_blocks) * len(ordered) // n_blocks])
     rows_U = np.flatnonzero(trained_U | (state_U == dropped))
     stratum_U = np.searchsorted(edges, version_U[rows_U], side="right")
-    return _units(
-        groups.take(pa.array(rows_U)), stratum_U=stratum_U, dropped_U=state_U[rows_U] == dropped
-    )
+    dropped_U = state_U[rows_U] == dropped
+    return _units(groups.take(pa.array(rows_U)), stratum_U=stratum_U, dropped_U=dropped_U)
 
 
 def _members_as_units(members: pa.Table) -> tuple[list[str], Units]:

@@ -280,9 +280,8 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         excluded.setdefault(row["path"], []).append(bytes.fromhex(row["uid"]))
     for file in files[1:]:  # the first has no rows, only the columns
         # The run's own open.sql says which files; it may be a stranger's.
-        path = checked_name(
-            str(file).rpartition(f"{layout.root}/")[2], SEGMENT_PATH, where=str(layout.open_sql)
-        )
+        name = str(file).rpartition(f"{layout.root}/")[2]
+        path = checked_name(name, SEGMENT_PATH, where=str(layout.open_sql))
         if not _may_hold(layout, path, uids):
             continue
         data = layout.storage.read(path)
@@ -293,9 +292,8 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         table = decode(data, path=path)
         wanted = pc.is_in(table["traj_uid"], value_set=uids)
         without = pa.array(excluded.get(path, []), uids.type)
-        yield table.filter(
-            pc.and_(wanted, pc.invert(pc.is_in(table["traj_uid"], value_set=without)))
-        )
+        is_excluded = pc.is_in(table["traj_uid"], value_set=without)
+        yield table.filter(pc.and_not(wanted, is_excluded))
 
 
 def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:

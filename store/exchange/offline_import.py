@@ -141,10 +141,8 @@ def take_sources(
             selections = [_select(source, opened) for source in sources]
             for selection in selections:
                 if selection.run_id == layout.info.run_id:
-                    raise StoreError(
-                        f"source {selection.source.place!r} is this very run; "
-                        "train from it in a new run_dir"
-                    )
+                    text = f"source {selection.source.place!r} is this very run"
+                    raise StoreError(f"{text}; train from it in a new run_dir")
             chosen = in_order(selections, order=order)
             for selection in selections:
                 _import(catalog, layout, selection)
@@ -176,9 +174,8 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
         candidates = _sorted(candidates, order)
-    return dict(
-        zip(candidates["group_uid"].to_pylist(), candidates["source"].to_pylist(), strict=True)
-    )
+    group_uids, run_ids = candidates["group_uid"].to_pylist(), candidates["source"].to_pylist()
+    return dict(zip(group_uids, run_ids, strict=True))
 
 
 def _fault(selection: _Selection) -> str:

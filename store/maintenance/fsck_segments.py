@@ -49,13 +49,12 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
         query = "SELECT segment_id FROM segment WHERE removed_us IS NULL"
         for (segment_id,) in connection.execute(query).fetchall():
             committed = _committed(connection, segment_id)
-            if committed is not None and _check(
-                layout, committed, listed.get(committed.path), contents=contents
-            ):
+            if committed is None:
+                continue
+            if _check(layout, committed, listed.get(committed.path), contents=contents):
                 findings += _check_again(layout, segment_id, contents=contents)
-    with open_catalog(
-        layout
-    ) as connection:  # a new one: files may have been committed since the listing
+    # A new connection: files may have been committed since the listing.
+    with open_catalog(layout) as connection:
         query = "SELECT path FROM segment WHERE removed_us IS NULL"
         known = {path for (path,) in connection.execute(query)}
         returned = dict(connection.execute(RETURNED).fetchall())
@@ -101,16 +100,12 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
         if segment is None:
             return None
         names = TrajectoryMeta.__slots__
-        counted = connection.execute(
-            f"SELECT {', '.join(names)} FROM trajectory WHERE segment_id = ?", (segment_id,)
-        )
+        query = f"SELECT {', '.join(names)} FROM trajectory WHERE segment_id = ?"
+        counted = connection.execute(query, (segment_id,))
         metas = tuple(TrajectoryMeta(**{**dict(row), "won": bool(row["won"])}) for row in counted)
-        excluded = connection.execute(
-            "SELECT traj_uid FROM duplicate WHERE segment_id = ?", (segment_id,)
-        )
-        return Committed(
-            **dict(segment), trajectories=metas, excluded=frozenset(row[0] for row in excluded)
-        )
+        query = "SELECT traj_uid FROM duplicate WHERE segment_id = ?"
+        excluded = frozenset(row[0] for row in connection.execute(query, (segment_id,)))
+        return Committed(**dict(segment), trajectories=metas, excluded=excluded)
 
 
 def _check(
@@ -224,13 +219,10 @@ def _stray(
         detail, remedy = f"it was written for run {held.run_id}", "move it to the run it is of"
         return found("orphan", path, detail, remedy=remedy)
     played = segment_rows.trajectories(held.table)
-    n_missing = 0
-    for trajectory in played:
-        n_missing += connection.execute(
-            """SELECT count(*) FROM grp WHERE group_uid = ? AND state = 'open'
-               AND NOT EXISTS (SELECT 1 FROM trajectory WHERE traj_uid = ?)""",
-            (trajectory.meta.group_uid, trajectory.meta.traj_uid),
-        ).fetchone()[0]
+    query = """SELECT count(*) FROM grp WHERE group_uid = ? AND state = 'open'
+               AND NOT EXISTS (SELECT 1 FROM trajectory WHERE traj_uid = ?)"""
+    uids = [(one.meta.group_uid, one.meta.traj_uid) for one in played]
+    n_missing = sum(connection.execute(query, pair).fetchone()[0] for pair in uids)
     detail = f"it was never committed; {n_missing} of its {len(played)} trajectories are missing"
     kept = ", and its trajectories are played again; to keep them: gigpo rebuild --force {root}"
     return found("orphan", path, detail, remedy=SWEPT + kept if n_missing else SWEPT)

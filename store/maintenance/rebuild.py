@@ -118,9 +118,8 @@ def _base(layout: RunLayout) -> tuple[sqlite3.Connection, list[str]]:
     except StoreError as error:
         connection = empty_database()
         connection.executescript(SCHEMA)
-        connection.execute(
-            "INSERT INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)", (layout.info.run_id,)
-        )
+        query = "INSERT INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)"
+        connection.execute(query, (layout.info.run_id,))
         gone = "claims, trained steps, versions, checkpoints, metrics and events are gone"
         return connection, [f"there is no backup to begin with ({error}): {gone}"]
     row = connection.execute("SELECT max(learner_step) FROM checkpoint WHERE live = 1").fetchone()
@@ -329,8 +328,8 @@ def rebuild_run_json(root: Path) -> list[str]:
     """Put the copy back. Return lines for people. Raises StoreError if no copy can be read."""
     root = root.absolute()
     try:
-        info = _read_run_json(root, RUN_JSON_COPY)
         data = read_bytes(root / RUN_JSON_COPY, root=root, at_most=MAX_TEXT_BYTES)
+        info = parse_run_json(data, name=str(root / RUN_JSON_COPY))
     except (OSError, FormatError) as error:
         raise StoreError(
             f"run.json of {root} is lost or damaged, and {RUN_JSON_COPY} cannot be read ({error}); "

@@ -47,9 +47,8 @@ def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
         file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
         read_table(file, source, n_bytes=data.size, name=path, columns=None)
         metadata = file.schema_arrow.metadata or {}
-        run_id, worker, epoch = (
-            metadata[name].decode() for name in (b"run_id", b"worker", b"epoch")
-        )
+        names = (b"run_id", b"worker", b"epoch")
+        run_id, worker, epoch = (metadata[name].decode() for name in names)
         number = int(epoch)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(

@@ -57,8 +57,7 @@ def expire_old(
     )
     if expired:
         catalog.expire(expired)
-        limits = f"keep_days={keep_days} keep_versions={keep_versions}"
-        detail = f"{len(expired)} files by {limits}"
+        detail = f"{len(expired)} files by keep_days={keep_days} keep_versions={keep_versions}"
         catalog.log(component="retention", what="expired", detail=detail)
     return expired
 
