@@ -7,6 +7,7 @@ from .bias.report import Comparison as Comparison
 from .bias.report import bias_report as bias_report
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
+from .catalog.records import IMPORTED as IMPORTED
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
 from .catalog.records import Batch as Batch
 from .catalog.records import CheckpointRecord as CheckpointRecord
@@ -28,11 +29,11 @@ from .exchange.datasets import export_selection as export_selection
 from .exchange.datasets import import_selection as import_selection
 from .exchange.datasets import live_files as live_files
 from .exchange.fork import fork as fork
+from .exchange.offline_import import OfflineSource as OfflineSource
+from .exchange.offline_import import TakenSource as TakenSource
 from .exchange.offline_import import find_sources as find_sources
+from .exchange.offline_import import parse_source as parse_source
 from .exchange.offline_import import take_sources as take_sources
-from .exchange.offline_source import OfflineSource as OfflineSource
-from .exchange.offline_source import TakenSource as TakenSource
-from .exchange.offline_source import parse_source as parse_source
 from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid

@@ -21,9 +21,8 @@ import pyarrow.compute as pc
 from configs import Config, ConfigError, LearnerConfig
 from gigpo import AdvantageSettings, compute_advantages, filtered_groups
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
-from store import SEGMENT_SCHEMA, Batch, RunLayout, read_segments
+from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
-IMPORTED = "imported"  # the `split` of an offline row
 OFFLINE_STALENESS = -1  # an offline row's versions are another run's, so there is none to count
 ADVANTAGE_COLUMNS = {
     "step_return": pa.float64(),

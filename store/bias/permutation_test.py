@@ -76,22 +76,24 @@ def differences_of_means(
     part of the variance is at least that of all units of the stratum per trajectory. This is
     conservative: members of a group are correlated, so small groups vary less per trajectory.
     """
-    n_U = units.sizes_U
     starts_S, n_dropped_S, chosen_D = _layout(units)
+    n_U, dropped_starts_S = units.sizes_U, np.cumsum(n_dropped_S) - n_dropped_S
     mean_SM = np.add.reduceat(units.sums_UM, starts_S) / np.add.reduceat(n_U, starts_S)[:, None]
     # centred, so that the squares below keep their digits
-    centred_UM = units.sums_UM - n_U[:, None] * mean_SM[units.stratum_U]
-    statistics = _Statistics.of(
-        n_U, centred_UM, starts_S=starts_S, dropped_starts_S=np.cumsum(n_dropped_S) - n_dropped_S
-    )
-    (difference_M,), (t_M,) = statistics.at(chosen_D[None])
-    p_M = _p_values(
-        units,
-        t_M,
-        lambda chosen_PD: statistics.at(chosen_PD)[1],
-        seed=seed,
-        permutations=permutations,
-    )
+    n_U1, s_UM = n_U[:, None], units.sums_UM - n_U[:, None] * mean_SM[units.stratum_U]
+    # The parts of the statistic add up over units.
+    parts_UC = np.concatenate([n_U1, n_U1**2, s_UM, s_UM**2, s_UM * n_U1], axis=1)
+    total_SC = np.add.reduceat(parts_UC, starts_S)
+
+    def differences_and_t(chosen_PD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        dropped_PSC = np.add.reduceat(parts_UC[chosen_PD], dropped_starts_S, axis=1)
+        return _differences_and_t(dropped_PSC, total_SC)
+
+    def t_PM(chosen_PD: np.ndarray) -> np.ndarray:
+        return differences_and_t(chosen_PD)[1]
+
+    (difference_M,), (t_M,) = differences_and_t(chosen_D[None])
+    p_M = _p_values(units, t_M, t_PM, seed=seed, permutations=permutations)
     dropped_M = units.sums_UM[chosen_D].sum(0) / n_U[chosen_D].sum()
     rows = zip(dropped_M, dropped_M - difference_M, p_M, strict=True)
     return [
@@ -127,9 +129,8 @@ def difference_of_tasks(
     kept_U = ~units.dropped_U
     kept_weight_S = n_dropped_S / (n_S - n_dropped_S) / n_dropped_S.sum()
     dropped_K = np.bincount(units.task_U[chosen_D], minlength=n_tasks) / len(chosen_D)
-    kept_K = np.bincount(
-        units.task_U[kept_U], kept_weight_S[units.stratum_U[kept_U]], minlength=n_tasks
-    )
+    kept_weight_U = kept_weight_S[units.stratum_U[kept_U]]
+    kept_K = np.bincount(units.task_U[kept_U], kept_weight_U, minlength=n_tasks)
     task = int(np.argmax(np.abs(dropped_K - kept_K)))
     return task, Difference(dropped=float(dropped_K[task]), kept=float(kept_K[task]), p=float(p))
 
@@ -146,55 +147,28 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Statistics:
-    """Additive columns of the units, from which the statistic of any choice is computed.
+def _differences_and_t(
+    dropped_PSC: np.ndarray, total_SC: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the differences of means and their t, [P, M] each, of P choices of dropped units.
 
-    The columns are the size n, n² and, for each measure, the sum s, s² and s·n.
+    The C columns are sums over units of their size n, n² and, for each measure, its s, s² and s·n.
     """
-
-    columns_UC: np.ndarray
-    total_SC: np.ndarray
-    dropped_starts_S: np.ndarray
-
-    @classmethod
-    def of(
-        cls,
-        n_U: np.ndarray,
-        s_UM: np.ndarray,
-        *,
-        starts_S: np.ndarray,
-        dropped_starts_S: np.ndarray,
-    ) -> _Statistics:
-        n_U1 = n_U[:, None]
-        columns = np.concatenate([n_U1, n_U1**2, s_UM, s_UM**2, s_UM * n_U1], axis=1)
-        return cls(
-            columns_UC=columns,
-            total_SC=np.add.reduceat(columns, starts_S),
-            dropped_starts_S=dropped_starts_S,
-        )
-
-    def at(self, chosen_PD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the difference of means and its t, [P, M] each, if `chosen_PD` were dropped.
-
-        The chosen units are ordered by stratum.
-        """
-        dropped = np.add.reduceat(self.columns_UC[chosen_PD], self.dropped_starts_S, axis=1)
-        dn, dnn, ds, dss, dsn = _split(dropped)
-        kn, knn, ks, kss, ksn = _split(self.total_SC - dropped)
-        n = dn.sum(1)
-        kept_mean = ks / kn
-        difference = (ds - dn * kept_mean).sum(1) / n
-        # Residuals of dropped units are from their stratum's kept mean plus the one difference,
-        # which also works for a stratum with one dropped unit.
-        level = kept_mean + difference[:, None]
-        of_dropped = dss - 2 * level * dsn + level**2 * dnn
-        of_kept = (dn / kn) ** 2 * (kss - 2 * kept_mean * ksn + kept_mean**2 * knn)
-        tn, _, _, tss, _ = _split(self.total_SC)
-        squares = np.maximum(of_dropped.sum(1), (tss / tn * dn).sum(1)) + of_kept.sum(1)
-        with np.errstate(invalid="ignore"):
-            t = np.where(squares > 0, difference * n / np.sqrt(squares), 0.0)
-        return difference, t
+    dn, dnn, ds, dss, dsn = _split(dropped_PSC)
+    kn, knn, ks, kss, ksn = _split(total_SC - dropped_PSC)
+    tn, _, _, tss, _ = _split(total_SC)
+    n = dn.sum(1)
+    kept_mean = ks / kn
+    difference = (ds - dn * kept_mean).sum(1) / n
+    # Residuals of dropped units are from their stratum's kept mean plus the one difference, which
+    # also works for a stratum with one dropped unit.
+    level = kept_mean + difference[:, None]
+    of_dropped = dss - 2 * level * dsn + level**2 * dnn
+    of_kept = (dn / kn) ** 2 * (kss - 2 * kept_mean * ksn + kept_mean**2 * knn)
+    squares = np.maximum(of_dropped.sum(1), (tss / tn * dn).sum(1)) + of_kept.sum(1)
+    with np.errstate(invalid="ignore"):
+        t = np.where(squares > 0, difference * n / np.sqrt(squares), 0.0)
+    return difference, t
 
 
 def _split(columns: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -27,14 +27,13 @@ from store.bias.permutation_test import (
 )
 from store.catalog.records import WHY_UNFINISHED
 from store.errors import StoreError
-from store.exchange.datasets import check_condition
+from store.exchange.datasets import matching
 from store.reading.reader import Reader, open_run
 
 QUERY_TIMEOUT_S = 3600.0
 SEED = 0
-KINDS = ("stale", "filtered", "abandoned", "extra")
+DROPPED_STATES = ("stale", "filtered", "abandoned")
 EXTRA = "extra"
-GROUP_STATES = ("trained", "stale", "filtered", "abandoned")
 MEASURES = ("n_steps", "n_response_tokens", "episode_return", "won")
 TASKS = "tasks"
 # Kinds that are compared with members of their own groups, so with the same task.
@@ -46,13 +45,6 @@ MIN_GROUPS = 5
 # blocks of policy versions: most of them, and least trained groups in each
 MAX_BLOCKS, GROUPS_PER_BLOCK = 10, 10
 
-# The columns that a condition may use: those of `trajectories`, and the others of `groups`.
-PLAYED = """(SELECT * FROM (
-    SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
-    FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid)
-WHERE (
-{where}
-))"""
 SUMS = "count(*)::DOUBLE AS n, " + ", ".join(
     f"sum({measure}::DOUBLE) AS {measure}" for measure in MEASURES
 )
@@ -115,9 +107,9 @@ class Comparison:
     kind: str
     measure: str  # of MEASURES, or TASKS: shares of the most different task
     difference: Difference
-    task: str | None
+    task: str | None = None
     # by Holm, for the number of comparisons of the report; None for a difference by definition
-    p_corrected: float | None
+    p_corrected: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,44 +127,37 @@ def bias_report(run: Path, *, as_of: int | None, where: str | None) -> BiasRepor
     The run may be training. Raises StoreError for an invalid condition, and for files that cannot
     be read, because missing trajectories could be the difference.
     """
-    if where is not None:
-        check_condition(where)
+    played = matching(where)
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out}; what is missing could be the difference")
-        return _report(reader, where=where)
+        return _report(reader, played, all_groups=where is None)
 
 
-def _report(reader: Reader, *, where: str | None) -> BiasReport:
-    played = PLAYED.format(where="true" if where is None else where)
+def _report(reader: Reader, played: str, *, all_groups: bool) -> BiasReport:
     groups = reader.sql(GROUPS.format(played=played, sums=SUMS), timeout_s=QUERY_TIMEOUT_S)
     members = reader.sql(MEMBERS.format(played=played, values=VALUES), timeout_s=QUERY_TIMEOUT_S)
     state_U = np.asarray(groups["state"].to_pylist(), dtype=object)
-    extra = members.filter(members["dropped"])
     kinds = [_kind("trained", groups.filter(pa.array(state_U == "trained")))]
     comparisons: list[Comparison] = []
     not_compared = {}
-    selected = []  # (kind, its rows, the tasks and the units to compare)
-    for name in KINDS:
-        if name == EXTRA:
-            selected.append((name, extra, *_members_as_units(members)))
-        else:
-            dropped = groups.filter(pa.array(state_U == name))
-            selected.append((name, dropped, *_groups_as_units(groups, state_U, dropped=name)))
-    unfinished = _unfinished(reader, played, all_groups=where is None)
-    for name, rows in unfinished.items():
-        selected.append((name, rows.filter(rows["dropped"]), *_members_as_units(rows)))
-    for name, dropped, tasks, all_units in selected:
-        kinds.append(_kind(name, dropped))
+    selected = {}  # kind → its tasks and the units to compare
+    for name in DROPPED_STATES:
+        kinds.append(_kind(name, groups.filter(pa.array(state_U == name))))
+        selected[name] = _groups_as_units(groups, state_U, dropped=name)
+    unfinished = _unfinished(reader, played, all_groups=all_groups)
+    for name, rows in {EXTRA: members, **unfinished}.items():
+        kinds.append(_kind(name, rows.filter(rows["dropped"])))
+        selected[name] = _members_as_units(rows)
+    for kind in kinds[1:]:
+        name, (tasks, all_units) = kind.name, selected[kind.name]
         units = all_units.comparable()
-        if (why := _too_few(units, kinds[-1])) is None:
+        if (why := _too_few(units, kind)) is None:
             comparisons += _compare(name, units, tasks)
         else:
             not_compared[name] = why
-    totals = dict(
-        zip(*(column.to_pylist() for column in reader.sql(N_GROUPS).columns), strict=True)
-    )
-    counted = [] if where is not None else [kind for kind in kinds if kind.name in GROUP_STATES]
+    totals = {row["state"]: row["n"] for row in reader.sql(N_GROUPS).to_pylist()}
+    counted = kinds[: 1 + len(DROPPED_STATES)] if all_groups else []
     unseen = {kind.name: totals.get(kind.name, 0) - kind.n_groups for kind in counted}
     return BiasReport(
         lsn=reader.lsn,
@@ -191,11 +176,9 @@ def _unfinished(reader: Reader, played: str, *, all_groups: bool) -> dict[str, p
     query = UNFINISHED.format(played=played, all_groups=str(all_groups).lower())
     rows = reader.sql(query, timeout_s=QUERY_TIMEOUT_S)
     why_U = np.asarray(rows["why"].to_pylist(), dtype=object)
-    is_member_U = np.array([why is None for why in why_U], bool)
+    is_member_U = rows["why"].is_null().to_numpy()
     group_U = np.asarray(rows["of_group"].combine_chunks().dictionary_encode().indices)
-    rows = rows.set_column(
-        rows.column_names.index("of_group"), "of_group", pa.array(group_U, pa.int64())
-    )
+    rows = rows.drop_columns("of_group").append_column("of_group", pa.array(group_U, pa.int64()))
     found = {}
     for why in WHY_UNFINISHED:
         dropped_U = why_U == why
@@ -214,17 +197,13 @@ def _measures(rows: pa.Table) -> list[str]:
 def _kind(name: str, rows: pa.Table) -> Kind:
     """Summarise rows: one per group, per extra trajectory, or per unfinished episode."""
     n = int(np.sum(rows["n"].to_numpy()))
-    means = (
-        tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in _measures(rows))
-        if n
-        else ()
-    )
+    measures = _measures(rows) if n else []
     n_groups = len(rows["of_group"].unique()) if "of_group" in rows.column_names else len(rows)
     return Kind(
         name=name,
         n_groups=n_groups,
         n_trajectories=n,
-        means=means,
+        means=tuple(float(np.sum(rows[measure].to_numpy()) / n) for measure in measures),
         n_tasks=len(rows["task"].unique()),
     )
 
@@ -243,9 +222,8 @@ def _groups_as_units(
     edges = np.unique(ordered[np.arange(1, n_blocks) * len(ordered) // n_blocks])
     rows_U = np.flatnonzero(trained_U | (state_U == dropped))
     stratum_U = np.searchsorted(edges, version_U[rows_U], side="right")
-    return _units(
-        groups.take(pa.array(rows_U)), stratum_U=stratum_U, dropped_U=state_U[rows_U] == dropped
-    )
+    dropped_U = state_U[rows_U] == dropped
+    return _units(groups.take(pa.array(rows_U)), stratum_U=stratum_U, dropped_U=dropped_U)
 
 
 def _members_as_units(members: pa.Table) -> tuple[list[str], Units]:
@@ -273,33 +251,25 @@ def _too_few(units: Units, kind: Kind) -> str | None:
     if not kind.n_trajectories:
         return "none"
     n_dropped, n_kept = int(units.dropped_U.sum()), int((~units.dropped_U).sum())
+    counts, least = f"{n_dropped} groups beside {n_kept} trained ones", f"{MIN_GROUPS} of each"
     if kind.name in WITHIN_GROUP:
         n_dropped = n_kept = int(units.stratum_U.max(initial=-1)) + 1
+        what = EXTRA if kind.name == EXTRA else f"{kind.name} episodes"
+        counts, least = f"{n_dropped} trained groups have {what}", str(MIN_GROUPS)
     if min(n_dropped, n_kept) >= MIN_GROUPS:
         return None
-    if kind.name in WITHIN_GROUP:
-        what = EXTRA if kind.name == EXTRA else f"{kind.name} episodes"
-        return f"{n_dropped} trained groups have {what}, too few to compare; it takes {MIN_GROUPS}"
-    return (
-        f"{n_dropped} groups beside {n_kept} trained ones, too few to compare; it takes "
-        f"{MIN_GROUPS} of each"
-    )
+    return f"{counts}, too few to compare; it takes {least}"
 
 
 def _compare(kind: str, units: Units, tasks: Sequence[str]) -> list[Comparison]:
     measures = MEASURES[: units.sums_UM.shape[1]]
-    compared = dict(zip(measures, differences_of_means(units, seed=SEED), strict=True))
+    compared = zip(measures, differences_of_means(units, seed=SEED), strict=True)
     rows = [
-        Comparison(kind=kind, measure=name, difference=difference, task=None, p_corrected=None)
-        for name, difference in compared.items()
+        Comparison(kind=kind, measure=name, difference=difference) for name, difference in compared
     ]
     if TASKS not in BY_DEFINITION.get(kind, ()):
         task, difference = difference_of_tasks(units, seed=SEED)
-        rows.append(
-            Comparison(
-                kind=kind, measure=TASKS, difference=difference, task=tasks[task], p_corrected=None
-            )
-        )
+        rows.append(Comparison(kind=kind, measure=TASKS, difference=difference, task=tasks[task]))
     return rows
 
 

@@ -12,9 +12,10 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -24,49 +25,88 @@ from store.catalog.catalog import Catalog
 from store.catalog.records import IMPORTED, Group
 from store.clock import now_us
 from store.errors import DigestError, FormatError, StoreError
-from store.exchange.dataset_directory import (
-    BINARY,
-    DATASET_JSON,
-    README,
-    TEXT,
-    UIDS,
-    Dataset,
-    Part,
-    read_dataset,
-    read_part,
-    with_text_uids,
-)
 from store.hashing import file_digest
-from store.layout import FORMAT, SEGMENT_PATH, RunLayout, checked_name
+from store.layout import FORMAT, SEGMENT_PATH, RunLayout, check_format, checked_name
 from store.maintenance import segment_rows
 from store.reading.manifest import export, read_manifest
 from store.reading.mirror import mirror
 from store.reading.reader import Reader, open_run
-from store.records import UID_TYPE
+from store.records import UID_TYPE, uid_text
 from store.segments import decode, encode, write_rows
 from store.storage import Storage, open_storage
+from store.untrusted import json_values
 from store.untrusted.bounded_parquet import open_parquet, read_table
 from store.untrusted.file_access import open_file
 
+DATASET_JSON = "dataset.json"
+BINARY, TEXT = "binary", "text"
+UID_COLUMNS = ("traj_uid", "group_uid", "state_hash")
+UIDS = {BINARY: "16 bytes each", TEXT: "text, as in SQL"}
+README = """# {n_trajectories} trajectories, {n_steps} steps
+
+From run {run_id} at lsn {lsn}; condition: {where}.
+One row per step, whole trajectories only; `dataset.json` has the details.
+`traj_uid`, `group_uid` and `state_hash` are {uid_form}. Load it with any of
+
+    pandas.read_parquet("{here}/data")
+    polars.scan_parquet("{here}/data/*.parquet")
+    datasets.load_dataset("parquet", data_dir="{here}/data")["train"].select_columns(
+        ["response_ids"]
+    ).with_format("torch")
+    duckdb.sql("SELECT * FROM '{here}/data/*.parquet'")
+
+or take it into another run: `gigpo import RUN {here}`.
+"""
 PARTS = "data"  # the directory of a dataset's files
-WORKER = "import"  # the directory of imported segments
 # Decoded rows of a file, which an import holds in memory; the file has 40 to 60 MB.
 PART_BYTES = 256 * 1024**2
 SELECT_TIMEOUT_S = 3600.0
 # The columns a condition may use: those of `trajectories`, and those of `groups` that
 # `trajectories` does not have.
-SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group_uid, size, n_steps
-FROM (
+MATCHING = """(SELECT * FROM (
     SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
     FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid) AS selection
 WHERE (
 {where}
-)"""
-# All trajectories of each group with a selected one.
-WHOLE_GROUPS = """SELECT t.traj_uid::VARCHAR AS traj_uid, t.group_uid::VARCHAR AS group_uid,
-       g.size, t.n_steps
-FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid
-WHERE t.group_uid::VARCHAR IN (SELECT group_uid FROM ({selection}))"""
+))"""
+SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group_uid, size, n_steps
+FROM {matching}"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One file of a dataset."""
+
+    path: str
+    digest: str
+    n_bytes: int
+    n_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
+    """The content of dataset.json, which is written last: without it a dataset is not whole."""
+
+    format: str
+    run_id: str
+    lsn: int
+    where: str | None
+    created_us: int
+    n_trajectories: int
+    n_steps: int
+    # group_uid in hex -> its size in its own run, whether all members are here or not
+    groups: Mapping[str, int]
+    parts: tuple[Part, ...]
+    uids: str = BINARY
+
+    def size_of(self, group_uid: bytes) -> int:
+        """Return the size of a group in its own run. Raises FormatError if it is not told."""
+        size = self.groups.get(group_uid.hex())
+        if size is None:
+            raise FormatError(
+                f"{DATASET_JSON} does not tell the size of group {group_uid.hex()}; export it again"
+            )
+        return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,28 +143,30 @@ def export_selection(
     """
     layout = RunLayout.open(run)
     storage = _empty_place(layout, dest)
-    if where is not None:
-        check_condition(where)
+    selected = matching(where)
+    if whole_groups:
+        selected = matching(f"group_uid IN (SELECT group_uid FROM {selected})")
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
-        selection = SELECTION.format(where="true" if where is None else where)
-        query = WHOLE_GROUPS.format(selection=selection) if whole_groups else selection
+        query = SELECTION.format(matching=selected)
         chosen = reader.sql(query, timeout_s=SELECT_TIMEOUT_S)
         if not chosen.num_rows:
             raise StoreError(
                 f"no trajectory of {layout.root} matches {where or 'anything'}; nothing was written"
             )
         n_steps = pc.sum(chosen["n_steps"]).as_py()
-        tables = selected_rows(reader, uid_array(chosen["traj_uid"]))
-        parts = tuple(
-            _write_parts(layout, storage, map(with_text_uids, tables) if text_uids else tables)
-        )
+        uids = pa.array([_uid(text).bytes for text in chosen["traj_uid"].to_pylist()], UID_TYPE)
+        tables = selected_rows(reader, uids)
+        if text_uids:
+            tables = map(_with_text_uids, tables)
+        parts = tuple(_write_parts(layout, storage, tables))
     written = sum(part.n_steps for part in parts)
     if written != n_steps:
         raise StoreError(
             f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck"
         )
+    sizes = zip(chosen["group_uid"].to_pylist(), chosen["size"].to_pylist(), strict=True)
     dataset = Dataset(
         format=FORMAT,
         run_id=layout.info.run_id,
@@ -133,10 +175,7 @@ def export_selection(
         created_us=now_us(),
         n_trajectories=chosen.num_rows,
         n_steps=n_steps,
-        groups={
-            _uid(row["group_uid"]).hex: row["size"]
-            for row in chosen.select(["group_uid", "size"]).to_pylist()
-        },
+        groups={_uid(group_uid).hex: size for group_uid, size in sizes},
         parts=parts,
         uids=TEXT if text_uids else BINARY,
     )
@@ -159,15 +198,25 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
     """
     storage, layout = open_storage(str(source)), RunLayout.open(run)
     dataset = read_dataset(storage)
-    n_trajectories = n_steps = n_known = 0
     with Catalog.open(layout) as catalog:
-        for part in dataset.parts:
-            new, steps, known = _import_part(catalog, layout, storage, dataset=dataset, part=part)
-            n_trajectories += new
-            n_steps += steps
-            n_known += known
+        reports = [
+            import_rows(
+                catalog,
+                layout,
+                table,
+                run_id=dataset.run_id,
+                size_of=dataset.size_of,
+                worker="import",
+                name=name,
+            )
+            for name, table in part_tables(storage, dataset)
+        ]
         export(catalog, layout)
-    return ImportReport(n_trajectories=n_trajectories, n_steps=n_steps, n_known=n_known)
+    return ImportReport(
+        n_trajectories=sum(report.n_trajectories for report in reports),
+        n_steps=sum(report.n_steps for report in reports),
+        n_known=sum(report.n_known for report in reports),
+    )
 
 
 def live_files(run: Path | str) -> tuple[Path, ...]:
@@ -200,20 +249,26 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
         return storage
     if storage.exists(f"{PARTS}/part-00000.parquet") and not storage.exists(DATASET_JSON):
         raise StoreError(
-            f"{dest} is not empty: an export to it was cut short; remove it, or choose a new "
-            "directory"
+            f"{dest} is not empty: an export to it was cut short; "
+            "remove it, or choose a new directory"
         )
     raise StoreError(f"{dest} is not empty; choose a new directory")
 
 
-def check_condition(where: str) -> None:
-    """Raise StoreError if the condition is no SQL, or would close the parentheses of SELECTION."""
+def matching(where: str | None) -> str:
+    """Return SQL for the trajectories, with columns of their groups, for which `where` holds.
+
+    Raises StoreError if the condition is no SQL, or would close the parentheses of MATCHING.
+    """
+    if where is None:
+        return MATCHING.format(where="true")
     try:
         duckdb.extract_statements(f"SELECT 1 WHERE {where}")
     except duckdb.Error as error:
         raise StoreError(
             f"the condition {where!r} is no SQL expression; write it as after WHERE"
         ) from error
+    return MATCHING.format(where=where)
 
 
 def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
@@ -225,9 +280,8 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         excluded.setdefault(row["path"], []).append(bytes.fromhex(row["uid"]))
     for file in files[1:]:  # the first has no rows, only the columns
         # The run's own open.sql says which files; it may be a stranger's.
-        path = checked_name(
-            str(file).rpartition(f"{layout.root}/")[2], SEGMENT_PATH, where=str(layout.open_sql)
-        )
+        name = str(file).rpartition(f"{layout.root}/")[2]
+        path = checked_name(name, SEGMENT_PATH, where=str(layout.open_sql))
         if not _may_hold(layout, path, uids):
             continue
         data = layout.storage.read(path)
@@ -238,9 +292,8 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         table = decode(data, path=path)
         wanted = pc.is_in(table["traj_uid"], value_set=uids)
         without = pa.array(excluded.get(path, []), uids.type)
-        yield table.filter(
-            pc.and_(wanted, pc.invert(pc.is_in(table["traj_uid"], value_set=without)))
-        )
+        is_excluded = pc.is_in(table["traj_uid"], value_set=without)
+        yield table.filter(pc.and_not(wanted, is_excluded))
 
 
 def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
@@ -258,7 +311,7 @@ def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
 def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]) -> Iterator[Part]:
     # a part has the metadata of a segment, so that both are read alike
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}
-    for number, table in enumerate(in_large_tables(tables)):
+    for number, table in enumerate(_in_large_tables(tables)):
         data = encode(table, metadata=metadata)
         # a directory of Parquet files alone, which every tool can read
         path = f"{PARTS}/part-{number:05d}.parquet"
@@ -266,7 +319,7 @@ def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]
         yield Part(path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows)
 
 
-def in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """Yield the same rows in tables of about PART_BYTES."""
     waiting: list[pa.Table] = []
     for table in tables:
@@ -278,58 +331,107 @@ def in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def _import_part(
-    catalog: Catalog, layout: RunLayout, storage: Storage, *, dataset: Dataset, part: Part
-) -> tuple[int, int, int]:
-    """Return the counts of new trajectories, their steps, and known trajectories."""
-    name, data = storage.locate(part.path), read_part(storage, part)
-    held = segment_rows.open_rows(data, path=Path(name))
-    for _, detail in segment_rows.malformed(held):
-        raise FormatError(f"{name}: {detail}; export it again")
-    played = segment_rows.trajectories(held)
-    known = catalog.known_trajectories([trajectory.meta.traj_uid for trajectory in played])
-    new = [trajectory for trajectory in played if trajectory.meta.traj_uid not in known]
-    if new:
-        table = decode(data, path=name)
-        uids = pa.array([trajectory.meta.traj_uid for trajectory in new], UID_TYPE)
-        own = dataset.run_id == layout.info.run_id
-        kept = relabelled(table.filter(pc.is_in(table["traj_uid"], value_set=uids)), own=own)
-        metas = tuple(trajectory.meta for trajectory in new)
-        segment = write_rows(layout, kept, trajectories=metas, worker=WORKER, epoch=catalog.epoch)
-        catalog.import_groups(
-            segment=segment,
-            groups=dataset_groups(dataset, new),
-            source=f"run {dataset.run_id}",
-            own=own,
-        )
-    return len(new), sum(trajectory.meta.n_steps for trajectory in new), len(known)
-
-
-def relabelled(table: pa.Table, *, own: bool) -> pa.Table:
-    """Set `split` to imported, unless the rows are the run's own."""
-    if own:
-        return table
-    place = table.schema.get_field_index("split")
-    return table.set_column(
-        place, table.schema.field(place), pa.array([IMPORTED] * len(table), pa.string())
-    )
-
-
-def dataset_groups(dataset: Dataset, played: Sequence[segment_rows.Played]) -> tuple[Group, ...]:
-    task_ids = {trajectory.meta.group_uid: trajectory.task_id for trajectory in played}
-    strangers = [group_uid.hex() for group_uid in task_ids if group_uid.hex() not in dataset.groups]
-    if strangers:
+def read_dataset(storage: Storage) -> Dataset:
+    """Read dataset.json. Raises FormatError for a dataset that no run can take in."""
+    name = storage.locate(DATASET_JSON)
+    if not storage.exists(DATASET_JSON):
         raise FormatError(
-            f"dataset.json does not tell the size of group {strangers[0]}; export it again"
+            f"{name} is not there: no dataset, or one that was not written to its end; "
+            "export it again"
         )
-    return tuple(
-        Group.imported(group_uid=group_uid, task_id=task_id, size=dataset.groups[group_uid.hex()])
-        for group_uid, task_id in task_ids.items()
+    try:
+        content: dict[str, Any] = json_values.parse_object(storage.read(DATASET_JSON).to_pybytes())
+        check_format(content, name=name)
+        groups = json_values.objects(content, "groups")
+        parts = tuple(
+            Part(
+                path=json_values.text(part, "path"),
+                digest=json_values.text(part, "digest"),
+                n_bytes=json_values.whole(part, "n_bytes"),
+                n_steps=json_values.whole(part, "n_steps"),
+            )
+            for part in json_values.entries(content, "parts")
+        )
+        checked = {
+            "run_id": json_values.text(content, "run_id"),
+            "groups": {uid: json_values.whole(groups, uid) for uid in groups},
+            "parts": parts,
+        }
+        dataset = Dataset(**{**content, **checked})
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{name} is damaged ({error!r}); export it again") from error
+    if dataset.uids != BINARY:
+        raise FormatError(
+            f"{name}: its uids are text, for other programs; "
+            "export it again without --text-uids to use it in a run"
+        )
+    return dataset
+
+
+def part_tables(storage: Storage, dataset: Dataset) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the name and the rows of each file of a dataset.
+
+    Raises DigestError if a file was changed, FormatError if no run wrote it.
+    """
+    for part in dataset.parts:
+        name, data = storage.locate(part.path), storage.read(part.path)
+        if file_digest(data) != part.digest:
+            raise DigestError(
+                f"{name} is not the file that was exported; copy it again, or export again"
+            )
+        yield name, decode(data, path=name)
+
+
+def _with_text_uids(table: pa.Table) -> pa.Table:
+    """Return the table with its uids as the SQL views show them."""
+    for name in UID_COLUMNS:
+        coded = table[name].combine_chunks().dictionary_encode()
+        texts = pa.array([uid_text(uid) for uid in coded.dictionary.to_pylist()], pa.string())
+        column = texts.take(coded.indices)
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table
+
+
+def import_rows(
+    catalog: Catalog,
+    layout: RunLayout,
+    table: pa.Table,
+    *,
+    run_id: str,
+    size_of: Callable[[bytes], int],
+    worker: str,
+    name: str,
+) -> ImportReport:
+    """Import the trajectories of `table` that the run does not have.
+
+    `run_id` is that of the run that played them, `size_of` returns the size of a group in it, and
+    `worker` names the directory of their segment. Raises FormatError, in which `name` is theirs.
+    """
+    for _, detail in segment_rows.malformed(table):
+        raise FormatError(f"{name}: {detail}; look at its run with gigpo fsck, or export it again")
+    played = segment_rows.trajectories(table)
+    known = catalog.known_trajectories([one.meta.traj_uid for one in played])
+    new = [one for one in played if one.meta.traj_uid not in known]
+    metas = tuple(one.meta for one in new)
+    if new:
+        uids = pa.array([meta.traj_uid for meta in metas], UID_TYPE)
+        kept = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
+        own = run_id == layout.info.run_id
+        if not own:
+            split = table.schema.get_field_index("split")
+            kept = kept.set_column(split, kept.schema.field(split), pa.repeat(IMPORTED, len(kept)))
+        task_ids = {one.meta.group_uid: one.task_id for one in new}
+        groups = [
+            Group.imported(group_uid=group_uid, task_id=task_id, size=size_of(group_uid))
+            for group_uid, task_id in task_ids.items()
+        ]
+        segment = write_rows(layout, kept, trajectories=metas, worker=worker, epoch=catalog.epoch)
+        catalog.import_groups(segment=segment, groups=groups, source=f"run {run_id}", own=own)
+    return ImportReport(
+        n_trajectories=len(new),
+        n_steps=sum(meta.n_steps for meta in metas),
+        n_known=len(known),
     )
-
-
-def uid_array(texts: pa.ChunkedArray) -> pa.Array:
-    return pa.array([_uid(text).bytes for text in texts.to_pylist()], UID_TYPE)
 
 
 def _uid(text: object) -> uuid.UUID:

@@ -30,7 +30,6 @@ from store.untrusted.file_access import is_directory, is_file, open_file, opened
 from store.untrusted.signatures import made_by_this_user
 
 UNFINISHED = ".unfinished"
-COMPONENT = "fork"
 # Go back to the lsn :cut. The order matters: files outlive their rows.
 CUT = """
 INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
@@ -77,8 +76,8 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     """
     if source.info.storage_uri is not None:
         raise StoreError(
-            f"{source.root} has its files in {source.info.storage_uri}; only a run with all of its "
-            "files here is forked"
+            f"{source.root} has its files in {source.info.storage_uri}; "
+            "only a run with all of its files here is forked"
         )
     if not is_file(source.catalog, root=source.root):
         raise StoreError(
@@ -87,8 +86,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
-    info = source.info
-    forked_from = f"{info.run_id}@{learner_step}"
+    forked_from = f"{source.info.run_id}@{learner_step}"
     if os.path.lexists(unfinished):
         if _is_whole(unfinished, forked_from=forked_from, config_yaml=config_yaml):
             _put_in_place(unfinished, root)
@@ -103,7 +101,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             unfinished,
             config_yaml=config_yaml,
             forked_from=forked_from,
-            ancestors=(*info.ancestors, info.run_id),
+            ancestors=(*source.info.ancestors, source.info.run_id),
         )
         # The pin keeps the files that the catalog's copy names.
         with closing(Pin(source, _lsn(source))):
@@ -125,8 +123,8 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             ) from error
         if isinstance(error, (OSError, sqlite3.Error)) and not isinstance(error, StoreError):
             raise StoreError(
-                f"cannot make the fork {root}: {error}; free space or fix the permissions, then "
-                "retry"
+                f"cannot make the fork {root}: {error}; "
+                "free space or fix the permissions, then retry"
             ) from error
         raise
     return RunLayout.open(root)
@@ -161,13 +159,13 @@ def _remove_leftover(unfinished: Path) -> None:
             _remove(unfinished)
     except OSError as error:
         raise StoreError(
-            f"cannot remove {unfinished}, which a killed fork left: {error.strerror}; remove it, "
-            "then retry"
+            f"cannot remove {unfinished}, which a killed fork left: {error.strerror}; "
+            "remove it, then retry"
         ) from error
     if not is_ours:
         raise StoreError(
-            f"{unfinished} is in the way, and no unfinished fork; move it, or choose another "
-            "directory for the new run"
+            f"{unfinished} is in the way, and no unfinished fork; "
+            "move it, or choose another directory for the new run"
         )
 
 
@@ -209,14 +207,12 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
         copy.create_function("now_us", 0, now_us)
         checkpoint = _checkpoint(source, copy, learner_step=learner_step)
         copy.execute("BEGIN IMMEDIATE")
-        for trigger in copy.execute(
-            "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
-        ).fetchall():
-            copy.execute(f"DROP TRIGGER {trigger['name']}")  # they keep a ledger from being cut
+        query = "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
+        for (trigger,) in copy.execute(query).fetchall():
+            copy.execute(f"DROP TRIGGER {trigger}")  # they keep a ledger from being cut
         values = {"cut": checkpoint["lsn"], "run_id": layout.info.run_id, "now_us": now_us()}
-        touched = copy.execute(
-            "SELECT DISTINCT group_uid FROM trajectory WHERE lsn > :cut", values
-        ).fetchall()
+        query = "SELECT DISTINCT group_uid FROM trajectory WHERE lsn > ?"
+        touched = copy.execute(query, (checkpoint["lsn"],)).fetchall()
         for statement in CUT.split(";\n"):
             used = {name: value for name, value in values.items() if f":{name}" in statement}
             copy.execute(statement, used)
@@ -232,15 +228,10 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
             "UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'",
             reason=f"fork {where}",
         )
-        tx.log(
-            component=COMPONENT,
-            what="forked",
-            detail=f"{where}, run {source.info.run_id}, version {checkpoint['version']}",
-        )
+        detail = f"{where}, run {source.info.run_id}, version {checkpoint['version']}"
+        tx.log(component="fork", what="forked", detail=detail)
         for name in tx.touched:
-            tx.run(
-                "INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, :lsn)", name=name, lsn=lsn
-            )
+            tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
         tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
         tx.run("UPDATE meta SET lsn = :lsn", lsn=lsn)
         copy.execute("COMMIT")
@@ -253,41 +244,35 @@ def _checkpoint(
     rows = catalog.execute(
         "SELECT lsn, learner_step, path, version FROM checkpoint WHERE live = 1 ORDER BY lsn"
     ).fetchall()
-    there = {row["learner_step"]: row for row in rows if _is_there(source, row["path"])}
+    there: dict[int, sqlite3.Row] = {}
+    for row in rows:
+        name = checked_name(row["path"], CHECKPOINT_PATH, where=str(source.catalog))
+        if is_directory(source.root / name, root=source.root):
+            there[row["learner_step"]] = row
     if learner_step not in there:
         before = max((step for step in there if step < learner_step), default=None)
         nearest = f"; the nearest before it is that of step {before}" if before is not None else ""
+        steps = ", ".join(map(str, sorted(there))) or "none"
         raise StoreError(
-            f"{source.root} has no checkpoint of learner step {learner_step}: there are those of "
-            f"{', '.join(map(str, sorted(there))) or 'none'}{nearest}. learner.keep_every keeps "
-            "more of them"
+            f"{source.root} has no checkpoint of learner step {learner_step}: "
+            f"there are those of {steps}{nearest}. learner.keep_every keeps more of them"
         )
-    row: sqlite3.Row = there[learner_step]
-    published = catalog.execute(
-        "SELECT lsn FROM version WHERE version = ?", (row["version"],)
-    ).fetchone()
+    row = there[learner_step]
+    query = "SELECT lsn FROM version WHERE version = ?"
+    published = catalog.execute(query, (row["version"],)).fetchone()
     if published is None or published["lsn"] > row["lsn"]:
         raise StoreError(
-            f"{source.root} was rebuilt after learner step {learner_step}, and the order of its "
-            "events is lost; use a later checkpoint"
+            f"{source.root} was rebuilt after learner step {learner_step}, "
+            "and the order of its events is lost; use a later checkpoint"
         )
     return row
 
 
-def _is_there(source: RunLayout, path: object) -> bool:
-    name = checked_name(path, CHECKPOINT_PATH, where=str(source.catalog))
-    return is_directory(source.root / name, root=source.root)
-
-
 def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, version: int) -> None:
     with closing(sqlite3.connect(layout.catalog)) as catalog:
-        paths = [
-            path
-            for (path,) in catalog.execute("SELECT path FROM segment WHERE retired_lsn IS NULL")
-        ]
-    for path in paths:
-        name = checked_name(path, SEGMENT_PATH, where=str(source.catalog))
-        _link(source.root / name, layout.root / name, source=source, layout=layout)
+        paths = catalog.execute("SELECT path FROM segment WHERE retired_lsn IS NULL").fetchall()
+    for (path,) in paths:
+        _link(checked_name(path, SEGMENT_PATH, where=str(source.catalog)), source, layout)
     directories = [
         source.checkpoint_dir(learner_step),
         source.weights_dir(version),
@@ -296,12 +281,12 @@ def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, vers
     for directory in directories:
         for file, found in walk(directory, root=source.root):
             if stat.S_ISREG(found.st_mode):
-                _link(
-                    file, layout.root / file.relative_to(source.root), source=source, layout=layout
-                )
+                _link(source.relative(file), source, layout)
 
 
-def _link(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> None:
+def _link(path: str, source: RunLayout, layout: RunLayout) -> None:
+    """Make a hard link to the file `path` of `source` in the new run, or a copy of it."""
+    file, dest = source.root / path, layout.root / path
     make_directory(dest.parent, beneath=layout.root)
     try:
         with (
@@ -315,16 +300,16 @@ def _link(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> No
             except FileNotFoundError:
                 raise
             except OSError:  # another file system, or one without links
-                _copy(file, dest, source=source, layout=layout)
+                _copy(path, source, layout)
     except FileNotFoundError:
         raise StoreError(f"{file} was removed while it was taken over; try again") from None
 
 
-def _copy(file: Path, dest: Path, *, source: RunLayout, layout: RunLayout) -> None:
+def _copy(path: str, source: RunLayout, layout: RunLayout) -> None:
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with (
-        open(open_file(file, root=source.root), "rb") as original,
-        open(open_file(dest, root=layout.root, flags=new), "wb") as copy,
+        open(open_file(source.root / path, root=source.root), "rb") as original,
+        open(open_file(layout.root / path, root=layout.root, flags=new), "wb") as copy,
     ):
         shutil.copyfileobj(original, copy)
         os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(original.fileno()).st_mode))

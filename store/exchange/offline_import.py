@@ -11,7 +11,7 @@ with the rows that are here. After it there is nothing left to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,29 +23,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
-from store.catalog.records import Group
+from store.catalog.groups import TRAIN
 from store.errors import FormatError, StoreError
-from store.exchange.dataset_directory import DATASET_JSON, Dataset, read_dataset, read_part
 from store.exchange.datasets import (
+    DATASET_JSON,
     SELECT_TIMEOUT_S,
-    check_condition,
-    dataset_groups,
-    relabelled,
+    import_rows,
+    matching,
+    part_tables,
+    read_dataset,
     selected_rows,
 )
-from store.exchange.offline_source import WHOLE_HINT, OfflineSource, TakenSource
 from store.layout import RunLayout
 from store.maintenance import segment_rows
 from store.maintenance.compact import in_group_order
 from store.reading.manifest import export
 from store.reading.reader import open_run
 from store.records import UID_TYPE
-from store.segments import decode, write_rows
 from store.storage import Storage, open_storage
 
-WORKER = "stored"  # the directory of their segments
-# Held-out groups stay held out, and imported ones can be taken from the run they are from.
-TRAIN = "train"
+WORKER = "offline"  # the directory of their segments
+WHOLE_HINT = "`gigpo export --groups` exports whole groups"
 FILE_STEPS = 2048  # rows of a segment: a batch of a few groups reads whole files
 MAX_GROUPS = 10_000_000  # of a source; their rows are held in memory
 # Columns that the files of a dataset do not have.
@@ -74,12 +72,34 @@ SELECTED = """SELECT unhex(replace(g.group_uid::VARCHAR, '-', '')) AS group_uid,
        g.version_max, g.opened_at, g.completed_at,
        list(unhex(replace(t.traj_uid::VARCHAR, '-', ''))) AS members
 FROM groups AS g JOIN trajectories AS t ON t.group_uid = g.group_uid
-WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM (
-    SELECT t.*, g.* EXCLUDE (group_uid, split, task_id, n_steps, version_min, version_max)
-    FROM trajectories AS t JOIN groups AS g ON g.group_uid = t.group_uid) AS selection
-WHERE (
-{where}
-)) GROUP BY ALL ORDER BY g.completed_at, g.ordinal"""
+WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM {matching})
+GROUP BY ALL ORDER BY g.completed_at, g.ordinal"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineSource:
+    """A place to take groups from, and a condition on their trajectories."""
+
+    place: str  # a run directory, or a directory or URI that `export` wrote
+    where: str | None  # None: all groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenSource:
+    """Count of the groups that were found at a source."""
+
+    source: OfflineSource
+    run_id: str
+    n_groups: int  # taken
+    n_incomplete: int  # selected, but not all of their trajectories are there
+    is_dataset: bool  # written by `export`, not a run
+
+    def __str__(self) -> str:
+        where = f" where {self.source.where}" if self.source.where else ""
+        left_out = f"; {self.n_incomplete} incomplete ones left out" if self.n_incomplete else ""
+        hint = f" ({WHOLE_HINT})" if self.n_incomplete and self.is_dataset else ""
+        taken = f"{self.n_groups} groups of {self.source.place}{where} (run {self.run_id})"
+        return f"{taken}{left_out}{hint}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +112,17 @@ class _Selection:
     n_incomplete: int
     is_dataset: bool
     tables: Iterator[pa.Table]  # all rows of `groups`, and maybe others
+
+
+def parse_source(text: str) -> OfflineSource:
+    """Split "RUN" or "RUN@where".
+
+    A path may have an "@" in it: RUN is the longest beginning that is a directory. If none is, it
+    ends at the first "@".
+    """
+    parts = text.split("@")
+    n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)
+    return OfflineSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)
 
 
 def take_sources(
@@ -108,7 +139,10 @@ def take_sources(
         taken: tuple[TakenSource, ...] = ()
         if not catalog.has_offline_groups():
             selections = [_select(source, opened) for source in sources]
-            _refuse_own(selections, layout)
+            for selection in selections:
+                if selection.run_id == layout.info.run_id:
+                    text = f"source {selection.source.place!r} is this very run"
+                    raise StoreError(f"{text}; train from it in a new run_dir")
             chosen = in_order(selections, order=order)
             for selection in selections:
                 _import(catalog, layout, selection)
@@ -127,7 +161,7 @@ def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
 def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
     """Return each selected group with its run id, once: of the first selection that has it."""
     tables = [
-        one.groups.append_column("source", pa.array([one.run_id] * len(one.groups), pa.string()))
+        one.groups.append_column("source", pa.repeat(one.run_id, len(one.groups)))
         for one in selections
     ]
     candidates = pa.concat_tables(tables).drop_columns(["members"])
@@ -140,9 +174,8 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
         candidates = _sorted(candidates, order)
-    return dict(
-        zip(candidates["group_uid"].to_pylist(), candidates["source"].to_pylist(), strict=True)
-    )
+    group_uids, run_ids = candidates["group_uid"].to_pylist(), candidates["source"].to_pylist()
+    return dict(zip(group_uids, run_ids, strict=True))
 
 
 def _fault(selection: _Selection) -> str:
@@ -164,26 +197,14 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
                 raise StoreError(
                     f"the order {order!r} is not one ORDER BY; write it as after those words"
                 )
-            return connection.sql(
-                f"SELECT * FROM candidates ORDER BY {order}\n, played"
-            ).to_arrow_table()
+            query = f"SELECT * FROM candidates ORDER BY {order}\n, played"
+            return connection.sql(query).to_arrow_table()
         except duckdb.Error as error:
-            why, without = " ".join(str(error).split()), ""
-            unknown = sorted(set(UNKNOWN_OF_DATASETS) - set(candidates.column_names))
-            if unknown:
-                without = f"; with a dataset among the sources there is no {', '.join(unknown)}"
-            raise StoreError(
-                f"the order {order!r} cannot be used ({why}); it is SQL over a group's "
-                f"columns{without}"
-            ) from error
-
-
-def _refuse_own(selections: Sequence[_Selection], layout: RunLayout) -> None:
-    for one in selections:
-        if one.run_id == layout.info.run_id:
-            raise StoreError(
-                f"source {one.source.place!r} is this very run; train from it in a new run_dir"
-            )
+            text = f"the order {order!r} cannot be used ({' '.join(str(error).split())}); "
+            text += "it is SQL over a group's columns"
+            if unknown := sorted({*UNKNOWN_OF_DATASETS} - {*candidates.column_names}):
+                text += f"; with a dataset among the sources there is no {', '.join(unknown)}"
+            raise StoreError(text) from error
 
 
 def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
@@ -191,8 +212,8 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(
-                f"source {source.place!r} is neither a run directory nor one that `gigpo export` "
-                "wrote"
+                f"source {source.place!r} is neither a run directory "
+                "nor one that `gigpo export` wrote"
             )
         return _select_of_dataset(source, storage)
     theirs = RunLayout.open(source.place)
@@ -201,59 +222,49 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
     if reader.left_out:
         raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
     try:
-        check_condition(source.where or "true")
-        answer = reader.sql(
-            SELECTED.format(where=source.where or "true"),
-            timeout_s=SELECT_TIMEOUT_S,
-            max_rows=MAX_GROUPS,
-        )
+        query = SELECTED.format(matching=matching(source.where))
+        answer = reader.sql(query, timeout_s=SELECT_TIMEOUT_S, max_rows=MAX_GROUPS)
     except StoreError as error:
         raise StoreError(
             f"source {source.place}@{source.where} cannot be selected: {error}; write what follows "
-            "the @ as after WHERE, over "
-            "columns of the views trajectories and groups"
+            "the @ as after WHERE, over columns of the views trajectories and groups"
         ) from error
     groups, n_incomplete = _whole(answer.cast(COLUMNS))
-    tables = selected_rows(reader, pc.list_flatten(groups["members"]).combine_chunks())
-    run_id = theirs.info.run_id
     return _Selection(
         source=source,
-        run_id=run_id,
+        run_id=theirs.info.run_id,
         groups=groups,
         n_incomplete=n_incomplete,
         is_dataset=False,
-        tables=tables,
+        tables=selected_rows(reader, pc.list_flatten(groups["members"]).combine_chunks()),
     )
 
 
 def _select_of_dataset(source: OfflineSource, storage: Storage) -> _Selection:
     if source.where is not None:
         raise StoreError(
-            f"source {source.place}@{source.where}: a dataset has no SQL; select when it is "
-            "exported, by --where"
+            f"source {source.place}@{source.where}: a dataset has no SQL; "
+            "select when it is exported, by --where"
         )
     dataset = read_dataset(storage)
     found: dict[bytes, list[segment_rows.Played]] = {}
-    for table in _parts(storage, dataset):
-        for played in segment_rows.trajectories(_as_rows(table)):
+    for _, table in part_tables(storage, dataset):
+        for played in segment_rows.trajectories(table):
+            # Held-out groups stay held out. Imported ones can be taken from the run they are from.
             if played.split == TRAIN:
                 found.setdefault(played.meta.group_uid, []).append(played)
-    sizes = {
-        group.group_uid: group.size
-        for group in dataset_groups(dataset, [one for members in found.values() for one in members])
-    }
     records = [
-        _record(group_uid, members, size=sizes[group_uid]) for group_uid, members in found.items()
+        _record(group_uid, members, size=dataset.size_of(group_uid))
+        for group_uid, members in found.items()
     ]
     groups, n_incomplete = _whole(pa.Table.from_pylist(records, schema=COLUMNS))
-    tables = _parts(storage, dataset)
     return _Selection(
         source=source,
         run_id=dataset.run_id,
         groups=groups,
         n_incomplete=n_incomplete,
         is_dataset=True,
-        tables=tables,
+        tables=(table for _, table in part_tables(storage, dataset)),
     )
 
 
@@ -274,11 +285,6 @@ def _record(
     }
 
 
-def _parts(storage: Storage, dataset: Dataset) -> Iterator[pa.Table]:
-    for part in dataset.parts:
-        yield decode(read_part(storage, part), path=storage.locate(part.path))
-
-
 def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
     """Return the groups with all their trajectories, and the number of the others."""
     whole = groups.filter(pc.equal(pc.list_value_length(groups["members"]), groups["size"]))
@@ -287,14 +293,19 @@ def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
 
 def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
     """Import all rows of the selected groups that are not here yet."""
-    groups = {
-        row["group_uid"]: Group.imported(**row)
-        for row in selection.groups.select(["group_uid", "task_id", "size"]).to_pylist()
-    }
-    wanted = selection.groups["group_uid"].combine_chunks()
+    uids = selection.groups["group_uid"].combine_chunks()
+    sizes = dict(zip(uids.to_pylist(), selection.groups["size"].to_pylist(), strict=True))
     for table in selection.tables:
-        for piece in _pieces(table.filter(pc.is_in(table["group_uid"], value_set=wanted))):
-            _import_piece(catalog, layout, piece, groups=groups, source=f"run {selection.run_id}")
+        for piece in _pieces(table.filter(pc.is_in(table["group_uid"], value_set=uids))):
+            import_rows(
+                catalog,
+                layout,
+                piece,
+                run_id=selection.run_id,
+                size_of=sizes.__getitem__,
+                worker=WORKER,
+                name=f"run {selection.run_id}",
+            )
 
 
 def _pieces(table: pa.Table) -> Iterator[pa.Table]:
@@ -309,45 +320,6 @@ def _pieces(table: pa.Table) -> Iterator[pa.Table]:
         if start - begin >= FILE_STEPS or start == len(table):
             yield table.slice(begin, start - begin)
             begin = start
-
-
-def _import_piece(
-    catalog: Catalog,
-    layout: RunLayout,
-    table: pa.Table,
-    *,
-    groups: Mapping[bytes, Group],
-    source: str,
-) -> None:
-    for _, detail in segment_rows.malformed(_as_rows(table)):
-        raise FormatError(f"{source}: {detail}; look at it with gigpo fsck")
-    played = segment_rows.trajectories(_as_rows(table))
-    known = catalog.known_trajectories([one.meta.traj_uid for one in played])
-    new = [one.meta for one in played if one.meta.traj_uid not in known]
-    if not new:
-        return
-    kept = table.filter(
-        pc.is_in(table["traj_uid"], value_set=pa.array([meta.traj_uid for meta in new], UID_TYPE))
-    )
-    segment = write_rows(
-        layout,
-        relabelled(kept, own=False),
-        trajectories=tuple(new),
-        worker=WORKER,
-        epoch=catalog.epoch,
-    )
-    here = [groups[group_uid] for group_uid in dict.fromkeys(meta.group_uid for meta in new)]
-    catalog.import_groups(segment=segment, groups=here, source=source, own=False)
-
-
-def _as_rows(table: pa.Table) -> segment_rows.Rows:
-    return segment_rows.Rows(
-        run_id="",
-        worker="",
-        epoch=0,
-        columns=frozenset(table.column_names),
-        table=table.select(segment_rows.COLUMNS),
-    )
 
 
 def _reports(selections: Sequence[_Selection]) -> Iterator[TakenSource]:

@@ -5,9 +5,7 @@ fsck.py           check a run, with fsck_catalog.py, fsck_segments.py and fsck_e
 segment_rows.py   read one segment file and judge its rows
 repair.py         repair what fsck found
 backup.py         the backup of the catalog, and rebuild.py, which begins with it
-run_json.py       put back a lost run.json
 compact.py        merge many small segment files
-retention.py      retire old files
-sweep.py          remove files that nobody needs
+sweep.py          retire old files, and remove files that nobody needs
 maintainer.py     the thread that merges, retires and removes while a run is written
 """

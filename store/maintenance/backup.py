@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from store.catalog.schema_check import SCHEMA, check_schema
 from store.clock import now_us
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
+from store.maintenance.finding import Finding, found
 from store.maintenance.fsck_catalog import check_catalog, check_identity
 
 # Both bytes are 2 in a catalog with a write-ahead log. SQLite opens no such file in memory.
@@ -58,6 +59,19 @@ def read_backup(layout: RunLayout) -> sqlite3.Connection:
     return connection
 
 
+def check_backup(layout: RunLayout) -> list[Finding]:
+    """Check that a rebuild could begin with the backup. Find nothing if none was made yet."""
+    name = layout.relative(layout.backup)
+    try:
+        if layout.storage.exists(name):
+            read_backup(layout).close()
+    except UnavailableError as unavailable:
+        return [found("backup_unavailable", name, str(unavailable))]
+    except StoreError as error:
+        return [found("backup_damaged", name, str(error).partition("; see gigpo fsck")[0])]
+    return []
+
+
 def empty_database() -> sqlite3.Connection:
     """Return a new database in memory that a catalog can be made in."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
@@ -70,7 +84,7 @@ def empty_database() -> sqlite3.Connection:
 
 
 def _check_sound(connection: sqlite3.Connection, layout: RunLayout) -> None:
-    found = check_identity(connection, layout) or check_catalog(connection, layout)
+    found = check_identity(connection, layout) or check_catalog(connection)
     if found:
         raise FormatError(
             f"{layout.backup}: the copy of the catalog is not sound "

@@ -62,13 +62,6 @@ class CompactionResult:
     left_out: tuple[str, ...]  # segment ids to be skipped from now on
 
 
-def compact_once(
-    catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
-) -> CompactionResult | None:
-    """Do the next merge of `merges`; None if none is due."""
-    return next(merges(catalog, layout, policy=policy, skip=skip), None)
-
-
 def merges(
     catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
 ) -> Iterator[CompactionResult]:
@@ -88,25 +81,17 @@ def merges(
         result = _merge(catalog, layout, sources)
         skip.update(result.left_out)
         if result.merged is not None:
-            live = _replaced(live, sources, result)
+            newest = dataclasses.replace(
+                live[-1],
+                segment_id=result.merged.segment_id,
+                level=max(source.level for source in sources) + 1,
+                n_bytes=result.merged.n_bytes,
+                n_steps=result.merged.n_steps,
+                settled=True,
+            )
+            gone = {*result.sources}
+            live = (*(file for file in live if file.segment_id not in gone), newest)
         yield result
-
-
-def _replaced(
-    live: Sequence[LiveSegment], sources: Sequence[LiveSegment], result: CompactionResult
-) -> tuple[LiveSegment, ...]:
-    """Return the live files after a merge: the merged one is the newest, one level up."""
-    assert result.merged is not None
-    gone = {*result.sources}
-    newest = dataclasses.replace(
-        live[-1],
-        segment_id=result.merged.segment_id,
-        level=max(source.level for source in sources) + 1,
-        n_bytes=result.merged.n_bytes,
-        n_steps=result.merged.n_steps,
-        settled=True,
-    )
-    return (*(file for file in live if file.segment_id not in gone), newest)
 
 
 def _merge(catalog: Catalog, layout: RunLayout, sources: Sequence[LiveSegment]) -> CompactionResult:
@@ -175,12 +160,9 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
     ).to_numpy()
     starts = np.flatnonzero(np.diff(order, prepend=-2) != 1)
     lengths = np.diff(starts, append=len(order))
-    return pa.concat_tables(
-        [
-            table.slice(0, 0),
-            *(table.slice(int(order[i]), int(n)) for i, n in zip(starts, lengths, strict=True)),
-        ]
-    )
+    places = zip(order[starts].tolist(), lengths.tolist(), strict=True)
+    slices = [table.slice(first, n) for first, n in places]
+    return pa.concat_tables([table.slice(0, 0), *slices])
 
 
 def _read(
@@ -199,8 +181,8 @@ def _read(
             expected = sum(trajectory.n_steps for trajectory in meta.trajectories)
             if table.num_rows != expected:
                 raise StoreError(
-                    f"segment {meta.path} has {table.num_rows} rows that count, committed were "
-                    f"{expected}"
+                    f"segment {meta.path} has {table.num_rows} rows that count, "
+                    f"committed were {expected}"
                 )
             room -= table.nbytes
             if room < 0 and tables:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Severity = Literal["error", "warning"]
@@ -12,9 +11,12 @@ Severity = Literal["error", "warning"]
 REBUILD = "gigpo rebuild {root}, or put a backup back"
 RIGHT_ONE = "put the right catalog back, or gigpo rebuild {root}"
 FORCE = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
+BACK = "put a backup of catalog.sqlite back, or gigpo rebuild --force {root}"
+NEWEST = "put the newest catalog back, or gigpo rebuild --force {root}"
 REPAIR = "gigpo fsck --repair {root}"
 RESTORE = "restore it from a backup, or gigpo fsck --repair {root}"
 SWEPT = "the running job or `gigpo compact` sweeps it"
+BACKUP = "the next checkpoint makes another, or gigpo fsck --repair {root}"
 RETRY = "make it readable, then check again; --repair leaves it alone"
 
 
@@ -26,7 +28,7 @@ class Finding:
     what: str  # a code of CODES
     subject: str  # a path relative to the run's root, or a row, e.g. "group 6f1c..."
     detail: str
-    remedy: str
+    remedy: str  # with {root} for the run directory, until `fsck.check` puts it in
 
 
 # code: (severity, meaning, remedy)
@@ -72,34 +74,21 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "manifest_damaged": ("error", "the manifest cannot be read", REPAIR),
     "manifest_foreign": ("error", "the manifest of another run", REPAIR),
     "manifest_segment": ("error", "the manifest names a file that is gone", REPAIR),
-    "manifest_ahead": (
-        "error",
-        "readers were shown more than the catalog has: an older catalog was put back",
-        "put the newest catalog back, or gigpo rebuild --force {root}",
-    ),
+    "manifest_ahead": ("error", "readers saw more than this older catalog has", NEWEST),
     "open_sql_missing": ("error", "open.sql is gone or not whole", REPAIR),
     "open_sql_changed": ("warning", "the views of open.sql are not those of this code", REPAIR),
+    "backup_damaged": ("error", "no rebuild can begin with the backup", BACKUP),
+    "backup_unavailable": ("error", "the backup cannot be reached now", RETRY),
     "export_missing": ("error", "an exported table is gone", REPAIR),
     "export_damaged": ("error", "an exported table is not as written", REPAIR),
     "export_unavailable": ("error", "an exported table cannot be reached now", RETRY),
-    "exported_row": (
-        "error",
-        "the catalog and an exported table differ in a row",
-        "put a backup of catalog.sqlite back, or, to take the run's own: "
-        "gigpo rebuild --force {root}",
-    ),
+    "exported_row": ("error", "the catalog and an exported table differ in a row", BACK),
 }  # fmt: skip
 
 
-def found(
-    what: str, subject: str, detail: str, *, root: Path, remedy: str | None = None
-) -> Finding:
+def found(what: str, subject: str, detail: str, *, remedy: str | None = None) -> Finding:
     """Make a finding. `remedy` replaces the one of the table where a case needs another."""
     severity, _, usual = CODES[what]
     return Finding(
-        severity=severity,
-        what=what,
-        subject=subject,
-        detail=detail,
-        remedy=(remedy or usual).format(root=root),
+        severity=severity, what=what, subject=subject, detail=detail, remedy=remedy or usual
     )

@@ -9,15 +9,16 @@ Nothing is locked. The owner may change the run meanwhile, so each finding is lo
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable
 
-from store.catalog.database import connect_read_only, is_damage
+from store.catalog.database import is_damage
 from store.errors import ForeignSchemaError, StoreError
 from store.layout import RunLayout
+from store.maintenance.backup import check_backup
 from store.maintenance.finding import REBUILD, Finding, found
-from store.maintenance.fsck_catalog import check_catalog, check_identity
+from store.maintenance.fsck_catalog import check_catalog, check_identity, open_catalog
 from store.maintenance.fsck_exports import check_exported_rows, check_manifest, check_unfinished
 from store.maintenance.fsck_segments import check_segments
 from store.untrusted.file_access import is_file, status
@@ -30,38 +31,32 @@ ATTEMPTS = 5  # an owner that changes the same thing as often while we look is n
 
 def check(layout: RunLayout, *, level: int) -> list[Finding]:
     """Return what is wrong with the run, errors first. Raises FormatError for a newer format."""
-    root, name = layout.root, layout.catalog.name
-    if status(layout.catalog, root=layout.run_directory) is None:
-        return [found("catalog_missing", name, "there is no such file", root=root)]
-    if not is_file(layout.catalog, root=layout.run_directory):
-        remedy = f"remove it, then: {REBUILD}"
-        detail = "it is a link, or no regular file"
-        return [found("catalog_damaged", name, detail, root=root, remedy=remedy)]
     try:
         findings = _confirmed(lambda: _check_catalog(layout))
-        if not FATAL.intersection(finding.what for finding in findings) and level >= NAMES:
-            findings = _with_files(layout, findings, contents=level >= CONTENTS)
+        if level >= NAMES and not FATAL.intersection(finding.what for finding in findings):
+            findings = findings + _check_files(layout, findings, contents=level >= CONTENTS)
     except sqlite3.OperationalError as problem:  # it cannot be opened: that is not damage
         raise StoreError(
-            f"{layout.catalog} cannot be read ({problem}); fix the permissions, or stop what locks "
-            "it"
+            f"{layout.catalog} cannot be read ({problem}); "
+            "fix the permissions, or stop what locks it"
         ) from problem
-    return sorted(findings, key=lambda finding: finding.severity)
+    return [
+        dataclasses.replace(finding, remedy=finding.remedy.replace("{root}", str(layout.root)))
+        for finding in sorted(findings, key=lambda finding: finding.severity)
+    ]
 
 
-def _with_files(layout: RunLayout, findings: list[Finding], *, contents: bool) -> list[Finding]:
-    """Add the findings about files to those about the catalog."""
-
-    def catalog() -> AbstractContextManager[sqlite3.Connection]:
-        return _open_catalog(layout)
-
-    findings = findings + check_segments(catalog, layout, contents=contents)
-    findings += _confirmed(lambda: check_manifest(catalog, layout, contents=contents))
+def _check_files(layout: RunLayout, of_catalog: list[Finding], *, contents: bool) -> list[Finding]:
+    """Check the files. `of_catalog` are the findings about the catalog."""
+    findings = check_segments(layout, contents=contents)
+    findings += _confirmed(lambda: check_manifest(layout, contents=contents))
     findings += check_unfinished(layout)
+    if not contents:
+        return findings
     # After another error a comparison would only say the same again.
-    if contents and not any(finding.severity == "error" for finding in findings):
-        findings += _confirmed(lambda: check_exported_rows(catalog, layout))
-    return findings
+    if not any(finding.severity == "error" for finding in (*of_catalog, *findings)):
+        findings += _confirmed(lambda: check_exported_rows(layout))
+    return findings + _confirmed(lambda: check_backup(layout))
 
 
 def _confirmed(ask: Callable[[], list[Finding]]) -> list[Finding]:
@@ -74,28 +69,21 @@ def _confirmed(ask: Callable[[], list[Finding]]) -> list[Finding]:
     return [finding for finding in findings if finding in before]
 
 
-@contextmanager
-def _open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
-    """Give a connection that can only read. An older format is upgraded in memory."""
-    with closing(connect_read_only(layout)) as connection:
-        connection.row_factory = sqlite3.Row
-        yield connection
-
-
 def _check_catalog(layout: RunLayout) -> list[Finding]:
     name = layout.catalog.name
+    if status(layout.catalog, root=layout.run_directory) is None:
+        return [found("catalog_missing", name, "there is no such file")]
+    if not is_file(layout.catalog, root=layout.run_directory):
+        detail, remedy = "it is a link, or no regular file", f"remove it, then: {REBUILD}"
+        return [found("catalog_damaged", name, detail, remedy=remedy)]
     try:
-        with closing(connect_read_only(layout)) as connection:
-            findings = check_identity(connection, layout)
-        if not findings:
-            with _open_catalog(layout) as connection:
-                connection.execute("BEGIN")  # one moment for all queries
-                findings = check_catalog(connection, layout)
+        with open_catalog(layout) as connection:
+            connection.execute("BEGIN")  # one moment for all queries
+            return check_identity(connection, layout) or check_catalog(connection)
     except ForeignSchemaError as problem:
         detail, _, remedy = str(problem).removeprefix(f"{layout.catalog}: ").rpartition("; ")
-        return [found("catalog_schema", name, detail, root=layout.root, remedy=remedy)]
+        return [found("catalog_schema", name, detail, remedy=remedy)]
     except sqlite3.DatabaseError as problem:
         if not is_damage(problem):
             raise
-        return [found("catalog_damaged", name, str(problem), root=layout.root)]
-    return findings
+        return [found("catalog_damaged", name, str(problem))]

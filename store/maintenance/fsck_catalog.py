@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import cache
 
+from store.catalog.database import connect_read_only
+from store.catalog.schema_check import SCHEMA
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found
 from store.records import uid_text
@@ -17,45 +22,12 @@ ALL_LINES = 2**31 - 1
 DAMAGED_PAGES = "*** in database"
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
 
-
 # A consumed group's sums still count the trajectories whose file was lost: the learner saw them.
 _LOST = """(SELECT group_uid, count(DISTINCT traj_uid) AS n FROM lost_trajectory
             WHERE traj_uid NOT IN (SELECT traj_uid FROM trajectory) GROUP BY group_uid)"""
 _SUMS = """(SELECT group_uid, count(*) AS n, sum(n_steps) AS steps, sum(won) AS won,
                    sum(episode_return) AS returns, min(version_min) AS oldest,
                    max(version_max) AS newest FROM trajectory GROUP BY group_uid)"""
-
-# Every lsn of the catalog: its name for people, its table and its column.
-LSNS = (
-    ("segment", "segment", "lsn"),
-    ("segment retired", "segment", "retired_lsn"),
-    ("group changed", "grp", "changed_lsn"),
-    ("group opened", "grp", "opened_lsn"),
-    ("group completed", "grp", "completed_lsn"),
-    ("group state", "group_state", "lsn"),
-    ("trajectory", "trajectory", "lsn"),
-    ("lost trajectory", "lost_trajectory", "lsn"),
-    ("batch claimed", "batch", "claimed_lsn"),
-    ("batch trained", "batch", "trained_lsn"),
-    ("batch rolled back", "batch", "rolled_back_lsn"),
-    ("batch changed", "batch_group", "changed_lsn"),
-    ("version", "version", "lsn"),
-    ("checkpoint", "checkpoint", "lsn"),
-    ("checkpoint changed", "checkpoint", "changed_lsn"),
-    ("metric", "metric", "lsn"),
-    ("metric changed", "metric", "changed_lsn"),
-    ("unfinished episode", "unfinished", "lsn"),
-    ("event", "event", "lsn"),
-    ("table changed", "changed", "lsn"),
-    ("horizon", "meta", "horizon_lsn"),
-)
-
-
-def _span(kind: str, table: str, column: str) -> str:
-    """Return the query for the smallest and the largest lsn of a column."""
-    columns = f"min({column}) AS first, max({column}) AS last"
-    return f"SELECT '{kind} at lsn' AS kind, {columns} FROM {table}"
-
 
 # Code of a finding -> a query for (kind of subject, its id, detail).
 RULES = {
@@ -136,42 +108,64 @@ RULES = {
               UNION SELECT version_max, learner_step FROM trained) v
         WHERE v.version NOT IN (SELECT version FROM version) AND EXISTS (SELECT 1 FROM version)
         GROUP BY v.version""",
-    "future_lsn": f"""
-        SELECT t.kind, iif(t.first < 0, t.first, t.last),
-               format('the catalog is at lsn %d; readers do not see it', m.lsn)
-        FROM ({" UNION ALL ".join(_span(*columns) for columns in LSNS)}) t, meta m
-        WHERE t.last > m.lsn OR t.first < 0""",
 }
+
+
+@contextmanager
+def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
+    """Give a connection that can only read, beside an owner."""
+    with closing(connect_read_only(layout)) as connection:
+        connection.row_factory = sqlite3.Row
+        yield connection
 
 
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
     """Check that this is a whole SQLite file, and this run's."""
-    name, root = layout.catalog.name, layout.root
+    name = layout.catalog.name
     damage = _damage(connection)
     if damage:
-        return [found("catalog_damaged", name, "; ".join(damage[:MAX_LINES]), root=root)]
+        return [found("catalog_damaged", name, "; ".join(damage[:MAX_LINES]))]
     meta = connection.execute("SELECT run_id FROM meta").fetchone()
     if meta is None:
-        detail = "it does not say which run it is of"
-        return [found("catalog_damaged", name, detail, root=root)]
+        return [found("catalog_damaged", name, "it does not say which run it is of")]
     (run_id,) = meta
     if run_id != layout.info.run_id:
         detail = f"it belongs to run {run_id}, run.json says {layout.info.run_id}"
-        return [found("catalog_foreign", name, detail, root=root)]
+        return [found("catalog_foreign", name, detail)]
     return []
 
 
-def check_catalog(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
+@cache
+def _future_lsn() -> str:
+    """Return the query for rows that are later than the catalog, in any column with an lsn."""
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(SCHEMA)
+        columns = database.execute(
+            """SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c
+               WHERE t.type = 'table' AND c.name LIKE '%lsn' ORDER BY 1, 2"""
+        ).fetchall()
+    spans = [
+        f"SELECT '{table}.{lsn}' AS kind, min({lsn}) AS first, max({lsn}) AS last FROM {table}"
+        for table, lsn in columns
+    ]
+    return f"""
+        SELECT t.kind, iif(t.first < 0, t.first, t.last),
+               format('the catalog is at lsn %d; readers do not see it', m.lsn)
+        FROM ({" UNION ALL ".join(spans)}) t, meta m
+        WHERE t.last > m.lsn OR t.first < 0"""
+
+
+def check_catalog(connection: sqlite3.Connection) -> list[Finding]:
     """Check every rule on a whole catalog."""
     findings = []
     for table, rowid, parent, _ in connection.execute("PRAGMA foreign_key_check"):
         subject = f"{table} row {rowid}" if rowid is not None else table
         detail = f"it refers to a row of {parent} that does not exist"
-        findings.append(found("foreign_key", subject, detail, root=layout.root))
-    for what, query in RULES.items():
+        findings.append(found("foreign_key", subject, detail))
+    for what, query in {**RULES, "future_lsn": _future_lsn()}.items():
         for kind, subject, detail in connection.execute(query):
             name = uid_text(subject) if isinstance(subject, bytes) else subject
-            findings.append(found(what, f"{kind} {name}", detail, root=layout.root))
+            findings.append(found(what, f"{kind} {name}", detail))
     return findings
 
 

@@ -18,7 +18,8 @@ from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.layout import RunLayout
 from store.maintenance.finding import REPAIR, Finding, found
-from store.maintenance.fsck_segments import GRACE_S, Opener
+from store.maintenance.fsck_catalog import open_catalog
+from store.maintenance.fsck_segments import GRACE_S
 from store.maintenance.sweep import unfinished_writes
 from store.reading import open_sql
 from store.reading.manifest import Manifest, read_manifest
@@ -47,65 +48,56 @@ NAMES = {
 }
 
 
-def check_manifest(catalog: Opener, layout: RunLayout, *, contents: bool) -> list[Finding]:
+def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
     """Check the manifest against the catalog, and the files it names.
 
     The manifest is read first: the catalog can only be ahead of it.
     """
-    root, name = layout.root, layout.relative(layout.manifest)
-    seen = status(layout.manifest, root=root)
+    name = layout.relative(layout.manifest)
+    seen = status(layout.manifest, root=layout.root)
     if seen is None:
         # nothing was ever shown of this run
-        if not is_file(layout.open_sql, root=root) and not _has_begun(catalog):
+        if not is_file(layout.open_sql, root=layout.root) and not _has_begun(layout):
             return []
-        missing = found("manifest_missing", name, "open.sql has nothing to read", root=root)
-        return [missing, *_check_open_sql(catalog, layout)]
+        missing = found("manifest_missing", name, "open.sql has nothing to read")
+        return [missing, *_check_open_sql(layout)]
     try:
         manifest = read_manifest(layout)
-    except FormatError as unreadable:
-        damaged = found("manifest_damaged", name, str(unreadable), root=root)
-        return [damaged, *_check_open_sql(catalog, layout)]
-    except (UnsafePathError, IsADirectoryError) as unsafe:
+    except (FormatError, UnsafePathError, IsADirectoryError) as unreadable:
         # No owner opens a run with a link, so nothing can be written behind it.
         remedy = f"remove it, then: {REPAIR}" if stat.S_ISLNK(seen.st_mode) else None
-        damaged = found("manifest_damaged", name, str(unsafe), root=root, remedy=remedy)
-        return [damaged, *_check_open_sql(catalog, layout)]
+        damaged = found("manifest_damaged", name, str(unreadable), remedy=remedy)
+        return [damaged, *_check_open_sql(layout)]
     if manifest is None:  # removed since
         return []
     if manifest.run_id != layout.info.run_id:
-        return [found("manifest_foreign", name, f"it is of run {manifest.run_id}", root=root)]
-    with catalog() as connection:
+        return [found("manifest_foreign", name, f"it is of run {manifest.run_id}")]
+    with open_catalog(layout) as connection:
         lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
         rows = connection.execute(
             "SELECT path, retired_lsn FROM segment WHERE removed_us IS NULL"
         ).fetchall()
     if manifest.lsn > lsn:
         detail = f"it shows lsn {manifest.lsn}, the catalog is at {lsn}"
-        return [found("manifest_ahead", name, detail, root=root)]
+        return [found("manifest_ahead", name, detail)]
     # check_segments finds a live file that is gone. A retired one may have been swept.
-    shown = set(manifest.segments)
-    known = {
-        path
-        for path, retired in rows
-        if path in shown and (retired is None or layout.storage.exists(path))
-    }
-    findings = [
-        found("manifest_segment", path, "the manifest names it, there is no such file", root=root)
-        for path in manifest.segments[1:]
-        if path not in known
-    ]
-    findings += _check_open_sql(catalog, layout)
-    return findings + _check_parts(layout, manifest, contents=contents)
+    shown = {*manifest.segments}
+    named = [(path, retired) for path, retired in rows if path in shown]
+    known = {path for path, retired in named if retired is None or layout.storage.exists(path)}
+    gone = [path for path in manifest.segments[1:] if path not in known]
+    detail = "the manifest names it, there is no such file"
+    findings = [found("manifest_segment", path, detail) for path in gone]
+    return findings + _check_open_sql(layout) + _check_parts(layout, manifest, contents=contents)
 
 
-def _has_begun(catalog: Opener) -> bool:
+def _has_begun(layout: RunLayout) -> bool:
     """Return whether the run has a segment. An owner of one without may not have got further."""
-    with catalog() as connection:
+    with open_catalog(layout) as connection:
         return connection.execute("SELECT 1 FROM segment").fetchone() is not None
 
 
-def _check_open_sql(catalog: Opener, layout: RunLayout) -> list[Finding]:
-    if not _has_begun(catalog):
+def _check_open_sql(layout: RunLayout) -> list[Finding]:
+    if not _has_begun(layout):
         return []
     if not open_sql.is_whole(layout):
         what, detail = "open_sql_missing", "it is not there, or not whole: there are no views"
@@ -113,17 +105,14 @@ def _check_open_sql(catalog: Opener, layout: RunLayout) -> list[Finding]:
         what, detail = "open_sql_changed", "older code wrote its views, or they were changed"
     else:
         return []
-    return [found(what, layout.open_sql.name, detail, root=layout.root)]
+    return [found(what, layout.open_sql.name, detail)]
 
 
 def check_unfinished(layout: RunLayout) -> list[Finding]:
     """Find files that dead writers did not finish."""
     oldest_ns = (now_us() - GRACE_S * US_PER_S) * NANOSECONDS_PER_US
-    return [
-        found("unfinished", path, "its writer did not finish it", root=layout.root)
-        for path, seen in sorted(unfinished_writes(layout), key=lambda write: write[0])
-        if seen.st_mtime_ns < oldest_ns
-    ]
+    old = [path for path, seen in unfinished_writes(layout) if seen.st_mtime_ns < oldest_ns]
+    return [found("unfinished", path, "its writer did not finish it") for path in sorted(old)]
 
 
 def _check_parts(layout: RunLayout, manifest: Manifest, *, contents: bool) -> list[Finding]:
@@ -133,28 +122,27 @@ def _check_parts(layout: RunLayout, manifest: Manifest, *, contents: bool) -> li
     findings = []
     for path, n_rows in expected.items():
         if path not in listed:
-            what, detail = "export_missing", "the manifest names it"
+            findings.append(found("export_missing", path, "the manifest names it"))
         elif contents:
-            what, detail = _check_part(layout, path, n_rows=n_rows)
-        else:
-            continue
-        if detail:
-            findings.append(found(what, path, detail, root=layout.root))
+            findings += _check_part(layout, path, n_rows=n_rows)
     return findings
 
 
-def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> tuple[str, str]:
-    """Return the code and the detail of what is wrong with an exported file; no detail if sound."""
+def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> list[Finding]:
+    """Check that an exported file can be read, and has the rows that the manifest says."""
     try:
-        held = read_part(layout, path).num_rows
+        held = _read_part(layout, path).num_rows
     except UnavailableError as unavailable:
-        return "export_unavailable", str(unavailable)
+        return [found("export_unavailable", path, str(unavailable))]
     except (pa.ArrowException, OSError, StoreError) as unreadable:
-        return "export_damaged", f"it cannot be read: {' '.join(str(unreadable).split())}"
-    return "export_damaged", "" if held == n_rows else f"it has {held} rows instead of {n_rows}"
+        detail = f"it cannot be read: {' '.join(str(unreadable).split())}"
+        return [found("export_damaged", path, detail)]
+    if held != n_rows:
+        return [found("export_damaged", path, f"it has {held} rows instead of {n_rows}")]
+    return []
 
 
-def read_part(layout: RunLayout, path: str) -> pa.Table:
+def _read_part(layout: RunLayout, path: str) -> pa.Table:
     """Read one exported file and check its pages. Raises StoreError and Arrow's errors."""
     data = layout.storage.read(path)
     source = pa.BufferReader(data)
@@ -162,7 +150,7 @@ def read_part(layout: RunLayout, path: str) -> pa.Table:
     return read_table(file, source, n_bytes=data.size, name=path, columns=None)
 
 
-def check_exported_rows(catalog: Opener, layout: RunLayout) -> list[Finding]:
+def check_exported_rows(layout: RunLayout) -> list[Finding]:
     """Compare the catalog's rows with the exported ones. Meant for a run without other errors."""
     manifest = read_manifest(layout)
     if manifest is None:
@@ -171,31 +159,25 @@ def check_exported_rows(catalog: Opener, layout: RunLayout) -> list[Finding]:
     with duckdb.connect() as views:
         for name in EXPORTS.keys() - NO_HISTORY:
             if name in manifest.tables:
-                findings += _check_table(views, catalog, layout, manifest, name=name)
+                findings += _check_table(views, layout, manifest, name=name)
     return sorted(findings, key=lambda finding: finding.subject)
 
 
 def _check_table(
-    views: duckdb.DuckDBPyConnection,
-    catalog: Opener,
-    layout: RunLayout,
-    manifest: Manifest,
-    *,
-    name: str,
+    views: duckdb.DuckDBPyConnection, layout: RunLayout, manifest: Manifest, *, name: str
 ) -> Iterator[Finding]:
     export = EXPORTS[name]
     parts = []
     for part in manifest.tables[name]:
         try:
-            table = read_part(layout, part.path)
-            parts.append(table.cast(export.schema))
+            parts.append(_read_part(layout, part.path).cast(export.schema))
         except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values
             why = " ".join(str(problem).split())[:SHOWN_CHARACTERS]
             detail = f"it has other columns than an export of {name} ({why})"
-            yield found("export_damaged", part.path, detail, root=layout.root)
+            yield found("export_damaged", part.path, detail)
             return
     shown = pa.concat_tables(parts)
-    with catalog() as connection:
+    with open_catalog(layout) as connection:
         query = "SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"
         newest, changed = connection.execute(query, (touched_name(name),)).fetchone()
         rows = connection.execute(export.query, {"since": 0, "until": newest}).fetchall()
@@ -221,11 +203,10 @@ def _check_table(
     ):
         lines = views.sql(f"SELECT DISTINCT {keys} FROM {query} ORDER BY ALL").fetchall()
         for line in lines[:SHOWN]:
-            subject = f"{name} {' '.join(map(_text, line))}"
-            yield found("exported_row", subject, detail, root=layout.root)
+            yield found("exported_row", f"{name} {' '.join(map(_text, line))}", detail)
         if len(lines) > SHOWN:
             detail = f"the same of {len(lines) - SHOWN} other rows"
-            yield found("exported_row", f"{name} (others)", detail, root=layout.root)
+            yield found("exported_row", f"{name} (others)", detail)
 
 
 def _listed(columns: Iterable[str]) -> str:

@@ -1,13 +1,9 @@
-"""fsck of the segments: every file the catalog counts on holds what was committed; no other file is
-there.
-"""
+"""Check the segments: every file that counts holds what was committed, and no other is there."""
 
 from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -18,6 +14,7 @@ from store.hashing import CANONICALISER_VERSION, file_digest
 from store.layout import SEGMENT_PATH, RunLayout
 from store.maintenance import segment_rows
 from store.maintenance.finding import SWEPT, Finding, found
+from store.maintenance.fsck_catalog import open_catalog
 from store.records import uid_text
 from store.segments import TrajectoryMeta
 from store.storage import StoredFile
@@ -26,8 +23,6 @@ GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
 ATTEMPTS = 5  # live -> retired -> removed: the owner cannot change one file more often
 RELATIVE_ERROR = 1e-9  # of a return: the order of a sum is not fixed
 RETURNED = f"SELECT path, retired_why FROM segment WHERE {WANTED_BACK}"
-
-Opener = Callable[[], AbstractContextManager[sqlite3.Connection]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,19 +41,20 @@ class Committed:
     excluded: frozenset[bytes]  # trajectories in the file that do not count
 
 
-def check_segments(catalog: Opener, layout: RunLayout, *, contents: bool) -> list[Finding]:
+def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
     """Check live and retired files; with `contents` also what is in them."""
     listed = {file.path: file for file in layout.storage.files(layout.relative(layout.segments))}
     findings = []
-    with catalog() as connection:
+    with open_catalog(layout) as connection:
         query = "SELECT segment_id FROM segment WHERE removed_us IS NULL"
         for (segment_id,) in connection.execute(query).fetchall():
             committed = _committed(connection, segment_id)
-            if committed is not None and _check(
-                layout, committed, listed.get(committed.path), contents=contents
-            ):
-                findings += _check_again(catalog, layout, segment_id, contents=contents)
-    with catalog() as connection:  # a new one: files may have been committed since the listing
+            if committed is None:
+                continue
+            if _check(layout, committed, listed.get(committed.path), contents=contents):
+                findings += _check_again(layout, segment_id, contents=contents)
+    # A new connection: files may have been committed since the listing.
+    with open_catalog(layout) as connection:
         query = "SELECT path FROM segment WHERE removed_us IS NULL"
         known = {path for (path,) in connection.execute(query)}
         returned = dict(connection.execute(RETURNED).fetchall())
@@ -68,27 +64,25 @@ def check_segments(catalog: Opener, layout: RunLayout, *, contents: bool) -> lis
                     f"it was {returned[path]} and removed, and is there again; "
                     "only it may hold what was lost with it"
                 )
-                findings.append(found("segment_returned", path, detail, root=layout.root))
+                findings.append(found("segment_returned", path, detail))
         for path in sorted(listed.keys() - known - returned.keys()):
             if listed[path].modified_us < now_us() - GRACE_S * US_PER_S:
                 findings.append(_stray(connection, layout, path, contents=contents))
     return findings
 
 
-def _check_again(
-    catalog: Opener, layout: RunLayout, segment_id: str, *, contents: bool
-) -> list[Finding]:
+def _check_again(layout: RunLayout, segment_id: str, *, contents: bool) -> list[Finding]:
     """Check until the catalog says the same of the file before and after."""
     findings: list[Finding] = []
     for _ in range(ATTEMPTS):
-        with catalog() as connection:
+        with open_catalog(layout) as connection:
             before = _committed(connection, segment_id)
         if before is None:
             return []
         directory = str(PurePosixPath(before.path).parent)
         listed = {file.path: file for file in layout.storage.files(directory)}
         findings = _check(layout, before, listed.get(before.path), contents=contents)
-        with catalog() as connection:
+        with open_catalog(layout) as connection:
             if _committed(connection, segment_id) == before:
                 break
     return findings
@@ -96,8 +90,8 @@ def _check_again(
 
 def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | None:
     """Return the rows of one file; None once it need not be there any more."""
-    connection.execute("BEGIN")  # one moment for all queries
-    try:
+    with connection:  # one moment for all queries
+        connection.execute("BEGIN")
         segment = connection.execute(
             """SELECT segment_id, path, digest, n_steps, n_bytes, worker, epoch, retired_why
                FROM segment WHERE segment_id = ? AND removed_us IS NULL""",
@@ -106,30 +100,24 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
         if segment is None:
             return None
         names = TrajectoryMeta.__slots__
-        counted = connection.execute(
-            f"SELECT {', '.join(names)} FROM trajectory WHERE segment_id = ?", (segment_id,)
-        )
+        query = f"SELECT {', '.join(names)} FROM trajectory WHERE segment_id = ?"
+        counted = connection.execute(query, (segment_id,))
         metas = tuple(TrajectoryMeta(**{**dict(row), "won": bool(row["won"])}) for row in counted)
-        excluded = connection.execute(
-            "SELECT traj_uid FROM duplicate WHERE segment_id = ?", (segment_id,)
-        )
-        return Committed(
-            **dict(segment), trajectories=metas, excluded=frozenset(row[0] for row in excluded)
-        )
-    finally:
-        connection.execute("COMMIT")
+        query = "SELECT traj_uid FROM duplicate WHERE segment_id = ?"
+        excluded = frozenset(row[0] for row in connection.execute(query, (segment_id,)))
+        return Committed(**dict(segment), trajectories=metas, excluded=excluded)
 
 
 def _check(
     layout: RunLayout, committed: Committed, file: StoredFile | None, *, contents: bool
 ) -> list[Finding]:
     """Check the file's name, size and digest, then its rows."""
-    root, path = layout.root, committed.path
+    path = committed.path
     # Only snapshots from before its retirement miss a retired file.
     kind = "segment" if committed.retired_why is None else "retired"
     if file is None:
         detail = f"the file is gone; {len(committed.trajectories)} trajectories are read from it"
-        return [found(f"{kind}_missing", path, detail, root=root)]
+        return [found(f"{kind}_missing", path, detail)]
     if file.n_bytes == committed.n_bytes and not contents:
         return []
     try:
@@ -139,32 +127,29 @@ def _check(
             data = layout.storage.read(path)
             n_bytes, digest = data.size, file_digest(data)
     except UnavailableError as unavailable:
-        return [found("segment_unavailable", path, str(unavailable), root=root)]
+        return [found("segment_unavailable", path, str(unavailable))]
     except StoreError as unreadable:
-        return [found(f"{kind}_damaged", path, str(unreadable), root=root)]
+        return [found(f"{kind}_damaged", path, str(unreadable))]
     if (digest, n_bytes) != (committed.digest, committed.n_bytes):
         if digest == PurePosixPath(path).stem:  # the file is what it was: the row is not
             detail = (
                 f"the file is whole; the catalog says digest {committed.digest}, "
                 f"{committed.n_bytes} bytes instead of {digest}, {n_bytes} bytes"
             )
-            return [found("segment_row", path, detail, root=root)]
+            return [found("segment_row", path, detail)]
         if n_bytes != committed.n_bytes:
             detail = f"it has {n_bytes} bytes, committed were {committed.n_bytes}"
         else:
             detail = f"it has digest {digest}, committed was {committed.digest}"
-        return [found(f"{kind}_damaged", path, detail, root=root)]
+        return [found(f"{kind}_damaged", path, detail)]
     assert data is not None
-    if kind == "retired" or not contents:
+    if kind == "retired":
         return []
     try:
-        held = segment_rows.open_rows(data, path=root / path)
+        held = segment_rows.open_rows(data, path=layout.root / path)
     except FormatError as unreadable:
-        return [found("segment_unreadable", path, str(unreadable), root=root)]
-    return [
-        found(what, path, detail, root=root)
-        for what, detail in _check_rows(layout, committed, held)
-    ]
+        return [found("segment_unreadable", path, str(unreadable))]
+    return [found(what, path, detail) for what, detail in _check_rows(layout, committed, held)]
 
 
 def _check_rows(
@@ -174,30 +159,22 @@ def _check_rows(
     if not layout.info.wrote(held.run_id):
         detail = f"it was written for run {held.run_id}, this is run {layout.info.run_id}"
         return [("segment_foreign", detail)]
-    hashes = layout.info.canonicaliser_version == CANONICALISER_VERSION
-    wrong = [
-        (what, detail)
-        for what, detail in segment_rows.malformed(held)
-        if hashes or what != "state_hash"
-    ]
+    wrong = segment_rows.malformed(held.table)
+    if layout.info.canonicaliser_version != CANONICALISER_VERSION:  # hashes of another text
+        wrong = [(what, detail) for what, detail in wrong if what != "state_hash"]
     wrong = wrong or _compare(committed, held)
     said = (committed.n_steps, committed.worker, committed.epoch)
     if not wrong and said != (held.table.num_rows, held.worker, held.epoch):
-        detail = (
-            f"the catalog says {committed.n_steps} rows by {committed.worker} in epoch "
-            f"{committed.epoch}; "
-            f"the file has {held.table.num_rows} by {held.worker} in {held.epoch}"
-        )
-        return [("segment_row", detail)]
+        of_file = f"{held.table.num_rows} by {held.worker} in {held.epoch}"
+        of_row = f"{committed.n_steps} rows by {committed.worker} in epoch {committed.epoch}"
+        return [("segment_row", f"the catalog says {of_row}; the file has {of_file}")]
     return wrong
 
 
 def _compare(committed: Committed, held: segment_rows.Rows) -> list[tuple[str, str]]:
     """Compare the trajectories of a file's rows with those of the catalog."""
-    played = {
-        trajectory.meta.traj_uid: trajectory.meta for trajectory in segment_rows.trajectories(held)
-    }
-    counted = {trajectory.traj_uid: trajectory for trajectory in committed.trajectories}
+    played = {one.meta.traj_uid: one.meta for one in segment_rows.trajectories(held.table)}
+    counted = {meta.traj_uid: meta for meta in committed.trajectories}
     wrong = []
     for traj_uid in sorted(counted.keys() - played.keys()):
         detail = f"trajectory {uid_text(traj_uid)} is counted, and has no row in the file"
@@ -207,22 +184,16 @@ def _compare(committed: Committed, held: segment_rows.Rows) -> list[tuple[str, s
         detail = f"trajectory {name} is seen in the file, and counted elsewhere or nowhere"
         wrong.append(("uncounted_rows", detail))
     for traj_uid in sorted(counted.keys() & played.keys()):
-        names = _differing(counted[traj_uid], played[traj_uid], columns=held.columns)
+        one, other = counted[traj_uid], played[traj_uid]
+        names = [
+            name
+            for name in TrajectoryMeta.__slots__
+            if not _same(getattr(one, name), getattr(other, name))
+        ]
         if names:
             detail = f"the catalog and the rows differ in {', '.join(names)}"
             wrong.append(("figures", f"trajectory {uid_text(traj_uid)}: {detail}"))
     return wrong
-
-
-def _differing(one: TrajectoryMeta, other: TrajectoryMeta, *, columns: frozenset[str]) -> list[str]:
-    """Return the figures that differ, of those that the file's columns tell."""
-    sources = {
-        "n_steps": "step_index",
-        "episode_return": "reward",
-        "invalid_steps": "is_action_valid",
-    }
-    names = [name for name in TrajectoryMeta.__slots__ if sources.get(name, name) in columns]
-    return [name for name in names if not _same(getattr(one, name), getattr(other, name))]
 
 
 def _same(one: object, other: object) -> bool:
@@ -235,32 +206,23 @@ def _stray(
     connection: sqlite3.Connection, layout: RunLayout, path: str, *, contents: bool
 ) -> Finding:
     """Judge a file beneath segments/ that the catalog does not know."""
-    root = layout.root
     if not SEGMENT_PATH.fullmatch(path):
-        detail = "no part of the store writes such a file"
-        return found("unknown_file", path, detail, root=root)
+        return found("unknown_file", path, "no part of the store writes such a file")
     if not contents:
-        return found("orphan", path, "it was never committed", root=root)
+        return found("orphan", path, "it was never committed")
     try:
-        held = segment_rows.open_rows(layout.storage.read(path), path=root / path)
+        held = segment_rows.open_rows(layout.storage.read(path), path=layout.root / path)
     except StoreError as unreadable:
         detail = f"it was never committed, and cannot be read: {unreadable}"
-        return found("orphan", path, detail, root=root)
+        return found("orphan", path, detail)
     if not layout.info.wrote(held.run_id):
         detail, remedy = f"it was written for run {held.run_id}", "move it to the run it is of"
-        return found("orphan", path, detail, root=root, remedy=remedy)
-    played = segment_rows.trajectories(held)
-    n_missing = 0
-    for trajectory in played:
-        n_missing += connection.execute(
-            """SELECT count(*) FROM grp WHERE group_uid = ? AND state = 'open'
-               AND NOT EXISTS (SELECT 1 FROM trajectory WHERE traj_uid = ?)""",
-            (trajectory.meta.group_uid, trajectory.meta.traj_uid),
-        ).fetchone()[0]
+        return found("orphan", path, detail, remedy=remedy)
+    played = segment_rows.trajectories(held.table)
+    query = """SELECT count(*) FROM grp WHERE group_uid = ? AND state = 'open'
+               AND NOT EXISTS (SELECT 1 FROM trajectory WHERE traj_uid = ?)"""
+    uids = [(one.meta.group_uid, one.meta.traj_uid) for one in played]
+    n_missing = sum(connection.execute(query, pair).fetchone()[0] for pair in uids)
     detail = f"it was never committed; {n_missing} of its {len(played)} trajectories are missing"
-    remedy = SWEPT
-    if n_missing:
-        remedy += (
-            ", and its trajectories are played again; to keep them: gigpo rebuild --force {root}"
-        )
-    return found("orphan", path, detail, root=root, remedy=remedy)
+    kept = ", and its trajectories are played again; to keep them: gigpo rebuild --force {root}"
+    return found("orphan", path, detail, remedy=SWEPT + kept if n_missing else SWEPT)

@@ -14,8 +14,7 @@ from store.clock import now_us
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.maintenance.compact import CompactionPolicy, merges
-from store.maintenance.retention import expire_old
-from store.maintenance.sweep import sweep_orphans, sweep_retired
+from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 
 COMPONENT = "maintainer"
 # Orphans were written before the catalog was opened, so there is no hurry.
@@ -74,8 +73,8 @@ class Maintainer:
         """Raise StoreError, with the cause, if the thread has failed."""
         if self._failure is not None:
             raise StoreError(
-                f"the maintainer of {self.layout.root} stopped: {self._failure!r}; mend that and "
-                "start the run again"
+                f"the maintainer of {self.layout.root} stopped: {self._failure!r}; "
+                "mend that and start the run again"
             ) from self._failure
 
     def close(self) -> None:
@@ -95,8 +94,7 @@ class Maintainer:
         except UnavailableError as error:
             unavailable = error
         keep_days, keep_versions = self.settings.keep_days, self.settings.keep_versions
-        if keep_days is not None or keep_versions is not None:
-            expire_old(self.catalog, self.layout, keep_days=keep_days, keep_versions=keep_versions)
+        expire_old(self.catalog, self.layout, keep_days=keep_days, keep_versions=keep_versions)
         sweep_retired(self.catalog, self.layout, window_s=self.settings.snapshot_window_s)
         if time.monotonic() >= self._orphans_at:
             self._foreign = sweep_orphans(
@@ -107,9 +105,8 @@ class Maintainer:
             raise unavailable
 
     def _merge(self) -> None:
-        results = merges(
-            self.catalog, self.layout, policy=self.settings.policy, skip=self._left_out
-        )
+        policy = self.settings.policy
+        results = merges(self.catalog, self.layout, policy=policy, skip=self._left_out)
         for result in itertools.islice(results, MERGES_PER_LOOK):
             self._left_out |= {*result.left_out}
             if self._stop.is_set():
@@ -117,9 +114,8 @@ class Maintainer:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(
-                self.settings.pause_s * (1 if self._waits_for is None else PATIENCE)
-            ):
+            pause_s = self.settings.pause_s
+            while not self._stop.wait(pause_s if self._waits_for is None else PATIENCE * pause_s):
                 self._work_or_wait()
         # The border of a thread: `check` raises the error in the owner's thread.
         except BaseException as error:  # noqa: BLE001
@@ -129,11 +125,9 @@ class Maintainer:
         try:
             # Logged at the next try: the disk of the catalog may have been full too.
             if self._waits_for is not None and self._waits_for[0] != self._said:
-                what, reason = self._waits_for
-                self.catalog.log(
-                    component=COMPONENT, what=what, detail=f"tried again until it works: {reason}"
-                )
-                self._said = what
+                self._said, reason = self._waits_for
+                detail = f"tried again until it works: {reason}"
+                self.catalog.log(component=COMPONENT, what=self._said, detail=detail)
             self.work()
             self._waits_for = self._said = None
         except (StoreError, OSError) as error:
@@ -150,10 +144,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if (
-            isinstance(error, sqlite3.Error)
-            and getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        ):
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             return True
         error = error.__cause__
     return False

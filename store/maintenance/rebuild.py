@@ -1,9 +1,12 @@
-"""Make a new catalog for a run whose own is lost or damaged.
+"""Make a new catalog or run.json for a run whose own is lost or damaged.
 
+    if is_lost(root):
+        lines = rebuild_run_json(root)
     report = rebuild(layout)
 
-The newest sound backup is taken, and the segment files that are newer than it are adopted. Without
-a backup the segments alone tell which groups and trajectories there are. What the catalog learned
+run.json is put back from the copy that was made with the run. A new catalog begins with the newest
+sound backup, and the segment files that are newer than it are adopted. Without a backup the
+segments alone tell which groups and trajectories there are. What the catalog learned
 after the backup (claims, trained steps, metrics, events) is gone: the run goes on from the
 checkpoint of the backup.
 
@@ -20,18 +23,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
-from store.atomic_write import READ_WRITE, write_atomically
+from store.atomic_write import READ_ONLY, READ_WRITE, write_atomically
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
 from store.catalog.database import Transaction, check_owner, shown_lsn, take_lock
 from store.catalog.groups import HELDOUT, TRAIN
 from store.catalog.records import IMPORTED
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
-from store.errors import StoreError, UnavailableError
+from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
 from store.hashing import file_digest, uid
-from store.layout import SEGMENT_PATH, RunLayout
+from store.layout import SEGMENT_PATH, RunInfo, RunLayout, parse_run_json
 from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
 from store.maintenance.fsck import NAMES, check
@@ -39,9 +42,17 @@ from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import Played, open_rows, trajectories
 from store.reading.manifest import export
 from store.segments import SegmentMeta
-from store.untrusted.file_access import names, status
+from store.untrusted.file_access import (
+    MAX_TEXT_BYTES,
+    is_directory,
+    is_file,
+    names,
+    read_bytes,
+    status,
+)
 
 COMPONENT = "rebuild"
+RUN_JSON_COPY = "backup/run.json"
 EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; their workers too
 LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
 ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
@@ -88,7 +99,7 @@ def rebuild(layout: RunLayout) -> Report:
         lost.append(f"{recovered.strangers} trajectories are no member of a known group")
     with Catalog.open(layout) as catalog:
         lost += repair(catalog, layout, check(layout, level=NAMES))  # files that are gone
-        report = _report(catalog, recovered, contents, lost=lost)
+        report = Report(recovered=_lines(catalog, recovered), lost=tuple(lost))
         for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
             for line in lines:
                 catalog.log(component=COMPONENT, what=what, detail=line)
@@ -107,9 +118,8 @@ def _base(layout: RunLayout) -> tuple[sqlite3.Connection, list[str]]:
     except StoreError as error:
         connection = empty_database()
         connection.executescript(SCHEMA)
-        connection.execute(
-            "INSERT INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)", (layout.info.run_id,)
-        )
+        query = "INSERT INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)"
+        connection.execute(query, (layout.info.run_id,))
         gone = "claims, trained steps, versions, checkpoints, metrics and events are gone"
         return connection, [f"there is no backup to begin with ({error}): {gone}"]
     row = connection.execute("SELECT max(learner_step) FROM checkpoint WHERE live = 1").fetchone()
@@ -139,7 +149,7 @@ def _scan(layout: RunLayout) -> Contents:
         except StoreError as error:
             rejected[path] = error
             continue
-        held = trajectories(rows)
+        held = trajectories(rows.table)
         played += held
         meta = SegmentMeta(
             segment_id=digest,
@@ -172,20 +182,16 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, contents: Conten
     connection.execute("UPDATE meta SET epoch = ?, lsn = ?, horizon_lsn = ?", (epoch, lsn - 1, lsn))
     tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
     groups = _new_groups(tx, contents.played)
-    foreign = {group.group_uid for group in groups if group.split == IMPORTED}
-    foreign |= {
-        row["group_uid"]
-        for row in tx.rows("SELECT group_uid FROM grp WHERE split = :split", split=IMPORTED)
-    }
+    query = "SELECT group_uid FROM grp WHERE split = :split"
+    foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}
+    foreign |= {group.group_uid for group in groups if group.split == IMPORTED}
     ours = [one for one in contents.played if one.meta.group_uid not in foreign]
     versions = _new_versions(tx, layout, ours)
     recovered = recover(tx, groups=groups, files=contents.files, versions=versions)
     connection.execute("UPDATE meta SET lsn = ?", (lsn,))
-    tables = [row["name"] for row in tx.rows("SELECT name FROM changed")]
-    connection.executemany(
-        "INSERT OR REPLACE INTO changed (name, lsn) VALUES (?, ?)",
-        [(name, lsn) for name in {*tables, *tx.touched}],
-    )
+    for name in tx.touched:
+        tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
+    tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
     connection.execute("COMMIT")
     return recovered
 
@@ -199,9 +205,8 @@ def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
             members.setdefault(trajectory.meta.group_uid, []).append(trajectory)
     addresses = dict(_addresses(tx, members))
     sizes = {split: _usual_size(tx, split, members) for split in (TRAIN, HELDOUT)}
-    row = tx.row("SELECT coalesce(max(ordinal), -1) AS n FROM grp WHERE split = :s", s=IMPORTED)
-    assert row is not None
-    n_imported = row["n"] + 1
+    query = "SELECT coalesce(max(ordinal), -1) + 1 AS n FROM grp WHERE split = :split"
+    n_imported = tx.rows(query, split=IMPORTED)[0]["n"]
     found = []
     for group_uid, held in members.items():
         # A uid that this run never makes was imported. Only the members in the files are expected.
@@ -236,9 +241,9 @@ def _addresses(
 ) -> Iterator[tuple[bytes, Address]]:
     """Yield the address of each group of this run, by trying: its uid is a hash of the address."""
     left = {group_uid for group_uid, held in members.items() if held[0].split == TRAIN}
-    row = tx.row("SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :s", s=TRAIN)
-    assert row is not None
-    for ordinal in range(row["n"] + ORDINALS_TRIED if left else 0):
+    query = "SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :split"
+    newest = tx.rows(query, split=TRAIN)[0]["n"]
+    for ordinal in range(newest + ORDINALS_TRIED if left else 0):
         group_uid = uid(tx.run_id, TRAIN, ordinal, None)
         if group_uid in left:
             left.remove(group_uid)
@@ -246,14 +251,11 @@ def _addresses(
             if not left:
                 break
     left = {group_uid for group_uid, held in members.items() if held[0].split == HELDOUT}
-    rounds = Counter(
-        row["purpose_version"]
-        for row in tx.rows("SELECT purpose_version FROM grp WHERE split = :split", split=HELDOUT)
-    )
-    row = tx.row("SELECT coalesce(max(version), 0) AS newest FROM version")
-    assert row is not None
+    query = "SELECT purpose_version FROM grp WHERE split = :split"
+    rounds = Counter(row["purpose_version"] for row in tx.rows(query, split=HELDOUT))
+    newest = tx.rows("SELECT coalesce(max(version), 0) AS n FROM version")[0]["n"]
     per_round = max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
-    for version in range(max([row["newest"], *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):
+    for version in range(max([newest, *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):
         for ordinal in range(per_round if left else 0):
             group_uid = uid(tx.run_id, HELDOUT, ordinal, version)
             if group_uid in left:
@@ -281,9 +283,8 @@ def _replace_catalog(layout: RunLayout, data: bytes) -> None:
     write_atomically(layout.catalog, data, mode=READ_WRITE, beneath=layout.root)
 
 
-def _report(
-    catalog: Catalog, recovered: Recovered, contents: Contents, *, lost: Sequence[str]
-) -> Report:
+def _lines(catalog: Catalog, recovered: Recovered) -> tuple[str, ...]:
+    """Return a line for each kind of thing that was recovered."""
     live = catalog.live_segments()
     n_steps = sum(segment.n_steps for segment in live)
     lines = [
@@ -296,4 +297,52 @@ def _report(
         lines.append(f"{recovered.moved} trajectories are read from a file that replaced theirs")
     if recovered.released:
         lines.append(f"the batches {list(recovered.released)} were claimed and are rolled back")
-    return Report(recovered=tuple(lines), lost=tuple(lost))
+    return tuple(lines)
+
+
+def is_lost(root: Path) -> bool:
+    """Return whether a run is at `root` whose run.json is missing, damaged or another run's.
+
+    Raises OtherFormatError if newer code wrote it.
+    """
+    root = root.absolute()
+    try:
+        info = _read_run_json(root, "run.json")
+    except FileNotFoundError:
+        files = ("catalog.sqlite", "manifest.json", RUN_JSON_COPY)
+        is_run = is_directory(root / "segments", root=root)
+        return is_run or any(is_file(root / name, root=root) for name in files)
+    except OtherFormatError:
+        raise
+    except FormatError:
+        return True
+    except (OSError, StoreError):  # RunLayout.open says what is wrong with it
+        return False
+    try:
+        return _read_run_json(root, RUN_JSON_COPY).run_id != info.run_id
+    except (OSError, StoreError):  # without a copy it stands alone
+        return False
+
+
+def rebuild_run_json(root: Path) -> list[str]:
+    """Put the copy back. Return lines for people. Raises StoreError if no copy can be read."""
+    root = root.absolute()
+    try:
+        data = read_bytes(root / RUN_JSON_COPY, root=root, at_most=MAX_TEXT_BYTES)
+        info = parse_run_json(data, name=str(root / RUN_JSON_COPY))
+    except (OSError, FormatError) as error:
+        raise StoreError(
+            f"run.json of {root} is lost or damaged, and {RUN_JSON_COPY} cannot be read ({error}); "
+            "put a backup of run.json back"
+        ) from error
+    layout = RunLayout(root=root, info=info)
+    if status(layout.run_json, root=root) is not None:
+        quarantine(layout, layout.run_json.name)
+    write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)
+    return [f"run.json of run {info.run_id}, from {RUN_JSON_COPY}"]
+
+
+def _read_run_json(root: Path, name: str) -> RunInfo:
+    """Raise FileNotFoundError, OSError, UnsafePathError or FormatError."""
+    data = read_bytes(root / name, root=root, at_most=MAX_TEXT_BYTES)
+    return parse_run_json(data, name=str(root / name))

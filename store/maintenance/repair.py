@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -58,12 +58,9 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
 
     `findings` are those of a check while `catalog` was owned.
     """
-    by_code: dict[str, dict[str, Finding]] = {}
-    for finding in findings:
-        by_code.setdefault(finding.what, {}).setdefault(finding.subject, finding)
 
     def subjects(what: str) -> list[str]:
-        return list(by_code.get(what, {}))
+        return list(dict.fromkeys(one.subject for one in findings if one.what == what))
 
     damaged: dict[str, Finding] = {}
     for finding in findings:
@@ -81,6 +78,10 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
     is_shown_anew = _set_exports_aside(catalog, layout, findings)
     if any(finding.what in OPEN_SQL_CODES for finding in findings):
         done.append(_write_open_sql(catalog, layout))
+    for path in subjects("backup_damaged"):
+        place = quarantine(layout, path)
+        catalog.log(component=COMPONENT, what="backup", detail=f"{path} moved to {place}")
+        done.append(f"{path}: moved to {place}; another is made when the repair ends")
     if done or is_shown_anew:
         lsn = export(catalog, layout)
         done += [f"the manifest was written anew, at lsn {lsn}"] if is_shown_anew else []
@@ -88,8 +89,8 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
 
 
 def _exclude(catalog: Catalog, layout: RunLayout, path: str) -> str:
-    held = trajectories(open_rows(layout.storage.read(path), path=layout.root / path))
-    n = catalog.exclude(path, [trajectory.meta.traj_uid for trajectory in held])
+    held = open_rows(layout.storage.read(path), path=layout.root / path)
+    n = catalog.exclude(path, [one.meta.traj_uid for one in trajectories(held.table)])
     return f"{path}: {n} trajectories in it are no longer seen"
 
 
@@ -114,16 +115,13 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
     elif is_file(layout.open_sql, root=layout.root):
         left = read_bytes(layout.open_sql, root=layout.root, at_most=MAX_TEXT_BYTES)
         make_directory(layout.quarantine, beneath=layout.root)
-        write_atomically(
-            layout.quarantine / layout.open_sql.name, left, mode=READ_ONLY, beneath=layout.root
-        )
-    if open_sql.restore_views(layout):
-        catalog.log(component=COMPONENT, what="open_sql", detail="its views were written again")
-        return "open.sql has the views of this code again; the run's macros stay as they were"
-    catalog.log(component=COMPONENT, what="open_sql", detail="it was written again")
-    return (
-        "open.sql was written again, with the views; the next start of the run adds advantages(...)"
-    )
+        aside = layout.quarantine / layout.open_sql.name
+        write_atomically(aside, left, mode=READ_ONLY, beneath=layout.root)
+    line = "open.sql has the views of this code again; the run's macros stay as they were"
+    if not open_sql.restore_views(layout):
+        line = "open.sql was written again; the next start of the run adds advantages(...)"
+    catalog.log(component=COMPONENT, what="open_sql", detail=line)
+    return line
 
 
 def quarantine(layout: RunLayout, path: str) -> str:
@@ -140,9 +138,8 @@ def quarantine(layout: RunLayout, path: str) -> str:
             rename(source, target, root=layout.root)
             sync_directory(target.parent, beneath=layout.root)
         else:  # the file in the other storage is damaged, not a copy fetched for reading
-            write_atomically(
-                target, memoryview(layout.storage.read(path)), mode=READ_ONLY, beneath=layout.root
-            )
+            data = memoryview(layout.storage.read(path))
+            write_atomically(target, data, mode=READ_ONLY, beneath=layout.root)
             layout.storage.remove(path)
     except UnsafePathError:
         raise
@@ -161,12 +158,11 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
     (meta,) = catalog.segment_metas([PurePosixPath(path).stem])
     rescued = _rescue(catalog, layout, meta) if finding.what in BYTES_ARE_GONE else None
     is_missing = finding.what in ("segment_missing", "retired_missing")
-    place = "nowhere" if is_missing else quarantine(layout, path)
+    place = None if is_missing else quarantine(layout, path)
     _write_note(layout, place, meta, finding)
     result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
-    line = (
-        f"{path}: moved to {place}; {result.rescued} trajectories rescued, {len(result.lost)} lost"
-    )
+    counts = f"{result.rescued} trajectories rescued, {len(result.lost)} lost"
+    line = f"{path}: moved to {place or 'nowhere'}; {counts}"
     line += f", {len(result.reopened)} groups are played again"
     return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
 
@@ -177,12 +173,14 @@ def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
     if data is None:
         raise StoreError(f"{path} has changed since it was checked; run fsck again")
     held = open_rows(data, path=layout.root / path)
-    figures = {
-        "digest": PurePosixPath(path).stem,
-        "n_bytes": data.size,
-        "n_steps": held.table.num_rows,
-    }
-    catalog.correct_segment(path, **figures, worker=held.worker, epoch=held.epoch)
+    catalog.correct_segment(
+        path,
+        digest=PurePosixPath(path).stem,
+        n_bytes=data.size,
+        n_steps=held.table.num_rows,
+        worker=held.worker,
+        epoch=held.epoch,
+    )
     return f"{path}: its row in the catalog is that of its file again; the file stays where it is"
 
 
@@ -190,40 +188,31 @@ def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
     """Let a file that was put back by hand count again, if it is what was committed."""
     data = _whole(layout, path)
     held = None if data is None else open_rows(data, path=layout.root / path)
-    if held is None or not layout.info.wrote(held.run_id) or malformed(held):
+    if held is None or not layout.info.wrote(held.run_id) or malformed(held.table):
         place = quarantine(layout, path)
         return f"{path}: what was put back is not what was committed; moved to {place}"
-    n = catalog.take_back(path, [trajectory.meta for trajectory in trajectories(held)])
+    n = catalog.take_back(path, [one.meta for one in trajectories(held.table)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 
-def _write_note(layout: RunLayout, place: str, meta: SegmentMeta, finding: Finding) -> None:
-    note = {
-        "was": meta.path,
-        "what": finding.what,
-        "why": finding.detail,
-        "set_aside_us": now_us(),
-        "held": [
-            {
-                "traj_uid": uid_text(trajectory.traj_uid),
-                "group_uid": uid_text(trajectory.group_uid),
-                "member": trajectory.member,
-            }
-            for trajectory in meta.trajectories
-        ],
-    }
+def _write_note(layout: RunLayout, place: str | None, meta: SegmentMeta, finding: Finding) -> None:
+    path = layout.quarantine / f"{meta.segment_id}.json"
+    if place is not None:
+        path = (layout.root / place).with_suffix(".json")
+    if status(path, root=layout.root) is not None:
+        return  # a crash came between this and the catalog; the first note knows why
+    held = [
+        {
+            "traj_uid": uid_text(trajectory.traj_uid),
+            "group_uid": uid_text(trajectory.group_uid),
+            "member": trajectory.member,
+        }
+        for trajectory in meta.trajectories
+    ]
+    note = {"was": meta.path, "what": finding.what, "why": finding.detail}
+    data = json.dumps({**note, "set_aside_us": now_us(), "held": held}, indent=1).encode()
     make_directory(layout.quarantine, beneath=layout.root)
-    name = (
-        layout.root / place
-        if place != "nowhere"
-        else layout.quarantine / f"{meta.segment_id}.parquet"
-    )
-    path = name.with_suffix(".json")
-    # a crash came between this and the catalog; the first note knows why
-    if status(path, root=layout.root) is None:
-        write_atomically(
-            path, json.dumps(note, indent=1).encode(), mode=READ_ONLY, beneath=layout.root
-        )
+    write_atomically(path, data, mode=READ_ONLY, beneath=layout.root)
 
 
 def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMeta | None:
@@ -242,19 +231,14 @@ def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMe
             found += [wanted.pop(traj_uid) for traj_uid in sorted(held)]
     if not tables:
         return None
-    return write_rows(
-        layout,
-        pa.concat_tables(tables),
-        trajectories=tuple(found),
-        worker=WORKER,
-        epoch=catalog.epoch,
-    )
+    table = pa.concat_tables(tables)
+    return write_rows(layout, table, trajectories=tuple(found), worker=WORKER, epoch=catalog.epoch)
 
 
 def _intact(layout: RunLayout, path: str) -> pa.Table | None:
     data = _whole(layout, path)
     try:
-        return None if data is None else decode(data, path=Path(path))
+        return None if data is None else decode(data, path=path)
     except FormatError:
         return None
 

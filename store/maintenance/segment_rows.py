@@ -13,24 +13,12 @@ from store.records import uid_text
 from store.segments import TrajectoryMeta, decode
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
-COLUMNS = [
-    "traj_uid",
-    "group_uid",
-    "task_id",
-    "split",
-    "member",
-    "won",
-    "task_score",
-    "episode_steps",
-    "step_index",
-    "version_min",
-    "version_max",
-    "reward",
-    "is_action_valid",
-    "anchor_text",
-    "state_hash",
-]
+# Columns whose values are the same in all rows of a trajectory, and all columns that are looked at.
 _FIRST = ("group_uid", "task_id", "split", "member", "won", "task_score", "episode_steps")
+COLUMNS = [
+    *("traj_uid", *_FIRST, "step_index", "version_min", "version_max", "reward"),
+    *("is_action_valid", "anchor_text", "state_hash"),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +28,6 @@ class Rows:
     run_id: str
     worker: str
     epoch: int
-    columns: frozenset[str]  # of the file; a column that it lacks is null in `table`
     table: pa.Table  # COLUMNS
 
 
@@ -60,36 +47,36 @@ def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
         file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
         read_table(file, source, n_bytes=data.size, name=path, columns=None)
         metadata = file.schema_arrow.metadata or {}
-        run_id, worker, epoch = (
-            metadata[name].decode() for name in (b"run_id", b"worker", b"epoch")
-        )
+        names = (b"run_id", b"worker", b"epoch")
+        run_id, worker, epoch = (metadata[name].decode() for name in names)
         number = int(epoch)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
             f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
         ) from error
     table = decode(data, path=path, columns=COLUMNS)
-    return Rows(
-        run_id=run_id,
-        worker=worker,
-        epoch=number,
-        columns=frozenset(file.schema_arrow.names),
-        table=table,
-    )
+    return Rows(run_id=run_id, worker=worker, epoch=number, table=table)
 
 
-def trajectories(rows: Rows) -> tuple[Played, ...]:
-    """Return each trajectory's figures as its worker computed them: rewards in the rows' order."""
-    figures = rows.table.group_by("traj_uid", use_threads=False).aggregate(
-        [
-            *[(name, "first") for name in _FIRST],
-            ("step_index", "count"),
-            ("reward", "sum"),
-            ("is_action_valid", "sum"),
-            ("is_action_valid", "count"),
-            ("version_min", "min"),
-            ("version_max", "max"),
-        ]
+def trajectories(table: pa.Table) -> tuple[Played, ...]:
+    """Return each trajectory's figures as its worker computed them: rewards in the rows' order.
+
+    `table` has COLUMNS, and may have others.
+    """
+    figures = (
+        table.select(COLUMNS)
+        .group_by("traj_uid", use_threads=False)
+        .aggregate(
+            [
+                *[(name, "first") for name in _FIRST],
+                ("step_index", "count"),
+                ("reward", "sum"),
+                ("is_action_valid", "sum"),
+                ("is_action_valid", "count"),
+                ("version_min", "min"),
+                ("version_max", "max"),
+            ]
+        )
     )
     return tuple(
         Played(
@@ -112,18 +99,25 @@ def trajectories(rows: Rows) -> tuple[Played, ...]:
     )
 
 
-def malformed(rows: Rows) -> list[tuple[str, str]]:
-    """Return (code, detail) of trajectories that are not whole and of wrong state hashes."""
+def malformed(table: pa.Table) -> list[tuple[str, str]]:
+    """Return (code, detail) of trajectories that are not whole and of wrong state hashes.
+
+    `table` has COLUMNS, and may have others.
+    """
     wrong = []
-    steps = rows.table.group_by("traj_uid").aggregate(
-        [
-            ("step_index", "min"),
-            ("step_index", "max"),
-            ("step_index", "count_distinct"),
-            ("step_index", "count"),
-            ("episode_steps", "min"),
-            ("episode_steps", "max"),
-        ]
+    steps = (
+        table.select(COLUMNS)
+        .group_by("traj_uid")
+        .aggregate(
+            [
+                ("step_index", "min"),
+                ("step_index", "max"),
+                ("step_index", "count_distinct"),
+                ("step_index", "count"),
+                ("episode_steps", "min"),
+                ("episode_steps", "max"),
+            ]
+        )
     )
     for row in steps.to_pylist():
         n, name = row["step_index_count"], uid_text(row["traj_uid"])
@@ -134,10 +128,10 @@ def malformed(rows: Rows) -> list[tuple[str, str]]:
         elif (row["episode_steps_min"], row["episode_steps_max"]) != (n, n):
             detail = f"trajectory {name} has {n} of its {row['episode_steps_max']} rows"
             wrong.append(("episode_steps", detail))
-    if rows.columns >= {"anchor_text", "state_hash"}:
-        for row in rows.table.group_by(["anchor_text", "state_hash"]).aggregate([]).to_pylist():
-            text, digest = row["anchor_text"], row["state_hash"]
-            if digest != (None if text is None else state_hash(text)):
-                detail = f"the state hash of {text!r:.80} is {digest and digest.hex()}, another's"
-                wrong.append(("state_hash", detail))
+    states = table.select(["anchor_text", "state_hash"])
+    for row in states.group_by(states.column_names).aggregate([]).to_pylist():
+        text, digest = row["anchor_text"], row["state_hash"]
+        if digest != (None if text is None else state_hash(text)):
+            detail = f"the state hash of {text!r:.80} is {digest and digest.hex()}, another's"
+            wrong.append(("state_hash", detail))
     return wrong

@@ -1,4 +1,9 @@
-"""Remove files that nobody needs.
+"""Retire old trajectories, and remove files that nobody needs.
+
+Trajectories are retired file by file. The catalog keeps the rows of their groups. A file is kept
+while it holds a group that is still to be played or trained on. It is also kept while it holds a
+group that was trained on after the oldest checkpoint on disk: going back to that checkpoint makes
+the group available again.
 
 A retired file goes when the snapshot window has passed and neither a pinned reader nor the manifest
 shows it. An orphan was written and never committed. One from before this owner opened the catalog
@@ -18,11 +23,43 @@ from store.clock import US_PER_S, now_us
 from store.layout import SEGMENT_PATH, RunLayout
 from store.reading.manifest import read_manifest
 from store.reading.pins import oldest_pinned_lsn
-from store.untrusted.file_access import names, remove, status, walk
+from store.untrusted.file_access import is_directory, names, remove, status, walk
 
 COMPONENT = "sweep"
 ORPHAN_GRACE_S = 3600.0  # the clock of a file server may differ from ours
 NAMED_AT_MOST = 5  # in one event
+SECONDS_PER_DAY = 86_400
+
+
+def expire_old(
+    catalog: Catalog, layout: RunLayout, *, keep_days: float | None, keep_versions: int | None
+) -> tuple[str, ...]:
+    """Retire files older than `keep_days` that none of the newest `keep_versions` versions sampled.
+
+    If both limits are given, both must be passed. Return the segment ids. Their files stay on disk
+    for the snapshot window.
+    """
+    newest = catalog.latest_version()
+    before_us = below = None
+    if keep_days is not None:
+        before_us = now_us() - round(keep_days * SECONDS_PER_DAY * US_PER_S)
+    if keep_versions is not None and newest is not None:
+        below = newest.version - keep_versions + 1
+    if before_us is None and below is None:  # the catalog would take every file
+        return ()
+    kept = [
+        point.learner_step
+        for point in catalog.live_checkpoints()
+        if is_directory(layout.root / point.path, root=layout.root)
+    ]
+    expired = catalog.expirable(
+        completed_before_us=before_us, below_version=below, oldest_checkpoint=min(kept, default=0)
+    )
+    if expired:
+        catalog.expire(expired)
+        detail = f"{len(expired)} files by keep_days={keep_days} keep_versions={keep_versions}"
+        catalog.log(component="retention", what="expired", detail=detail)
+    return expired
 
 
 def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tuple[str, ...]:
@@ -38,9 +75,8 @@ def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tu
         return ()
     pinned = oldest_pinned_lsn(layout)
     shown = manifest.lsn if pinned is None else min(pinned, manifest.lsn)
-    retired = catalog.removable(
-        retired_before_us=now_us() - round(window_s * US_PER_S), pinned_lsn=shown
-    )
+    before_us = now_us() - round(window_s * US_PER_S)
+    retired = catalog.removable(retired_before_us=before_us, pinned_lsn=shown)
     if not retired:
         return ()
     catalog.mark_removed(retired)
@@ -60,11 +96,8 @@ def sweep_orphans(
     """
     before_us = min(opened_us, now_us() - round(ORPHAN_GRACE_S * US_PER_S))
     known = catalog.known_paths()
-    unknown = [
-        file
-        for file in layout.storage.files(layout.relative(layout.segments))
-        if file.path not in known
-    ]
+    files = layout.storage.files(layout.relative(layout.segments))
+    unknown = [file for file in files if file.path not in known]
     foreign = tuple(file.path for file in unknown if not SEGMENT_PATH.fullmatch(file.path))
     orphans = [
         file.path for file in unknown if file.modified_us < before_us and file.path not in foreign
@@ -76,18 +109,10 @@ def sweep_orphans(
     ]
     for path in unfinished:
         remove(layout.root / path, root=layout.root)
-    _log(
-        catalog,
-        what="removed",
-        paths=[*orphans, *unfinished],
-        kind="files that were never committed",
-    )
-    _log(
-        catalog,
-        what="foreign",
-        paths=[path for path in foreign if path not in named],
-        kind="files left alone, not ours",
-    )
+    removed = [*orphans, *unfinished]
+    _log(catalog, what="removed", paths=removed, kind="files that were never committed")
+    new = [path for path in foreign if path not in named]
+    _log(catalog, what="foreign", paths=new, kind="files left alone, not ours")
     return foreign
 
 

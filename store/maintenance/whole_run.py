@@ -13,11 +13,9 @@ from store.layout import RunLayout
 from store.maintenance.compact import COMPACTION_POLICY, merges
 from store.maintenance.finding import Finding
 from store.maintenance.fsck import CATALOG, CONTENTS, FATAL, NAMES, check
-from store.maintenance.rebuild import rebuild
+from store.maintenance.rebuild import is_lost, rebuild, rebuild_run_json
 from store.maintenance.repair import REPAIRED_WARNINGS, repair
-from store.maintenance.retention import expire_old
-from store.maintenance.run_json import is_lost, rebuild_run_json
-from store.maintenance.sweep import sweep_orphans, sweep_retired
+from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 from store.reading import open_sql
 from store.reading.manifest import export
 
@@ -98,7 +96,8 @@ def rebuild_run(run: Path, *, force: bool, say: Callable[[str], None]) -> None:
     for line in run_json:
         say(f"recovered  {line}")
     layout = RunLayout.open(run)
-    if not force and not _catalog_is_lost(layout):
+    of_catalog = [] if force else [finding.what for finding in check(layout, level=CATALOG)]
+    if not force and FATAL.isdisjoint(of_catalog):
         if run_json:  # only run.json was lost
             return
         raise StoreError(
@@ -110,7 +109,3 @@ def rebuild_run(run: Path, *, force: bool, say: Callable[[str], None]) -> None:
         say(f"recovered  {line}")
     for line in report.lost:
         say(f"lost       {line}")
-
-
-def _catalog_is_lost(layout: RunLayout) -> bool:
-    return any(finding.what in FATAL for finding in check(layout, level=CATALOG))

@@ -1,5 +1,4 @@
-"""Decode Parquet within bounds. A small file can stand for any number of bytes: a text stored once,
-and repeated.
+"""Decode Parquet within bounds: a small file can repeat one text any number of times.
 
     table = read_table(pa.BufferReader(data), n_bytes=data.size, name=path)
 
@@ -46,15 +45,10 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
     )
     # Arrow would repeat its values only after they were counted.
     if any("dictionary<" in str(kind) for kind in file.schema_arrow.types):
-        raise FormatError(
-            f"{name} has a column of coded values: no run wrote it; restore it from a backup"
-        )
+        raise _not_ours(f"{name} has a column of coded values")
     n_rows = file.metadata.num_rows
     if not 0 <= n_rows <= MAX_ROWS + n_bytes:
-        raise FormatError(
-            f"{name} has {n_rows:,} rows in {n_bytes:,} bytes: no run wrote it; restore it from a "
-            "backup"
-        )
+        raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
     return file
 
 
@@ -66,28 +60,23 @@ def read_table(
     Raises FormatError if they are larger than any run wrote. Arrow's errors pass through.
     """
     at_most = MAX_DECODED_BYTES + MAX_RATIO * n_bytes
-    n_rows = min(
-        BATCH_ROWS, max(1, BATCH_BYTES // max(1, _repeatable_bytes(file, source, name=name)))
-    )
+    n_rows = BATCH_BYTES // max(1, _repeatable_bytes(file, source, name=name))
+    chosen = None if columns is None else list(columns)
     decoded, batches = 0, []
     for batch in file.iter_batches(
-        n_rows, columns=None if columns is None else list(columns), use_threads=False
+        min(BATCH_ROWS, max(1, n_rows)), columns=chosen, use_threads=False
     ):
         decoded += batch.nbytes
         if decoded > at_most:
-            text = f"{name} stands for more than {at_most:,} bytes in {n_bytes:,}: no run wrote it"
-            raise FormatError(f"{text}; restore it from a backup")
+            raise _not_ours(f"{name} stands for more than {at_most:,} bytes in {n_bytes:,}")
         batches.append(batch)
     if batches:
         return pa.Table.from_batches(batches)
-    # A file without rows gives no batch.
-    return file.read(columns=None if columns is None else list(columns), use_threads=False)
+    return file.read(columns=chosen, use_threads=False)  # a file without rows gives no batch
 
 
 def _repeatable_bytes(file: pq.ParquetFile, source: Any, *, name: object) -> int:
-    """Return the size of the dictionaries in the largest row group. One row may repeat all of
-    it.
-    """
+    """Return the size of the dictionaries in the largest row group: one row may repeat it all."""
     metadata = file.metadata
     largest = 0
     for number in range(metadata.num_row_groups):
@@ -106,7 +95,7 @@ def _dictionary_sizes(group: Any, source: Any, *, name: object) -> Iterator[int]
         if header[:2] == DICTIONARY_PAGE:
             yield _page_bytes(header, name=name)
         elif header[:2] not in DATA_PAGES:
-            raise _strange_page(name)
+            raise _not_ours(f"{name} has a page with a strange beginning")
 
 
 def _page_bytes(header: bytes, *, name: object) -> int:
@@ -116,10 +105,8 @@ def _page_bytes(header: bytes, *, name: object) -> int:
         value |= (byte & 0x7F) << (7 * position)
         if byte < 0x80 and header[2] == NUMBER:
             return value >> 1  # its lowest bit is the sign
-    raise _strange_page(name)
+    raise _not_ours(f"{name} has a page of no size")
 
 
-def _strange_page(name: object) -> FormatError:
-    return FormatError(
-        f"{name} has a page that begins as no run writes it; restore it from a backup"
-    )
+def _not_ours(fault: str) -> FormatError:
+    return FormatError(f"{fault}: no run wrote it; restore it from a backup")

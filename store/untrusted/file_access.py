@@ -17,8 +17,8 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from store.errors import UnsafePathError
@@ -27,8 +27,7 @@ from store.hashing import HASH_BYTES
 # of run.json, config.yaml, open.sql, driver.json: far more than in any run
 MAX_TEXT_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 1 << 30  # a manifest names every file of a run
-# Levels below a directory that is walked. A run has three, and a user's files in logs/ may have
-# more.
+# Levels below a directory that is walked. A run has three; a user's files in logs/ may have more.
 MAX_DEPTH = 16
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -54,9 +53,8 @@ def opened_parent(path: Path, *, root: Path) -> Iterator[tuple[int, str]]:
     """Give the descriptor of the directory that holds `path`, and the name in it."""
     names = _names(path, root)
     if not names:
-        raise UnsafePathError(
-            errno.EINVAL, f"{path} is the directory {root} itself; name a file in it"
-        )
+        text = f"{path} is the directory {root} itself; name a file in it"
+        raise UnsafePathError(errno.EINVAL, text)
     descriptor = open_directory(root.joinpath(*names[:-1]), root=root)
     try:
         yield descriptor, names[-1]
@@ -73,13 +71,11 @@ def open_file(path: Path, *, root: Path, flags: int = os.O_RDONLY, mode: int = 0
 def open_file_in(
     directory: int, name: str, *, path: Path, flags: int = os.O_RDONLY, mode: int = 0o666
 ) -> int:
-    """Open a regular file of an open directory. `path` is its name in errors. The caller closes
-    the descriptor.
+    """Open a regular file of an open directory, which errors name `path`.
+
+    The caller closes the descriptor.
     """
-    if "\0" in name:
-        raise UnsafePathError(
-            errno.EINVAL, f"{name!r} has a null byte in it; no run names such a file"
-        )
+    _check_no_null(name)
     try:
         descriptor = os.open(name, flags | _WITHOUT_WAITING, mode, dir_fd=directory)
     except OSError as error:
@@ -97,13 +93,10 @@ def open_file_in(
     raise _no_file(path)
 
 
-def read_bytes(path: Path, *, root: Path, at_most: int | None = None) -> bytes:
-    """Return the content of a regular file. Raises UnsafePathError if it has more than `at_most`
-    bytes.
-    """
+def read_bytes(path: Path, *, root: Path, at_most: int) -> bytes:
+    """Return the content of a regular file. Raises UnsafePathError beyond `at_most` bytes."""
     with open(open_file(path, root=root), "rb") as file:
-        if at_most is not None:
-            _check_size(file.fileno(), path, at_most=at_most)
+        _check_size(file.fileno(), path, at_most=at_most)
         return file.read()
 
 
@@ -111,9 +104,8 @@ def digest(path: Path, *, root: Path, at_most: int) -> str:
     """Return the digest of a regular file that may be larger than memory."""
     with open(open_file(path, root=root), "rb") as file:
         _check_size(file.fileno(), path, at_most=at_most)
-        return hashlib.file_digest(
-            file, lambda: hashlib.blake2b(digest_size=HASH_BYTES)
-        ).hexdigest()
+        hashed = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH_BYTES))
+        return hashed.hexdigest()
 
 
 def read_text(path: Path, *, root: Path, errors: str = "strict") -> str:
@@ -148,11 +140,8 @@ def is_directory(path: Path, *, root: Path) -> bool:
 
 def remove(path: Path, *, root: Path) -> None:
     """Remove a file or a link. Do nothing if it is not there."""
-    try:
-        with opened_parent(path, root=root) as (directory, name):
-            os.unlink(name, dir_fd=directory)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), opened_parent(path, root=root) as (directory, name):
+        os.unlink(name, dir_fd=directory)
 
 
 def remove_tree(path: Path, *, root: Path) -> None:
@@ -160,17 +149,14 @@ def remove_tree(path: Path, *, root: Path) -> None:
 
     Raises UnsafePathError, before anything is removed, for a tree deeper than MAX_DEPTH.
     """
-    try:
-        with opened_parent(path, root=root) as (directory, name):
-            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            if stat.S_ISDIR(found.st_mode):
-                for _ in walk(path, root=root):  # checks the depth, because rmtree is recursive
-                    pass
-                shutil.rmtree(name, dir_fd=directory)
-            else:
-                os.unlink(name, dir_fd=directory)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), opened_parent(path, root=root) as (directory, name):
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if stat.S_ISDIR(found.st_mode):
+            for _ in walk(path, root=root):  # checks the depth, because rmtree is recursive
+                pass
+            shutil.rmtree(name, dir_fd=directory)
+        else:
+            os.unlink(name, dir_fd=directory)
 
 
 def rename(path: Path, target: Path, *, root: Path) -> None:
@@ -207,9 +193,7 @@ def walk(path: Path, *, root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _walk(descriptor: int, path: Path, *, n_levels: int) -> Iterator[tuple[Path, os.stat_result]]:
-    """Give the files beneath an open directory, and close it. Each level has one descriptor
-    open.
-    """
+    """Give the files beneath an open directory, and close it. Each level has one descriptor."""
     try:
         with os.scandir(descriptor) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
@@ -241,7 +225,7 @@ def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
     except OSError as error:
         is_link = error.errno == errno.ELOOP
         if error.errno == errno.ENOTDIR:  # Linux says this for a link too
-            is_link = _is_link(name, directory)
+            is_link = stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
         if is_link:
             raise _a_link(path) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -250,53 +234,42 @@ def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
 def _check_size(descriptor: int, path: Path, *, at_most: int) -> None:
     n_bytes = os.fstat(descriptor).st_size
     if n_bytes > at_most:
-        raise UnsafePathError(
-            errno.EFBIG,
-            f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it; "
-            "restore it from a backup",
-        )
+        text = f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it"
+        raise UnsafePathError(errno.EFBIG, f"{text}; restore it from a backup")
 
 
 def _names(path: Path, root: Path) -> tuple[str, ...]:
-    """Return the names from `root` down to `path`. Raises UnsafePathError if it is not beneath
-    the root.
-    """
-    if "\0" in str(path):
-        raise UnsafePathError(
-            errno.EINVAL, f"{str(path)!r} has a null byte in it; no run names such a file"
-        )
+    """Return the names from `root` down to `path`. Raises UnsafePathError if it is elsewhere."""
+    _check_no_null(str(path))
     try:
         names = path.relative_to(root).parts
     except ValueError:
         names = ("..",)
     if ".." in names:
-        raise UnsafePathError(
-            errno.EXDEV, f"{path} is not beneath {root}; a run names only files of its own"
-        )
+        text = f"{path} is not beneath {root}; a run names only files of its own"
+        raise UnsafePathError(errno.EXDEV, text)
     return names
 
 
-def _has_kind(path: Path, root: Path, is_kind: object) -> bool:
+def _check_no_null(name: str) -> None:
+    if "\0" in name:
+        text = f"{name!r} has a null byte in it; no run names such a file"
+        raise UnsafePathError(errno.EINVAL, text)
+
+
+def _has_kind(path: Path, root: Path, is_kind: Callable[[int], bool]) -> bool:
     try:
         found = status(path, root=root)
     except UnsafePathError:
         return False
-    assert callable(is_kind)
-    return found is not None and bool(is_kind(found.st_mode))
-
-
-def _is_link(name: str, directory: int) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    return found is not None and is_kind(found.st_mode)
 
 
 def _a_link(path: Path) -> UnsafePathError:
-    return UnsafePathError(
-        errno.ELOOP,
-        f"{path} is or lies behind a symbolic link, and a run has none; remove the link",
-    )
+    text = f"{path} is or lies behind a symbolic link, and a run has none; remove the link"
+    return UnsafePathError(errno.ELOOP, text)
 
 
 def _no_file(path: Path) -> UnsafePathError:
-    return UnsafePathError(
-        errno.EINVAL, f"{path} is no regular file but a FIFO, a socket or a device; remove it"
-    )
+    text = f"{path} is no regular file but a FIFO, a socket or a device; remove it"
+    return UnsafePathError(errno.EINVAL, text)

@@ -9,9 +9,7 @@ INT64_MAX = 2**63 - 1  # SQLite, Parquet and DuckDB take no larger number
 
 
 def parse_object(data: bytes | str) -> dict[str, object]:
-    """Return the JSON object in `data`. Raises ValueError for another value, or for deep
-    nesting.
-    """
+    """Return the JSON object in `data`. Raises ValueError for other values and deep nesting."""
     try:
         content = json.loads(data)
     except RecursionError as error:

@@ -28,6 +28,7 @@ MAX_CHARACTERS = 2**20  # of a text; the settings of a run have some 5,000
 MAX_EVENTS = 100_000  # of the YAML parser: about one for each value
 # The YAML scanner looks at every open collection of a line for each character behind it.
 MAX_DEPTH = 64  # of open collections; the settings of a run have 5
+Collection = dict[str, object] | list[object]
 NULLS = ("", "~", "null", "Null", "NULL")
 
 
@@ -40,9 +41,8 @@ def parse_settings_text(text: object) -> dict[str, object]:
     if not isinstance(text, str):
         raise ValueError(f"they are no text but a {type(text).__name__}")
     if len(text) > MAX_CHARACTERS:
-        raise ValueError(
-            f"they have {len(text):,} characters; settings have at most {MAX_CHARACTERS:,}"
-        )
+        n = f"{len(text):,} characters"
+        raise ValueError(f"they have {n}; settings have at most {MAX_CHARACTERS:,}")
     try:
         content = _content(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.YAMLError as error:
@@ -65,7 +65,7 @@ def setting(settings: dict[str, object], key: str) -> object:
 def _content(events: Iterable[Event]) -> object:
     """Return the value that the events describe. Raises ValueError for more than a run writes."""
     whole: list[object] = []
-    open_collections: list[dict[str, object] | list[object]] = [whole]
+    open_collections: list[Collection] = [whole]
     keys: list[str | None] = [None]  # of each open collection: the key whose value comes next
 
     def add(value: object) -> None:
@@ -75,8 +75,12 @@ def _content(events: Iterable[Event]) -> object:
         elif key is not None:
             collection[key] = value
             keys[-1] = None
+        elif not isinstance(value, str):
+            raise ValueError("they have a key that is a collection")
+        elif value in collection:
+            raise ValueError(f"they have the key {value!r:.80} twice")
         else:
-            keys[-1] = _new_key(value, collection)
+            keys[-1] = value
 
     for number, event in enumerate(events):
         if number >= MAX_EVENTS:
@@ -94,9 +98,7 @@ def _content(events: Iterable[Event]) -> object:
             is_null = event.style is None and event.value in NULLS and not is_key
             add(None if is_null else event.value)
         elif isinstance(event, MappingStartEvent | SequenceStartEvent):
-            collection: dict[str, object] | list[object] = (
-                {} if isinstance(event, MappingStartEvent) else []
-            )
+            collection: Collection = {} if isinstance(event, MappingStartEvent) else []
             add(collection)
             open_collections.append(collection)
             keys.append(None)
@@ -106,11 +108,3 @@ def _content(events: Iterable[Event]) -> object:
             open_collections.pop()
             keys.pop()
     return whole[0] if whole else None
-
-
-def _new_key(value: object, collection: dict[str, object]) -> str:
-    if not isinstance(value, str):
-        raise ValueError("they have a key that is a collection")
-    if value in collection:
-        raise ValueError(f"they have the key {value!r:.80} twice")
-    return value

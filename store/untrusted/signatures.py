@@ -1,5 +1,4 @@
-"""Sign the runs that this user made. Settings are followed in signed runs only; other runs are
-read.
+"""Sign the runs that this user made. Settings are followed in signed runs only.
 
     sign_run(run, config=None)         # by the process that makes a run, or trusts one
     made_by_this_user(run)             # True, also for a copy, and after a move
@@ -45,23 +44,19 @@ def state_directory() -> Path:
 
 
 def made_by_this_user(run: Path) -> bool:
-    """Return whether this user made or trusted the run, and its run.json and config.yaml are
-    unchanged.
+    """Return whether this user made or trusted the run, and nobody changed its settings since.
 
-    Raises StoreError if others can read the user's key.
+    These are run.json and config.yaml. Raises StoreError if others can read the user's key.
     """
     key = _key()
     if key is None:
         return False
     run = run.absolute()
     try:
-        signed = _signed(run)
-        texts = {RUN_JSON: read_bytes(run / RUN_JSON, root=run, at_most=MAX_TEXT_BYTES)}
-        if status(run / CONFIG, root=run) is not None:
-            texts[CONFIG] = read_bytes(run / CONFIG, root=run, at_most=MAX_TEXT_BYTES)
+        signed, texts = _signed(run), _texts(run)
     except OSError:  # also for a link
         return False
-    return all(_signature(key, name, text) in signed for name, text in texts.items())
+    return all(_signature(key, name, text) in signed for name, text in texts)
 
 
 def sign_run(run: Path, *, config: bytes | None) -> bool:
@@ -74,9 +69,7 @@ def sign_run(run: Path, *, config: bytes | None) -> bool:
         return False
     run = run.absolute()
     try:
-        texts = [(RUN_JSON, read_bytes(run / RUN_JSON, root=run, at_most=MAX_TEXT_BYTES))]
-        if status(run / CONFIG, root=run) is not None:
-            texts.append((CONFIG, read_bytes(run / CONFIG, root=run, at_most=MAX_TEXT_BYTES)))
+        texts = _texts(run)
     except UnsafePathError:
         raise
     except OSError as error:
@@ -92,16 +85,20 @@ def sign_run(run: Path, *, config: bytes | None) -> bool:
     return True
 
 
+def _texts(run: Path) -> list[tuple[str, bytes]]:
+    """Return the names and texts that a signature is of: run.json, and config.yaml if there."""
+    names = [RUN_JSON] if status(run / CONFIG, root=run) is None else [RUN_JSON, CONFIG]
+    return [(name, read_bytes(run / name, root=run, at_most=MAX_TEXT_BYTES)) for name in names]
+
+
 def _signature(key: bytes, name: str, text: bytes) -> str:
     return hmac.new(key, f"async-gigpo {name}\0".encode() + text, hashlib.sha256).hexdigest()
 
 
 def _signed(run: Path) -> list[str]:
     try:
-        content = json_values.parse_object(
-            read_bytes(run / SIGNED, root=run, at_most=MAX_TEXT_BYTES)
-        )
-        return list(json_values.texts(content, "signatures"))
+        text = read_bytes(run / SIGNED, root=run, at_most=MAX_TEXT_BYTES)
+        return list(json_values.texts(json_values.parse_object(text), "signatures"))
     except (FileNotFoundError, ValueError):
         return []
 
@@ -117,8 +114,8 @@ def _key() -> bytes | None:
         found, key = os.fstat(descriptor), file.read(KEY_BYTES + 1)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077 or len(key) != KEY_BYTES:
         raise StoreError(
-            f"{path} is not this user's alone, or not a key; remove it: the next new run makes "
-            "another"
+            f"{path} is not this user's alone, or not a key; remove it: "
+            "the next new run makes another"
         )
     return key
 

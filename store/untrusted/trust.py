@@ -41,9 +41,8 @@ def trust(run: Path) -> None:
     """Count the run as one of this user's. Raises StoreError if there is no run."""
     root = run.absolute()
     if not is_file(root / RUN_JSON, root=root):
-        raise FormatError(
-            f"{run} is not a run directory, so --trust says nothing about it; leave it out"
-        )
+        text = f"{run} is not a run directory, so --trust says nothing about it"
+        raise FormatError(f"{text}; leave it out")
     try:
         is_signed = sign_run(run, config=None)
     except UnsafePathError:
@@ -55,16 +54,12 @@ def trust(run: Path) -> None:
 
 
 def is_trusted(run: Path) -> bool:
-    """Return whether this user made or trusts the run. Raises StoreError if others can read the
-    key.
-    """
+    """Return whether this user made or trusts the run. Raises StoreError for a key others know."""
     return run.resolve() in _trusted_now or made_by_this_user(run)
 
 
 def check_trusted(run: Path) -> None:
-    """Raise StoreError for a run that this user neither made nor trusts. Name what its settings
-    would do.
-    """
+    """Raise StoreError, naming what its settings do, unless this user made or trusts the run."""
     if is_trusted(run):
         return
     named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(run, key)]
@@ -76,24 +71,16 @@ def check_trusted(run: Path) -> None:
 
 
 def _values(run: Path, key: str) -> list[str]:
-    """Return the values of a setting in config.yaml and run.json, each once, as text for a
-    terminal.
-    """
-    found: list[str] = []
-    for settings in _settings(run):
-        text = _shown(setting(settings, key))
-        if text and text not in found:
-            found.append(text)
-    return found
+    """Return the values of a setting, each once, as text for a terminal."""
+    shown = [_shown(setting(settings, key)) for settings in _settings(run)]
+    return list(dict.fromkeys(filter(None, shown)))
 
 
 def _shown(value: object) -> str:
     """Return a setting in ASCII, cut. Collections within a collection are not shown."""
     if isinstance(value, Mapping):
-        items = [
-            f"{_shown_one(key)}: {_shown_one(one)}"
-            for key, one in islice(value.items(), SHOWN_ITEMS)
-        ]
+        some = islice(value.items(), SHOWN_ITEMS)
+        items = [f"{_shown_one(key)}: {_shown_one(one)}" for key, one in some]
     elif isinstance(value, list):
         items = [_shown_one(one) for one in value[:SHOWN_ITEMS]]
     else:
@@ -108,17 +95,10 @@ def _shown_one(value: object) -> str:
 def _settings(run: Path) -> list[dict[str, object]]:
     """Return the settings of config.yaml and of run.json, as far as they can be read."""
     root = run.absolute()
-    texts: list[str] = []
-    with suppress(OSError, ValueError):
-        texts.append(read_text(root / CONFIG, root=root))
-    with suppress(OSError, ValueError):
-        texts.append(
-            json_values.text(
-                json_values.parse_object(read_text(root / RUN_JSON, root=root)), "config_yaml"
-            )
-        )
     found: list[dict[str, object]] = []
-    for text in texts:
-        with suppress(ValueError):
-            found.append(parse_settings_text(text))
+    with suppress(OSError, ValueError):
+        found.append(parse_settings_text(read_text(root / CONFIG, root=root)))
+    with suppress(OSError, ValueError):
+        run_json = json_values.parse_object(read_text(root / RUN_JSON, root=root))
+        found.append(parse_settings_text(json_values.text(run_json, "config_yaml")))
     return found

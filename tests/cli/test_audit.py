@@ -36,8 +36,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.exchange.offline_import import take_sources
-from store.exchange.offline_source import parse_source
+from store.exchange.offline_import import parse_source, take_sources
 from tests.support.store_samples import make_step, make_trajectory, open_train_group
 
 GROUPS, GROUPS_PER_BATCH = 5, 2  # two batches were trained on; the last group waits

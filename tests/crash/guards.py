@@ -25,12 +25,13 @@ from store import (
 )
 from store.atomic_write import READ_ONLY, write_once
 from store.exchange.datasets import export_selection, import_selection
-from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.repair import repair
 from store.reading.mirror import fetch_run
 from store.segments import SegmentMeta
+from tests.support.store_runs import compact_once
 from tests.support.store_samples import make_step, make_trajectory, open_train_group
 
 POLICY = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=1 << 20)

@@ -314,7 +314,7 @@ CHECKS = [
             ),
             (
                 "an import",
-                "exchange/dataset_directory.py",
+                "exchange/datasets.py",
                 "file_digest(data) != part.digest:",
                 "False:",
                 "import_notices_changed_bytes",

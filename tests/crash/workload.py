@@ -24,9 +24,10 @@ from store import (
 )
 from store.atomic_write import make_directory
 from store.maintenance import sweep
-from store.maintenance.compact import CompactionPolicy, compact_once
-from store.maintenance.retention import expire_old
+from store.maintenance.compact import CompactionPolicy
+from store.maintenance.sweep import expire_old
 from store.reading import manifest
+from tests.support.store_runs import compact_once
 from tests.support.store_samples import make_trajectory
 
 RUN_ID = uuid.UUID(int=7)

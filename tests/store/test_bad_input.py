@@ -29,13 +29,20 @@ from store import (
 )
 from store.atomic_write import write_atomically
 from store.clock import US_PER_S
-from store.maintenance.compact import compact_once
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.sweep import sweep_retired
 from store.reading.query import connect
 from store.reading.reader import open_run
 from tests.support.store_damage import mounted, no_file_may_grow, no_space_left
-from tests.support.store_runs import MERGE_TWO, copy_run, fingerprint, flip, make_run, rewrite
+from tests.support.store_runs import (
+    MERGE_TWO,
+    compact_once,
+    copy_run,
+    fingerprint,
+    flip,
+    make_run,
+    rewrite,
+)
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 

@@ -36,12 +36,12 @@ from store import (
     write_segment,
 )
 from store.maintenance import maintainer as maintainer_module
-from store.maintenance.compact import choose, compact_once, file_limit, in_group_order
-from store.maintenance.retention import expire_old
-from store.maintenance.sweep import ORPHAN_GRACE_S, sweep_orphans, sweep_retired
+from store.maintenance.compact import choose, file_limit, in_group_order
+from store.maintenance.sweep import ORPHAN_GRACE_S, expire_old, sweep_orphans, sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin
 from store.reading.query import connect
+from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from store import Catalog, RunLayout, StoreError, export, fork, write_open_sql, write_segment
-from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from store.reading.query import connect
 from tests.crash.commands import make_forkable_run
 from tests.support.store_damage import ask, mounted
-from tests.support.store_runs import fingerprint
+from tests.support.store_runs import compact_once, fingerprint
 from tests.support.store_samples import make_trajectory, make_unfinished, open_train_group, play
 
 MERGE_TWO = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=64 * 1024**2)

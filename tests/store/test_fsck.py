@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sqlite3
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -24,13 +25,13 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.maintenance.compact import compact_once
+from store.maintenance.backup import read_backup
 from store.maintenance.fsck import CATALOG, CONTENTS, NAMES, check
 from store.maintenance.repair import repair
 from store.maintenance.sweep import sweep_orphans, sweep_retired
 from store.reading.query import connect
 from tests.support.store_damage import DAMAGE, FOR_REBUILD, ONLY_IN_CONTENTS, WARNINGS, ask
-from tests.support.store_runs import MERGE_TWO, copy_run, fingerprint, flip, rewrite
+from tests.support.store_runs import MERGE_TWO, compact_once, copy_run, fingerprint, flip, rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 
@@ -100,6 +101,59 @@ def test_200_of_200_flipped_bits_are_caught_by_the_read_and_by_fsck(tmp_path: Pa
             ("segment_damaged", meta.path)
         ]
         rewrite(path, whole)
+    assert check(layout, level=CONTENTS) == []
+
+
+def of_another_run(backup: Path) -> None:
+    backup.chmod(0o644)
+    with closing(sqlite3.connect(backup)) as database:
+        database.execute(f"UPDATE meta SET run_id = '{'0' * 32}'")
+        database.commit()
+
+
+PAGE_BYTES = 4096  # of an SQLite file
+BAD_BACKUPS = {
+    "is empty": lambda backup: rewrite(backup, b""),
+    "file is not a database": lambda backup: rewrite(backup, b"\0" * backup.stat().st_size),
+    "malformed": lambda backup: rewrite(backup, backup.read_bytes()[: backup.stat().st_size // 2]),
+    "cannot be read as a catalog": lambda backup: flip(
+        backup, 8 * 4 * PAGE_BYTES
+    ),  # the kind of a page
+    "catalog_foreign": of_another_run,
+}
+
+
+@pytest.mark.parametrize("why", BAD_BACKUPS)
+def test_a_backup_that_no_rebuild_can_begin_with_is_found_and_made_anew(
+    layout: RunLayout, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BAD_BACKUPS[why](layout.backup)
+    damaged = layout.backup.read_bytes()
+    assert main(["fsck", "--quick", str(layout.root)]) == 0  # it looks into no file
+    (finding,) = check(layout, level=CONTENTS)
+    assert (finding.what, finding.subject) == ("backup_damaged", "backup/catalog.sqlite")
+    assert why in finding.detail
+    assert f"the next checkpoint makes another, or gigpo fsck --repair {layout.root}" == (
+        finding.remedy
+    )
+    assert layout.backup.read_bytes() == damaged
+    capsys.readouterr()
+    assert main(["fsck", "--repair", str(layout.root)]) == 0
+    assert "moved to quarantine/catalog.sqlite; another is made" in capsys.readouterr().out
+    assert (layout.quarantine / "catalog.sqlite").read_bytes() == damaged
+    read_backup(layout).close()
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_checkpoint_replaces_a_damaged_backup(layout: RunLayout) -> None:
+    flip(layout.backup, 8 * 4 * PAGE_BYTES)
+    with Catalog.open(layout) as catalog:
+        catalog.record_checkpoint(learner_step=1, path="checkpoints/step000001", version=2)
+        assert check(layout, level=CONTENTS) == []
+
+
+def test_a_run_without_a_backup_is_whole(layout: RunLayout) -> None:
+    layout.backup.unlink()
     assert check(layout, level=CONTENTS) == []
 
 

@@ -16,8 +16,7 @@ from store import (
     restart_points,
     trained_step,
 )
-from store.maintenance.compact import compact_once
-from tests.support.store_runs import MERGE_TWO
+from tests.support.store_runs import MERGE_TWO, compact_once
 from tests.support.store_samples import open_train_group, play
 
 

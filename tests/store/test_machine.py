@@ -25,10 +25,9 @@ from store import (
     read_segments,
     write_segment,
 )
-from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import CATALOG, check
-from store.maintenance.retention import expire_old
-from store.maintenance.sweep import sweep_orphans, sweep_retired
+from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 from tests.support.store_model import (
     SEEN_BY_SQL,
     STATES,
@@ -40,6 +39,7 @@ from tests.support.store_model import (
     look_at,
     new_run,
 )
+from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory
 
 # `make test-crash` has 500

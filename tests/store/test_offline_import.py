@@ -34,16 +34,14 @@ from store.catalog.batches import release
 from store.catalog.groups import insert_trajectories
 from store.catalog.imported_groups import has_offline_groups, rounds
 from store.exchange.datasets import export_selection, import_selection
-from store.exchange.offline_import import take_sources
-from store.exchange.offline_source import TakenSource, parse_source
-from store.maintenance.compact import compact_once
+from store.exchange.offline_import import TakenSource, parse_source, take_sources
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.repair import repair
-from store.maintenance.retention import expire_old
+from store.maintenance.sweep import expire_old
 from store.reading.query import connect
 from tests.support.learner_loop import fast_directory
-from tests.support.store_runs import MERGE_TWO, flip
+from tests.support.store_runs import MERGE_TWO, compact_once, flip
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 VERSION_HERE, BOUND = 3, 1

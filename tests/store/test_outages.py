@@ -30,7 +30,6 @@ from store import (
     now_us,
     storage,
 )
-from store.maintenance.compact import compact_once
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.sweep import sweep_orphans
@@ -41,7 +40,7 @@ from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
 from store.untrusted import file_access as beneath
 from tests.support.store_damage import a_file
-from tests.support.store_runs import fingerprint, flip
+from tests.support.store_runs import compact_once, fingerprint, flip
 from tests.support.store_samples import open_train_group, play
 
 ANYTHING = CompactionPolicy(fan_in=2, max_live_files=1, min_file_bytes=1 << 20)

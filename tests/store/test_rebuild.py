@@ -26,13 +26,12 @@ from store import (
 )
 from store.exchange.datasets import export_selection, import_selection
 from store.exchange.fork import fork
-from store.maintenance.compact import compact_once
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.sweep import sweep_retired
 from store.reading.query import connect
 from tests.support.store_damage import edit
-from tests.support.store_runs import MERGE_TWO, fingerprint, flip, make_run, rewrite
+from tests.support.store_runs import MERGE_TWO, compact_once, fingerprint, flip, make_run, rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 # Every row of the catalog, without its times of leases and heartbeats.

@@ -29,7 +29,7 @@ from store import (
     write_segment,
 )
 from store.exchange.datasets import export_selection, import_selection, live_files
-from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.compact import CompactionPolicy
 from store.maintenance.sweep import sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.mirror import fetch_run, mirror
@@ -39,6 +39,7 @@ from store.remote_directory import local_directory, publish_directory
 from tests.crash import elsewhere
 from tests.crash.lab import scratch, workers
 from tests.store.test_crash import evenly
+from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 
 BUCKET = "bucket"

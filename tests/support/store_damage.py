@@ -176,6 +176,7 @@ DAMAGE: Mapping[str, Callable[[RunLayout], object]] = {
     "figures": tampered(column("reward", lambda values: [value + 1 for value in values])),
     "missing_rows": tampered(lambda table: table.filter(pc.equal(table["member"], 0))),
     "uncounted_rows": edit("DELETE FROM duplicate"),
+    "backup_damaged": lambda layout: rewrite(layout.backup, b"SQLite format 3\0"),
     "manifest_missing": lambda layout: layout.manifest.unlink(),
     "manifest_damaged": lambda layout: layout.manifest.write_text(layout.manifest.read_text()[:-9]),
     "manifest_foreign": manifest(run_id="0" * 32),
@@ -217,7 +218,7 @@ ONLY_IN_CONTENTS = {
         "state_hash",
         "figures",
     ),
-    *("missing_rows", "uncounted_rows", "export_damaged", "retired_damaged"),
+    *("missing_rows", "uncounted_rows", "export_damaged", "retired_damaged", "backup_damaged"),
 }
 FOR_REBUILD = {  # repair does not guess which of two records is right
     *(

@@ -34,7 +34,6 @@ US_PER_S = 1_000_000
 FAST_DISK = Path("/dev/shm")  # every transaction is synced, and nothing here is about the disk
 CLOCKS = (
     "store.catalog.database",
-    "store.maintenance.retention",
     "store.maintenance.sweep",
     "store.reading.manifest",
 )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from store import Catalog, RunLayout, export, write_open_sql, write_segment
-from store.maintenance.compact import CompactionPolicy, compact_once
+from store.maintenance.compact import CompactionPolicy, CompactionResult, merges
 from tests.support.store_samples import make_trajectory, make_unfinished, open_train_group, play
 
 MERGE_TWO = CompactionPolicy(fan_in=2, max_live_files=500, min_file_bytes=64 * 1024**2)
+
+
+def compact_once(
+    catalog: Catalog, layout: RunLayout, *, policy: CompactionPolicy, skip: Collection[str]
+) -> CompactionResult | None:
+    """Do the next merge; None if none is due."""
+    return next(merges(catalog, layout, policy=policy, skip=skip), None)
 
 
 def make_run(root: Path) -> RunLayout:
