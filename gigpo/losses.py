@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from gigpo.lazy_torch import torch
 from gigpo.tokens import (
@@ -35,12 +35,12 @@ class PolicyLoss:
     """A policy loss per token.
 
     loss_N     float32/64 [N], differentiable in logprobs_N; corrections multiply it
-    clipped_N  bool [N], True where the trust region leaves the token no gradient
+    clipped_N  bool [N], True where the trust region leaves the token no gradient; None without one
     penalty_N  float32/64 [N] or None; added afterwards, so that no correction changes it
     """
 
     loss_N: torch.Tensor
-    clipped_N: torch.Tensor
+    clipped_N: torch.Tensor | None = None
     penalty_N: torch.Tensor | None = None
 
 
@@ -48,7 +48,6 @@ class Loss(Protocol):
     """The interface of an entry of POLICY_LOSSES: settings by keyword, called on Tokens."""
 
     name: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __call__(self, tokens: Tokens) -> PolicyLoss: ...
 
@@ -169,10 +168,7 @@ class Cispo:
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         ratio_N = torch.exp(policy_log_ratio(tokens))
         weight_N = torch.clamp(ratio_N, min=1.0 - self.clip_low, max=1.0 + self.clip_high)
-        return PolicyLoss(
-            loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
-            clipped_N=torch.zeros_like(tokens.advantages_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,10 +256,7 @@ class Sapo:
             tokens.advantages_N > 0, self.tau_positive
         )
         gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0)) * 4.0 / tau_N
-        return PolicyLoss(
-            loss_N=-tokens.advantages_N * gate_N,
-            clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-tokens.advantages_N * gate_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,10 +281,7 @@ class Topr:
         weight_N = torch.clamp(torch.exp(policy_log_ratio(tokens)), max=1.0).masked_fill(
             tokens.advantages_N >= 0, 1.0
         )
-        return PolicyLoss(
-            loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
-            clipped_N=torch.zeros_like(weight_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,10 +298,7 @@ class Reinforce:
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N))
-        return PolicyLoss(
-            loss_N=-tokens.advantages_N * ratio_N,
-            clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-tokens.advantages_N * ratio_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,10 +308,7 @@ class BehaviourCloning:
     name: ClassVar[str] = "behaviour_cloning"
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
-        return PolicyLoss(
-            loss_N=-tokens.logprobs_N,
-            clipped_N=torch.zeros_like(tokens.logprobs_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-tokens.logprobs_N)
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
@@ -340,7 +324,7 @@ def _check_clip(clip_low: float, clip_high: float) -> None:
 
 # To add a loss: write its class above, add it here, give its usual corrections in `objective.py`
 # (DEFAULT_PAIRING) and its numbers a section in `configs/schema.py` (LossConfig). Combinations that
-# make no sense are refused in `compatibility.py`.
+# make no sense are refused there.
 POLICY_LOSSES: Final[Mapping[str, type[Loss]]] = MappingProxyType(
     {
         loss.name: loss

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from learner.distributed.deepspeed_setup import from_all_ranks
 from learner.distributed.optimizer_state import (
     KINDS,
     Parameters,
@@ -50,7 +51,6 @@ from learner.files.atomic_directory import (
 )
 from learner.files.safetensors_writer import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
-from learner.training.update_stats import from_all_ranks
 from printable import UserError
 from store import files_digest, parse_object, whole
 

@@ -16,6 +16,7 @@ from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
+from learner.files.atomic_directory import prune_oldest
 from learner.interface import (
     LEARNER_STEP,
     CollapseError,
@@ -23,7 +24,6 @@ from learner.interface import (
     NonFiniteWeightsError,
     StarvationError,
 )
-from learner.publishing.publish import prune_versions, weight_files
 from learner.rank_group import RankGroup
 from learner.training.alarms import (
     ALARM,
@@ -33,16 +33,17 @@ from learner.training.alarms import (
     StarvationDeadline,
     non_finite_weights,
 )
-from learner.training.step_metrics import StepClock, StepTimes, step_metrics
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import StepClock, StepTimes, UpdateStats, step_metrics
 from store import (
     Batch,
     CheckpointRecord,
     RollBack,
     RunLayout,
     VersionRecord,
+    WeightFileError,
     files_digest,
     publish_directory,
+    weight_files,
 )
 
 POLL_S = 0.05  # between two checks for a finished batch or a request to stop
@@ -176,7 +177,11 @@ class Learner:
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
         assert newest is not None, "a checkpoint follows a version"
-        return files_digest(weight_files(self.layout.root / newest.path)) == newest.digest
+        try:
+            files = weight_files(self.layout.root / newest.path)
+        except WeightFileError:
+            return False
+        return files_digest(files) == newest.digest
 
     def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
         """Yield the batch of each learner step, while the next one is prepared in a thread."""
@@ -264,7 +269,7 @@ class Learner:
         )
         self.coordinator.publish(record).get()
         self.version = version
-        prune_versions(self.layout.weights, keep=keep)
+        prune_oldest(self.layout.weights, keep=keep)
 
     def _settle(
         self, batch: PreparedBatch, updates: list[UpdateStats], times: StepTimes

@@ -32,7 +32,7 @@ from learner.interface import RankError
 from learner.publishing.broadcast_sender import Broadcast
 from learner.publishing.publish import publish_weights
 from learner.training.engine import Engine
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import UpdateStats
 from store import RunLayout, broadcast
 
 # Without a limit a rank that waits for devices held by others would block the start for ever.

@@ -31,8 +31,7 @@ import configs
 from configs import Config
 from gigpo import prepare_advantages
 from learner.data.batch_loader import make_loader, prepare_batch
-from learner.distributed.deepspeed_setup import PARTITIONED
-from learner.distributed.device import device_text, nondeterminism_note
+from learner.distributed.deepspeed_setup import PARTITIONED, device_text, nondeterminism_note
 from learner.distributed.private_ray import (
     RAY_HIDES_GPUS,
     make_ray_directory,

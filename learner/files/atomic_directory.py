@@ -12,7 +12,7 @@
     # from here on it is whole for every reader
     background.wait()    # from here on it survives a power cut
 
-    prune_oldest(Path("weights"), keep=4, kept=frozenset())
+    prune_oldest(Path("weights"), keep=4)
 
 Imports the standard library only: the tests of power cuts load this file by itself.
 """
@@ -23,7 +23,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -134,7 +134,7 @@ class BackgroundFsync:
                 raise OSError(error.errno, text) from error
 
 
-def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
+def prune_oldest(parent: Path, *, keep: int, kept: Collection[str] = ()) -> list[str]:
     """Remove all directories but `kept` and the last `keep` by name. Return the removed names.
 
     Unfinished directories of dead writers are removed too.

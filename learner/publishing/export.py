@@ -20,9 +20,16 @@ from learner.files.atomic_directory import new_directory
 from learner.model.lora import add_adapters, merged, write_adapter
 from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
-from learner.publishing.publish import weight_files, write_weights
+from learner.publishing.publish import write_weights
 from printable import UserError
-from store import RunLayout, VersionRecord, check_trusted, files_digest, local_directory
+from store import (
+    RunLayout,
+    VersionRecord,
+    check_trusted,
+    files_digest,
+    local_directory,
+    weight_files,
+)
 
 # Places of a base model made for a run: of one without model.path, and of one that clones it.
 MADE_BASE_MODELS = ("base/policy", "untrained")

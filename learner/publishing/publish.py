@@ -4,7 +4,6 @@
     digest = publish_weights(
         engine.weights(), Path("weights/v000008"), source_dir=base, fsync=fsync, send=None
     )
-    prune_versions(Path("weights"), keep=4)
 
 The digest is that of `safetensors_writer.write_shards`.
 """
@@ -22,12 +21,10 @@ from learner.files.atomic_directory import (
     BackgroundFsync,
     atomic_directory,
     new_directory,
-    prune_oldest,
 )
 from learner.files.safetensors_writer import SHARD_BYTES, Send, write_shards
 from store import StoreError
 
-WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
 # All files but the weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 # Maps tensors to files, if there are several.
@@ -68,11 +65,6 @@ def publish_weights(
         return _write(weights, unfinished, source_dir=Path(source_dir), send=send)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files of a model directory, in the order of their digest."""
-    return sorted(directory.glob(WEIGHTS_PATTERN))
-
-
 def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     """Copy a model directory. `dest` appears whole or not at all.
 
@@ -92,11 +84,6 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
             )
 
 
-def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
-    """Remove all but the newest `keep` versions. Return the removed names."""
-    return prune_oldest(weights_dir, keep=keep, kept=frozenset())
-
-
 def _write(
     weights: Iterable[tuple[str, torch.Tensor]],
     directory: Path,
@@ -113,7 +100,7 @@ def _write(
             yield name, tensor
 
     shards = write_shards(
-        noting_dtypes(), directory, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES, send=send
+        noting_dtypes(), directory, stem="model", shard_bytes=SHARD_BYTES, send=send
     )
     if len(dtypes) != 1:
         raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")

@@ -18,8 +18,7 @@ import pyarrow as pa
 from configs import Config
 from learner.data.batch_loader import PreparedBatch, Update
 from learner.interface import BadUpdatesError, NonFiniteWeightsError, StarvationError
-from learner.training.step_metrics import LENGTH
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import LENGTH, UpdateStats
 from store import uid_text
 
 BAD_UPDATE = "bad update"

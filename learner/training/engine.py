@@ -27,26 +27,21 @@ from configs import LearnerConfig, LossConfig, ModelConfig
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
 from learner.distributed.deepspeed_setup import (
+    adapters_in_tf32,
     forget_gradient,
+    from_all_ranks,
     initialize,
     join_ranks,
     own_elements,
+    prepare_device,
 )
-from learner.distributed.device import adapters_in_tf32, prepare_device
 from learner.distributed.optimizer_state import trainable
 from learner.interface import NonFiniteWeightsError
 from learner.model.lora import adapters_off, add_adapters, merged
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import names_to_publish
 from learner.objective import objective_of
-from learner.training.update_stats import (
-    Pass,
-    UpdateStats,
-    from_all_ranks,
-    gathered,
-    token_values,
-    update_stats,
-)
+from learner.training.step_metrics import Pass, UpdateStats, gathered, token_values, update_stats
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
