@@ -9,6 +9,7 @@ in a learner step the real ones mix the groups' rows, and later ones see changed
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,10 +95,13 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
     trained = {uid: part for uid, part in parts.items() if part.batches}
     gradients, total = _gradients(engine, list(trained.values())) if trained else ([], None)
     gradient_of = dict(zip(trained, gradients, strict=True))
-    trajectories = [one for segment in batch.batch.segments for one in segment.trajectories]
+    members = defaultdict(list)
+    for segment in batch.batch.segments:
+        for trajectory in segment.trajectories:
+            members[trajectory.group_uid].append(trajectory)
     groups = []
     for group in batch.batch.groups:
-        mine = [one for one in trajectories if one.group_uid == group.group_uid]
+        mine = members[group.group_uid]
         returns = [trajectory.episode_return for trajectory in mine]
         groups.append(
             ExplainedGroup(
@@ -123,17 +127,17 @@ def table(explanation: Explanation) -> Table:
     for name in (*GROUP_COLUMNS, *GRADIENT_COLUMNS):
         shown.add_column(name, justify="right", no_wrap=True)
     for group in explanation.groups:
-        returns = f"{group.return_min:g}..{group.return_max:g}"
-        first = [
+        figures = ["-"] * len(GRADIENT_COLUMNS)
+        if group.gradient is not None:
+            figures = _figures(group.gradient)
+        shown.add_row(
             uid_text(group.group_uid)[:SHOWN_UID_DIGITS],
             Path(group.task_id).name,
             f"{group.n_won}/{group.n_members}",
-        ]
-        staleness = "-" if group.staleness is None else str(group.staleness)
-        figures = (
-            ["-"] * len(GRADIENT_COLUMNS) if group.gradient is None else _figures(group.gradient)
+            f"{group.return_min:g}..{group.return_max:g}",
+            "-" if group.staleness is None else str(group.staleness),
+            *figures,
         )
-        shown.add_row(*first, returns, staleness, *figures)
     if explanation.total is not None:
         n_members = sum(group.n_members for group in explanation.groups)
         n_won = sum(group.n_won for group in explanation.groups)
@@ -165,16 +169,9 @@ def _figures(gradient: GroupGradient) -> list[str]:
 
 
 def _group_rows(engine: Engine, rows: pa.Table, group_uid: bytes) -> _GroupRows:
-    mine = rows.filter(
-        pc.equal(rows["group_uid"], pa.scalar(group_uid, rows.schema.field("group_uid").type))
-    )
-    learner = engine.learner
-    batches = micro_batches(
-        mine,
-        micro_batch_tokens=learner.micro_batch_tokens,
-        merge_steps=learner.merge_steps,
-        ranks=1,
-    )
+    mine = rows.filter(pc.equal(rows["group_uid"], pa.scalar(group_uid, rows["group_uid"].type)))
+    tokens, merges = engine.learner.micro_batch_tokens, engine.learner.merge_steps
+    batches = micro_batches(mine, micro_batch_tokens=tokens, merge_steps=merges, ranks=1)
     return _GroupRows(rows=mine, batches=batches)
 
 
@@ -209,7 +206,9 @@ def _gradients(
             )
             # `backward` would add to the gradient that DeepSpeed collects for the step.
             _add(gradient, torch.autograd.grad(loss, parameters, allow_unused=True))
-            seen.append(_ratios_and_clips(batch, values_6N.cpu()))
+            logprobs_N, clipped_N = values_6N[0].cpu(), values_6N[4].cpu()
+            ratio_N = torch.exp(logprobs_N - batch.behaviour_logprobs_N)  # pi / mu
+            seen.append(torch.stack([ratio_N, clipped_N]))
         _add(sum_gradient, gradient)
         groups.append(_summary(part.rows, torch.cat(seen, dim=1), gradient))
         all_seen_2N += seen
@@ -224,21 +223,12 @@ def _add(totals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None
 
 
 def _number_rows(parts: Sequence[_GroupRows]) -> list[MicroBatch]:
-    """Return all micro-batches with consecutive row numbers.
-
-    The corrections take equal rows_N for one sequence.
-    """
+    """Return all micro-batches with consecutive row numbers: equal rows_N are one sequence."""
     batches, before = [], 0
     for part in parts:
         batches += [replace(batch, rows_N=batch.rows_N + before) for batch in part.batches]
         before += part.rows.num_rows
     return batches
-
-
-def _ratios_and_clips(batch: MicroBatch, values_6N: torch.Tensor) -> torch.Tensor:
-    """Return [2, N]: pi / mu, and 1 for each clipped token."""
-    logprobs_N, clipped_N = values_6N[0], values_6N[4]
-    return torch.stack([torch.exp(logprobs_N - batch.behaviour_logprobs_N), clipped_N])
 
 
 def _summary(

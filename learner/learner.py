@@ -35,7 +35,6 @@ from learner.training.alarms import (
 )
 from learner.training.step_metrics import StepClock, StepTimes, UpdateStats, step_metrics
 from store import (
-    Batch,
     CheckpointRecord,
     RollBack,
     RunLayout,
@@ -71,7 +70,9 @@ class Learner:
         self.config, self.stopping = setup.config, stopping
         self.coordinator = CoordinatorClient(coordinator, component="learner")
         self.layout = RunLayout.open(Path(self.config.run_dir))
-        self.loader = make_loader(self.config, self.layout, claim=self._claim)
+        self.loader = make_loader(
+            self.config, self.layout, claim=lambda version: self.coordinator.claim(version).get()
+        )
         self.heart = Heartbeat(self.coordinator.heartbeat)
         with ExitStack() as after_failure:
             after_failure.callback(self.heart.close)
@@ -145,10 +146,9 @@ class Learner:
             self.version = point.latest_version
         else:  # version numbers are never used twice
             self._publish(point.latest_version + 1)
+        instead = f"going on from learner step {self.step} instead"
         for fault in faults:
-            self._notice(
-                "checkpoint left out", f"going on from learner step {self.step} instead: {fault}"
-            )
+            self._notice("checkpoint left out", f"{instead}: {fault}")
         return restored_lines(
             point.rolled_back,
             faults,
@@ -311,9 +311,6 @@ class Learner:
         """Report that the loop works, and that its next report comes `within_s`."""
         self.heart.promise(None, waits_s=0.0, within_s=within_s)
 
-    def _claim(self, version: int) -> Batch | None:
-        return self.coordinator.claim(version).get()
-
     def _notice(self, what: str, detail: str) -> None:
         self.coordinator.notice(what, detail).get()
 
@@ -345,26 +342,25 @@ def restored_lines(
         n = rolled_back.learner_steps
         lost.append(f"{_counted(n, 'learner step')}, which {_be(n)} trained again")
     if too_old:
+        stay = "stays" if too_old == 1 else "stay"
         lost.append(
             f"{_counted(too_old, 'complete group')}, of those or of others, too old for version "
-            f"{version} (max_staleness={max_staleness}), which "
-            f"{'stays' if too_old == 1 else 'stay'} in the store as stale (fewer with a smaller "
-            "learner.checkpoint_every)"
+            f"{version} (max_staleness={max_staleness}), which {stay} in the store as stale (fewer "
+            "with a smaller learner.checkpoint_every)"
         )
     again, n_open, n_kept = rolled_back.groups, rolled_back.open, rolled_back.trajectories
-    kept = _counted(n_kept, "trajectory", "trajectories")
+    kept = f"{n_kept} trajector{'y' if n_kept == 1 else 'ies'}"
     return (
         f"continues at learner step {learner_step} as version {version}{left_out}; "
         f"{_counted(again, 'group')} consumed after the checkpoint {_be(again)} available again, "
-        f"{_counted(n_open, 'unfinished group')} {_be(n_open)} played first; "
-        f"{kept} {_be(n_kept)} kept\n"
-        f"thrown away: {'; '.join(lost) or 'nothing'}"
+        f"{_counted(n_open, 'unfinished group')} {_be(n_open)} played first; {kept} {_be(n_kept)} "
+        f"kept\nthrown away: {'; '.join(lost) or 'nothing'}"
     )
 
 
-def _counted(n: int, one: str, many: str | None = None) -> str:
+def _counted(n: int, noun: str) -> str:
     """Return a number and its noun: `1 group`, `2 groups`."""
-    return f"{n} {one if n == 1 else many or one + 's'}"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _be(n: int) -> str:

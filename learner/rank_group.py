@@ -132,13 +132,10 @@ class RankGroup:
 
         Within one machine it is the loopback address: it needs no name and passes every firewall.
         """
-        asked = [peer.node.remote() for peer in self.peers]
-        nodes = [
-            self._answer(call, rank=rank, timeout_s=START_TIMEOUT_S)
-            for rank, call in enumerate(asked, start=1)
-        ]
-        here = ray.get_runtime_context().get_node_id()
-        return LOOPBACK if set(nodes) == {here} else ray.util.get_node_ip_address()
+        nodes = {ray.get_runtime_context().get_node_id()}
+        for rank, call in enumerate([peer.node.remote() for peer in self.peers], start=1):
+            nodes.add(self._answer(call, rank=rank, timeout_s=START_TIMEOUT_S))
+        return LOOPBACK if len(nodes) == 1 else ray.util.get_node_ip_address()
 
     def _run_on_all(
         self, own: Callable[[], Answer], others: Callable[..., object], *arguments: object

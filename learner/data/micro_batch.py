@@ -25,7 +25,8 @@ their tokens together, N its response tokens, M micro-batches, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -89,10 +90,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = value.to(device)
-        return MicroBatch(**values)
+        tensors = {name: v.to(device) for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors)
 
 
 def split_updates(
@@ -189,13 +188,14 @@ class _Columns:
 
 
 def _columns(rows: pa.Table) -> _Columns:
+    has_images = "images" in rows.column_names and rows["images"].null_count < rows.num_rows
     columns = _Columns(
         prompts=lists(rows, "prompt_ids"),
         responses=lists(rows, "response_ids"),
         logprobs=lists(rows, "response_logprobs"),
         advantages_R=rows["advantage"].to_numpy(),
         staleness_R=rows["staleness"].to_numpy(),
-        images=_image_column(rows),
+        images=rows["images"] if has_images else None,
     )
     unequal = np.flatnonzero(columns.responses.lengths_R != columns.logprobs.lengths_R)
     if unequal.size:
@@ -222,29 +222,23 @@ def _micro_batch(columns: _Columns, together: Sequences, chosen_S: NDArray[np.in
     n_response_S = columns.responses.lengths_R[last_S]
     bounds_S1 = np.concatenate([[0], np.cumsum(n_prompt_S + n_response_S - 1)])
     input_ids_T = np.empty(bounds_S1[-1], dtype=np.int64)
-    input_ids_T[ranges(bounds_S1[:-1], n_prompt_S)] = columns.prompts.of(last_S, drop_last=False)
+    input_ids_T[ranges(bounds_S1[:-1], n_prompt_S)] = columns.prompts.of(last_S)
     input_ids_T[ranges(bounds_S1[:-1] + n_prompt_S, n_response_S - 1)] = columns.responses.of(
         last_S, drop_last=True
     )
     first_K = np.repeat(bounds_S1[:-1], n_rows_S) + columns.prompts.lengths_R[rows_K] - 1
     n_response_K = columns.responses.lengths_R[rows_K]
+    advantages_K = columns.advantages_R[rows_K].astype(np.float32)
+    staleness_K = columns.staleness_R[rows_K].astype(np.int64)
     return MicroBatch(
         input_ids_T=torch.from_numpy(input_ids_T),
         position_ids_T=torch.from_numpy(ranges(np.zeros_like(last_S), np.diff(bounds_S1))),
         bounds_S1=torch.from_numpy(bounds_S1.astype(np.int32)),
         positions_N=torch.from_numpy(ranges(first_K, n_response_K)),
-        response_ids_N=torch.from_numpy(
-            columns.responses.of(rows_K, drop_last=False).astype(np.int64)
-        ),
-        behaviour_logprobs_N=torch.from_numpy(
-            columns.logprobs.of(rows_K, drop_last=False).astype(np.float32)
-        ),
-        advantages_N=torch.from_numpy(
-            np.repeat(columns.advantages_R[rows_K], n_response_K).astype(np.float32)
-        ),
-        staleness_N=torch.from_numpy(
-            np.repeat(columns.staleness_R[rows_K], n_response_K).astype(np.int64)
-        ),
+        response_ids_N=torch.from_numpy(columns.responses.of(rows_K).astype(np.int64)),
+        behaviour_logprobs_N=torch.from_numpy(columns.logprobs.of(rows_K).astype(np.float32)),
+        advantages_N=torch.from_numpy(advantages_K.repeat(n_response_K)),
+        staleness_N=torch.from_numpy(staleness_K.repeat(n_response_K)),
         rows_N=torch.from_numpy(np.repeat(rows_K, n_response_K)),
         n_rows=len(rows_K),
         images_S=() if columns.images is None else _images_of(columns.images, last_S),
@@ -267,13 +261,6 @@ def _empty() -> MicroBatch:
     )
 
 
-def _image_column(rows: pa.Table) -> pa.ChunkedArray | None:
-    """Return the column `images`, or None if no row has an image."""
-    if "images" not in rows.column_names or rows["images"].null_count == rows.num_rows:
-        return None
-    return rows["images"]
-
-
 def _images_of(images: pa.ChunkedArray, rows_S: NDArray[np.int64]) -> tuple[RowImages, ...]:
     """Return the images of each row, () for a row without. The pixels are not copied."""
     return tuple(tuple(map(_pixels, images[int(row)].values or ())) for row in rows_S)
@@ -292,9 +279,12 @@ class Lists:
     starts_R: NDArray[np.int64]
     lengths_R: NDArray[np.int64]
 
-    def of(self, rows_K: NDArray[np.int64], *, drop_last: bool) -> NDArray[np.generic]:
+    def of(self, rows_K: NDArray[np.int64], *, drop_last: bool = False) -> NDArray[np.generic]:
         """Return the lists of these rows end to end, each whole or without its last element."""
         return self.values[ranges(self.starts_R[rows_K], self.lengths_R[rows_K] - drop_last)]
+
+    def row(self, row: np.int64) -> NDArray[np.generic]:
+        return self.values[self.starts_R[row] : self.starts_R[row] + self.lengths_R[row]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,19 +347,9 @@ def sequences(rows: pa.Table, *, prompts: Lists, responses: Lists, merge_steps: 
 
 
 def _continues(before: np.int64, after: np.int64, *, prompts: Lists, responses: Lists) -> bool:
-    """Return whether the prompt of row `after` begins with prompt and response of row `before`.
-
-    The caller has checked that it is long enough.
-    """
-    n_prompt, n_response = prompts.lengths_R[before], responses.lengths_R[before]
-    start, repeated = prompts.starts_R[before], prompts.starts_R[after]
-    response_start, repeated_response = responses.starts_R[before], repeated + n_prompt
-    return np.array_equal(
-        prompts.values[start : start + n_prompt], prompts.values[repeated : repeated + n_prompt]
-    ) and np.array_equal(
-        responses.values[response_start : response_start + n_response],
-        prompts.values[repeated_response : repeated_response + n_response],
-    )
+    """Return whether the prompt of row `after` begins with prompt and response of row `before`."""
+    repeated = np.concatenate([prompts.row(before), responses.row(before)])
+    return np.array_equal(repeated, prompts.row(after)[: len(repeated)])
 
 
 def costs(lengths_S: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -396,13 +376,9 @@ def pack(
         -(-int(within.sum()) // micro_batch_tokens), int((2 * lengths_S > micro_batch_tokens).sum())
     )
     n_batches = ranks * math.ceil(n_at_least / ranks)
-    batch_S = None
-    while batch_S is None:
-        batch_S = _fitted(
-            lengths_S, order_S, micro_batch_tokens=micro_batch_tokens, n_batches=n_batches
-        )
-        if batch_S is None:
-            n_batches = ranks * math.ceil(n_batches * (1 + GROWTH) / ranks)
+    fitted = partial(_fitted, lengths_S, order_S, micro_batch_tokens=micro_batch_tokens)
+    while (batch_S := fitted(n_batches=n_batches)) is None:
+        n_batches = ranks * math.ceil(n_batches * (1 + GROWTH) / ranks)
     cost_M = np.bincount(batch_S, weights=costs(lengths_S), minlength=n_batches)
     return [order_S[batch_S[order_S] == m] for m in np.argsort(-cost_M, kind="stable")]
 

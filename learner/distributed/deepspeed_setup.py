@@ -79,9 +79,6 @@ WHOLE_ELEMENTS = 100_000
 GROUP_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
 CUDA, CPU = "cuda", "cpu"
-# cuBLAS reads it when it makes its first handle. Without it torch's deterministic mode refuses
-# matrix products.
-DETERMINISTIC_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def accelerator() -> str:
@@ -101,21 +98,18 @@ def prepare_device(learner: LearnerConfig) -> None:
         torch.set_num_threads(learner.threads)
         return
     if learner.offload:
-        torch.set_num_threads(offload_threads(learner))
+        # A rank's share of cores: Ray sets OMP_NUM_THREADS=1, with which one thread would update
+        # all weights.
+        share = len(os.sched_getaffinity(0)) // learner.ranks
+        torch.set_num_threads(max(learner.threads, share))
     if learner.gpus_per_rank < 1:
         # So that this process runs out of memory, and not the engine on the same GPU.
         torch.cuda.set_per_process_memory_fraction(learner.gpus_per_rank)
     if learner.deterministic:
-        os.environ.update(DETERMINISTIC_CUBLAS)
+        # cuBLAS reads it when it makes its first handle. Without it torch's deterministic mode
+        # refuses matrix products.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(learner.deterministic)
-
-
-def offload_threads(learner: LearnerConfig) -> int:
-    """Return the CPU threads for an offloaded optimizer: a rank's share of cores, or the setting.
-
-    Ray sets OMP_NUM_THREADS=1, with which one thread would update all weights.
-    """
-    return max(learner.threads, len(os.sched_getaffinity(0)) // learner.ranks)
 
 
 def adapters_in_tf32(learner: LearnerConfig, model: ModelConfig) -> bool:

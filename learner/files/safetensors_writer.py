@@ -60,19 +60,17 @@ def write_shards(
         _write(path, part, digest, send=send)
         numbered.append(path)
         file_of |= dict.fromkeys(part, number)
-    files = [
-        f"{stem}-{number:05d}-of-{len(numbered):05d}{SUFFIX}"
-        for number in range(1, len(numbered) + 1)
-    ]
-    if len(files) == 1:
-        files = [f"{stem}{SUFFIX}"]
-    for path, name in zip(numbered, files, strict=True):
-        path.rename(directory / name)
+    paths = [directory / f"{stem}{SUFFIX}"]
+    if len(numbered) > 1:
+        last = f"-of-{len(numbered):05d}{SUFFIX}"
+        paths = [path.with_name(f"{path.stem}{last}") for path in numbered]
+    for path, name in zip(numbered, paths, strict=True):
+        path.rename(name)
     return Shards(
         digest=digest.hexdigest(),
-        files=tuple(files),
-        n_bytes=sum((directory / name).stat().st_size for name in files),
-        file_of={tensor: files[number - 1] for tensor, number in file_of.items()},
+        files=tuple(path.name for path in paths),
+        n_bytes=sum(path.stat().st_size for path in paths),
+        file_of={tensor: paths[number - 1].name for tensor, number in file_of.items()},
     )
 
 

@@ -27,9 +27,7 @@ from store import StoreError
 
 # All files but the weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-# Maps tensors to files, if there are several.
-WEIGHT_INDEX = "model.safetensors.index.json"
-WEIGHT_INDEX_SUFFIX = ".index.json"
+WEIGHT_INDEX = ".index.json"  # maps tensors to files, if there are several
 
 
 def write_weights(
@@ -106,14 +104,16 @@ def _write(
         raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
     if len(shards.files) > 1:
         index = {"metadata": {"total_size": shards.n_bytes}, "weight_map": dict(shards.file_of)}
-        (directory / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / f"model.safetensors{WEIGHT_INDEX}").write_text(
+            json.dumps(index, indent=2) + "\n"
+        )
     _copy_side_files(source_dir, directory, dtype=dtypes.pop())
     return shards.digest
 
 
 def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -> None:
     for path in sorted(source_dir.iterdir()):
-        if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX_SUFFIX):
+        if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX):
             shutil.copyfile(path, directory / path.name)
     config = json.loads((source_dir / "config.json").read_text())
     config.pop("torch_dtype", None)  # older name of `dtype`

@@ -213,14 +213,14 @@ def collapse_alarms(
     began: list[str] = []
     ended: list[str] = []
     checks = _checks(metrics, start_length=start_length, learner_step=learner_step, config=config)
-    for check in [] if config.loss.policy == "behaviour_cloning" else checks:
-        was_on = before.get(check.name, 0.0) > 0.0
-        is_on = was_on if check.beyond is None else check.beyond
-        values[check.name] = float(is_on)
+    for name, beyond, figure, bound in [] if config.loss.policy == "behaviour_cloning" else checks:
+        was_on = before.get(name, 0.0) > 0.0
+        is_on = was_on if beyond is None else beyond
+        values[name] = float(is_on)
         if is_on and not was_on:
-            began.append(f"learner step {learner_step}: {check.what} is {check.bound}")
+            began.append(f"learner step {learner_step}: {figure} is {bound}")
         elif was_on and not is_on:
-            ended.append(f"learner step {learner_step}: {check.what} is no longer {check.bound}")
+            ended.append(f"learner step {learner_step}: {figure} is no longer {bound}")
     return Alarms(values=values, began=began, ended=ended)
 
 
@@ -236,17 +236,13 @@ def length_at_start(length: float, *, before: float | None, learner_step: int) -
     return before if learner_step > START_STEPS else before + (length - before) / learner_step
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Check:
-    name: str
-    beyond: bool | None  # None: unknown
-    what: str  # "loss/ess 0.05"
-    bound: str  # "below alarms.ess_below=0.1"
-
-
 def _checks(
     metrics: Mapping[str, float], *, start_length: float, learner_step: int, config: Config
-) -> Iterator[_Check]:
+) -> Iterator[tuple[str, bool | None, str, str]]:
+    """Yield name, beyond or not (None: unknown), figure and bound of each alarm.
+
+    Example: "alarm/ess", True, "loss/ess 0.05", "below alarms.ess_below=0.1".
+    """
     bounds = config.alarms
     for name, bound, is_below in (
         ("ess", bounds.ess_below, True),
@@ -258,18 +254,13 @@ def _checks(
         beyond = None
         if math.isfinite(value):
             beyond = value < bound if is_below else value > bound
-        yield _Check(
-            name=f"alarm/{name}",
-            beyond=beyond,
-            what=f"loss/{name} {value:.3g}",
-            bound=f"{side} alarms.{name}_{side}={bound:g}",
-        )
+        limit = f"{side} alarms.{name}_{side}={bound:g}"
+        yield f"alarm/{name}", beyond, f"loss/{name} {value:.3g}", limit
     length, factor = metrics[LENGTH], bounds.length_factor
     is_usual = start_length / factor <= length <= start_length * factor
-    yield _Check(
-        name="alarm/length",
-        beyond=learner_step > START_STEPS and not is_usual,
-        what=f"{LENGTH} {length:.3g}",
-        bound=f"alarms.length_factor={factor:g} times longer or shorter than the first "
-        f"{START_STEPS} steps' {start_length:.3g}",
+    limit = (
+        f"alarms.length_factor={factor:g} times longer or shorter than the first {START_STEPS} "
+        f"steps' {start_length:.3g}"
     )
+    is_beyond = learner_step > START_STEPS and not is_usual
+    yield "alarm/length", is_beyond, f"{LENGTH} {length:.3g}", limit
