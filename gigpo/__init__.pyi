@@ -18,10 +18,7 @@ from .diagnostics import step_variance_share as step_variance_share
 from .diagnostics import token_diagnostics as token_diagnostics
 from .group_filter import GROUP_FILTERS as GROUP_FILTERS
 from .group_filter import filtered_groups as filtered_groups
-from .kl import KL_PENALTIES as KL_PENALTIES
-from .kl import kl_k1 as kl_k1
-from .kl import kl_k2 as kl_k2
-from .kl import kl_k3 as kl_k3
+from .losses import KL_PENALTIES as KL_PENALTIES
 from .losses import POLICY_LOSSES as POLICY_LOSSES
 from .losses import BehaviourCloning as BehaviourCloning
 from .losses import Cispo as Cispo
@@ -33,6 +30,9 @@ from .losses import PpoClip as PpoClip
 from .losses import Reinforce as Reinforce
 from .losses import Sapo as Sapo
 from .losses import Topr as Topr
+from .losses import kl_k1 as kl_k1
+from .losses import kl_k2 as kl_k2
+from .losses import kl_k3 as kl_k3
 from .objective import AGGREGATIONS as AGGREGATIONS
 from .objective import DEFAULT_PAIRING as DEFAULT_PAIRING
 from .objective import PROXIMAL_POLICIES as PROXIMAL_POLICIES

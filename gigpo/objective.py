@@ -27,9 +27,8 @@ from gigpo.corrections import (
     TokenIcepop,
     TokenTis,
 )
-from gigpo.kl import KL_PENALTIES
 from gigpo.lazy_torch import torch
-from gigpo.losses import POLICY_LOSSES, Loss, PpoClip
+from gigpo.losses import KL_PENALTIES, POLICY_LOSSES, Loss, PpoClip
 from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
 
 PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
@@ -386,9 +385,10 @@ def _check_beyond_clip(policy: PpoClip, corrections: tuple[Correction, ...]) -> 
         else:
             continue
         if beyond <= bound < math.inf:
+            names = [each.name for each in corrections]
             raise ValueError(
-                f"corrections={[each.name for each in corrections]}: ppo_clip leaves no gradient "
-                f"above dual_clip={policy.dual_clip:g} where A < 0, nor above 1 + "
-                f"clip_high={1.0 + policy.clip_high:g} where A > 0, so {name}={bound:g} would "
-                f"never act; set it below {beyond:g}, or leave {correction.name} out"
+                f"corrections={names}: ppo_clip leaves no gradient above dual_clip="
+                f"{policy.dual_clip:g} where A < 0, nor above 1 + clip_high="
+                f"{1.0 + policy.clip_high:g} where A > 0, so {name}={bound:g} would never act; set "
+                f"it below {beyond:g}, or leave {correction.name} out"
             )

@@ -49,7 +49,7 @@ from learner.files.atomic_directory import (
     names_the_disk,
     prune_oldest,
 )
-from learner.files.safetensors_writer import SHARD_BYTES, write_shards
+from learner.publishing.publish import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
 from printable import UserError
 from store import files_digest, parse_object, whole

@@ -98,11 +98,11 @@ class Learner:
                 updates = self._train(batch)
                 self.step += 1
                 # Settling lets workers begin new groups, so the new weights must be there before.
-                with clock.publishing():
+                with clock.timed("publish_s"):
                     self._publish(self.version + 1)
                 alarms = self._settle(batch, updates, clock.end_step())
                 if self.step % self.config.learner.checkpoint_every == 0:
-                    with clock.saving_checkpoint():
+                    with clock.timed("checkpoint_s"):
                         self._save_checkpoint()
                 if alarms and self.config.alarms.stop:
                     break

@@ -27,8 +27,13 @@ from transformers import (
 from configs import ConfigError, loaded
 from learner.data.micro_batch import MicroBatch
 from learner.model.chunked_logprobs import OutputLayer
-from learner.model.last_layer import trim_last_layer
-from learner.model.packed_attention import MIXED, are_same, packed_hidden, use_packed_attention
+from learner.model.packed_attention import (
+    MIXED,
+    are_same,
+    packed_hidden,
+    trim_last_layer,
+    use_packed_attention,
+)
 from learner.model.vision import FROM_FILES, Vision, load_vision
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from learner.distributed.deepspeed_setup import host_ranks
-from learner.files.safetensors_writer import Send
+from learner.publishing.publish import Send
 from store import broadcast
 
 MOST_NEW = 10_000  # engines that join between two rounds

@@ -164,16 +164,11 @@ class StepClock:
         self._times.batch_wait_s = waited_s - self._times.groups_wait_s
 
     @contextmanager
-    def publishing(self) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure a part of the step: `publish_s` or `checkpoint_s` of StepTimes."""
         started_s = time.monotonic()
         yield
-        self._times.publish_s = time.monotonic() - started_s
-
-    @contextmanager
-    def saving_checkpoint(self) -> Iterator[None]:
-        started_s = time.monotonic()
-        yield
-        self._times.checkpoint_s = time.monotonic() - started_s
+        setattr(self._times, name, time.monotonic() - started_s)
 
     def end_step(self) -> StepTimes:
         """Return the times of the step that ends now, and begin the next."""

@@ -22,13 +22,14 @@ from learner.files.atomic_directory import (
     new_directory,
     prune_oldest,
 )
-from learner.files.safetensors_writer import DTYPE_NAMES, write_shards
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.publishing import publish
 from learner.publishing.publish import (
+    DTYPE_NAMES,
     copy_weights,
     publish_weights,
+    write_shards,
     write_weights,
 )
 from store import files_digest, weight_files
