@@ -30,9 +30,6 @@ from .losses import PpoClip as PpoClip
 from .losses import Reinforce as Reinforce
 from .losses import Sapo as Sapo
 from .losses import Topr as Topr
-from .losses import kl_k1 as kl_k1
-from .losses import kl_k2 as kl_k2
-from .losses import kl_k3 as kl_k3
 from .objective import AGGREGATIONS as AGGREGATIONS
 from .objective import DEFAULT_PAIRING as DEFAULT_PAIRING
 from .objective import PROXIMAL_POLICIES as PROXIMAL_POLICIES

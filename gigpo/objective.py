@@ -120,9 +120,8 @@ class SequenceMeanTokenMean:
     def __call__(
         self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /
     ) -> torch.Tensor:
-        return (
-            loss_N / sequence_sum(torch.ones_like(loss_N), sequence_N)
-        ).sum() / totals.n_sequences
+        n_tokens_N = sequence_sum(torch.ones_like(loss_N), sequence_N)
+        return (loss_N / n_tokens_N).sum() / totals.n_sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,9 +136,8 @@ def sequence_ratio(
     (0, 0, 1).
     """
     log_products_S, index_N = _sums(log_ratio_N, sequence_N)
-    return torch.exp(
-        torch.clamp(log_products_S, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
-    ), index_N
+    bounded_S = torch.clamp(log_products_S, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    return torch.exp(bounded_S), index_N
 
 
 def _sums(values_N: torch.Tensor, sequence_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.distributed.deepspeed_setup import PARTITIONED
 from learner.distributed.optimizer_state import trainable
 from learner.training.engine import Engine, with_proximal
-from store import uid_text
+from store import Group, TrajectoryMeta, uid_text
 
 SHOWN_UID_DIGITS = 8
 # Columns of the table: |A| is the mean of |advantage|, A_E and A_S are its episode and step terms.
@@ -54,12 +54,8 @@ class GroupGradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExplainedGroup:
-    group_uid: bytes
-    task_id: str
-    n_members: int
-    n_won: int
-    return_min: float
-    return_max: float
+    group: Group
+    members: Sequence[TrajectoryMeta]
     staleness: int | None  # versions; None for an offline group
     gradient: GroupGradient | None  # None if none of its rows is trained on
     why_not: str
@@ -99,23 +95,16 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
     for segment in batch.batch.segments:
         for trajectory in segment.trajectories:
             members[trajectory.group_uid].append(trajectory)
-    groups = []
-    for group in batch.batch.groups:
-        mine = members[group.group_uid]
-        returns = [trajectory.episode_return for trajectory in mine]
-        groups.append(
-            ExplainedGroup(
-                group_uid=group.group_uid,
-                task_id=group.task_id,
-                n_members=len(mine),
-                n_won=sum(trajectory.won for trajectory in mine),
-                return_min=min(returns),
-                return_max=max(returns),
-                staleness=batch.version - group.oldest_version if group.source is None else None,
-                gradient=gradient_of.get(group.group_uid),
-                why_not=batch.filtered.get(group.group_uid, "no response tokens"),
-            )
+    groups = [
+        ExplainedGroup(
+            group=group,
+            members=members[group.group_uid],
+            staleness=batch.version - group.oldest_version if group.source is None else None,
+            gradient=gradient_of.get(group.group_uid),
+            why_not=batch.filtered.get(group.group_uid, "no response tokens"),
         )
+        for group in batch.batch.groups
+    ]
     return Explanation(groups=groups, total=total)
 
 
@@ -126,32 +115,35 @@ def table(explanation: Explanation) -> Table:
     shown.add_column("task", max_width=24, overflow="ellipsis", no_wrap=True)
     for name in (*GROUP_COLUMNS, *GRADIENT_COLUMNS):
         shown.add_column(name, justify="right", no_wrap=True)
-    for group in explanation.groups:
+    all_won: list[bool] = []
+    for one in explanation.groups:
         figures = ["-"] * len(GRADIENT_COLUMNS)
-        if group.gradient is not None:
-            figures = _figures(group.gradient)
+        if one.gradient is not None:
+            figures = _figures(one.gradient)
+        won = [member.won for member in one.members]
+        all_won += won
+        returns = [member.episode_return for member in one.members]
         shown.add_row(
-            uid_text(group.group_uid)[:SHOWN_UID_DIGITS],
-            Path(group.task_id).name,
-            f"{group.n_won}/{group.n_members}",
-            f"{group.return_min:g}..{group.return_max:g}",
-            "-" if group.staleness is None else str(group.staleness),
+            uid_text(one.group.group_uid)[:SHOWN_UID_DIGITS],
+            Path(one.group.task_id).name,
+            f"{sum(won)}/{len(won)}",
+            f"{min(returns):g}..{max(returns):g}",
+            "-" if one.staleness is None else str(one.staleness),
             *figures,
         )
     if explanation.total is not None:
-        n_members = sum(group.n_members for group in explanation.groups)
-        n_won = sum(group.n_won for group in explanation.groups)
+        won_of_all = f"{sum(all_won)}/{len(all_won)}"
         shown.add_section()
-        shown.add_row("total", "", f"{n_won}/{n_members}", "", "", *_figures(explanation.total))
+        shown.add_row("total", "", won_of_all, "", "", *_figures(explanation.total))
     return shown
 
 
 def left_out_lines(explanation: Explanation) -> list[str]:
     """Return a line for each group that is not trained on, with the reason."""
     return [
-        f"{uid_text(group.group_uid)[:SHOWN_UID_DIGITS]} is left out: {group.why_not}"
-        for group in explanation.groups
-        if group.gradient is None
+        f"{uid_text(one.group.group_uid)[:SHOWN_UID_DIGITS]} is left out: {one.why_not}"
+        for one in explanation.groups
+        if one.gradient is None
     ]
 
 

@@ -190,13 +190,11 @@ class RankGroup:
                 "if there is none, free a device for it"
             ) from error
         except RayTaskError as error:
-            raise RankError(
-                f"rank {rank} of the learner failed: {error.cause}; see {log}"
-            ) from error
+            failed = f"rank {rank} of the learner failed: {error.cause}; see {log}"
+            raise RankError(failed) from error
         except RayError as error:
-            raise RankDiedError(
-                f"rank {rank} of the learner died; its last output is in {log}"
-            ) from error
+            died = f"rank {rank} of the learner died; its last output is in {log}"
+            raise RankDiedError(died) from error
 
 
 class RemoteRank:

@@ -170,15 +170,10 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
             "learner.offload=true with learner.zero_stage=0: only ZeRO's optimizers offload; set "
             "zero_stage=1"
         )
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    settings = _settings(module, dtype=dtype, learner=learner)
     with _standard_output_to_log():
-        engine, _, _, _ = deepspeed.initialize(
-            model=module,
-            model_parameters=[
-                parameter for parameter in module.parameters() if parameter.requires_grad
-            ],
-            config=_settings(module, dtype=dtype, learner=learner),
-        )
-    return engine
+        return deepspeed.initialize(model=module, model_parameters=trained, config=settings)[0]
 
 
 def whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
@@ -208,9 +203,8 @@ def forget_gradient(engine: Any) -> None:
 def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> dict[str, Any]:
     # DeepSpeed allocates its default of 5e8 elements at once, 2 GB in float32. A model needs no
     # more elements than it has.
-    bucket_elements = min(
-        BUCKET_ELEMENTS, sum(parameter.numel() for parameter in module.parameters())
-    )
+    n_elements = sum(parameter.numel() for parameter in module.parameters())
+    bucket_elements = min(BUCKET_ELEMENTS, n_elements)
     zero: dict[str, Any] = {
         "stage": learner.zero_stage,
         "reduce_bucket_size": bucket_elements,

@@ -247,10 +247,9 @@ def _kernel_takes(query_1ATD: torch.Tensor, value_1ATD: torch.Tensor) -> bool:
     Keys have the queries' head size.
     """
     head_size = query_1ATD.shape[-1]
-    fits = (
-        head_size <= KERNEL_HEAD_SIZE and head_size % 8 == 0 and value_1ATD.shape[-1] == head_size
-    )
-    return query_1ATD.is_cuda and query_1ATD.dtype in KERNEL_DTYPES and fits
+    if head_size > KERNEL_HEAD_SIZE or head_size % 8 or value_1ATD.shape[-1] != head_size:
+        return False
+    return query_1ATD.is_cuda and query_1ATD.dtype in KERNEL_DTYPES
 
 
 def _window(query_1ALD: torch.Tensor, sliding_window: int | None) -> torch.Tensor | None:
@@ -261,11 +260,8 @@ def _window(query_1ALD: torch.Tensor, sliding_window: int | None) -> torch.Tenso
     n_tokens = query_1ALD.shape[2]
     if sliding_window is None or n_tokens <= sliding_window:
         return None
-    return (
-        torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=query_1ALD.device)
-        .tril()
-        .triu(1 - sliding_window)
-    )
+    all_LL = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=query_1ALD.device)
+    return all_LL.tril().triu(1 - sliding_window)
 
 
 def trim_last_layer(causal_lm: PreTrainedModel) -> bool:

@@ -166,10 +166,8 @@ def checkpoint_names(path: Path, names: Iterable[str]) -> Mapping[str, str]:
             present |= set(tensors.keys())
     found = {}
     for name in names:
-        found[name] = name
-        for new, old in OLDER_PREFIXES:
-            older = old + name.removeprefix(new)
-            if name not in present and name.startswith(new) and older in present:
-                found[name] = older
-                break
+        older = [
+            old + name.removeprefix(new) for new, old in OLDER_PREFIXES if name.startswith(new)
+        ]
+        found[name] = next((one for one in (name, *older) if one in present), name)
     return found

@@ -61,14 +61,10 @@ def newest_checkpoint(layout: RunLayout) -> int:
         rows = reader.rows(
             "SELECT learner_step FROM checkpoints WHERE live ORDER BY learner_step DESC"
         )
-    there = [
-        int(row["learner_step"])
-        for row in rows
-        if layout.checkpoint_dir(row["learner_step"]).is_dir()
-    ]
-    if not there:
-        raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
-    return there[0]
+    for row in rows:
+        if layout.checkpoint_dir(row["learner_step"]).is_dir():
+            return int(row["learner_step"])
+    raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
 
 
 def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:

@@ -99,25 +99,16 @@ def _write(
     source_dir: Path,
     send: Send | None,
 ) -> str:
-    dtypes: set[torch.dtype] = set()
-
-    def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            if tensor.is_floating_point():
-                dtypes.add(tensor.dtype)
-            yield name, tensor
-
-    shards = write_shards(
-        noting_dtypes(), directory, stem="model", shard_bytes=SHARD_BYTES, send=send
-    )
-    if len(dtypes) != 1:
-        raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
+    shards = write_shards(weights, directory, stem="model", shard_bytes=SHARD_BYTES, send=send)
+    if len(shards.dtypes) != 1:
+        found = sorted(map(str, shards.dtypes))
+        raise ValueError(f"weights of one version need one dtype, not {found}")
     if len(shards.files) > 1:
         index = {"metadata": {"total_size": shards.n_bytes}, "weight_map": dict(shards.file_of)}
         (directory / f"model.safetensors{WEIGHT_INDEX}").write_text(
             json.dumps(index, indent=2) + "\n"
         )
-    _copy_side_files(source_dir, directory, dtype=dtypes.pop())
+    _copy_side_files(source_dir, directory, dtype=next(iter(shards.dtypes)))
     return shards.digest
 
 
@@ -137,6 +128,7 @@ class Shards:
     files: tuple[str, ...]  # names in the directory, in order
     n_bytes: int
     file_of: Mapping[str, str]  # tensor -> file
+    dtypes: frozenset[torch.dtype]  # of the floating-point tensors
 
 
 def write_shards(
@@ -155,12 +147,14 @@ def write_shards(
     """
     digest = blake3()
     file_of: dict[str, int] = {}
+    dtypes: set[torch.dtype] = set()
     numbered: list[Path] = []
     for number, part in enumerate(_parts(tensors, shard_bytes=shard_bytes), start=1):
         path = directory / f"{stem}-{number:05d}{SUFFIX}"
         _write_shard(path, part, digest, send=send)
         numbered.append(path)
         file_of |= dict.fromkeys(part, number)
+        dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
     paths = [directory / f"{stem}{SUFFIX}"]
     if len(numbered) > 1:
         last = f"-of-{len(numbered):05d}{SUFFIX}"
@@ -172,6 +166,7 @@ def write_shards(
         files=tuple(path.name for path in paths),
         n_bytes=sum(path.stat().st_size for path in paths),
         file_of={tensor: paths[number - 1].name for tensor, number in file_of.items()},
+        dtypes=frozenset(dtypes),
     )
 
 

@@ -102,12 +102,16 @@ class RunHealth:
                 continue
             self._bad_updates += 1
             yield bad_update_line(update, stats, learner_step=learner_step, number=number)
-            if self._bad_updates > self.config.learner.max_bad_updates:
-                raise too_many_bad_updates(
-                    self._bad_updates,
-                    learner_step=learner_step,
-                    rows_named=bool(stats.bad_rows),
-                    config=self.config,
+            limit = self.config.learner.max_bad_updates
+            if self._bad_updates > limit:
+                query = ROWS_QUERY if stats.bad_rows else EVENTS_QUERY
+                # The last part is a command line.
+                raise BadUpdatesError(
+                    f"{self._bad_updates} optimizer updates in a row, the last in learner step "
+                    f"{learner_step}, had a loss or gradient that is not finite, and "
+                    f"learner.max_bad_updates={limit}; all were skipped. Look at what they have in "
+                    "common, and lower learner.learning_rate if it is nothing: "
+                    f'gigpo sql {shlex.quote(self.config.run_dir)} "{query}"'
                 )
 
     def judge(
@@ -151,20 +155,6 @@ def bad_update_line(update: Update, stats: UpdateStats, *, learner_step: int, nu
     )
 
 
-def too_many_bad_updates(
-    in_a_row: int, *, learner_step: int, rows_named: bool, config: Config
-) -> BadUpdatesError:
-    """Make the error that ends the run. Its last part is a command line."""
-    query = ROWS_QUERY if rows_named else EVENTS_QUERY
-    return BadUpdatesError(
-        f"{in_a_row} optimizer updates in a row, the last in learner step {learner_step}, had a "
-        "loss or gradient that is not finite, and learner.max_bad_updates="
-        f"{config.learner.max_bad_updates}; all were skipped. Look at what they have in common, "
-        "and lower learner.learning_rate if it is nothing: "
-        f'gigpo sql {shlex.quote(config.run_dir)} "{query}"'
-    )
-
-
 def non_finite_weights(
     *, learner_step: int, checkpoint: int, config: Config
 ) -> NonFiniteWeightsError:
@@ -185,12 +175,11 @@ def check_batches(empty_in_a_row: int, *, success: float, filtered: Mapping[byte
     `filtered` maps the last batch's filtered groups to their reasons. Groups excluded by
     `offline.train_on` do not count as solved.
     """
+    why, remedy = "every group's episodes were alike", "easier tasks, a larger algorithm.group_size"
     excluded = next((why for why in filtered.values() if "offline.train_on" in why), None)
+    if excluded:
+        why, remedy = excluded, "another offline.train_on, other groups"
     if empty_in_a_row > MAX_EMPTY_BATCHES and (success < SOLVED or excluded):
-        why = excluded or "every group's episodes were alike"
-        remedy = "easier tasks, a larger algorithm.group_size"
-        if excluded:
-            remedy = "another offline.train_on, other groups"
         raise StarvationError(
             f"{empty_in_a_row} batches in a row had no advantage to learn from, with success "
             f"{success:.2f}: {why}. Use {remedy}, or a better model"

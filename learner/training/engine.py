@@ -159,7 +159,8 @@ class Engine:
         grad_norm = self._step()
         skipped = not math.isfinite(grad_norm)
         self.n_updates += not skipped
-        everyone = gathered(passes, micro_batches, ranks=self.ranks)
+        done = [Pass(loss=one.loss.cpu(), values_6N=one.values_6N.cpu()) for one in passes]
+        everyone = gathered(done, micro_batches, ranks=self.ranks)
         return update_stats(
             micro_batches,
             everyone,
@@ -173,13 +174,7 @@ class Engine:
         mine = self._mine(micro_batches)
         with torch.no_grad():
             scores = [self.policy(batch.to(self.deepspeed.device))[0].cpu() for batch in mine]
-        joined: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
-        for rank, scores_N in enumerate(from_all_ranks(torch.cat(scores), ranks=self.ranks)):
-            of_rank = micro_batches[rank :: self.ranks]
-            joined[rank :: self.ranks] = scores_N.split(
-                [batch.n_response_tokens for batch in of_rank]
-            )
-        return joined
+        return gathered(scores, micro_batches, ranks=self.ranks)
 
     def batch_wide_factors(
         self, batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]

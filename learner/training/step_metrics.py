@@ -30,7 +30,7 @@ from gigpo import (
 )
 from learner.data.batch_loader import Episodes, PreparedBatch
 from learner.data.micro_batch import MicroBatch
-from learner.distributed.deepspeed_setup import from_all_ranks
+from learner.distributed.deepspeed_setup import Value, from_all_ranks
 
 LENGTH = "tokens/response_per_row"
 # It compares two engines at the same weights, and the first update changes one of them.
@@ -74,21 +74,15 @@ def token_values(
     return torch.stack([value_N.detach().float() for value_N in values])
 
 
-def gathered(passes: Sequence[Pass], batches: Sequence[MicroBatch], *, ranks: int) -> list[Pass]:
-    """Return the passes over all micro-batches, in their order, on the CPU of every rank.
+def gathered(mine: Sequence[Value], batches: Sequence[MicroBatch], *, ranks: int) -> list[Value]:
+    """Return the values of all micro-batches, in their order, on every rank.
 
-    All ranks call it together; rank r brings those over batches[r::ranks]. Batches (a, b, c, d) on
-    2 ranks: rank 0 brings (a, c), rank 1 (b, d), both get (a, b, c, d).
+    All ranks call it together; rank r brings those of batches[r::ranks], with tensors on the CPU.
+    Batches (a, b, c, d) on 2 ranks: rank 0 brings (a, c), rank 1 (b, d), both get (a, b, c, d).
     """
-    losses = torch.stack([done.loss for done in passes]).cpu()
-    values_6N = torch.cat([done.values_6N for done in passes], dim=1).cpu()
-    everyone = [passes[0]] * len(batches)
-    for r, (losses_K, of_rank_6N) in enumerate(from_all_ranks((losses, values_6N), ranks=ranks)):
-        n_tokens = [batch.n_response_tokens for batch in batches[r::ranks]]
-        everyone[r::ranks] = [
-            Pass(loss=loss, values_6N=part_6N)
-            for loss, part_6N in zip(losses_K, of_rank_6N.split(n_tokens, dim=1), strict=True)
-        ]
+    everyone = [mine[0]] * len(batches)
+    for r, of_rank in enumerate(from_all_ranks(list(mine), ranks=ranks)):
+        everyone[r::ranks] = of_rank
     return everyone
 
 
