@@ -78,7 +78,7 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
             for path in source.iterdir():
                 if path.name != "complete.json":  # it only marks a finished download
                     shutil.copyfile(path, unfinished / path.name)
-            digest = files_digest(weight_files(unfinished))
+            digest = files_digest([unfinished / path.name for path in weight_files(source)])
             if digest != version.digest:
                 raise ExportError(
                     f"{source} has digest {digest}, published was {version.digest}: it was changed "
