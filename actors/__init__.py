@@ -17,7 +17,6 @@
 from actors.inference.engine_environment import ENGINE_SOCKETS, engine_fault
 from actors.inference.openai_policy import ChatPolicy, EndpointFailed
 from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
-from actors.inference.weight_files import weight_files
 from actors.policy import Completion, EngineLostError, Policy, Prompt, ScriptedPolicy
 from actors.prompting.action_parser import Answer, parse_action
 from actors.prompting.images import sees_images
@@ -58,5 +57,4 @@ __all__ = [
     "request_seed",
     "sample_chats",
     "sees_images",
-    "weight_files",
 ]

@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
-from actors.inference.weight_files import weight_files
 from actors.policy import Prompt
 from configs import ActorsConfig
-from store import files_digest
+from store import files_digest, weight_files
 
 PROMPT_TOKENS = 120  # as a text game's prompt with two turns of history
 RESPONSE_TOKENS = 8

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 import configs
-from actors import ChatPolicy, weight_files
+from actors import ChatPolicy
 from analysis import show_evaluation
 from configs import Config, ConfigError
 from coordinator import Status
@@ -48,6 +48,7 @@ from store import (
     files_digest,
     parse_run_step,
     trust,
+    weight_files,
 )
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from gigpo.lazy_torch import torch
 from gigpo.tokens import (
@@ -36,7 +36,6 @@ class Correction(Protocol):
     """The interface of an entry of CORRECTIONS: settings by keyword, called on Tokens."""
 
     name: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __call__(self, tokens: Tokens) -> torch.Tensor: ...
 

@@ -29,6 +29,12 @@ TYPES: Final = MappingProxyType(
 )
 
 
+# Views of text and bytes, and the types that Arrow computes with.
+_VIEWS: Final = MappingProxyType(
+    {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+)
+
+
 class ArrowStream(Protocol):
     """Arrow's C stream interface.
 
@@ -80,12 +86,9 @@ def columns_of(steps: Columns, names: Sequence[str]) -> pa.Table:
 def _without_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Decode polars' categories, which are views of text that Arrow cannot decode."""
     kind = column.type
-    if not types.is_dictionary(kind) or not (
-        types.is_string_view(kind.value_type) or types.is_binary_view(kind.value_type)
-    ):
+    if not types.is_dictionary(kind) or kind.value_type not in _VIEWS:
         return column
-    plain = pa.large_string() if types.is_string_view(kind.value_type) else pa.large_binary()
-    return column.cast(pa.dictionary(kind.index_type, plain))
+    return column.cast(pa.dictionary(kind.index_type, _VIEWS[kind.value_type]))
 
 
 def _key(name: str, column: pa.ChunkedArray) -> pa.Array:
@@ -98,10 +101,8 @@ def _key(name: str, column: pa.ChunkedArray) -> pa.Array:
         # -0.0 + 0.0 is 0.0: codes would tell the two apart, SQL's equality does not
         values = pc.add(values.cast(pa.float64()), 0.0)
         return pc.if_else(pc.is_nan(values), pa.scalar(None, pa.float64()), values)
-    if types.is_string_view(values.type) or types.is_binary_view(values.type):
-        return values.cast(
-            pa.large_string() if types.is_string_view(values.type) else pa.large_binary()
-        )
+    if values.type in _VIEWS:
+        return values.cast(_VIEWS[values.type])
     if types.is_nested(values.type):
         raise ValueError(
             f"{name} is {column.type}, and must be of a type with one value a row, such as text or "

@@ -9,15 +9,30 @@ takes the mean. Letters are as in `tokens.py`:
     rho = pi / mu   every loss compares with the policy that sampled; log mu was recorded then.
                     Only ppo_clip with a recomputed proximal policy needs another forward pass
     sg(...)         no gradient flows through it
+
+`KL_PENALTIES` estimate KL(pi || ref) per token, from tokens that pi sampled (Schulman 2020,
+"Approximating KL Divergence"). Let u = log pi - log ref, clamped to +-20. Each estimate is
+float32/64 [N] and differentiable in `logprobs_N`: a penalty in the loss, not in the reward. Worked:
+pi is twice as likely as the reference, u = log 2: k1 = 0.693, k2 = 0.240, k3 = 0.193.
+
+|    | value        | d / d log pi | as an estimate of the KL    | its gradient over pi's samples |
+|----|--------------|--------------|-----------------------------|--------------------------------|
+| k1 | u            | 1            | unbiased, may be negative   | mean 0: refused as a loss      |
+| k2 | u^2 / 2      | u            | biased (second order), >= 0 | of KL(pi || ref), unbiased     |
+| k3 | e^-u - 1 + u | 1 - e^-u     | unbiased, >= 0, least noise | of KL(ref || pi)               |
+
+"Unbiased" holds for samples of pi. Training uses tokens of mu, and nothing here weighs by pi / mu.
+So on stale data each estimate and its gradient is biased by how far pi has moved from mu. k3 is
+also biased beyond its bound of 10.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import Field, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from gigpo.lazy_torch import torch
 from gigpo.tokens import (
@@ -29,18 +44,21 @@ from gigpo.tokens import (
     sequence_mean,
 )
 
+# Bound on the k3 estimate, as in verl: one token far off the reference must not dominate the batch.
+KL_BOUND: Final = 10.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
     """A policy loss per token.
 
     loss_N     float32/64 [N], differentiable in logprobs_N; corrections multiply it
-    clipped_N  bool [N], True where the trust region leaves the token no gradient
+    clipped_N  bool [N], True where the trust region leaves the token no gradient; None without one
     penalty_N  float32/64 [N] or None; added afterwards, so that no correction changes it
     """
 
     loss_N: torch.Tensor
-    clipped_N: torch.Tensor
+    clipped_N: torch.Tensor | None = None
     penalty_N: torch.Tensor | None = None
 
 
@@ -48,7 +66,6 @@ class Loss(Protocol):
     """The interface of an entry of POLICY_LOSSES: settings by keyword, called on Tokens."""
 
     name: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __call__(self, tokens: Tokens) -> PolicyLoss: ...
 
@@ -169,10 +186,7 @@ class Cispo:
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         ratio_N = torch.exp(policy_log_ratio(tokens))
         weight_N = torch.clamp(ratio_N, min=1.0 - self.clip_low, max=1.0 + self.clip_high)
-        return PolicyLoss(
-            loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
-            clipped_N=torch.zeros_like(tokens.advantages_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,10 +274,7 @@ class Sapo:
             tokens.advantages_N > 0, self.tau_positive
         )
         gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0)) * 4.0 / tau_N
-        return PolicyLoss(
-            loss_N=-tokens.advantages_N * gate_N,
-            clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-tokens.advantages_N * gate_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,10 +299,7 @@ class Topr:
         weight_N = torch.clamp(torch.exp(policy_log_ratio(tokens)), max=1.0).masked_fill(
             tokens.advantages_N >= 0, 1.0
         )
-        return PolicyLoss(
-            loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N,
-            clipped_N=torch.zeros_like(weight_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-weight_N * tokens.advantages_N * tokens.logprobs_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,10 +316,7 @@ class Reinforce:
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
         ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N))
-        return PolicyLoss(
-            loss_N=-tokens.advantages_N * ratio_N,
-            clipped_N=torch.zeros_like(ratio_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-tokens.advantages_N * ratio_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,10 +326,7 @@ class BehaviourCloning:
     name: ClassVar[str] = "behaviour_cloning"
 
     def __call__(self, tokens: Tokens) -> PolicyLoss:
-        return PolicyLoss(
-            loss_N=-tokens.logprobs_N,
-            clipped_N=torch.zeros_like(tokens.logprobs_N, dtype=torch.bool),
-        )
+        return PolicyLoss(loss_N=-tokens.logprobs_N)
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
@@ -340,10 +342,34 @@ def _check_clip(clip_low: float, clip_high: float) -> None:
 
 # To add a loss: write its class above, add it here, give its usual corrections in `objective.py`
 # (DEFAULT_PAIRING) and its numbers a section in `configs/schema.py` (LossConfig). Combinations that
-# make no sense are refused in `compatibility.py`.
+# make no sense are refused there.
 POLICY_LOSSES: Final[Mapping[str, type[Loss]]] = MappingProxyType(
     {
         loss.name: loss
         for loss in (BehaviourCloning, Cispo, DppoTv, Gspo, PpoClip, Reinforce, Sapo, Topr)
     }
+)
+
+
+def kl_k1(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """Return log pi - log ref. As a loss it would only push every sampled token down."""
+    return log_ratio(logprobs_N, reference_logprobs_N)
+
+
+def kl_k2(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """Return (log pi - log ref)^2 / 2. Its gradient is the KL's own, for strong penalties."""
+    return 0.5 * log_ratio(logprobs_N, reference_logprobs_N).square()
+
+
+def kl_k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """Return exp(d) - d - 1 with d = log ref - log pi, clamped to +-10 as in verl.
+
+    It is the default of GRPO, verl and GiGPO's authors.
+    """
+    d_N = -log_ratio(logprobs_N, reference_logprobs_N)
+    return torch.clamp(torch.exp(d_N) - d_N - 1.0, min=-KL_BOUND, max=KL_BOUND)
+
+
+KL_PENALTIES: Final[Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = (
+    MappingProxyType({"k1": kl_k1, "k2": kl_k2, "k3": kl_k3})
 )

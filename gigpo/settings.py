@@ -132,9 +132,9 @@ class AdvantageSettings:
 
 def _check_name(field: str, value: object, *, known: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in known:
+        names = ", ".join(known)
         raise ValueError(
-            f"{field}={value!r} is unknown; it is one of "
-            f"{', '.join(known)}{did_you_mean(value, known)}"
+            f"{field}={value!r} is unknown; it is one of {names}{did_you_mean(value, known)}"
         )
 
 

@@ -51,17 +51,14 @@ def advantages_macro(defaults: AdvantageSettings, anchor_expression: str | None 
     queries = {name: _query(name) for name in _QUERIES}
     if anchor_expression is not None:
         assert _SOURCE in queries["base"]
-        keyed = (
-            "    SELECT COLUMNS(lambda c: lower(c) <> 'anchor_key'), "
-            f"({anchor_expression}) AS anchor_key FROM checked\n"
-        )
+        others = "COLUMNS(lambda c: lower(c) <> 'anchor_key')"
+        keyed = f"    SELECT {others}, ({anchor_expression}) AS anchor_key FROM checked\n"
         queries["base"] = queries["base"].replace(_SOURCE, keyed)
     result = queries.pop("advantages")
-    how = {"returns": ""} | dict.fromkeys(
-        _MATERIALISED, "MATERIALIZED "
-    )  # a recursive one takes no hint
+    # The recursive one takes no hint.
+    hints = {"returns": ""} | dict.fromkeys(_MATERIALISED, "MATERIALIZED ")
     expressions = ",\n".join(
-        f"{name} AS {how.get(name, 'NOT MATERIALIZED ')}(\n{query})"
+        f"{name} AS {hints.get(name, 'NOT MATERIALIZED ')}(\n{query})"
         for name, query in queries.items()
     )
     # `similarity` is no parameter: the keys that it makes are given to the macro.

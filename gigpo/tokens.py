@@ -8,7 +8,7 @@ float32, or float64 in tests and audits, the same for a whole batch; results hav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from gigpo.lazy_torch import torch
@@ -46,18 +46,8 @@ class Tokens:
     proximal_logprobs_N: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        proximal = (
-            {}
-            if self.proximal_logprobs_N is None
-            else {"proximal_logprobs_N": self.proximal_logprobs_N}
-        )
-        check_same_tokens(
-            logprobs_N=self.logprobs_N,
-            behaviour_logprobs_N=self.behaviour_logprobs_N,
-            advantages_N=self.advantages_N,
-            sequence_N=self.sequence_N,
-            **proximal,
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_same_tokens(**{name: value for name, value in tensors.items() if value is not None})
 
 
 def log_ratio(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor) -> torch.Tensor:
@@ -146,9 +136,8 @@ def sequence_ratio(
     (0, 0, 1).
     """
     log_products_S, index_N = _sums(log_ratio_N, sequence_N)
-    return torch.exp(
-        torch.clamp(log_products_S, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
-    ), index_N
+    bounded_S = torch.clamp(log_products_S, min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    return torch.exp(bounded_S), index_N
 
 
 def _sums(values_N: torch.Tensor, sequence_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

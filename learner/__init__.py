@@ -5,20 +5,19 @@ In reading order:
 learner.py        the loop: batch, train, publish, settle, checkpoint
 interface.py      its setup, and the errors that end a run
 ray_actor.py      the Ray actor that the driver starts
-data/             batch_loader: groups to advantages; packing and micro_batch: rows to tensors;
-                  prefetch: the next batch in a thread
+data/             batch_loader: groups to advantages; micro_batch: rows to tensors; prefetch: the
+                  next batch in a thread
 rank_group.py     one call on all ranks
-training/         engine: one optimizer update with DeepSpeed; update_stats and step_metrics: its
-                  figures; alarms: errors and warnings that end a run
+training/         engine: one optimizer update with DeepSpeed; step_metrics: its figures; alarms:
+                  errors and warnings that end a run
 objective.py      loss and advantage settings from the config
-model/            policy_model: the network; packed_attention, last_layer and
-                  chunked_logprobs: its parts; vision, lora; tiny_model: a base policy without
-                  a download
+model/            policy_model: the network; packed_attention and chunked_logprobs: its parts;
+                  vision, lora; tiny_model: a base policy without a download
 publishing/       publish: weights as files; broadcast_sender: weights to engines; export: a
                   run's policy for other programs
 checkpoint.py     everything a restart needs
-distributed/      deepspeed_setup, device, optimizer_state; private_ray: a Ray for one user
-files/            atomic_directory, safetensors_writer
+distributed/      deepspeed_setup, optimizer_state; private_ray: a Ray for one user
+files/            atomic_directory
 replay.py         learner steps again, bit for bit; explain.py shows each group's gradient
 
 A group's way: `Prefetch` claims it, `prepare_batch` reads it and computes advantages, `cut_updates`

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from learner.distributed.deepspeed_setup import from_all_ranks
 from learner.distributed.optimizer_state import (
     KINDS,
     Parameters,
@@ -48,9 +49,8 @@ from learner.files.atomic_directory import (
     names_the_disk,
     prune_oldest,
 )
-from learner.files.safetensors_writer import SHARD_BYTES, write_shards
+from learner.publishing.publish import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
-from learner.training.update_stats import from_all_ranks
 from printable import UserError
 from store import files_digest, parse_object, whole
 
@@ -194,12 +194,11 @@ def check_parameters(
     wrong = [name for name in [*here, *saved] if here.get(name) != saved.get(name)]
     if wrong:
         name = wrong[0]
+        shapes = f"{saved.get(name, 'missing')} there and {here.get(name, 'missing')} here"
         raise CheckpointError(
             f"{source} is of another model: {len(set(wrong))} trained parameters differ, the first "
-            f"is {name}, of shape "
-            f"{saved.get(name, 'missing')} there and {here.get(name, 'missing')} here. Use the "
-            "model.path, model.lora_rank "
-            "and model.tiny it was written with"
+            f"is {name}, of shape {shapes}. Use the model.path, model.lora_rank and model.tiny it "
+            "was written with"
         )
 
 
@@ -211,12 +210,7 @@ def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.
             file = safe_open(source / name, framework="pt")
             names = file.keys()  # not a mapping: it cannot be iterated itself
             where |= {(parameter, files.kind): file for parameter in names}
-
-    def saved(parameter: str, kind: str) -> torch.Tensor:
-        tensor: torch.Tensor = where[parameter, kind].get_tensor(parameter)
-        return tensor
-
-    return saved
+    return lambda parameter, kind: where[parameter, kind].get_tensor(parameter)
 
 
 def prune_checkpoints(
@@ -239,9 +233,10 @@ def prune_checkpoints(
 
 def _parse_content(record: dict[str, Any]) -> Content:
     point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
-    for name in (name for of_kind in files for name in of_kind.names):
-        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
-            raise ValueError(f"it names {name!r:.80}, and no checkpoint has such a file")
+    for of_kind in files:
+        for name in of_kind.names:
+            if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+                raise ValueError(f"it names {name!r:.80}, and no checkpoint has such a file")
     states = [RandomStates(**item) for item in record["random_states"]]
     return Content(**record | {"point": point, "files": files, "random_states": states})
 

@@ -9,6 +9,7 @@ in a learner step the real ones mix the groups' rows, and later ones see changed
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.distributed.deepspeed_setup import PARTITIONED
 from learner.distributed.optimizer_state import trainable
 from learner.training.engine import Engine, with_proximal
-from store import uid_text
+from store import Group, TrajectoryMeta, uid_text
 
 SHOWN_UID_DIGITS = 8
 # Columns of the table: |A| is the mean of |advantage|, A_E and A_S are its episode and step terms.
@@ -53,12 +54,8 @@ class GroupGradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExplainedGroup:
-    group_uid: bytes
-    task_id: str
-    n_members: int
-    n_won: int
-    return_min: float
-    return_max: float
+    group: Group
+    members: Sequence[TrajectoryMeta]
     staleness: int | None  # versions; None for an offline group
     gradient: GroupGradient | None  # None if none of its rows is trained on
     why_not: str
@@ -94,24 +91,20 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
     trained = {uid: part for uid, part in parts.items() if part.batches}
     gradients, total = _gradients(engine, list(trained.values())) if trained else ([], None)
     gradient_of = dict(zip(trained, gradients, strict=True))
-    trajectories = [one for segment in batch.batch.segments for one in segment.trajectories]
-    groups = []
-    for group in batch.batch.groups:
-        mine = [one for one in trajectories if one.group_uid == group.group_uid]
-        returns = [trajectory.episode_return for trajectory in mine]
-        groups.append(
-            ExplainedGroup(
-                group_uid=group.group_uid,
-                task_id=group.task_id,
-                n_members=len(mine),
-                n_won=sum(trajectory.won for trajectory in mine),
-                return_min=min(returns),
-                return_max=max(returns),
-                staleness=batch.version - group.oldest_version if group.source is None else None,
-                gradient=gradient_of.get(group.group_uid),
-                why_not=batch.filtered.get(group.group_uid, "no response tokens"),
-            )
+    members = defaultdict(list)
+    for segment in batch.batch.segments:
+        for trajectory in segment.trajectories:
+            members[trajectory.group_uid].append(trajectory)
+    groups = [
+        ExplainedGroup(
+            group=group,
+            members=members[group.group_uid],
+            staleness=batch.version - group.oldest_version if group.source is None else None,
+            gradient=gradient_of.get(group.group_uid),
+            why_not=batch.filtered.get(group.group_uid, "no response tokens"),
         )
+        for group in batch.batch.groups
+    ]
     return Explanation(groups=groups, total=total)
 
 
@@ -122,32 +115,35 @@ def table(explanation: Explanation) -> Table:
     shown.add_column("task", max_width=24, overflow="ellipsis", no_wrap=True)
     for name in (*GROUP_COLUMNS, *GRADIENT_COLUMNS):
         shown.add_column(name, justify="right", no_wrap=True)
-    for group in explanation.groups:
-        returns = f"{group.return_min:g}..{group.return_max:g}"
-        first = [
-            uid_text(group.group_uid)[:SHOWN_UID_DIGITS],
-            Path(group.task_id).name,
-            f"{group.n_won}/{group.n_members}",
-        ]
-        staleness = "-" if group.staleness is None else str(group.staleness)
-        figures = (
-            ["-"] * len(GRADIENT_COLUMNS) if group.gradient is None else _figures(group.gradient)
+    all_won: list[bool] = []
+    for one in explanation.groups:
+        figures = ["-"] * len(GRADIENT_COLUMNS)
+        if one.gradient is not None:
+            figures = _figures(one.gradient)
+        won = [member.won for member in one.members]
+        all_won += won
+        returns = [member.episode_return for member in one.members]
+        shown.add_row(
+            uid_text(one.group.group_uid)[:SHOWN_UID_DIGITS],
+            Path(one.group.task_id).name,
+            f"{sum(won)}/{len(won)}",
+            f"{min(returns):g}..{max(returns):g}",
+            "-" if one.staleness is None else str(one.staleness),
+            *figures,
         )
-        shown.add_row(*first, returns, staleness, *figures)
     if explanation.total is not None:
-        n_members = sum(group.n_members for group in explanation.groups)
-        n_won = sum(group.n_won for group in explanation.groups)
+        won_of_all = f"{sum(all_won)}/{len(all_won)}"
         shown.add_section()
-        shown.add_row("total", "", f"{n_won}/{n_members}", "", "", *_figures(explanation.total))
+        shown.add_row("total", "", won_of_all, "", "", *_figures(explanation.total))
     return shown
 
 
 def left_out_lines(explanation: Explanation) -> list[str]:
     """Return a line for each group that is not trained on, with the reason."""
     return [
-        f"{uid_text(group.group_uid)[:SHOWN_UID_DIGITS]} is left out: {group.why_not}"
-        for group in explanation.groups
-        if group.gradient is None
+        f"{uid_text(one.group.group_uid)[:SHOWN_UID_DIGITS]} is left out: {one.why_not}"
+        for one in explanation.groups
+        if one.gradient is None
     ]
 
 
@@ -165,16 +161,9 @@ def _figures(gradient: GroupGradient) -> list[str]:
 
 
 def _group_rows(engine: Engine, rows: pa.Table, group_uid: bytes) -> _GroupRows:
-    mine = rows.filter(
-        pc.equal(rows["group_uid"], pa.scalar(group_uid, rows.schema.field("group_uid").type))
-    )
-    learner = engine.learner
-    batches = micro_batches(
-        mine,
-        micro_batch_tokens=learner.micro_batch_tokens,
-        merge_steps=learner.merge_steps,
-        ranks=1,
-    )
+    mine = rows.filter(pc.equal(rows["group_uid"], pa.scalar(group_uid, rows["group_uid"].type)))
+    tokens, merges = engine.learner.micro_batch_tokens, engine.learner.merge_steps
+    batches = micro_batches(mine, micro_batch_tokens=tokens, merge_steps=merges, ranks=1)
     return _GroupRows(rows=mine, batches=batches)
 
 
@@ -209,7 +198,9 @@ def _gradients(
             )
             # `backward` would add to the gradient that DeepSpeed collects for the step.
             _add(gradient, torch.autograd.grad(loss, parameters, allow_unused=True))
-            seen.append(_ratios_and_clips(batch, values_6N.cpu()))
+            logprobs_N, clipped_N = values_6N[0].cpu(), values_6N[4].cpu()
+            ratio_N = torch.exp(logprobs_N - batch.behaviour_logprobs_N)  # pi / mu
+            seen.append(torch.stack([ratio_N, clipped_N]))
         _add(sum_gradient, gradient)
         groups.append(_summary(part.rows, torch.cat(seen, dim=1), gradient))
         all_seen_2N += seen
@@ -224,21 +215,12 @@ def _add(totals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None
 
 
 def _number_rows(parts: Sequence[_GroupRows]) -> list[MicroBatch]:
-    """Return all micro-batches with consecutive row numbers.
-
-    The corrections take equal rows_N for one sequence.
-    """
+    """Return all micro-batches with consecutive row numbers: equal rows_N are one sequence."""
     batches, before = [], 0
     for part in parts:
         batches += [replace(batch, rows_N=batch.rows_N + before) for batch in part.batches]
         before += part.rows.num_rows
     return batches
-
-
-def _ratios_and_clips(batch: MicroBatch, values_6N: torch.Tensor) -> torch.Tensor:
-    """Return [2, N]: pi / mu, and 1 for each clipped token."""
-    logprobs_N, clipped_N = values_6N[0], values_6N[4]
-    return torch.stack([torch.exp(logprobs_N - batch.behaviour_logprobs_N), clipped_N])
 
 
 def _summary(

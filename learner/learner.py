@@ -16,6 +16,7 @@ from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
+from learner.files.atomic_directory import prune_oldest
 from learner.interface import (
     LEARNER_STEP,
     CollapseError,
@@ -23,7 +24,6 @@ from learner.interface import (
     NonFiniteWeightsError,
     StarvationError,
 )
-from learner.publishing.publish import prune_versions, weight_files
 from learner.rank_group import RankGroup
 from learner.training.alarms import (
     ALARM,
@@ -33,16 +33,16 @@ from learner.training.alarms import (
     StarvationDeadline,
     non_finite_weights,
 )
-from learner.training.step_metrics import StepClock, StepTimes, step_metrics
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import StepClock, StepTimes, UpdateStats, step_metrics
 from store import (
-    Batch,
     CheckpointRecord,
     RollBack,
     RunLayout,
     VersionRecord,
+    WeightFileError,
     files_digest,
     publish_directory,
+    weight_files,
 )
 
 POLL_S = 0.05  # between two checks for a finished batch or a request to stop
@@ -70,7 +70,9 @@ class Learner:
         self.config, self.stopping = setup.config, stopping
         self.coordinator = CoordinatorClient(coordinator, component="learner")
         self.layout = RunLayout.open(Path(self.config.run_dir))
-        self.loader = make_loader(self.config, self.layout, claim=self._claim)
+        self.loader = make_loader(
+            self.config, self.layout, claim=lambda version: self.coordinator.claim(version).get()
+        )
         self.heart = Heartbeat(self.coordinator.heartbeat)
         with ExitStack() as after_failure:
             after_failure.callback(self.heart.close)
@@ -96,11 +98,11 @@ class Learner:
                 updates = self._train(batch)
                 self.step += 1
                 # Settling lets workers begin new groups, so the new weights must be there before.
-                with clock.publishing():
+                with clock.timed("publish_s"):
                     self._publish(self.version + 1)
                 alarms = self._settle(batch, updates, clock.end_step())
                 if self.step % self.config.learner.checkpoint_every == 0:
-                    with clock.saving_checkpoint():
+                    with clock.timed("checkpoint_s"):
                         self._save_checkpoint()
                 if alarms and self.config.alarms.stop:
                     break
@@ -144,10 +146,9 @@ class Learner:
             self.version = point.latest_version
         else:  # version numbers are never used twice
             self._publish(point.latest_version + 1)
+        instead = f"going on from learner step {self.step} instead"
         for fault in faults:
-            self._notice(
-                "checkpoint left out", f"going on from learner step {self.step} instead: {fault}"
-            )
+            self._notice("checkpoint left out", f"{instead}: {fault}")
         return restored_lines(
             point.rolled_back,
             faults,
@@ -176,7 +177,11 @@ class Learner:
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
         assert newest is not None, "a checkpoint follows a version"
-        return files_digest(weight_files(self.layout.root / newest.path)) == newest.digest
+        try:
+            files = weight_files(self.layout.root / newest.path)
+        except WeightFileError:
+            return False
+        return files_digest(files) == newest.digest
 
     def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
         """Yield the batch of each learner step, while the next one is prepared in a thread."""
@@ -264,7 +269,7 @@ class Learner:
         )
         self.coordinator.publish(record).get()
         self.version = version
-        prune_versions(self.layout.weights, keep=keep)
+        prune_oldest(self.layout.weights, keep=keep)
 
     def _settle(
         self, batch: PreparedBatch, updates: list[UpdateStats], times: StepTimes
@@ -306,9 +311,6 @@ class Learner:
         """Report that the loop works, and that its next report comes `within_s`."""
         self.heart.promise(None, waits_s=0.0, within_s=within_s)
 
-    def _claim(self, version: int) -> Batch | None:
-        return self.coordinator.claim(version).get()
-
     def _notice(self, what: str, detail: str) -> None:
         self.coordinator.notice(what, detail).get()
 
@@ -340,26 +342,25 @@ def restored_lines(
         n = rolled_back.learner_steps
         lost.append(f"{_counted(n, 'learner step')}, which {_be(n)} trained again")
     if too_old:
+        stay = "stays" if too_old == 1 else "stay"
         lost.append(
             f"{_counted(too_old, 'complete group')}, of those or of others, too old for version "
-            f"{version} (max_staleness={max_staleness}), which "
-            f"{'stays' if too_old == 1 else 'stay'} in the store as stale (fewer with a smaller "
-            "learner.checkpoint_every)"
+            f"{version} (max_staleness={max_staleness}), which {stay} in the store as stale (fewer "
+            "with a smaller learner.checkpoint_every)"
         )
     again, n_open, n_kept = rolled_back.groups, rolled_back.open, rolled_back.trajectories
-    kept = _counted(n_kept, "trajectory", "trajectories")
+    kept = f"{n_kept} trajector{'y' if n_kept == 1 else 'ies'}"
     return (
         f"continues at learner step {learner_step} as version {version}{left_out}; "
         f"{_counted(again, 'group')} consumed after the checkpoint {_be(again)} available again, "
-        f"{_counted(n_open, 'unfinished group')} {_be(n_open)} played first; "
-        f"{kept} {_be(n_kept)} kept\n"
-        f"thrown away: {'; '.join(lost) or 'nothing'}"
+        f"{_counted(n_open, 'unfinished group')} {_be(n_open)} played first; {kept} {_be(n_kept)} "
+        f"kept\nthrown away: {'; '.join(lost) or 'nothing'}"
     )
 
 
-def _counted(n: int, one: str, many: str | None = None) -> str:
+def _counted(n: int, noun: str) -> str:
     """Return a number and its noun: `1 group`, `2 groups`."""
-    return f"{n} {one if n == 1 else many or one + 's'}"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _be(n: int) -> str:

@@ -32,7 +32,7 @@ from learner.interface import RankError
 from learner.publishing.broadcast_sender import Broadcast
 from learner.publishing.publish import publish_weights
 from learner.training.engine import Engine
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import UpdateStats
 from store import RunLayout, broadcast
 
 # Without a limit a rank that waits for devices held by others would block the start for ever.
@@ -132,13 +132,10 @@ class RankGroup:
 
         Within one machine it is the loopback address: it needs no name and passes every firewall.
         """
-        asked = [peer.node.remote() for peer in self.peers]
-        nodes = [
-            self._answer(call, rank=rank, timeout_s=START_TIMEOUT_S)
-            for rank, call in enumerate(asked, start=1)
-        ]
-        here = ray.get_runtime_context().get_node_id()
-        return LOOPBACK if set(nodes) == {here} else ray.util.get_node_ip_address()
+        nodes = {ray.get_runtime_context().get_node_id()}
+        for rank, call in enumerate([peer.node.remote() for peer in self.peers], start=1):
+            nodes.add(self._answer(call, rank=rank, timeout_s=START_TIMEOUT_S))
+        return LOOPBACK if len(nodes) == 1 else ray.util.get_node_ip_address()
 
     def _run_on_all(
         self, own: Callable[[], Answer], others: Callable[..., object], *arguments: object
@@ -193,13 +190,11 @@ class RankGroup:
                 "if there is none, free a device for it"
             ) from error
         except RayTaskError as error:
-            raise RankError(
-                f"rank {rank} of the learner failed: {error.cause}; see {log}"
-            ) from error
+            failed = f"rank {rank} of the learner failed: {error.cause}; see {log}"
+            raise RankError(failed) from error
         except RayError as error:
-            raise RankDiedError(
-                f"rank {rank} of the learner died; its last output is in {log}"
-            ) from error
+            died = f"rank {rank} of the learner died; its last output is in {log}"
+            raise RankDiedError(died) from error
 
 
 class RemoteRank:

@@ -31,8 +31,7 @@ import configs
 from configs import Config
 from gigpo import prepare_advantages
 from learner.data.batch_loader import make_loader, prepare_batch
-from learner.distributed.deepspeed_setup import PARTITIONED
-from learner.distributed.device import device_text, nondeterminism_note
+from learner.distributed.deepspeed_setup import PARTITIONED, device_text, nondeterminism_note
 from learner.distributed.private_ray import (
     RAY_HIDES_GPUS,
     make_ray_directory,
@@ -45,6 +44,7 @@ from learner.rank_group import RankGroup
 from learner.training.step_metrics import timeless_metrics
 from printable import UserError
 from store import (
+    CONFIG_FILE,
     CheckpointRecord,
     RunLayout,
     VersionRecord,
@@ -67,12 +67,10 @@ CHANGES_BITS = (
     "model.lora_tf32",
     "offline.train_on",
 )
-NEWEST_CONFIG = "config.yaml"  # of a run's newest start
 SHOWN_FIGURES, SHOWN_DIGITS = 5, 12  # in a difference; digits of a digest
 LEAST_WIDTH = 140  # characters, for the explanation's table
 
 Say = Callable[[str], None]
-Explained = Callable[[Explanation], None]
 
 
 class ReplayError(UserError, ValueError):
@@ -143,7 +141,7 @@ def replayed(
     *,
     first: int,
     last: int,
-    explained: Explained | None,
+    explained: Callable[[Explanation], None] | None,
     say: Say,
 ) -> Iterator[Replayed]:
     """Yield each learner step from the starting point to `last`, up to the first that differs.
@@ -160,9 +158,7 @@ def replayed(
     prepare_advantages(loader.advantages)
     with (
         _scratch(layout) as scratch,
-        _ranks(
-            replace(config, run_dir=str(scratch)), model_path=model_path, run=layout.root
-        ) as ranks,
+        _ranks(config, layout, model_path=model_path, scratch=scratch) as ranks,
     ):
         start = _restored(layout, ranks, before=first, model_path=model_path, scratch=scratch)
         say(start.what)
@@ -180,17 +176,13 @@ def replayed(
             updates = ranks.train([update.micro_batches for update in batch.updates])
             figures = timeless_metrics(batch, updates)
             compared = figures.keys() & recorded.figures.keys()
-            changed = {
-                name: (recorded.figures[name], value)
-                for name, value in figures.items()
-                if name in compared and value != recorded.figures[name]
-            }
+            pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
             n_groups, n_rows = len(recorded.batch.groups), batch.rows.num_rows
             step = Replayed(
                 learner_step=learner_step,
                 published=recorded.published,
                 digest=_digest(ranks, scratch),
-                changed=changed,
+                changed={name: (was, here) for name, (was, here) in pairs.items() if was != here},
                 n_figures=len(compared),
                 what=f"groups {n_groups}, rows {n_rows}, updates {len(updates)}",
                 seconds=time.monotonic() - began_at_s,
@@ -236,10 +228,12 @@ def _scratch(layout: RunLayout) -> Iterator[Path]:
 
 
 @contextmanager
-def _ranks(config: Config, *, model_path: Path, run: Path) -> Iterator[RankGroup]:
+def _ranks(
+    config: Config, layout: RunLayout, *, model_path: Path, scratch: Path
+) -> Iterator[RankGroup]:
     """Start as many ranks as the run had. Several ranks need a Ray of their own."""
-    with _private_ray(run) if config.learner.ranks > 1 else nullcontext():
-        ranks = RankGroup(config, model_path=str(model_path))
+    with _private_ray(layout.root) if config.learner.ranks > 1 else nullcontext():
+        ranks = RankGroup(replace(config, run_dir=str(scratch)), model_path=str(model_path))
         try:
             yield ranks
         finally:
@@ -339,13 +333,10 @@ def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
         f"the run's changes bits. So do {', '.join(CHANGES_BITS)}: if the run was continued with "
         "values that differ from run.json, give them as key=value"
     )
-    if (layout.root / NEWEST_CONFIG).is_file():
-        newest = configs.from_yaml(read_run_file(layout.root, NEWEST_CONFIG))
-        changed = []
-        for key in CHANGES_BITS:
-            value = attrgetter(key)(newest)
-            if value != attrgetter(key)(config):
-                changed.append(f"{key}={value}")
+    if (layout.root / CONFIG_FILE).is_file():
+        newest = configs.from_yaml(read_run_file(layout.root, CONFIG_FILE))
+        found = {key: (attrgetter(key)(newest), attrgetter(key)(config)) for key in CHANGES_BITS}
+        changed = [f"{key}={there}" for key, (there, here) in found.items() if there != here]
         if changed:
             lines.append(f"its newest start had others; try {' '.join(changed)}")
     return "\n".join(lines)

@@ -102,3 +102,5 @@ from .untrusted.signatures import sign_run as sign_run
 from .untrusted.trust import check_trusted as check_trusted
 from .untrusted.trust import is_trusted as is_trusted
 from .untrusted.trust import trust as trust
+from .weight_files import WeightFileError as WeightFileError
+from .weight_files import weight_files as weight_files

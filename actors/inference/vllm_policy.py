@@ -36,7 +36,6 @@ from actors.inference.vllm_images import engine_input
 from actors.inference.weight_files import (
     RECEIVED,
     PhaseClock,
-    WeightFileError,
     WeightLoad,
     check_shapes,
     tensor_shapes,
@@ -44,6 +43,7 @@ from actors.inference.weight_files import (
 from actors.policy import Completion, EngineLostError, Prompt
 from actors.prompting.images import load_image_form
 from configs import ActorsConfig, loaded
+from store import WeightFileError
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput

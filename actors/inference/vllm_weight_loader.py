@@ -39,8 +39,8 @@ from vllm.model_executor.model_loader.reload import (
 from actors.inference.broadcast_receiver import Receiver
 from actors.inference.engine_environment import ENGINE_CORES, engine_cores
 from actors.inference.fork_server import PR_SET_PDEATHSIG
-from actors.inference.weight_files import RECEIVED, WeightFileError, weight_files
-from store import files_digest
+from actors.inference.weight_files import RECEIVED
+from store import WeightFileError, files_digest, weight_files
 
 BACKEND = "safetensors_file"
 # Errors of the engine's process, not of the file it reads: no memory, too many open files

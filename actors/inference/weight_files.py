@@ -9,12 +9,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from store import WeightFileError, weight_files
+
 TIED_OUTPUT_LAYER = "lm_head.weight"
 RECEIVED = "(received)"  # in place of a path: weights that the learner sent directly
-
-
-class WeightFileError(ValueError):
-    """Weights were refused before the engine was touched; it keeps its version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +43,6 @@ class PhaseClock:
         now_s = time.perf_counter()
         self.laps_ms[f"{phase}_ms"] = (now_s - self._last_s) * 1e3
         self._last_s = now_s
-
-
-def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files at `path`: a file, or a directory of them."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise WeightFileError(
-            f"no weights at {path}: give a .safetensors file, or a directory that holds some"
-        )
-    return files
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:

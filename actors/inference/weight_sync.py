@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 
 from actors.inference.vllm_policy import VLLMPolicy
-from actors.inference.weight_files import WeightFileError, WeightLoad
+from actors.inference.weight_files import WeightLoad
 from store import RunLayout, StoreError, VersionRecord, local_directory
 
 LOADED, REFUSED = "weights loaded", "weights refused"
@@ -59,7 +59,7 @@ class WeightSync:
         """Make the engine serve `version` or a newer one; generation pauses for the copy only.
 
         Missing or damaged weights leave the engine on its old version, until the next version comes
-        or another try succeeds. Raises WeightFileError or StoreError if the old version is too old
+        or another try succeeds. Raises StoreError if the old version is too old
         to be trained on, and EngineLostError if the engine is gone.
         """
         while version.version > self.version:
@@ -68,7 +68,7 @@ class WeightSync:
                     return
                 try:
                     await self._load(version)
-                except (WeightFileError, StoreError) as error:
+                except StoreError as error:
                     newest = await self._newest()
                     if newest is None or newest == version:
                         await self._refuse(version, error)
@@ -107,7 +107,7 @@ class WeightSync:
             )
         return load, fetch_ms
 
-    async def _refuse(self, version: VersionRecord, error: WeightFileError | StoreError) -> None:
+    async def _refuse(self, version: VersionRecord, error: StoreError) -> None:
         is_first = version.version != self._refused
         self._refused, self._refused_at_s = version.version, time.monotonic()
         if is_first:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from learner.files.atomic_directory import BackgroundFsync
-from learner.publishing.publish import publish_weights, weight_files
+from learner.publishing.publish import publish_weights
 from safetensors.torch import load_file, save_file
-from store import files_digest
+from store import files_digest, weight_files
 
 from gpu_proof.models import free_memory, model_directory, seconds_of
 from gpu_proof.shapes import Proof

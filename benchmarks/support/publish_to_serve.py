@@ -19,8 +19,8 @@ from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import Prompt
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
-from learner.files.atomic_directory import BackgroundFsync
-from learner.publishing.publish import prune_versions, publish_weights
+from learner.files.atomic_directory import BackgroundFsync, prune_oldest
+from learner.publishing.publish import publish_weights
 from learner.training.engine import Engine
 
 PROMPT_TOKENS = 16
@@ -110,7 +110,7 @@ def _learn(base: Path, connection: Connection) -> None:
             for parameter in engine.policy.parameters():
                 parameter.data.mul_(CHANGE)
             if last is not None:
-                prune_versions(last.parent, keep=KEEP_VERSIONS)
+                prune_oldest(last.parent, keep=KEEP_VERSIONS)
             connection.send("")
         else:
             connection.send(

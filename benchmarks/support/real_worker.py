@@ -16,10 +16,16 @@ from support.raw_vllm import Request
 
 import configs
 from actors import WorkerActor, WorkerSetup, request_seed
-from actors.inference.weight_files import weight_files
 from configs import Config
 from coordinator import CoordinatorActor
-from store import RunLayout, VersionRecord, files_digest, read_segments, write_open_sql
+from store import (
+    RunLayout,
+    VersionRecord,
+    files_digest,
+    read_segments,
+    weight_files,
+    write_open_sql,
+)
 
 ANSWER_TIMEOUT_S = 600.0
 POLL_S = 0.2

@@ -229,10 +229,11 @@ def rows_to_train_on(rows: pa.Table, condition: str) -> pa.ChunkedArray:
             query = f"SELECT row_of_batch FROM steps WHERE (\n{condition}\n)"
             chosen = connection.sql(query).to_arrow_table()["row_of_batch"]
     except duckdb.Error as error:
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"offline.train_on={condition!r} cannot be asked of these steps "
-            f"({' '.join(str(error).split())}); write it as after WHERE, over a step's columns and "
-            "its advantages. A run that has begun goes on with another one"
+            f"offline.train_on={condition!r} cannot be asked of these steps ({reason}); write it "
+            "as after WHERE, over a step's columns and its advantages. A run that has begun goes "
+            "on with another one"
         ) from error
     return pc.or_(live, pc.is_in(numbers, value_set=chosen.combine_chunks()))
 
@@ -243,10 +244,9 @@ def _select(rows: pa.Table, condition: str) -> tuple[pa.Table, dict[bytes, str]]
     Advantages are already computed, so left-out rows still count in the baselines.
     """
     kept = rows.filter(rows_to_train_on(rows, condition))
-    left_out = set(rows["group_uid"].unique().to_pylist()) - set(
-        kept["group_uid"].unique().to_pylist()
-    )
-    return kept, dict.fromkeys(left_out, f"no step of it is one of offline.train_on={condition}")
+    before, after = (set(table["group_uid"].unique().to_pylist()) for table in (rows, kept))
+    reason = f"no step of it is one of offline.train_on={condition}"
+    return kept, dict.fromkeys(before - after, reason)
 
 
 def _n_response_tokens(rows: pa.Table) -> int:

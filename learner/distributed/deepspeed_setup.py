@@ -1,5 +1,6 @@
-"""Set up DeepSpeed and the process group of the ranks. This module imports DeepSpeed first.
+"""Set up a rank's device, DeepSpeed, and the ranks' group. This module imports DeepSpeed first.
 
+    prepare_device(learner)                     # once per engine, before a model is loaded
     store = host_ranks(LOOPBACK)                # with several ranks, in one process
     address = str(broadcast.Address.new(LOOPBACK, store.port))
     join_ranks(0, ranks=2, address=address)     # in each rank's process, before `initialize`
@@ -19,22 +20,24 @@ import os
 import socket
 import warnings
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from configs import BUCKET_ELEMENTS, LearnerConfig
+from configs import BUCKET_ELEMENTS, LearnerConfig, ModelConfig
 from store import broadcast
 
 # DeepSpeed reads these at its import. A process of a run sees a GPU only if its config asks for one
-# (`device.py` checks it).
+# (`check_device`): Ray hides GPUs from a process that asked for none.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # The device index. Ray shows each rank only its own device, as number 0.
 os.environ.setdefault("LOCAL_RANK", "0")
 
 _log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
@@ -75,11 +78,79 @@ WHOLE_ELEMENTS = 100_000
 # minutes with gloo, 10 with NCCL.
 GROUP_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
+CUDA, CPU = "cuda", "cpu"
 
 
 def accelerator() -> str:
     """Return the torch device type that DeepSpeed uses in this process, "cuda" or "cpu"."""
     return str(deepspeed.accelerator.get_accelerator().device_name())
+
+
+def device_type(learner: LearnerConfig) -> str:
+    """Return the torch device type that `learner.gpus_per_rank` asks for."""
+    return CUDA if learner.gpus_per_rank else CPU
+
+
+def prepare_device(learner: LearnerConfig) -> None:
+    """Set torch's process-wide settings for one rank. Raises ValueError for a wrong device."""
+    check_device(learner, found=accelerator())
+    if device_type(learner) == CPU:
+        torch.set_num_threads(learner.threads)
+        return
+    if learner.offload:
+        # A rank's share of cores: Ray sets OMP_NUM_THREADS=1, with which one thread would update
+        # all weights.
+        share = len(os.sched_getaffinity(0)) // learner.ranks
+        torch.set_num_threads(max(learner.threads, share))
+    if learner.gpus_per_rank < 1:
+        # So that this process runs out of memory, and not the engine on the same GPU.
+        torch.cuda.set_per_process_memory_fraction(learner.gpus_per_rank)
+    if learner.deterministic:
+        # cuBLAS reads it when it makes its first handle. Without it torch's deterministic mode
+        # refuses matrix products.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(learner.deterministic)
+
+
+def adapters_in_tf32(learner: LearnerConfig, model: ModelConfig) -> bool:
+    """Return whether adapters multiply in TF32, with 11 bits beside the 8 of a bfloat16 base.
+
+    In float32 they take 30 to 40% of a step [estimate]. A float32 base keeps all its bits, and a
+    CPU has no TF32.
+    """
+    return model.lora_tf32 and model.dtype == "bfloat16" and device_type(learner) == CUDA
+
+
+def check_device(learner: LearnerConfig, *, found: str) -> None:
+    """Raise ValueError unless DeepSpeed `found` the device that the config asks for."""
+    if found == device_type(learner):
+        return
+    asked = f"learner.gpus_per_rank={learner.gpus_per_rank:g}"
+    if found == CUDA:
+        raise ValueError(
+            f"{asked} asks for a CPU learner, but this process sees a GPU and DeepSpeed took it; "
+            "set learner.gpus_per_rank=1, or hide the GPUs: CUDA_VISIBLE_DEVICES= gigpo ..."
+        )
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    raise ValueError(
+        f"{asked} asks for a GPU, and torch {torch.__version__} ({build}) finds none; check "
+        "`nvidia-smi`, or set learner.gpus_per_rank=0"
+    )
+
+
+def device_text(learner: LearnerConfig) -> str:
+    """Return the device in words, with the settings that change bits on it."""
+    return "a GPU" if device_type(learner) == CUDA else f"a CPU, learner.threads={learner.threads}"
+
+
+def nondeterminism_note(learner: LearnerConfig) -> str:
+    """Return a note that two passes may differ in their last bits; "" if they cannot."""
+    if device_type(learner) == CPU or learner.deterministic:
+        return ""
+    return (
+        " (a GPU without learner.deterministic=true may add in another order each time: the same "
+        "bits are not promised)"
+    )
 
 
 def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> Any:
@@ -99,15 +170,10 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
             "learner.offload=true with learner.zero_stage=0: only ZeRO's optimizers offload; set "
             "zero_stage=1"
         )
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    settings = _settings(module, dtype=dtype, learner=learner)
     with _standard_output_to_log():
-        engine, _, _, _ = deepspeed.initialize(
-            model=module,
-            model_parameters=[
-                parameter for parameter in module.parameters() if parameter.requires_grad
-            ],
-            config=_settings(module, dtype=dtype, learner=learner),
-        )
-    return engine
+        return deepspeed.initialize(model=module, model_parameters=trained, config=settings)[0]
 
 
 def whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
@@ -137,9 +203,8 @@ def forget_gradient(engine: Any) -> None:
 def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> dict[str, Any]:
     # DeepSpeed allocates its default of 5e8 elements at once, 2 GB in float32. A model needs no
     # more elements than it has.
-    bucket_elements = min(
-        BUCKET_ELEMENTS, sum(parameter.numel() for parameter in module.parameters())
-    )
+    n_elements = sum(parameter.numel() for parameter in module.parameters())
+    bucket_elements = min(BUCKET_ELEMENTS, n_elements)
     zero: dict[str, Any] = {
         "stage": learner.zero_stage,
         "reduce_bucket_size": bucket_elements,
@@ -228,3 +293,15 @@ def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT
     )
+
+
+def from_all_ranks(value: Value, *, ranks: int) -> list[Value]:
+    """Return each rank's value, by rank, on every rank. All ranks call it together.
+
+    Tensors must be on the CPU.
+    """
+    if ranks == 1:
+        return [value]
+    values = [value] * ranks
+    dist.all_gather_object(values, value)
+    return values

@@ -48,12 +48,10 @@ def read_state(
     Use it before the next update.
     """
     adam = _adam_states(engine, parameters)
-    if not engine.zero_optimization():
-        for name, parameter in parameters.items():
-            yield name, parameter.detach() if kind == MASTER else adam[name][kind]
-        return
     for name, parameter in parameters.items():
-        if kind == MASTER:
+        if not engine.zero_optimization():
+            yield name, parameter.detach() if kind == MASTER else adam[name][kind]
+        elif kind == MASTER:
             yield name, deepspeed.utils.safe_get_full_fp32_param(parameter)
         else:
             yield name, deepspeed.utils.safe_get_full_optimizer_state(parameter, kind)

@@ -12,7 +12,7 @@
     # from here on it is whole for every reader
     background.wait()    # from here on it survives a power cut
 
-    prune_oldest(Path("weights"), keep=4, kept=frozenset())
+    prune_oldest(Path("weights"), keep=4)
 
 Imports the standard library only: the tests of power cuts load this file by itself.
 """
@@ -23,7 +23,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,8 +40,7 @@ def atomic_directory(dest: Path) -> Iterator[Path]:
     again. Raises OSError, naming `dest`, if the disk fails. The unfinished directory is then
     removed, as it may be what fills the disk.
     """
-    with _removed_on_failure(dest):
-        unfinished = _empty(dest)
+    with _unfinished(dest) as unfinished:
         yield unfinished
         _sync_files(unfinished)
         _show(unfinished, dest)
@@ -90,12 +89,18 @@ def names_the_disk(dest: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _removed_on_failure(dest: Path) -> Iterator[None]:
+def _unfinished(dest: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `dest`, and remove it if the disk fails."""
+    unfinished = dest.with_name(dest.name + UNFINISHED_SUFFIX)
     with names_the_disk(dest):
         try:
-            yield
+            if unfinished.exists():
+                shutil.rmtree(unfinished)
+            _remove_replaced(dest)
+            unfinished.mkdir(parents=True)
+            yield unfinished
         except OSError:
-            shutil.rmtree(_unfinished(dest), ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
 
@@ -113,8 +118,7 @@ class BackgroundFsync:
         Unlike with `atomic_directory`, a power cut before `wait` returns may leave empty or torn
         files.
         """
-        with _removed_on_failure(dest):
-            unfinished = _empty(dest)
+        with _unfinished(dest) as unfinished:
             yield unfinished
             _show(unfinished, dest)
             _remove_replaced(dest)
@@ -134,7 +138,7 @@ class BackgroundFsync:
                 raise OSError(error.errno, text) from error
 
 
-def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
+def prune_oldest(parent: Path, *, keep: int, kept: Collection[str] = ()) -> list[str]:
     """Remove all directories but `kept` and the last `keep` by name. Return the removed names.
 
     Unfinished directories of dead writers are removed too.
@@ -153,19 +157,6 @@ def prune_oldest(parent: Path, *, keep: int, kept: frozenset[str]) -> list[str]:
         else:
             shutil.rmtree(parent / name)
     return removed
-
-
-def _empty(dest: Path) -> Path:
-    unfinished = _unfinished(dest)
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    _remove_replaced(dest)
-    unfinished.mkdir(parents=True)
-    return unfinished
-
-
-def _unfinished(dest: Path) -> Path:
-    return dest.with_name(dest.name + UNFINISHED_SUFFIX)
 
 
 def _show(unfinished: Path, dest: Path) -> None:

@@ -109,17 +109,9 @@ class _Chunked(torch.autograd.Function):
                 grad_weight_VH += grad_logits_CV.T @ hidden_NH[chunk]
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
-        return (
-            grad_hidden_NH,
-            _like(grad_weight_VH, weight_VH),
-            _like(grad_bias_V, bias_V),
-            None,
-            None,
-        )
-
-
-def _like(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    return None if gradient is None else gradient.to(parameter.dtype)
+        grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None
 
 
 def _chunks(n_tokens: int) -> Iterator[slice]:

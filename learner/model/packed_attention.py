@@ -2,6 +2,7 @@
 
     use_packed_attention(causal_lm)
     hidden_TH = packed_hidden(causal_lm, input_ids_T, position_ids_T, bounds_S1)
+    is_trimmed = trim_last_layer(causal_lm)    # False: another kind of layer, left unchanged
 
 It works for every transformers model with replaceable attention. transformers passes the keyword
 `sequences` to each layer's attention, also when a checkpointed layer is computed again, so no state
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,11 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 # sequences would change each other.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 SAME = 0.01  # relative distance of two results of one function, in bf16
+LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+SAME_TRIMMED = 1e-4  # the same operations in the same order, so only rounding differs
+# Errors of a layer of another kind when `_trimmed_forward` calls its parts: wrong arguments, wrong
+# number of results, a missing result, wrong shapes. Any other error is the model's own.
+MISFITS = (TypeError, ValueError, IndexError, RuntimeError)
 MIXED = "computes two equal sequences unequally when packed into one, so tokens pass between them"
 # Arguments that some models pass to attention. Ignoring them silently would compute another
 # function.
@@ -77,26 +84,34 @@ def use_packed_attention(causal_lm: PreTrainedModel) -> None:
                     "sequences packed into one would change each other; set a fixed rope_type such "
                     "as 'yarn' in its config.json"
                 )
-    if not _stay_apart(causal_lm):
+    hidden_TH = _probe(causal_lm, (2, 2))
+    if not are_same(*hidden_TH.chunk(2)):
         raise ValueError(f"{name} {MIXED}")
 
 
-def _stay_apart(causal_lm: PreTrainedModel) -> bool:
-    """Return whether two equal sequences in one pass give equal results."""
-    was_training = causal_lm.training
-    causal_lm.eval()
-    ids_T = torch.tensor([0, 1, 0, 1], device=causal_lm.device)
-    bounds_S1 = torch.tensor([0, 2, 4], device=causal_lm.device)
-    with torch.no_grad():
-        hidden_TH = packed_hidden(causal_lm, ids_T, ids_T, bounds_S1.int()).float()
-    causal_lm.train(was_training)
-    return are_same(hidden_TH[:2], hidden_TH[2:])
-
-
-def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two results of one function are equal up to rounding in bf16."""
+def are_same(one: torch.Tensor, other: torch.Tensor, *, relative: float = SAME) -> bool:
+    """Return whether two results of one function are equal up to rounding, by default in bf16."""
     one, other = one.float(), other.float()
-    return one.shape == other.shape and bool((one - other).norm() <= SAME * other.norm())
+    return one.shape == other.shape and bool((one - other).norm() <= relative * other.norm())
+
+
+def _probe(
+    causal_lm: PreTrainedModel, lengths: tuple[int, int], positions: list[int] | None = None
+) -> torch.Tensor:
+    """Compute two sequences of these lengths: [T, H], or [N, H] at the given positions."""
+    device, was_training = causal_lm.device, causal_lm.training
+    ids_T = torch.tensor([*range(lengths[0]), *range(lengths[1])], device=device)
+    bounds_S1 = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+    positions_N = None
+    if positions is not None:
+        positions_N = torch.tensor(positions, dtype=torch.int64, device=device)
+    causal_lm.eval()
+    try:
+        with torch.no_grad():
+            hidden = packed_hidden(causal_lm, ids_T, ids_T, bounds_S1, positions_N=positions_N)
+            return hidden.float()
+    finally:
+        causal_lm.train(was_training)
 
 
 def packed_hidden(
@@ -111,7 +126,7 @@ def packed_hidden(
 ) -> torch.Tensor:
     """Return the decoder's last hidden states [T, H].
 
-    `positions_N` is for a trimmed model (`last_layer.py`), which then returns [N, H].
+    `positions_N` is for a model whose last layer is trimmed, which then returns [N, H].
     `embedded` replaces ids and positions (`vision.py`). With `compared` each layer compares its
     kernel with one sequence after another, and raises ValueError if they differ.
     """
@@ -232,10 +247,9 @@ def _kernel_takes(query_1ATD: torch.Tensor, value_1ATD: torch.Tensor) -> bool:
     Keys have the queries' head size.
     """
     head_size = query_1ATD.shape[-1]
-    fits = (
-        head_size <= KERNEL_HEAD_SIZE and head_size % 8 == 0 and value_1ATD.shape[-1] == head_size
-    )
-    return query_1ATD.is_cuda and query_1ATD.dtype in KERNEL_DTYPES and fits
+    if head_size > KERNEL_HEAD_SIZE or head_size % 8 or value_1ATD.shape[-1] != head_size:
+        return False
+    return query_1ATD.is_cuda and query_1ATD.dtype in KERNEL_DTYPES
 
 
 def _window(query_1ALD: torch.Tensor, sliding_window: int | None) -> torch.Tensor | None:
@@ -246,11 +260,62 @@ def _window(query_1ALD: torch.Tensor, sliding_window: int | None) -> torch.Tenso
     n_tokens = query_1ALD.shape[2]
     if sliding_window is None or n_tokens <= sliding_window:
         return None
+    all_LL = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=query_1ALD.device)
+    return all_LL.tril().triu(1 - sliding_window)
+
+
+def trim_last_layer(causal_lm: PreTrainedModel) -> bool:
+    """Make `packed_hidden(..., positions_N)` give [N, H], and return whether that was possible.
+
+    A layer is trimmed if it computes x + attention(norm(x)), then x + mlp(norm(x)), like those of
+    Llama, Mistral, Qwen2 and Qwen3. Its parts must have the usual names. Passes before and after
+    the change must give the same: at all positions, at some, and at none. Any other layer is left
+    unchanged: one that adds or scales something, or whose mlp lets tokens meet.
+
+    Attention is the last operation in which tokens meet. Everything after it is per token, so it is
+    computed for the N positions that the output layer reads, not for all T. The result is the same
+    up to rounding. It saves 17 % of a step of a model with 2 layers, 2.7 % with 24, 1.2 % with 30.
+    """
+    layers = getattr(causal_lm.get_decoder(), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList) or not len(layers):
+        return False
+    layer, own = layers[-1], layers[-1].forward
+    if not all(hasattr(layer, part) for part in LAYER_PARTS):
+        return False
+    before_TH = _probe(causal_lm, (3, 2))
+    layer.forward = types.MethodType(_trimmed_forward, layer)
+    try:
+        is_trimmed = _computes(causal_lm, before_TH)
+    except MISFITS:
+        is_trimmed = False
+    if not is_trimmed:
+        layer.forward = own
+    return is_trimmed
+
+
+def _computes(causal_lm: PreTrainedModel, before_TH: torch.Tensor) -> bool:
+    """Return whether the changed model gives its earlier result, and any rows of it alone."""
+    # Matrices of fewer rows add up in another order.
+    rounding = max(SAME_TRIMMED, torch.finfo(causal_lm.dtype).eps)
     return (
-        torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=query_1ALD.device)
-        .tril()
-        .triu(1 - sliding_window)
+        are_same(_probe(causal_lm, (3, 2)), before_TH, relative=SAME_TRIMMED)
+        and are_same(_probe(causal_lm, (3, 2), [1, 4]), before_TH[[1, 4]], relative=rounding)
+        and are_same(_probe(causal_lm, (3, 2), []), before_TH[[]], relative=rounding)
     )
+
+
+def _trimmed_forward(
+    layer: Any,
+    hidden_1TH: torch.Tensor,
+    *,
+    positions_N: torch.Tensor | None = None,
+    **keywords: Any,
+) -> torch.Tensor:
+    """Compute the layer, at `positions_N` only if they are given: [1, N, H], else [1, T, H]."""
+    attended_1TH, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_1TH), **keywords)
+    hidden_1TH = hidden_1TH + attended_1TH
+    hidden_1NH = hidden_1TH if positions_N is None else hidden_1TH.index_select(1, positions_N)
+    return hidden_1NH + layer.mlp(layer.post_attention_layernorm(hidden_1NH))
 
 
 AttentionInterface.register(PACKED, packed_attention)

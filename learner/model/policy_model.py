@@ -27,9 +27,14 @@ from transformers import (
 from configs import ConfigError, loaded
 from learner.data.micro_batch import MicroBatch
 from learner.model.chunked_logprobs import OutputLayer
-from learner.model.last_layer import trim_last_layer
-from learner.model.packed_attention import MIXED, are_same, packed_hidden, use_packed_attention
-from learner.model.vision import Vision, load_vision
+from learner.model.packed_attention import (
+    MIXED,
+    are_same,
+    packed_hidden,
+    trim_last_layer,
+    use_packed_attention,
+)
+from learner.model.vision import FROM_FILES, Vision, load_vision
 
 _log = logging.getLogger(__name__)
 
@@ -171,10 +176,8 @@ def load_policy(
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
-    # A model's own code never runs here.
-    from_files = {"local_files_only": True, "trust_remote_code": False}
     config: Any = loaded(
-        "configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files)
+        "configuration", path, lambda: AutoConfig.from_pretrained(path, **FROM_FILES)
     )
     for name, neutral in LOGIT_CHANGES.items():
         if getattr(config, name, neutral) != neutral:
@@ -186,10 +189,10 @@ def load_policy(
         for name, value in part.to_dict().items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
-    vision = load_vision(path)
+    vision = load_vision(path, config)
     of_its_kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     # Mismatched tensors are left to `_check_complete`: the error of transformers names none.
-    as_asked = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True, **from_files}
+    as_asked = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True, **FROM_FILES}
     causal_lm, report = loaded(
         "weights",
         path,

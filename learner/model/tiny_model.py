@@ -52,8 +52,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
     if vocabulary_size < N_BYTES + added:
         raise ValueError(
             f"vocabulary_size={vocabulary_size} is too small: {N_BYTES} bytes and {added} added "
-            "tokens need "
-            f"at least {N_BYTES + added}"
+            f"tokens need at least {N_BYTES + added}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

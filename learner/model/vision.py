@@ -1,6 +1,6 @@
 """Vision models in the learner: images in a packed forward pass, and the names of their weights.
 
-    vision = load_vision(path)                          # None: a model of text alone
+    vision = load_vision(path, config)                  # None: a model of text alone
     packed = vision.packed(causal_lm, batch)            # `embedded` of `packed_hidden`
     names = names_to_publish(path, policy, learner)     # as in the base model's files
 
@@ -16,6 +16,7 @@ Letters as in `micro_batch.py`; I images, P patches of all of them, D numbers ea
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedModel
+from transformers import AutoImageProcessor, PreTrainedModel
 
 from configs import VISION_MODEL_TYPES, LearnerConfig, loaded, model_type
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import PARTITIONED
 
+# Arguments of from_pretrained. A model's own code never runs here.
+FROM_FILES = {"local_files_only": True, "trust_remote_code": False}
 # Prefix of a parameter -> its prefix in files written before transformers had one scheme for all
 # vision models, such as those of Qwen2.5-VL.
 OLDER_PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
@@ -49,13 +52,11 @@ class Vision:
         images need.
         """
         embedded_1TH = causal_lm.get_input_embeddings()(batch.input_ids_T.unsqueeze(0))
-        images = [image for images in batch.images_S for image in images]
+        images = list(chain.from_iterable(batch.images_S))
         if not images:
+            embedded_1TH = embedded_1TH + nothing_of(causal_lm, embedded_1TH)
             positions_31T = batch.position_ids_T.expand(3, 1, -1)
-            return {
-                "inputs_embeds": embedded_1TH + nothing_of(causal_lm, embedded_1TH),
-                "position_ids": positions_31T,
-            }
+            return {"inputs_embeds": embedded_1TH, "position_ids": positions_31T}
         values = self._processor(images=images, return_tensors="pt")
         grid_I3 = values["image_grid_thw"].numpy() // [1, self._merge_size, self._merge_size]
         positions_31T, is_image_T = self._places(batch, grid_I3)
@@ -66,10 +67,8 @@ class Vision:
         )
         seen_KH = torch.cat(list(seen.pooler_output)).to(embedded_1TH.dtype)
         is_image_1T1 = is_image_T.to(batch.input_ids_T.device)[None, :, None]
-        return {
-            "inputs_embeds": embedded_1TH.masked_scatter(is_image_1T1, seen_KH),
-            "position_ids": positions_31T,
-        }
+        embedded_1TH = embedded_1TH.masked_scatter(is_image_1T1, seen_KH)
+        return {"inputs_embeds": embedded_1TH, "position_ids": positions_31T}
 
     def _places(
         self, batch: MicroBatch, grid_I3: NDArray[np.int64]
@@ -125,27 +124,21 @@ def places(
 
 def nothing_of(causal_lm: PreTrainedModel, like: torch.Tensor) -> torch.Tensor:
     """Return 0 with a gradient of 0 for every trained parameter of the tower."""
-    trained = [
-        parameter
-        for parameter in causal_lm.base_model.visual.parameters()
-        if parameter.requires_grad
-    ]
-    return sum((parameter.sum() * 0.0 for parameter in trained), like.new_zeros(())).to(like.dtype)
+    nothing = like.new_zeros(())
+    for parameter in causal_lm.base_model.visual.parameters():
+        if parameter.requires_grad:
+            nothing = nothing + parameter.sum() * 0.0
+    return nothing.to(like.dtype)
 
 
-def load_vision(path: Path) -> Vision | None:
+def load_vision(path: Path, config: Any) -> Vision | None:
     """Load a model's image processor, on PIL as in the actors, or return None for a text model."""
     if model_type(str(path)) not in VISION_MODEL_TYPES:
         return None
-    # A model's own code never runs here.
-    from_files = {"local_files_only": True, "trust_remote_code": False}
-    config: Any = loaded(
-        "configuration", path, lambda: AutoConfig.from_pretrained(path, **from_files)
-    )
     processor = loaded(
         "image processor",
         path,
-        lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **from_files),
+        lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FROM_FILES),
     )
     return Vision(processor, image_token_id=config.image_token_id, merge_size=processor.merge_size)
 
@@ -173,10 +166,8 @@ def checkpoint_names(path: Path, names: Iterable[str]) -> Mapping[str, str]:
             present |= set(tensors.keys())
     found = {}
     for name in names:
-        found[name] = name
-        for new, old in OLDER_PREFIXES:
-            older = old + name.removeprefix(new)
-            if name not in present and name.startswith(new) and older in present:
-                found[name] = older
-                break
+        older = [
+            old + name.removeprefix(new) for new, old in OLDER_PREFIXES if name.startswith(new)
+        ]
+        found[name] = next((one for one in (name, *older) if one in present), name)
     return found

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from learner.distributed.deepspeed_setup import host_ranks
-from learner.files.safetensors_writer import Send
+from learner.publishing.publish import Send
 from store import broadcast
 
 MOST_NEW = 10_000  # engines that join between two rounds
@@ -93,13 +93,7 @@ class Broadcast:
             self._calls[member] += 1
             self._store.set(broadcast.call_key(member, self._calls[member]), str(self._round))
         deadline_s = time.monotonic() + READY_S
-        for member in self._calls:
-            self._await(member, deadline_s)
-        members = [
-            member
-            for member in self._calls
-            if self._store.check([broadcast.ready_key(self._round, member)])
-        ]
+        members = [member for member in self._calls if self._is_ready(member, deadline_s)]
         if late := len(self._calls) - len(members):
             _log.warning(
                 "%d engines did not come to be sent weights within %g s; they load the files",
@@ -111,17 +105,17 @@ class Broadcast:
             self._group = None
         self._n_groups += self._group is None
         self._members = members
-        self._store.set(
-            broadcast.round_key(self._round),
-            json.dumps({"group": self._n_groups, "members": members}),
-        )
+        announced = json.dumps({"group": self._n_groups, "members": members})
+        self._store.set(broadcast.round_key(self._round), announced)
         if members and self._group is None:
             self._group = self._form(size=1 + len(members))
 
-    def _await(self, member: int, deadline_s: float) -> None:
+    def _is_ready(self, member: int, deadline_s: float) -> bool:
         left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         with suppress(dist.DistStoreError):  # it did not come in time
             self._store.wait([broadcast.ready_key(self._round, member)], left)
+            return True
+        return False
 
     def _form(self, *, size: int) -> Any:
         store = dist.PrefixStore(
@@ -133,9 +127,8 @@ class Broadcast:
         return dist.ProcessGroupGloo(store, 0, size, options)
 
     def _send_file(self, pieces: Sequence[memoryview]) -> None:
-        self._send_all(
-            [memoryview(bytearray(len(pieces[0]).to_bytes(broadcast.N_BYTES, "little"))), *pieces]
-        )
+        length = len(pieces[0]).to_bytes(broadcast.N_BYTES, "little")
+        self._send_all([memoryview(bytearray(length)), *pieces])
 
     def _send_all(self, pieces: Sequence[memoryview]) -> None:
         try:

@@ -20,9 +20,16 @@ from learner.files.atomic_directory import new_directory
 from learner.model.lora import add_adapters, merged, write_adapter
 from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
-from learner.publishing.publish import weight_files, write_weights
+from learner.publishing.publish import write_weights
 from printable import UserError
-from store import RunLayout, VersionRecord, check_trusted, files_digest, local_directory
+from store import (
+    RunLayout,
+    VersionRecord,
+    check_trusted,
+    files_digest,
+    local_directory,
+    weight_files,
+)
 
 # Places of a base model made for a run: of one without model.path, and of one that clones it.
 MADE_BASE_MODELS = ("base/policy", "untrained")
@@ -54,14 +61,10 @@ def newest_checkpoint(layout: RunLayout) -> int:
         rows = reader.rows(
             "SELECT learner_step FROM checkpoints WHERE live ORDER BY learner_step DESC"
         )
-    there = [
-        int(row["learner_step"])
-        for row in rows
-        if layout.checkpoint_dir(row["learner_step"]).is_dir()
-    ]
-    if not there:
-        raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
-    return there[0]
+    for row in rows:
+        if layout.checkpoint_dir(row["learner_step"]).is_dir():
+            return int(row["learner_step"])
+    raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
 
 
 def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:
@@ -75,7 +78,7 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
             for path in source.iterdir():
                 if path.name != "complete.json":  # it only marks a finished download
                     shutil.copyfile(path, unfinished / path.name)
-            digest = files_digest(weight_files(unfinished))
+            digest = files_digest([unfinished / path.name for path in weight_files(source)])
             if digest != version.digest:
                 raise ExportError(
                     f"{source} has digest {digest}, published was {version.digest}: it was changed "

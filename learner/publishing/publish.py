@@ -4,35 +4,40 @@
     digest = publish_weights(
         engine.weights(), Path("weights/v000008"), source_dir=base, fsync=fsync, send=None
     )
-    prune_versions(Path("weights"), keep=4)
 
-The digest is that of `safetensors_writer.write_shards`.
+The digest is BLAKE3, in hex, of the weight files in order as if they were one: `cat
+model*.safetensors | b3sum`. No other cryptographic hash here is as fast as writing: SHA-256 would
+take longer than everything else between learner and engine.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from blake3 import blake3
 
 from learner.files.atomic_directory import (
     BackgroundFsync,
     atomic_directory,
     new_directory,
-    prune_oldest,
 )
-from learner.files.safetensors_writer import SHARD_BYTES, Send, write_shards
-from store import StoreError
+from store import SAFETENSORS_DTYPES, StoreError, TensorEntry, encode_safetensors_head
 
-WEIGHTS_STEM, WEIGHTS_PATTERN = "model", "*.safetensors"
+SHARD_BYTES = 4 * 2**30  # of one file; the tensors of no more than one are held at a time
+SUFFIX = ".safetensors"
+DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in SAFETENSORS_DTYPES.items()}
+# Receives a file in pieces: its head, and each tensor that is not empty.
+Send = Callable[[Sequence[memoryview]], None]
 # All files but the weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-# Maps tensors to files, if there are several.
-WEIGHT_INDEX = "model.safetensors.index.json"
-WEIGHT_INDEX_SUFFIX = ".index.json"
+WEIGHT_INDEX = ".index.json"  # maps tensors to files, if there are several
 
 
 def write_weights(
@@ -68,11 +73,6 @@ def publish_weights(
         return _write(weights, unfinished, source_dir=Path(source_dir), send=send)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files of a model directory, in the order of their digest."""
-    return sorted(directory.glob(WEIGHTS_PATTERN))
-
-
 def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     """Copy a model directory. `dest` appears whole or not at all.
 
@@ -92,11 +92,6 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
             )
 
 
-def prune_versions(weights_dir: Path, *, keep: int) -> list[str]:
-    """Remove all but the newest `keep` versions. Return the removed names."""
-    return prune_oldest(weights_dir, keep=keep, kept=frozenset())
-
-
 def _write(
     weights: Iterable[tuple[str, torch.Tensor]],
     directory: Path,
@@ -104,31 +99,138 @@ def _write(
     source_dir: Path,
     send: Send | None,
 ) -> str:
-    dtypes: set[torch.dtype] = set()
-
-    def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            if tensor.is_floating_point():
-                dtypes.add(tensor.dtype)
-            yield name, tensor
-
-    shards = write_shards(
-        noting_dtypes(), directory, stem=WEIGHTS_STEM, shard_bytes=SHARD_BYTES, send=send
-    )
-    if len(dtypes) != 1:
-        raise ValueError(f"weights of one version need one dtype, not {sorted(map(str, dtypes))}")
+    shards = write_shards(weights, directory, stem="model", shard_bytes=SHARD_BYTES, send=send)
+    if len(shards.dtypes) != 1:
+        found = sorted(map(str, shards.dtypes))
+        raise ValueError(f"weights of one version need one dtype, not {found}")
     if len(shards.files) > 1:
         index = {"metadata": {"total_size": shards.n_bytes}, "weight_map": dict(shards.file_of)}
-        (directory / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    _copy_side_files(source_dir, directory, dtype=dtypes.pop())
+        (directory / f"model.safetensors{WEIGHT_INDEX}").write_text(
+            json.dumps(index, indent=2) + "\n"
+        )
+    _copy_side_files(source_dir, directory, dtype=next(iter(shards.dtypes)))
     return shards.digest
 
 
 def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -> None:
     for path in sorted(source_dir.iterdir()):
-        if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX_SUFFIX):
+        if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX):
             shutil.copyfile(path, directory / path.name)
     config = json.loads((source_dir / "config.json").read_text())
     config.pop("torch_dtype", None)  # older name of `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shards:
+    digest: str
+    files: tuple[str, ...]  # names in the directory, in order
+    n_bytes: int
+    file_of: Mapping[str, str]  # tensor -> file
+    dtypes: frozenset[torch.dtype]  # of the floating-point tensors
+
+
+def write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    directory: Path,
+    *,
+    stem: str,
+    shard_bytes: int,
+    send: Send | None,
+) -> Shards:
+    """Write the tensors in files of at most `shard_bytes`, or of one larger tensor. Send each file.
+
+    A tensor is kept, without a copy, until its file is full: it must not change before. Five
+    tensors of 4 bytes each, with 8 bytes a file: {a, b} {c, d} {e}, in stem-00001-of-00003 and so
+    on.
+    """
+    digest = blake3()
+    file_of: dict[str, int] = {}
+    dtypes: set[torch.dtype] = set()
+    numbered: list[Path] = []
+    for number, part in enumerate(_parts(tensors, shard_bytes=shard_bytes), start=1):
+        path = directory / f"{stem}-{number:05d}{SUFFIX}"
+        _write_shard(path, part, digest, send=send)
+        numbered.append(path)
+        file_of |= dict.fromkeys(part, number)
+        dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
+    paths = [directory / f"{stem}{SUFFIX}"]
+    if len(numbered) > 1:
+        last = f"-of-{len(numbered):05d}{SUFFIX}"
+        paths = [path.with_name(f"{path.stem}{last}") for path in numbered]
+    for path, name in zip(numbered, paths, strict=True):
+        path.rename(name)
+    return Shards(
+        digest=digest.hexdigest(),
+        files=tuple(path.name for path in paths),
+        n_bytes=sum(path.stat().st_size for path in paths),
+        file_of={tensor: paths[number - 1].name for tensor, number in file_of.items()},
+        dtypes=frozenset(dtypes),
+    )
+
+
+def _parts(
+    tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each file; one empty part if there are no tensors.
+
+    A part is emptied before the next is filled.
+    """
+    part: dict[str, torch.Tensor] = {}
+    n_bytes = 0
+    for name, tensor in tensors:
+        if part and n_bytes + tensor.nbytes > shard_bytes:
+            yield part
+            part.clear()
+            n_bytes = 0
+        part[name] = tensor.detach().cpu().contiguous()
+        n_bytes += tensor.nbytes
+    yield part
+
+
+def _write_shard(
+    path: Path, tensors: Mapping[str, torch.Tensor], digest: blake3, *, send: Send | None
+) -> None:
+    """Write one file, add it to `digest`, and send it.
+
+    safetensors' own writer does not expose the bytes, so hashing would be a second pass over the
+    file.
+    """
+    # As safetensors sorts them: with the widest types first every tensor is aligned to its type.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    pieces = [memoryview(bytearray(encode_safetensors_head(_entries(ordered))))]
+    pieces += [
+        memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        for tensor in ordered.values()
+        if tensor.numel()
+    ]
+    # Writing, hashing and sending all release the GIL.
+    with (
+        path.open("wb", buffering=0) as file,
+        ThreadPoolExecutor(1) as hashing,
+        ThreadPoolExecutor(1) as sending,
+    ):
+        beside: list[Future[Any]] = [hashing.submit(digest.update, piece) for piece in pieces]
+        if send is not None:
+            beside.append(sending.submit(send, pieces))
+        for piece in pieces:
+            written = 0
+            while written < len(piece):  # a raw file may accept only a part
+                written += file.write(piece[written:])
+        for future in beside:
+            future.result()
+
+
+def _entries(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
+    entries, begin = [], 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{name} is {tensor.dtype}; only {', '.join(DTYPE_NAMES.values())} can be written"
+            )
+        end = begin + tensor.nbytes
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
+        begin = end
+    return entries

@@ -18,8 +18,7 @@ import pyarrow as pa
 from configs import Config
 from learner.data.batch_loader import PreparedBatch, Update
 from learner.interface import BadUpdatesError, NonFiniteWeightsError, StarvationError
-from learner.training.step_metrics import LENGTH
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import LENGTH, UpdateStats
 from store import uid_text
 
 BAD_UPDATE = "bad update"
@@ -103,12 +102,16 @@ class RunHealth:
                 continue
             self._bad_updates += 1
             yield bad_update_line(update, stats, learner_step=learner_step, number=number)
-            if self._bad_updates > self.config.learner.max_bad_updates:
-                raise too_many_bad_updates(
-                    self._bad_updates,
-                    learner_step=learner_step,
-                    rows_named=bool(stats.bad_rows),
-                    config=self.config,
+            limit = self.config.learner.max_bad_updates
+            if self._bad_updates > limit:
+                query = ROWS_QUERY if stats.bad_rows else EVENTS_QUERY
+                # The last part is a command line.
+                raise BadUpdatesError(
+                    f"{self._bad_updates} optimizer updates in a row, the last in learner step "
+                    f"{learner_step}, had a loss or gradient that is not finite, and "
+                    f"learner.max_bad_updates={limit}; all were skipped. Look at what they have in "
+                    "common, and lower learner.learning_rate if it is nothing: "
+                    f'gigpo sql {shlex.quote(self.config.run_dir)} "{query}"'
                 )
 
     def judge(
@@ -152,20 +155,6 @@ def bad_update_line(update: Update, stats: UpdateStats, *, learner_step: int, nu
     )
 
 
-def too_many_bad_updates(
-    in_a_row: int, *, learner_step: int, rows_named: bool, config: Config
-) -> BadUpdatesError:
-    """Make the error that ends the run. Its last part is a command line."""
-    query = ROWS_QUERY if rows_named else EVENTS_QUERY
-    return BadUpdatesError(
-        f"{in_a_row} optimizer updates in a row, the last in learner step {learner_step}, had a "
-        "loss or gradient that is not finite, and learner.max_bad_updates="
-        f"{config.learner.max_bad_updates}; all were skipped. Look at what they have in common, "
-        "and lower learner.learning_rate if it is nothing: "
-        f'gigpo sql {shlex.quote(config.run_dir)} "{query}"'
-    )
-
-
 def non_finite_weights(
     *, learner_step: int, checkpoint: int, config: Config
 ) -> NonFiniteWeightsError:
@@ -186,12 +175,11 @@ def check_batches(empty_in_a_row: int, *, success: float, filtered: Mapping[byte
     `filtered` maps the last batch's filtered groups to their reasons. Groups excluded by
     `offline.train_on` do not count as solved.
     """
+    why, remedy = "every group's episodes were alike", "easier tasks, a larger algorithm.group_size"
     excluded = next((why for why in filtered.values() if "offline.train_on" in why), None)
+    if excluded:
+        why, remedy = excluded, "another offline.train_on, other groups"
     if empty_in_a_row > MAX_EMPTY_BATCHES and (success < SOLVED or excluded):
-        why = excluded or "every group's episodes were alike"
-        remedy = "easier tasks, a larger algorithm.group_size"
-        if excluded:
-            remedy = "another offline.train_on, other groups"
         raise StarvationError(
             f"{empty_in_a_row} batches in a row had no advantage to learn from, with success "
             f"{success:.2f}: {why}. Use {remedy}, or a better model"
@@ -214,14 +202,14 @@ def collapse_alarms(
     began: list[str] = []
     ended: list[str] = []
     checks = _checks(metrics, start_length=start_length, learner_step=learner_step, config=config)
-    for check in [] if config.loss.policy == "behaviour_cloning" else checks:
-        was_on = before.get(check.name, 0.0) > 0.0
-        is_on = was_on if check.beyond is None else check.beyond
-        values[check.name] = float(is_on)
+    for name, beyond, figure, bound in [] if config.loss.policy == "behaviour_cloning" else checks:
+        was_on = before.get(name, 0.0) > 0.0
+        is_on = was_on if beyond is None else beyond
+        values[name] = float(is_on)
         if is_on and not was_on:
-            began.append(f"learner step {learner_step}: {check.what} is {check.bound}")
+            began.append(f"learner step {learner_step}: {figure} is {bound}")
         elif was_on and not is_on:
-            ended.append(f"learner step {learner_step}: {check.what} is no longer {check.bound}")
+            ended.append(f"learner step {learner_step}: {figure} is no longer {bound}")
     return Alarms(values=values, began=began, ended=ended)
 
 
@@ -237,17 +225,13 @@ def length_at_start(length: float, *, before: float | None, learner_step: int) -
     return before if learner_step > START_STEPS else before + (length - before) / learner_step
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Check:
-    name: str
-    beyond: bool | None  # None: unknown
-    what: str  # "loss/ess 0.05"
-    bound: str  # "below alarms.ess_below=0.1"
-
-
 def _checks(
     metrics: Mapping[str, float], *, start_length: float, learner_step: int, config: Config
-) -> Iterator[_Check]:
+) -> Iterator[tuple[str, bool | None, str, str]]:
+    """Yield name, beyond or not (None: unknown), figure and bound of each alarm.
+
+    Example: "alarm/ess", True, "loss/ess 0.05", "below alarms.ess_below=0.1".
+    """
     bounds = config.alarms
     for name, bound, is_below in (
         ("ess", bounds.ess_below, True),
@@ -259,18 +243,13 @@ def _checks(
         beyond = None
         if math.isfinite(value):
             beyond = value < bound if is_below else value > bound
-        yield _Check(
-            name=f"alarm/{name}",
-            beyond=beyond,
-            what=f"loss/{name} {value:.3g}",
-            bound=f"{side} alarms.{name}_{side}={bound:g}",
-        )
+        limit = f"{side} alarms.{name}_{side}={bound:g}"
+        yield f"alarm/{name}", beyond, f"loss/{name} {value:.3g}", limit
     length, factor = metrics[LENGTH], bounds.length_factor
     is_usual = start_length / factor <= length <= start_length * factor
-    yield _Check(
-        name="alarm/length",
-        beyond=learner_step > START_STEPS and not is_usual,
-        what=f"{LENGTH} {length:.3g}",
-        bound=f"alarms.length_factor={factor:g} times longer or shorter than the first "
-        f"{START_STEPS} steps' {start_length:.3g}",
+    limit = (
+        f"alarms.length_factor={factor:g} times longer or shorter than the first {START_STEPS} "
+        f"steps' {start_length:.3g}"
     )
+    is_beyond = learner_step > START_STEPS and not is_usual
+    yield "alarm/length", is_beyond, f"{LENGTH} {length:.3g}", limit

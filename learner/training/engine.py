@@ -27,26 +27,21 @@ from configs import LearnerConfig, LossConfig, ModelConfig
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
 from learner.distributed.deepspeed_setup import (
+    adapters_in_tf32,
     forget_gradient,
+    from_all_ranks,
     initialize,
     join_ranks,
     own_elements,
+    prepare_device,
 )
-from learner.distributed.device import adapters_in_tf32, prepare_device
 from learner.distributed.optimizer_state import trainable
 from learner.interface import NonFiniteWeightsError
 from learner.model.lora import adapters_off, add_adapters, merged
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import names_to_publish
 from learner.objective import objective_of
-from learner.training.update_stats import (
-    Pass,
-    UpdateStats,
-    from_all_ranks,
-    gathered,
-    token_values,
-    update_stats,
-)
+from learner.training.step_metrics import Pass, UpdateStats, gathered, token_values, update_stats
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
@@ -119,31 +114,67 @@ class Engine:
         ]
         # The first update sees the policy that was scored; later ones need their own scores.
         return [
-            self._update(batches, scores=None if index else scores[0])
+            self.update(batches, scores=None if index else scores[0])
             for index, batches in enumerate(anchored)
         ]
 
-    def update(self, micro_batches: Sequence[MicroBatch]) -> UpdateStats:
+    def update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        scores: Sequence[torch.Tensor] | None = None,
+    ) -> UpdateStats:
         """Apply one optimizer update with the gradient over all `micro_batches`.
 
         The result does not depend on how they were cut. They come from one table: equal rows_N are
-        one sequence. With loss.proximal=recomputed they come from `with_proximal`. A loss or
-        gradient that is not finite changes nothing, on all ranks.
+        one sequence. With loss.proximal=recomputed they come from `with_proximal`. `scores` are the
+        current policy's; None: not computed yet. A loss or gradient that is not finite changes
+        nothing, on all ranks.
         """
-        return self._update(micro_batches, scores=None)
+        mine = self._mine(micro_batches)
+        totals = BatchTotals(
+            n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
+            n_sequences=sum(batch.n_rows for batch in micro_batches),
+        )
+        if scores is None:
+            needs_scores = self.objective.batch_wide or self.learner.ess_scaled
+            scores = self.score(micro_batches) if needs_scores else []
+        learning_rate = scheduled(self.learner, n_updates=self.n_updates)
+        if self.learner.ess_scaled:
+            learning_rate *= _ess_fraction(micro_batches, scores)
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        factors: Sequence[torch.Tensor] = []
+        if self.objective.batch_wide:
+            factors = self.batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks]
+        passes = []
+        for index, batch in enumerate(mine):
+            # Only the last micro-batch reduces gradients. DeepSpeed cannot know which one is last,
+            # because their number differs from update to update.
+            self.deepspeed.set_gradient_accumulation_boundary(index == len(mine) - 1)
+            factor_N = factors[index].to(self.deepspeed.device) if factors else None
+            passes.append(
+                self._backward(batch.to(self.deepspeed.device), factor_N=factor_N, totals=totals)
+            )
+        grad_norm = self._step()
+        skipped = not math.isfinite(grad_norm)
+        self.n_updates += not skipped
+        done = [Pass(loss=one.loss.cpu(), values_6N=one.values_6N.cpu()) for one in passes]
+        everyone = gathered(done, micro_batches, ranks=self.ranks)
+        return update_stats(
+            micro_batches,
+            everyone,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            skipped=skipped,
+        )
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the current policy's logprobs_N per micro-batch: float32, on the CPU, detached."""
         mine = self._mine(micro_batches)
         with torch.no_grad():
             scores = [self.policy(batch.to(self.deepspeed.device))[0].cpu() for batch in mine]
-        joined: list[torch.Tensor] = [torch.empty(0)] * len(micro_batches)
-        for rank, scores_N in enumerate(from_all_ranks(torch.cat(scores), ranks=self.ranks)):
-            of_rank = micro_batches[rank :: self.ranks]
-            joined[rank :: self.ranks] = scores_N.split(
-                [batch.n_response_tokens for batch in of_rank]
-            )
-        return joined
+        return gathered(scores, micro_batches, ranks=self.ranks)
 
     def batch_wide_factors(
         self, batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]
@@ -197,47 +228,6 @@ class Engine:
     def close(self) -> None:
         """Free DeepSpeed's memory. The process group stays for the next engine of this process."""
         self.deepspeed.destroy()
-
-    def _update(
-        self, micro_batches: Sequence[MicroBatch], *, scores: Sequence[torch.Tensor] | None
-    ) -> UpdateStats:
-        """Apply one optimizer update. `scores` are the current policy's; None: not computed yet."""
-        mine = self._mine(micro_batches)
-        totals = BatchTotals(
-            n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
-            n_sequences=sum(batch.n_rows for batch in micro_batches),
-        )
-        if scores is None:
-            needs_scores = self.objective.batch_wide or self.learner.ess_scaled
-            scores = self.score(micro_batches) if needs_scores else []
-        learning_rate = scheduled(self.learner, n_updates=self.n_updates)
-        if self.learner.ess_scaled:
-            learning_rate *= _ess_fraction(micro_batches, scores)
-        for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
-        factors: Sequence[torch.Tensor] = []
-        if self.objective.batch_wide:
-            factors = self.batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks]
-        passes = []
-        for index, batch in enumerate(mine):
-            # Only the last micro-batch reduces gradients. DeepSpeed cannot know which one is last,
-            # because their number differs from update to update.
-            self.deepspeed.set_gradient_accumulation_boundary(index == len(mine) - 1)
-            factor_N = factors[index].to(self.deepspeed.device) if factors else None
-            passes.append(
-                self._backward(batch.to(self.deepspeed.device), factor_N=factor_N, totals=totals)
-            )
-        grad_norm = self._step()
-        skipped = not math.isfinite(grad_norm)
-        self.n_updates += not skipped
-        everyone = gathered(passes, micro_batches, ranks=self.ranks)
-        return update_stats(
-            micro_batches,
-            everyone,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            skipped=skipped,
-        )
 
     def _is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Return whether the weights' norm and a short sequence's log-probabilities are finite.
@@ -371,7 +361,8 @@ def _load(path: str | Path, model: ModelConfig, *, temperature: float) -> Policy
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
     """Join the tokens of several micro-batches."""
-    columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(Tokens)}
-    return Tokens(
-        **{name: torch.cat(column) for name, column in columns.items() if column[0] is not None}
-    )
+    joined = {}
+    for item in fields(Tokens):
+        column = [getattr(part, item.name) for part in parts]
+        joined[item.name] = None if column[0] is None else torch.cat(column)
+    return Tokens(**joined)

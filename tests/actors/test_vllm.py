@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import store
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
-from actors.inference.weight_files import RECEIVED, WeightFileError, WeightLoad
+from actors.inference.weight_files import RECEIVED, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from actors.policy import Completion, EngineLostError, Prompt
 from configs import ActorsConfig
@@ -37,7 +37,15 @@ from learner.distributed.deepspeed_setup import LOOPBACK
 from learner.files.atomic_directory import BackgroundFsync
 from learner.publishing.broadcast_sender import Broadcast
 from learner.publishing.publish import publish_weights
-from store import Catalog, RunLayout, VersionRecord, export, files_digest, write_open_sql
+from store import (
+    Catalog,
+    RunLayout,
+    VersionRecord,
+    WeightFileError,
+    export,
+    files_digest,
+    write_open_sql,
+)
 from tests.support.chat_samples import two_turns_over_http
 from tests.support.learner_logprobs import both_logprobs
 from tests.support.processes import PATIENCE_S, children, litter, unused_shared_memory

@@ -20,8 +20,8 @@ import learner.publishing.broadcast_sender
 import store.broadcast
 from actors.inference.broadcast_receiver import Received, Receiver
 from learner.distributed.deepspeed_setup import LOOPBACK
-from learner.files.safetensors_writer import write_shards
 from learner.publishing.broadcast_sender import Broadcast
+from learner.publishing.publish import write_shards
 from store import files_digest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import pytest
 
 import store
 from actors.inference import weight_sync
-from actors.inference.weight_files import WeightFileError, WeightLoad
+from actors.inference.weight_files import WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
-from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
+from store import Catalog, RunLayout, VersionRecord, WeightFileError, export, write_open_sql
 
 # One row per published version: by how many loads it was served, and how many of them read
 # something else.

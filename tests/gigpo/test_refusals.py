@@ -31,7 +31,7 @@ from gigpo import (
     TokenTis,
     compute_advantages,
 )
-from gigpo.compatibility import check_combination
+from gigpo.objective import check_combination
 from learner import objective_of
 from tests.support.gigpo_samples import episode, settings, table
 

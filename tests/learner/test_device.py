@@ -10,8 +10,8 @@ import torch
 
 from configs import Config, LearnerConfig, ModelConfig
 from learner import LearnerSetup, RankError
-from learner.distributed import device
-from learner.distributed.device import (
+from learner.distributed import deepspeed_setup
+from learner.distributed.deepspeed_setup import (
     adapters_in_tf32,
     check_device,
     device_text,
@@ -48,7 +48,7 @@ def test_a_device_that_is_not_the_configs_is_refused_in_a_line(
 def test_an_engine_does_not_start_on_a_device_that_is_not_the_configs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(deepspeed_setup, "accelerator", lambda: "cuda")
     with pytest.raises(ValueError, match="learner.gpus_per_rank=0 asks for a CPU learner"):
         prepare_device(LearnerConfig())
 
@@ -64,7 +64,7 @@ def test_a_cpu_learner_has_the_threads_it_was_given(monkeypatch: pytest.MonkeyPa
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[object]]:
     """DeepSpeed has found a GPU; what torch is told is noted and not done."""
     told: dict[str, list[object]] = {"threads": [], "deterministic": []}
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(deepspeed_setup, "accelerator", lambda: "cuda")
     monkeypatch.setattr(torch, "set_num_threads", told["threads"].append)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", told["deterministic"].append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))

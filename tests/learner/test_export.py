@@ -23,9 +23,10 @@ from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
 from learner.checkpoint import save_checkpoint
 from learner.distributed.deepspeed_setup import initialize, join_ranks
 from learner.distributed.optimizer_state import trainable
+from learner.files.atomic_directory import prune_oldest
 from learner.model.lora import add_adapters, merged
 from learner.model.policy_model import load_policy
-from learner.publishing.publish import prune_versions, write_weights
+from learner.publishing.publish import write_weights
 from learner.training.engine import Engine
 from store import Catalog, RunLayout, export, files_digest, write_open_sql
 from tests.support.engine_samples import copied, cut, make_base, random_rows
@@ -71,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, dict[i
                     version=version,
                     lsn=1,
                 )
-        prune_versions(layout.weights, keep=3)
+        prune_oldest(layout.weights, keep=3)
         export(catalog, layout)
     engine.close()
     return layout, weights

@@ -16,19 +16,23 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import TinyModelConfig
-from learner.files.atomic_directory import BackgroundFsync, atomic_directory, new_directory
-from learner.files.safetensors_writer import DTYPE_NAMES, write_shards
+from learner.files.atomic_directory import (
+    BackgroundFsync,
+    atomic_directory,
+    new_directory,
+    prune_oldest,
+)
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.publishing import publish
 from learner.publishing.publish import (
+    DTYPE_NAMES,
     copy_weights,
-    prune_versions,
     publish_weights,
-    weight_files,
+    write_shards,
     write_weights,
 )
-from store import files_digest
+from store import files_digest, weight_files
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +224,7 @@ def test_published_weights_are_synced_behind(
         publish_weights(
             weights(policy), tmp_path / f"v{version:06d}", source_dir=base, fsync=behind, send=None
         )
-        prune_versions(tmp_path, keep=2)
+        prune_oldest(tmp_path, keep=2)
     behind.wait()
     left = [tmp_path, *tmp_path.rglob("*")]
     assert len(left) == 1 + 2 * (1 + len(list(base.iterdir())))
@@ -310,10 +314,10 @@ def test_a_copy_is_whole(base: Path, tmp_path: Path) -> None:
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:
     for name in ("v000009", "v000010", "v000011", "v000012.tmp", "v000008.old"):
         (tmp_path / name).mkdir()
-    assert prune_versions(tmp_path, keep=2) == ["v000008.old", "v000012.tmp", "v000009"]
+    assert prune_oldest(tmp_path, keep=2) == ["v000008.old", "v000012.tmp", "v000009"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000010", "v000011"]
     with pytest.raises(ValueError, match="keep=0"):
-        prune_versions(tmp_path, keep=0)
+        prune_oldest(tmp_path, keep=0)
 
 
 def test_a_version_that_is_a_link_to_somebodys_model_goes_and_the_model_stays(
@@ -324,6 +328,6 @@ def test_a_version_that_is_a_link_to_somebodys_model_goes_and_the_model_stays(
     (model / "model.safetensors").write_bytes(b"not ours")
     (weights_dir / "v000001").mkdir(parents=True)
     (weights_dir / "v000000").symlink_to(model)
-    assert prune_versions(weights_dir, keep=1) == ["v000000"]
+    assert prune_oldest(weights_dir, keep=1) == ["v000000"]
     assert [path.name for path in weights_dir.iterdir()] == ["v000001"]
     assert (model / "model.safetensors").read_bytes() == b"not ours"

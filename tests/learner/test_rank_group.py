@@ -23,7 +23,7 @@ from learner.checkpoint import load_checkpoint
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks, join_ranks
 from learner.rank_group import RankDiedError, RankGroup, gather_weights
 from learner.training.engine import Engine
-from learner.training.update_stats import Pass, UpdateStats, gathered
+from learner.training.step_metrics import Pass, UpdateStats, gathered
 from store import RunLayout, files_digest
 from tests.support.engine_samples import (
     CUT,

@@ -14,8 +14,7 @@ import configs
 from gigpo import Tokens, token_diagnostics
 from learner.data.batch_loader import Episodes
 from learner.training.alarms import BAD_IN_A_ROW, EMPTY_IN_A_ROW, collapse_alarms
-from learner.training.step_metrics import StepTimes, step_metrics
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import StepTimes, UpdateStats, step_metrics
 from store.catalog.records import Evaluation, SuccessRate
 
 ROOT = Path(__file__).resolve().parents[2]

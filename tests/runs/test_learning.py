@@ -40,7 +40,7 @@ from learner import make_tiny_model, train_tokenizer, write_weights
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.engine import Engine
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import UpdateStats
 from store import Step, Trajectory, state_hash, to_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from actors.inference import engine_environment
 from actors.inference.vllm_engine import placement
 from configs import ActorsConfig, Config, ConfigError, LearnerConfig
 from driver import preflight
-from learner.distributed import device
-from learner.distributed.device import prepare_device
+from learner.distributed import deepspeed_setup
+from learner.distributed.deepspeed_setup import prepare_device
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -116,7 +116,7 @@ def test_an_engine_takes_its_part_of_the_gpu(
 
 
 def test_a_learner_that_shares_a_gpu_is_kept_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(deepspeed_setup, "accelerator", lambda: "cuda")
     kept: list[float] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", kept.append)
     for gpus in (1, 0.4):

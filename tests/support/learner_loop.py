@@ -22,7 +22,7 @@ from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
 from learner.checkpoint import CheckpointError, CheckpointPoint
 from learner.data.micro_batch import MicroBatch
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import UpdateStats
 from store import (
     RunLayout,
     Step,

@@ -22,7 +22,7 @@ from configs import ClipConfig, LearnerConfig, LimitConfig, LossConfig, ModelCon
 from learner.data.micro_batch import MicroBatch
 from learner.distributed import deepspeed_setup
 from learner.training.engine import Engine, NonFiniteWeightsError
-from learner.training.update_stats import UpdateStats
+from learner.training.step_metrics import UpdateStats
 from tests.support.engine_samples import (
     CUT,
     WHOLE,
