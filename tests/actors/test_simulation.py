@@ -28,14 +28,6 @@ import pytest
 
 import configs
 from actors.rollout.episode import AsyncEnvironment
-from actors.simulation import (
-    Delay,
-    DelayedEnvironment,
-    LocalHandle,
-    SimulatedLearner,
-    SimulatedSetup,
-    SimulatedWorker,
-)
 from configs import Config
 from coordinator import Coordinator, heartbeats, task_index
 from coordinator import export_schedule as maintenance
@@ -50,6 +42,14 @@ from store import (
     write_segment,
 )
 from store.reading.open_sql import fixed
+from tests.support.simulation import (
+    Delay,
+    DelayedEnvironment,
+    LocalHandle,
+    SimulatedLearner,
+    SimulatedSetup,
+    SimulatedWorker,
+)
 from tests.support.virtual_time import VirtualTimeLoop
 
 N_RUNS = 300
