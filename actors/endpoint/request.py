@@ -78,6 +78,10 @@ class _Message(BaseModel):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
 
+    def plain(self) -> Message:
+        role = "system" if self.role == "developer" else self.role
+        return Message(role=role, content="\n".join(part.text for part in self.content))
+
 
 class _StreamOptions(BaseModel):
     include_usage: StrictBool | None = None
@@ -118,13 +122,7 @@ class ChatRequest(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def conversation(self) -> tuple[Message, ...]:
-        return tuple(
-            Message(
-                role="system" if message.role == "developer" else message.role,
-                content="\n".join(part.text for part in message.content),
-            )
-            for message in self.messages
-        )
+        return tuple(message.plain() for message in self.messages)
 
 
 def takes_long(messages: tuple[Message, ...]) -> bool:
