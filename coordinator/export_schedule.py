@@ -58,8 +58,3 @@ class Exporter:
     def now(self) -> int:
         """Export, and return the catalog's lsn that outside readers see from now on."""
         return export(self._catalog, self._layout)
-
-    def last(self) -> None:
-        """Export a last time, because the catalog is closed next."""
-        self.now()
-        self._due_s = float("inf")

@@ -94,11 +94,6 @@ class HeartbeatTracker:
         self._newest: dict[str, _Received] = {}
         self._unwritten: dict[str, str | None] = {}  # what each waits for
         self._written_at_s = 0.0
-        self._is_closed = False
-
-    def close(self) -> None:
-        """Give nothing to write from now on, because the catalog is closed."""
-        self._is_closed = True
 
     def record(self, name: str, waiting_on: str | None, *, waits_s: float) -> None:
         """Record a heartbeat: `name` has waited for `waiting_on` for `waits_s`."""
@@ -122,7 +117,7 @@ class HeartbeatTracker:
     def take_unwritten(self) -> Mapping[str, str | None]:
         """Return, once a second, the components with news since the last time."""
         now_s = time.monotonic()
-        if self._is_closed or now_s - self._written_at_s < WRITE_EVERY_S:
+        if now_s - self._written_at_s < WRITE_EVERY_S:
             return {}
         self._written_at_s = now_s
         due, self._unwritten = dict(sorted(self._unwritten.items())), {}
