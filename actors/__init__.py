@@ -10,7 +10,6 @@
                    says when, `vllm_policy.py` pauses the engine, `vllm_weight_loader.py` loads
                    them inside the engine's process, from files or from `broadcast_receiver.py`
 `endpoint/`        the OpenAI-compatible server that agent programs call
-`simulation.py`    workers and a learner that take time instead of computing
 `templates/`       prompt templates
 """
 
@@ -23,10 +22,10 @@ from actors.prompting.action_parser import Answer, parse_action
 from actors.prompting.images import sees_images
 from actors.prompting.prompt import PromptForm, images_fault
 from actors.prompting.prompt_thread import PromptStuckError
-from actors.prompting.template import TEMPLATES, Template, Turn, render
+from actors.prompting.template import TEMPLATES, Turn, render
 from actors.prompting.tokenizer_corpus import sample_chats
 from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
-from actors.worker import Worker, WorkerActor, WorkerSetup
+from actors.worker import WorkerActor, WorkerSetup
 
 __all__ = [
     "ENGINE_SOCKETS",
@@ -45,9 +44,7 @@ __all__ = [
     "PromptForm",
     "PromptStuckError",
     "ScriptedPolicy",
-    "Template",
     "Turn",
-    "Worker",
     "WorkerActor",
     "WorkerSetup",
     "engine_fault",

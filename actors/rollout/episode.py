@@ -20,7 +20,6 @@ from actors.prompting.action_parser import Answer
 from actors.prompting.prompt import PromptForm
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS
 from actors.prompting.template import Turn
-from actors.rollout.attempts import Progress
 from configs import Config
 from envs import EnvironmentPool, Observation, Task, Transition
 from store import Step, StepImage, Trajectory, now_us, state_hash, uid
@@ -32,6 +31,19 @@ class AsyncEnvironment(Protocol):
     async def reset(self, task: Task) -> Observation: ...
 
     async def step(self, action: str) -> Transition: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Count the steps and response tokens of one attempt."""
+
+    begun_us: int = field(default_factory=now_us)  # UTC epoch
+    n_steps: int = 0
+    n_response_tokens: int = 0
+
+    def add(self, step: Step) -> None:
+        self.n_steps += 1
+        self.n_response_tokens += len(step.response_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +59,8 @@ class EpisodeIds:
     progress: Progress = field(default_factory=Progress, compare=False)  # of this attempt
 
     @classmethod
-    def of(cls, group_uid: bytes, member: int, *, progress: Progress | None = None) -> EpisodeIds:
-        """Return the ids of a member. Its steps are counted in `progress`, if given."""
-        return cls(
-            group_uid=group_uid,
-            traj_uid=uid(group_uid, member),
-            member=member,
-            progress=progress or Progress(),
-        )
+    def of(cls, group_uid: bytes, member: int) -> EpisodeIds:
+        return cls(group_uid=group_uid, traj_uid=uid(group_uid, member), member=member)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +155,9 @@ async def play_episode(
             while not steps or not (steps[-1].terminated or steps[-1].truncated):
                 prompt = await _make_prompt(form, observation, history, task=task)
                 step, transition = await _take_step(
-                    *(environment, policy, form),
+                    environment=environment,
+                    policy=policy,
+                    form=form,
                     prompt=prompt,
                     observation=observation,
                     number=len(steps),
@@ -194,10 +202,10 @@ async def _make_prompt(
 
 
 async def _take_step(
+    *,
     environment: AsyncEnvironment,
     policy: Policy,
     form: PromptForm,
-    *,
     prompt: Prompt,
     observation: Observation,
     number: int,

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from actors import EngineLostError
-from actors.rollout.attempts import Attempts
 from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules
+from actors.rollout.group import Attempts
 from envs import EnvironmentFailed, Task
 from store import Trajectory, write_segment
 from tests.actors.test_runner import Stage, on_stage

@@ -15,8 +15,7 @@ import pytest
 
 from actors.endpoint.server import Endpoint, Recording
 from actors.policy import Completion, EngineLostError, Prompt
-from actors.rollout.attempts import Progress
-from actors.rollout.episode import request_seed
+from actors.rollout.episode import Progress, request_seed
 from envs import ClientSettings
 from store import state_hash
 from tests.support.chat_samples import IDS, TextPolicy, completion, encode, rules, served, tokenizer
