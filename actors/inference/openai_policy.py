@@ -65,11 +65,9 @@ class ChatPolicy:
         self._gate = RequestGate(config.endpoint.requests)
         self.waits = PendingOperations()
         # Omit what the client takes from the environment for openai.com.
-        omitted = [
-            "OpenAI-Organization",
-            "OpenAI-Project",
-            *([] if self._key else ["Authorization"]),
-        ]
+        omitted = ["OpenAI-Organization", "OpenAI-Project"]
+        if not self._key:
+            omitted.append("Authorization")
         self._options: Any = {"headers": dict.fromkeys(omitted, openai.Omit())}
         self._client = openai.AsyncOpenAI(
             base_url=config.endpoint.url,

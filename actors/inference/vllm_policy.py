@@ -81,7 +81,7 @@ class VLLMPolicy:
         self._preemptions = PreemptionCounter()
         self._llm: AsyncLLM | None = None  # None while no engine runs
         self._processes: Collection[BaseProcess] = ()
-        self._version = 0
+        self.version = 0  # that generates
         self._request_numbers = itertools.count()
         self._one_load = asyncio.Lock()
 
@@ -105,20 +105,12 @@ class VLLMPolicy:
                         actors=self._actors,
                         max_requests=self._gate.limit,
                     ),
-                    stat_loggers=[self._preemptions.logger],
+                    stat_loggers=[lambda config, engine_index: self._preemptions],
                 )
         self._llm, self._processes = llm, set(multiprocessing.active_children()) - others
         await llm.update_weight_version("0")
         if self._stop:  # without a tokenizer vLLM would ignore them silently
             llm.output_processor.tokenizer = self._tokenizer
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def errored(self) -> bool:
-        return self._llm is None or self._llm.errored
 
     @property
     def is_loading(self) -> bool:
@@ -143,7 +135,7 @@ class VLLMPolicy:
         )
         request = engine_input(prompt, self._images)
         async with self._gate:
-            submitted_at = self._version
+            submitted_at = self.version
             outputs = self._engine().generate(request, params, str(next(self._request_numbers)))
             with engine_call():
                 async for output in outputs:
@@ -238,10 +230,10 @@ class VLLMPolicy:
                     await self.close()
                 raise EngineLostError(
                     f"loading version {version} from {source} failed; the engine, on version "
-                    f"{self._version} before, was stopped because it may hold parts of both. Start "
+                    f"{self.version} before, was stopped because it may hold parts of both. Start "
                     f"a new policy. Cause: {error}"
                 ) from error
-            self._version = version
+            self.version = version
             return WeightLoad(
                 version=version, file_digest=found, received=path is None, **clock.laps_ms
             )
