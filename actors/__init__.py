@@ -13,7 +13,7 @@
 `templates/`       prompt templates
 """
 
-from actors.inference.engine_environment import ENGINE_SOCKETS, engine_fault
+from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault
 from actors.inference.openai_policy import ChatPolicy, EndpointFailed
 from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
 from actors.inference.weight_files import weight_files

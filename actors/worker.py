@@ -24,8 +24,9 @@ from ray.actor import ActorHandle
 
 from actors.concurrency import ADAPT_EVERY_S, Concurrency
 from actors.inference.codepoint_tokenizer import codepoint_form
+from actors.inference.engine_process import preload_vllm
 from actors.inference.openai_policy import ChatPolicy
-from actors.inference.vllm_policy import VLLMPolicy, load_stop_token_ids, preload_vllm
+from actors.inference.vllm_policy import VLLMPolicy, load_stop_token_ids
 from actors.inference.weight_sync import WeightSync
 from actors.policy import EngineLostError, Policy, ScriptedPolicy
 from actors.prompting.chat_template import load_tokenizer

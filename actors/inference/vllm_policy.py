@@ -1,6 +1,5 @@
 """Generate with a vLLM engine in a process of its own, and change its weights.
 
-    preload_vllm(actors, log_path)           # optional: begin to import vLLM early
     policy = VLLMPolicy(model_path=..., dtype=..., actors=..., gate=RequestGate(64), ...)
     await policy.start()
     completion = await policy.generate(prompt, seed=seed, temperature=1.0)
@@ -23,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.concurrency import RequestGate
-from actors.inference.engine_environment import engine_environment, environment
-from actors.inference.fork_server import engines_from_server, preload
+from actors.inference.engine_process import engines_from_server, environment, preload_vllm
 from actors.inference.vllm_engine import (
     PreemptionCounter,
     engine_args,
@@ -295,17 +293,6 @@ async def _replace_weights(llm: AsyncLLM, *, version: int, source: str, clock: P
     clock.lap("finish")
     await llm.resume_generation()
     clock.lap("resume")
-
-
-def preload_vllm(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
-    """Begin to import vLLM for a CPU engine, beside this process's other work.
-
-    Returns the environment variables of the engine.
-    """
-    variables = engine_environment(actors, log_path)
-    if not actors.gpus_per_worker:
-        preload(variables)
-    return variables
 
 
 def load_stop_token_ids(model_path: str) -> list[int]:

@@ -37,8 +37,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from actors.inference.broadcast_receiver import Receiver
-from actors.inference.engine_environment import ENGINE_CORES, engine_cores
-from actors.inference.fork_server import PR_SET_PDEATHSIG
+from actors.inference.engine_process import ENGINE_CORES, PR_SET_PDEATHSIG, engine_cores
 from actors.inference.weight_files import RECEIVED, WeightFileError, weight_files
 from store import files_digest
 
