@@ -125,11 +125,11 @@ def test_a_stream_brings_the_same_reply() -> None:
         return seen
 
     *seen, last = served(TextPolicy(["it is 7", "12"]), body)
-    texts = [
-        "".join(c.delta.content or "" for chunk in seen for c in chunk.choices if c.index == i)
-        for i in (0, 1)
-    ]
-    assert texts == ["it is 7", "12"]
+    texts = {0: "", 1: ""}
+    for chunk in seen:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: "it is 7", 1: "12"}
     assert [c.finish_reason for chunk in seen for c in chunk.choices] == [
         None,
         "stop",
