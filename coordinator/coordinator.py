@@ -38,6 +38,7 @@ from store import (
     SegmentMeta,
     Unfinished,
     VersionRecord,
+    export,
 )
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
@@ -350,8 +351,8 @@ class Coordinator:
             self.evaluate(due, self.config.evaluation.episodes_per_task)
 
     def export_now(self) -> int:
-        """Export for outside readers. Return the catalog's lsn."""
-        return self._exporter.now()
+        """Export for outside readers. Return the catalog's lsn that they see from now on."""
+        return export(self.catalog, self.layout)
 
     def checkpoint(self, learner_step: int, path: str, version: int) -> None:
         """Record a checkpoint that was written."""
@@ -402,7 +403,7 @@ class Coordinator:
         """Export a last time and close the catalog."""
         self.maintainer.close()
         self._record_finished_evaluations()
-        self._exporter.now()
+        export(self.catalog, self.layout)
         self._is_closed = True
         self.catalog.close()
         self.maintainer.check()

@@ -50,11 +50,7 @@ class Exporter:
         """Export if the last one is long enough ago."""
         began_s = time.monotonic()
         if began_s >= self._due_s:
-            self.now()
+            export(self._catalog, self._layout)
             ended_s = time.monotonic()
             pause_s = min(EXPORT_PAUSE * (ended_s - began_s), LONGEST_EXPORT_PAUSE_S)
             self._due_s = max(began_s + EXPORT_INTERVAL_S, ended_s + pause_s)
-
-    def now(self) -> int:
-        """Export, and return the catalog's lsn that outside readers see from now on."""
-        return export(self._catalog, self._layout)

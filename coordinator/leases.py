@@ -47,7 +47,6 @@ class LeaseTable:
         self._n_requeued: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:
-        """Enter a lease."""
         size = lease.group.size
         extra = range(size, size + self._extra_members if lease.group.split == "train" else size)
         self._in_play[lease.group.group_uid] = _InPlay(
@@ -73,7 +72,6 @@ class LeaseTable:
                 self._in_play[trajectory.group_uid].numbers.discard(trajectory.member)
 
     def end(self, group_uid: bytes) -> None:
-        """Remove the lease of a group."""
         self._in_play.pop(group_uid, None)
 
     def end_reported(self, worker: str, episodes: Sequence[Unfinished]) -> None:

@@ -186,12 +186,8 @@ class Chat:
         images = [{"type": "image"}] * n_images
         messages: list[dict[str, object]] = []
         for role, text in conversation:
-            if self._in_parts or images:
-                messages.append(
-                    {"role": role, "content": [*images, {"type": "text", "text": text}]}
-                )
-            else:
-                messages.append({"role": role, "content": text})
+            parts = [*images, {"type": "text", "text": text}]
+            messages.append({"role": role, "content": parts if self._in_parts or images else text})
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=generation,

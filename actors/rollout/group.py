@@ -55,7 +55,6 @@ class Attempts:
         self._running.pop(number, None)
 
     def fail(self, number: int) -> None:
-        """Record that the current attempt at the episode `number` failed."""
         progress = self._running.pop(number)
         self._failed.append(self._unfinished(number, progress, why="failed"))
 
@@ -152,12 +151,14 @@ class GroupRollout:
                 playing -= done
                 self._take(done)
                 errors += [error for task in done if (error := task.exception())]
-                fatal = self._fatal(errors, n_playing=len(playing))
+                # A failed episode ends the group only if the others cannot fill all free members.
+                too_few = len(playing) < len(self._free)
+                fatal = [e for e in errors if too_few or not isinstance(e, EpisodeFailed)]
                 if fatal or not self._free or now_s() >= commit_at_s:
                     commit_at_s = now_s() + COMMIT_EVERY_S
                     await _to_its_end(self._commit())
                 if fatal:
-                    raise fatal
+                    raise fatal[0]
         except asyncio.CancelledError:
             self._take(task for task in playing if task.done())
             await _to_its_end(self._commit())
@@ -166,16 +167,6 @@ class GroupRollout:
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
-
-    def _fatal(self, errors: Iterable[BaseException], *, n_playing: int) -> BaseException | None:
-        """Return the first error that ends the group, if any.
-
-        A failed episode does not while the episodes still playing can fill all free members.
-        """
-        for error in errors:
-            if not isinstance(error, EpisodeFailed) or n_playing < len(self._free):
-                return error
-        return None
 
     async def _play_episode(self, number: int) -> Trajectory:
         """Play one episode, and again if its environment fails, `env.attempts` times in all.
