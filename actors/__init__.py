@@ -14,45 +14,27 @@
 """
 
 from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault
-from actors.inference.openai_policy import ChatPolicy, EndpointFailed
+from actors.inference.openai_policy import ChatPolicy
 from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
 from actors.inference.weight_files import weight_files
-from actors.policy import Completion, EngineLostError, Policy, Prompt, ScriptedPolicy
-from actors.prompting.action_parser import Answer, parse_action
+from actors.policy import EngineLostError
 from actors.prompting.images import sees_images
-from actors.prompting.prompt import PromptForm, images_fault
+from actors.prompting.prompt import images_fault
 from actors.prompting.prompt_thread import PromptStuckError
-from actors.prompting.template import TEMPLATES, Turn, render
 from actors.prompting.tokenizer_corpus import sample_chats
-from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
 from actors.worker import WorkerActor, WorkerSetup
 
 __all__ = [
     "ENGINE_SOCKETS",
-    "TEMPLATES",
-    "Answer",
     "ChatPolicy",
-    "Completion",
-    "EndpointFailed",
     "EngineLostError",
     "EngineMemoryError",
     "EngineStartError",
-    "EpisodeIds",
-    "EpisodeRules",
-    "Policy",
-    "Prompt",
-    "PromptForm",
     "PromptStuckError",
-    "ScriptedPolicy",
-    "Turn",
     "WorkerActor",
     "WorkerSetup",
     "engine_fault",
     "images_fault",
-    "parse_action",
-    "play_episode",
-    "render",
-    "request_seed",
     "sample_chats",
     "sees_images",
     "weight_files",

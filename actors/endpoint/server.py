@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import re
 import secrets
 import time
 import traceback
@@ -47,6 +48,7 @@ BYTES_PER_CHARACTER = 6  # in JSON, where a character may be written as "\\u1234
 BODY_TIMEOUT_S = 60.0  # for a client to send its whole request
 IDLE_TIMEOUT_S = 120.0  # for a connection without a complete request
 CLOSE_TIMEOUT_S = 1.0  # for answers that are being written
+KEY = re.compile("episode-([0-9]{1,19})-[0-9a-f]{32}")  # number of an episode, and its signature
 
 
 class Recording:
@@ -174,17 +176,16 @@ class Endpoint:
     def _recording(self, request: web.Request) -> Recording:
         """Return the request's episode. Raises RequestError: 401 unknown key, 410 ended episode."""
         _, _, key = request.headers.get("Authorization", "").partition(" ")
-        digits = key.split("-")[1] if key.count("-") == 2 else ""
-        is_number = digits.isascii() and digits.isdigit() and len(digits) < 20
-        expected = self._key(int(digits)) if is_number else ""
-        if not expected or not hmac.compare_digest(key.encode(errors="replace"), expected.encode()):
+        found = KEY.fullmatch(key)
+        number = int(found[1]) if found else -1
+        if not found or not hmac.compare_digest(key, self._key(number)):
             message = (
                 "this API key belongs to no episode; use the one that `run(task, client)` was given"
             )
             raise RequestError(message, status=401, code="invalid_api_key", param=None)
-        if int(digits) not in self._open:
+        if number not in self._open:
             raise _episode_over()
-        return self._open[int(digits)]
+        return self._open[number]
 
     async def _models(self, request: web.Request) -> web.Response:
         self._recording(request)

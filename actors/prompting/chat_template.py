@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from configs import loaded
 from envs import run_in_thread
@@ -50,25 +50,20 @@ def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
     Without torch it takes a third of the time. transformers is then loaded as if torch were not
     installed, and stays so in this process: use it where no model is computed.
     """
-    with nullcontext() if with_torch else _torch_hidden():
+    with nullcontext() if with_torch or "torch" in sys.modules else _torch_hidden():
         # Imported here: the driver and the coordinator import this module, and never need it.
         from transformers import AutoTokenizer
 
-        return cast(
-            Tokenizer,
-            loaded(
-                "tokenizer",
-                model_path,
-                lambda: AutoTokenizer.from_pretrained(model_path, trust_remote_code=False),
-            ),
+        tokenizer: Tokenizer = loaded(
+            "tokenizer",
+            model_path,
+            lambda: AutoTokenizer.from_pretrained(model_path, trust_remote_code=False),
         )
+        return tokenizer
 
 
 @contextmanager
 def _torch_hidden() -> Iterator[None]:
-    if "torch" in sys.modules:  # there is nothing to save
-        yield
-        return
     sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
     try:
         yield

@@ -148,10 +148,8 @@ class RolloutRunner:
             begun = group.lease.version.version
             is_training = group.lease.group.split == "train"
             if is_training and newest - begun > self.config.max_staleness and not group.too_old:
-                group.too_old = (
-                    f"still played at version {newest}, begun at {begun}: "
-                    f"more than max_staleness={self.config.max_staleness} apart"
-                )
+                apart = f"more than max_staleness={self.config.max_staleness} apart"
+                group.too_old = f"still played at version {newest}, begun at {begun}: {apart}"
                 task.cancel()
 
     async def _pause(self, seconds: float) -> None:

@@ -15,8 +15,9 @@ import ray
 from support.raw_vllm import Request
 
 import configs
-from actors import WorkerActor, WorkerSetup, request_seed
+from actors import WorkerActor, WorkerSetup
 from actors.inference.weight_files import weight_files
+from actors.rollout.episode import request_seed
 from configs import Config
 from coordinator import CoordinatorActor
 from store import RunLayout, VersionRecord, files_digest, read_segments, write_open_sql

@@ -11,17 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors import (
-    Completion,
-    EngineLostError,
-    EpisodeIds,
-    EpisodeRules,
-    Prompt,
-    PromptForm,
-    ScriptedPolicy,
-    play_episode,
-    request_seed,
-)
+from actors import EngineLostError
+from actors.policy import Completion, Prompt, ScriptedPolicy
+from actors.prompting.prompt import PromptForm
+from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
 from envs import Observation, Task, Transition, environment_class, list_tasks
 from store import Trajectory, state_hash, to_table
 

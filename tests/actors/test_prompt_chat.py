@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from actors import TEMPLATES, Answer, PromptForm, Turn
 from actors.policy import Prompt
+from actors.prompting.action_parser import Answer
 from actors.prompting.chat_template import Chat
-from actors.prompting.template import FOLDER
+from actors.prompting.prompt import PromptForm
+from actors.prompting.template import FOLDER, TEMPLATES, Turn
 from configs import PromptConfig
 from envs import Observation
 from learner.data.micro_batch import micro_batches

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from actors import PromptForm, PromptStuckError, Turn
+from actors import PromptStuckError
 from actors.endpoint.program_episode import ProgramEpisodes
 from actors.endpoint.server import Endpoint
 from actors.policy import Prompt, ScriptedPolicy
 from actors.prompting import prompt_thread
 from actors.prompting.chat_template import LONG_CHARACTERS
-from actors.prompting.prompt import COUNTED_CHARACTERS
-from actors.prompting.template import shortened
+from actors.prompting.prompt import COUNTED_CHARACTERS, PromptForm
+from actors.prompting.template import Turn, shortened
 from actors.rollout.episode import play_episode
 from configs import PromptConfig
 from envs import ClientSettings, EnvironmentDied, Observation, Outcome, Task, Transition

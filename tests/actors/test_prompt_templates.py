@@ -10,8 +10,15 @@ import pytest
 import yaml
 
 import configs
-from actors import TEMPLATES, render
-from actors.prompting.template import FOLDER, Template, Turn, find_template, render_next
+from actors.prompting.template import (
+    FOLDER,
+    TEMPLATES,
+    Template,
+    Turn,
+    find_template,
+    render,
+    render_next,
+)
 from actors.prompting.tokenizer_corpus import sample_chats
 from configs import Config, ConfigError, EnvConfig, PromptConfig
 from configs import check as check_config
