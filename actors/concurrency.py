@@ -40,7 +40,7 @@ class RequestGate:
 
     @property
     def waiting(self) -> int:
-        """Number of queued requests."""
+        """Return the number of queued requests."""
         return sum(not entry.done() for entry in self._queue)
 
     async def __aenter__(self) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator: the Ray actor that owns the catalog of a run, and its client.
+"""Own the catalog of a run in one Ray actor, the coordinator, and call it through one client.
 
 `coordinator.py` is the actor; its docstring says what it consumes, produces and waits for
 `client.py` is how workers, the learner and the driver call it
@@ -11,11 +11,10 @@
 """
 
 from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply
-from coordinator.coordinator import Coordinator, CoordinatorActor, ResumePoint, Status
+from coordinator.coordinator import Coordinator, CoordinatorActor, Status
 from coordinator.heartbeats import Component, Heartbeat
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
-from coordinator.task_queue import free_groups, task_index
 
 __all__ = [
     "Component",
@@ -26,9 +25,6 @@ __all__ = [
     "Heartbeat",
     "Lease",
     "Reply",
-    "ResumePoint",
     "Status",
     "capture_output",
-    "free_groups",
-    "task_index",
 ]

@@ -1,4 +1,4 @@
-"""The owner of the catalog: leases groups, commits trajectories, gives batches to the learner.
+"""Own the catalog: lease groups, commit trajectories, give batches to the learner.
 
 Consumes  lease requests and commits of workers; claims, settlements and versions of the learner
 Produces  leases, batches, and the manifest that outside readers follow
@@ -48,7 +48,7 @@ NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """State of the run, for the screen and the supervisor."""
+    """Hold the state of the run, for the screen and the supervisor."""
 
     counts: Counts
     version: int  # newest published; -1: none
@@ -61,7 +61,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """State that a learner needs to go on."""
+    """Hold the state that a learner needs to go on."""
 
     latest_version: int | None  # None in a new run
     last_step: int  # the run ends there: at `learner.steps`, or where its offline groups end
@@ -70,7 +70,7 @@ class ResumePoint:
 
 
 class Coordinator:
-    """A plain class, so that tests need no Ray; `CoordinatorActor` is its Ray actor."""
+    """Own the catalog. This class needs no Ray; `CoordinatorActor` is the Ray actor."""
 
     def __init__(self, config: Config, *, learns: bool) -> None:
         self.config, self.learns = config, learns

@@ -1,4 +1,4 @@
-"""Background work of the coordinator: exports for outside readers, and the maintainer thread."""
+"""Export for outside readers from time to time, and start the maintainer thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
 
 
 class Exporter:
-    """Exports the catalog for outside readers. Call `when_due` after every change."""
+    """Export the catalog for outside readers. Call `when_due` after every change."""
 
     def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
         self._catalog, self._layout = catalog, layout

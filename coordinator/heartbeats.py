@@ -1,4 +1,4 @@
-"""Heartbeats: `Heartbeat` sends them from a component, `HeartbeatTracker` keeps them.
+"""Send heartbeats from a component (`Heartbeat`), and keep them (`HeartbeatTracker`).
 
     heart = Heartbeat(coordinator.heartbeat)
     # It has waited for groups for 3 s, and calls again within 15 s.
@@ -26,7 +26,7 @@ WRITE_EVERY_S = 1.0  # one transaction writes the heartbeats of all components
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """State of the driver, a worker or the learner, by its newest heartbeat."""
+    """Hold the state of the driver, a worker or the learner, by its newest heartbeat."""
 
     waiting_on: str | None  # None: it works
     waits_s: float  # how long it has waited for that
@@ -88,7 +88,7 @@ class _Received:
 
 
 class HeartbeatTracker:
-    """Newest heartbeat of every component, by name."""
+    """Keep the newest heartbeat of every component, by name."""
 
     def __init__(self) -> None:
         self._newest: dict[str, _Received] = {}

@@ -1,4 +1,4 @@
-"""The tasks of a run: training tasks one by one, held-out tasks in evaluation rounds."""
+"""Queue the tasks of a run: training tasks one by one, held-out tasks in evaluation rounds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
 
 
 class TaskQueue:
-    """The tasks of the environment, by split and by id.
+    """Hold the tasks of the environment, by split and by id.
 
     A run that plays nothing has none: its environment need not be installed.
     """

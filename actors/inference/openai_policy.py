@@ -52,7 +52,7 @@ class EndpointFailed(UserError, RuntimeError):
 
 
 class ChatPolicy:
-    """Unblocked by the server. For one event loop."""
+    """Ask the server at `endpoint.url`, which also unblocks it. For one event loop."""
 
     def __init__(self, config: Config) -> None:
         # Imported here: it takes more than a second, and only evaluations of a server need it.

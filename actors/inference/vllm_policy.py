@@ -160,9 +160,7 @@ class VLLMPolicy:
         raises EngineLostError, with the engine stopped and the running requests ended as "abort".
         A cancelled caller does not interrupt the load.
         """
-        load = await asyncio.shield(
-            asyncio.ensure_future(self._load_weights(version=version, path=path, digest=digest))
-        )
+        load = await asyncio.shield(self._load_weights(version=version, path=path, digest=digest))
         assert load is not None, "a path was given"
         return load
 
@@ -171,9 +169,7 @@ class VLLMPolicy:
 
         Raises the errors of `load_weights`.
         """
-        return await asyncio.shield(
-            asyncio.ensure_future(self._load_weights(version=version, path=None, digest=digest))
-        )
+        return await asyncio.shield(self._load_weights(version=version, path=None, digest=digest))
 
     async def join_broadcast(self, address: str) -> None:
         """Receive the weights that the learner at `address` sends.

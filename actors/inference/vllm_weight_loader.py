@@ -90,7 +90,7 @@ class WorkerExtension:
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Exists once per process of an engine; each reads the whole files and keeps its part."""
+    """Load weights in one process of an engine; each reads the whole files and keeps its part."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo

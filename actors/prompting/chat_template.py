@@ -28,7 +28,7 @@ MESSAGE, REPLY = "0message0", "0reply0"  # looked for in the text that a chat te
 
 
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that are used here."""
+    """List the methods of a Hugging Face tokenizer that are used here."""
 
     eos_token_id: int
 

@@ -26,7 +26,7 @@ from store import Step, StepImage, Trajectory, now_us, state_hash, uid
 
 
 class AsyncEnvironment(Protocol):
-    """An environment with awaited calls, such as one in another process."""
+    """Await an environment's answers, for example from another process."""
 
     async def reset(self, task: Task) -> Observation: ...
 
@@ -114,7 +114,6 @@ class EnvironmentEpisodes:
         """Start nothing: the pool starts its processes when they are needed."""
 
     async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
-        """Play one episode; see `play_episode`."""
         async with self._pool.environment() as environment:
             return await play_episode(
                 environment, self._policy, self._form, task=task, episode=ids, rules=rules

@@ -29,8 +29,9 @@ import pytest
 import configs
 from actors.rollout.episode import AsyncEnvironment
 from configs import Config
-from coordinator import Coordinator, heartbeats, task_index
+from coordinator import Coordinator, heartbeats
 from coordinator import export_schedule as maintenance
+from coordinator.task_queue import task_index
 from envs import environment_class, list_tasks
 from store import (
     Batch,
@@ -252,10 +253,9 @@ def simulated(
     duck = duckdb.connect(config={"threads": 1})  # the tables are tiny
     # at the end is often enough
     monkeypatch.setattr("coordinator.export_schedule.EXPORT_INTERVAL_S", float("inf"))
-    monkeypatch.setattr(
-        "actors.rollout.group.COMMIT_EVERY_S", 0.2
-    )  # so that groups are committed in parts
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # as above
+    # so that groups are committed in parts
+    monkeypatch.setattr("actors.rollout.group.COMMIT_EVERY_S", 0.2)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is lost here
 
     def play(seed: int, **how: Any) -> tuple[World, list[Any]]:
         world = World(tmp_path / f"run-{seed}", seed, **how)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import configs
 from configs import Config
-from coordinator import Coordinator, Lease, free_groups, task_index
+from coordinator import Coordinator, Lease
 from coordinator import export_schedule as maintenance
 from coordinator.export_schedule import maintainer_settings
+from coordinator.task_queue import free_groups, task_index
 from store import (
     RunLayout,
     Step,
