@@ -10,51 +10,30 @@
                    says when, `vllm_policy.py` pauses the engine, `vllm_weight_loader.py` loads
                    them inside the engine's process, from files or from `broadcast_receiver.py`
 `endpoint/`        the OpenAI-compatible server that agent programs call
-`simulation.py`    workers and a learner that take time instead of computing
 `templates/`       prompt templates
 """
 
-from actors.inference.engine_environment import ENGINE_SOCKETS, engine_fault
-from actors.inference.openai_policy import ChatPolicy, EndpointFailed
+from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault
+from actors.inference.openai_policy import ChatPolicy
 from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
-from actors.policy import Completion, EngineLostError, Policy, Prompt, ScriptedPolicy
-from actors.prompting.action_parser import Answer, parse_action
+from actors.policy import EngineLostError
 from actors.prompting.images import sees_images
-from actors.prompting.prompt import PromptForm, images_fault
+from actors.prompting.prompt import images_fault
 from actors.prompting.prompt_thread import PromptStuckError
-from actors.prompting.template import TEMPLATES, Template, Turn, render
 from actors.prompting.tokenizer_corpus import sample_chats
-from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
-from actors.worker import Worker, WorkerActor, WorkerSetup
+from actors.worker import WorkerActor, WorkerSetup
 
 __all__ = [
     "ENGINE_SOCKETS",
-    "TEMPLATES",
-    "Answer",
     "ChatPolicy",
-    "Completion",
-    "EndpointFailed",
     "EngineLostError",
     "EngineMemoryError",
     "EngineStartError",
-    "EpisodeIds",
-    "EpisodeRules",
-    "Policy",
-    "Prompt",
-    "PromptForm",
     "PromptStuckError",
-    "ScriptedPolicy",
-    "Template",
-    "Turn",
-    "Worker",
     "WorkerActor",
     "WorkerSetup",
     "engine_fault",
     "images_fault",
-    "parse_action",
-    "play_episode",
-    "render",
-    "request_seed",
     "sample_chats",
     "sees_images",
 ]

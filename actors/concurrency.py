@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from types import TracebackType
 
 from configs import Config
 
@@ -41,7 +40,7 @@ class RequestGate:
 
     @property
     def waiting(self) -> int:
-        """Number of queued requests."""
+        """Return the number of queued requests."""
         return sum(not entry.done() for entry in self._queue)
 
     async def __aenter__(self) -> None:
@@ -55,12 +54,7 @@ class RequestGate:
                 self._leave()
             raise
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._leave()
 
     def let_in(self) -> None:
@@ -121,7 +115,7 @@ class Concurrency:
         """Adapt limit and episodes; `preempted` requests were preempted since the last call."""
         inside = self.gate.mean_inside()
         if preempted:
-            self._n_calm, self._n_idle = 0, 0
+            self._n_calm = self._n_idle = 0
             used = min(self.gate.limit, max(inside, self.gate.inside))
             self.gate.limit = max(1, int(NARROWING * used))
             self._play_fewer()

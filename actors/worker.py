@@ -15,8 +15,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +24,9 @@ from ray.actor import ActorHandle
 
 from actors.concurrency import ADAPT_EVERY_S, Concurrency
 from actors.inference.codepoint_tokenizer import codepoint_form
+from actors.inference.engine_process import preload_vllm
 from actors.inference.openai_policy import ChatPolicy
-from actors.inference.vllm_policy import VLLMPolicy, load_stop_token_ids, preload_vllm
+from actors.inference.vllm_policy import VLLMPolicy, load_stop_token_ids
 from actors.inference.weight_sync import WeightSync
 from actors.policy import EngineLostError, Policy, ScriptedPolicy
 from actors.prompting.chat_template import load_tokenizer
@@ -118,8 +118,14 @@ class Worker:
 
     async def run(self) -> None:
         """Lease, play and commit groups until `stop`. Raises the first error of any loop."""
-        async with self._loops_beside():
+        async with asyncio.TaskGroup() as loops:
+            beside = [loops.create_task(self._send_heartbeats())]
+            if self.engine is not None:
+                beside.append(loops.create_task(self._watch_engine(self.engine)))
+                beside.append(loops.create_task(self._adapt(self.engine)))
             await self.runner.run()
+            for task in beside:
+                task.cancel()
 
     async def stop(self) -> None:
         """Make `run` end; see `RolloutRunner.stop`."""
@@ -132,17 +138,6 @@ class Worker:
             await self.engine.close()
         if self.server is not None:
             await self.server.close()
-
-    @asynccontextmanager
-    async def _loops_beside(self) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as loops:
-            beside = [loops.create_task(self._send_heartbeats())]
-            if self.engine is not None:
-                beside.append(loops.create_task(self._watch_engine(self.engine)))
-                beside.append(loops.create_task(self._adapt(self.engine)))
-            yield
-            for task in beside:
-                task.cancel()
 
     async def _send_heartbeats(self) -> None:
         while True:
@@ -217,11 +212,10 @@ def _episode_runner(config: Config, policy: Policy, form: PromptForm, log: Path)
         return EnvironmentEpisodes(pool, policy, form)
     # Imported here: the driver and the coordinator import this module, and need no HTTP server.
     from actors.endpoint.program_episode import ProgramEpisodes
-    from actors.endpoint.server import Endpoint, EndpointSettings
+    from actors.endpoint.server import Endpoint
 
     programs = ProgramPool(env.name, env.options, processes=env.processes, log=log)
-    endpoint = Endpoint(policy, form.tokenizer, EndpointSettings.of(config))
-    return ProgramEpisodes(programs, endpoint)
+    return ProgramEpisodes(programs, Endpoint(policy, form.tokenizer, config))
 
 
 WorkerActor = ray.remote(Worker)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import real_run
 from support.simulated_run import Pace, Timed, simulate
 
-from actors.simulation import Delay
+from tests.support.simulation import Delay
 
 MAX_STALENESS = 2
 GENERATION, STEP_TIME = 0.5, 42.0  # times the median latency of an environment

@@ -33,10 +33,10 @@ from support.simulated_run import Pace, make_config
 
 import configs
 from actors import sample_chats
-from actors.simulation import Delay
 from configs import Config
 from driver.cluster import ray_cluster
 from learner import make_tiny_model, train_tokenizer
+from tests.support.simulation import Delay
 
 QUICK_START = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 REQUIRED = {

@@ -1,22 +1,20 @@
-"""The coordinator: the Ray actor that owns the catalog of a run, and its client.
+"""Own the catalog of a run in one Ray actor, the coordinator, and call it through one client.
 
 `coordinator.py` is the actor; its docstring says what it consumes, produces and waits for
 `client.py` is how workers, the learner and the driver call it
-`admission.py` paces workers by `max_staleness`; `claim` in store/catalog/batches.py is the bound
-`task_queue.py` says which task is played next, and when evaluation rounds are due
+`task_queue.py` says which task is played next, when evaluation rounds are due, and how
+               `max_staleness` paces workers; the bound is `claim` in store/catalog/batches.py
 `leases.py` keeps which worker plays which group, and which tasks lose workers
 `heartbeats.py` sends and keeps heartbeats
 `export_schedule.py` exports for outside readers, and starts the maintainer thread
 `logs.py` sends the output of a process to its log
 """
 
-from coordinator.admission import free_groups
 from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply
-from coordinator.coordinator import Coordinator, CoordinatorActor, ResumePoint, Status
+from coordinator.coordinator import Coordinator, CoordinatorActor, Status
 from coordinator.heartbeats import Component, Heartbeat
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
-from coordinator.task_queue import task_index
 
 __all__ = [
     "Component",
@@ -27,9 +25,6 @@ __all__ = [
     "Heartbeat",
     "Lease",
     "Reply",
-    "ResumePoint",
     "Status",
     "capture_output",
-    "free_groups",
-    "task_index",
 ]

@@ -1,4 +1,4 @@
-"""The one client of the coordinator, for workers, the learner and the driver.
+"""Call the coordinator, from workers, the learner and the driver.
 
     coordinator = CoordinatorClient(handle, component="worker-0")
     lease = await coordinator.lease()            # in an event loop
@@ -38,7 +38,7 @@ class CoordinatorSilent(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """The reply to a call that is under way: `await reply`, or `reply.get()` in a thread."""
+    """Hold a call that is under way: `await reply`, or `reply.get()` in a thread."""
 
     reference: Any  # Ray's
     call: str
@@ -72,7 +72,7 @@ class Reply(Generic[T]):
 
 
 class CoordinatorClient:
-    """Calls of `Coordinator`, which documents each, under the name of one component."""
+    """Call `Coordinator`, which documents each method, under the name of one component."""
 
     def __init__(self, handle: Any, *, component: str, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         """Take Ray's handle of a `CoordinatorActor`, or any object with the same methods."""

@@ -1,4 +1,4 @@
-"""The owner of the catalog: leases groups, commits trajectories, gives batches to the learner.
+"""Own the catalog: lease groups, commit trajectories, give batches to the learner.
 
 Consumes  lease requests and commits of workers; claims, settlements and versions of the learner
 Produces  leases, batches, and the manifest that outside readers follow
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from configs import Config, groups_of_a_step
-from coordinator.admission import free_groups
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable, Suspects, WeightUpdateLock
 from coordinator.logs import capture_output
-from coordinator.task_queue import TaskQueue, round_due, training_is_due
+from coordinator.task_queue import TaskQueue, free_groups, round_due, training_is_due
 from envs import EnvironmentFailed
 from store import (
     Batch,
@@ -38,6 +38,7 @@ from store import (
     SegmentMeta,
     Unfinished,
     VersionRecord,
+    export,
 )
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
@@ -47,7 +48,7 @@ NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """State of the run, for the screen and the supervisor."""
+    """Hold the state of the run, for the screen and the supervisor."""
 
     counts: Counts
     version: int  # newest published; -1: none
@@ -60,7 +61,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """State that a learner needs to go on."""
+    """Hold the state that a learner needs to go on."""
 
     latest_version: int | None  # None in a new run
     last_step: int  # the run ends there: at `learner.steps`, or where its offline groups end
@@ -69,7 +70,7 @@ class ResumePoint:
 
 
 class Coordinator:
-    """A plain class, so that tests need no Ray; `CoordinatorActor` is its Ray actor."""
+    """Own the catalog. This class needs no Ray; `CoordinatorActor` is the Ray actor."""
 
     def __init__(self, config: Config, *, learns: bool) -> None:
         self.config, self.learns = config, learns
@@ -86,6 +87,7 @@ class Coordinator:
         self._rendezvous: str | None = None  # a restarted learner states a new one
         self._n_abandoned = 0  # groups in a row
         self._n_notices = 0
+        self._is_closed = False
         self._notices: dict[int, str] = {}
         self.maintainer = start_maintainer(self.catalog, self.layout, config.store)
 
@@ -98,7 +100,12 @@ class Coordinator:
     def heartbeat(self, component: str, waiting_on: str | None, waits_s: float) -> None:
         """Record a heartbeat, and renew the leases of the component."""
         self._heartbeats.record(component, waiting_on, waits_s=waits_s)
-        self._write_heartbeats()
+        if self._is_closed:
+            return
+        if due := self._heartbeats.take_unwritten():
+            with self.catalog.unsynced():
+                self.catalog.heartbeats(due)
+                self.catalog.renew_leases(due, lease_s=self.config.actors.lease_s)
         self._exporter.when_due()
 
     def record_event(self, component: str, what: str, detail: str) -> None:
@@ -132,20 +139,12 @@ class Coordinator:
         self._heartbeats.touch(worker)
         self._exporter.when_due()
         with self.catalog.unsynced():
-            lease = self._next_lease(worker)
-        if lease is not None:
-            self._leases.begin(lease)
-        return lease
-
-    def _next_lease(self, worker: str) -> Lease | None:
-        version = self.catalog.latest_version()
-        if version is None:  # the learner has not published the first weights yet
-            return None
-        group = self._next_group(worker)
-        if group is None:
+            version = self.catalog.latest_version()  # None before the first weights are published
+            group = None if version is None else self._next_group(worker)
+        if version is None or group is None:
             return None
         played_by = self.config.evaluation if group.split == "heldout" else self.config.actors
-        return Lease(
+        lease = Lease(
             group=group,
             task=self.tasks[group.task_id],
             version=version,
@@ -153,6 +152,8 @@ class Coordinator:
             temperature=played_by.temperature,
             epoch=self.catalog.epoch,
         )
+        self._leases.begin(lease)
+        return lease
 
     def _next_group(self, worker: str) -> Group | None:
         """Lease a group in the catalog. Suspects are played last, each alone on its worker."""
@@ -160,19 +161,19 @@ class Coordinator:
         suspects, playing = self._suspects.task_ids, self._leases.of(worker)
         if any(lease.task.id in suspects for lease in playing):
             return None
-        split = None if self._training_is_due() else "heldout"
-        lease_s = self.config.actors.lease_s
-
-        def lease_unsuspected() -> Group | None:
-            return self.catalog.lease_open_group(
-                worker=worker, lease_s=lease_s, split=split, without=suspects
-            )
-
-        group = lease_unsuspected()
+        trains = self.learns and training_is_due(
+            self.config, self.catalog, last_step=self._last_step
+        )
+        split = None if trains else "heldout"
+        lease_open = partial(
+            self.catalog.lease_open_group,
+            worker=worker,
+            lease_s=self.config.actors.lease_s,
+            split=split,
+        )
+        group = lease_open(without=suspects)
         if group is None and suspects and not playing:
-            group = self.catalog.lease_open_group(
-                worker=worker, lease_s=lease_s, split=split, only=suspects
-            )
+            group = lease_open(only=suspects)
             self._suspects.release(worker)
         elif (
             group is None
@@ -180,9 +181,15 @@ class Coordinator:
             and self._suspects.drains(worker)
         ):
             return None
-        if group is None and split is None and self._n_free_groups() > 0:
-            self.tasks.open_next_group(self.catalog)
-            group = lease_unsuspected()
+        if group is None and trains:
+            n_free = free_groups(
+                outstanding=self.catalog.outstanding(),
+                groups_per_step=self._n_live,
+                max_staleness=self.config.max_staleness,
+            )
+            if n_free:
+                self.tasks.open_next_group(self.catalog)
+                group = lease_open(without=suspects)
         return group
 
     def _abandon_condemned(self, worker: str) -> None:
@@ -344,8 +351,8 @@ class Coordinator:
             self.evaluate(due, self.config.evaluation.episodes_per_task)
 
     def export_now(self) -> int:
-        """Export for outside readers. Return the catalog's lsn."""
-        return self._exporter.now()
+        """Export for outside readers. Return the catalog's lsn that they see from now on."""
+        return export(self.catalog, self.layout)
 
     def checkpoint(self, learner_step: int, path: str, version: int) -> None:
         """Record a checkpoint that was written."""
@@ -396,26 +403,10 @@ class Coordinator:
         """Export a last time and close the catalog."""
         self.maintainer.close()
         self._record_finished_evaluations()
-        self._exporter.last()
-        self._heartbeats.close()
+        export(self.catalog, self.layout)
+        self._is_closed = True
         self.catalog.close()
         self.maintainer.check()
-
-    def _write_heartbeats(self) -> None:
-        if due := self._heartbeats.take_unwritten():
-            with self.catalog.unsynced():
-                self.catalog.heartbeats(due)
-                self.catalog.renew_leases(due, lease_s=self.config.actors.lease_s)
-
-    def _training_is_due(self) -> bool:
-        return self.learns and training_is_due(self.config, self.catalog, last_step=self._last_step)
-
-    def _n_free_groups(self) -> int:
-        return free_groups(
-            outstanding=self.catalog.outstanding(),
-            groups_per_step=self._n_live,
-            max_staleness=self.config.max_staleness,
-        )
 
     def _record_finished_evaluations(self) -> None:
         for done in self.catalog.finished_evaluations():

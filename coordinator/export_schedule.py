@@ -1,4 +1,4 @@
-"""Background work of the coordinator: exports for outside readers, and the maintainer thread."""
+"""Export for outside readers from time to time, and start the maintainer thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
 
 
 class Exporter:
-    """Exports the catalog for outside readers. Call `when_due` after every change."""
+    """Export the catalog for outside readers. Call `when_due` after every change."""
 
     def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
         self._catalog, self._layout = catalog, layout
@@ -50,16 +50,7 @@ class Exporter:
         """Export if the last one is long enough ago."""
         began_s = time.monotonic()
         if began_s >= self._due_s:
-            self.now()
+            export(self._catalog, self._layout)
             ended_s = time.monotonic()
             pause_s = min(EXPORT_PAUSE * (ended_s - began_s), LONGEST_EXPORT_PAUSE_S)
             self._due_s = max(began_s + EXPORT_INTERVAL_S, ended_s + pause_s)
-
-    def now(self) -> int:
-        """Export, and return the catalog's lsn that outside readers see from now on."""
-        return export(self._catalog, self._layout)
-
-    def last(self) -> None:
-        """Export a last time, because the catalog is closed next."""
-        self.now()
-        self._due_s = float("inf")

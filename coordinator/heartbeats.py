@@ -1,4 +1,4 @@
-"""Heartbeats: `Heartbeat` sends them from a component, `HeartbeatTracker` keeps them.
+"""Send heartbeats from a component (`Heartbeat`), and keep them (`HeartbeatTracker`).
 
     heart = Heartbeat(coordinator.heartbeat)
     # It has waited for groups for 3 s, and calls again within 15 s.
@@ -26,7 +26,7 @@ WRITE_EVERY_S = 1.0  # one transaction writes the heartbeats of all components
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """State of the driver, a worker or the learner, by its newest heartbeat."""
+    """Hold the state of the driver, a worker or the learner, by its newest heartbeat."""
 
     waiting_on: str | None  # None: it works
     waits_s: float  # how long it has waited for that
@@ -88,17 +88,12 @@ class _Received:
 
 
 class HeartbeatTracker:
-    """Newest heartbeat of every component, by name."""
+    """Keep the newest heartbeat of every component, by name."""
 
     def __init__(self) -> None:
         self._newest: dict[str, _Received] = {}
         self._unwritten: dict[str, str | None] = {}  # what each waits for
         self._written_at_s = 0.0
-        self._is_closed = False
-
-    def close(self) -> None:
-        """Give nothing to write from now on, because the catalog is closed."""
-        self._is_closed = True
 
     def record(self, name: str, waiting_on: str | None, *, waits_s: float) -> None:
         """Record a heartbeat: `name` has waited for `waiting_on` for `waits_s`."""
@@ -122,7 +117,7 @@ class HeartbeatTracker:
     def take_unwritten(self) -> Mapping[str, str | None]:
         """Return, once a second, the components with news since the last time."""
         now_s = time.monotonic()
-        if self._is_closed or now_s - self._written_at_s < WRITE_EVERY_S:
+        if now_s - self._written_at_s < WRITE_EVERY_S:
             return {}
         self._written_at_s = now_s
         due, self._unwritten = dict(sorted(self._unwritten.items())), {}

@@ -1,4 +1,4 @@
-"""Leases of groups, tasks that lose workers, and the lock on weight updates.
+"""Keep leases of groups, tasks that lose workers, and the lock on weight updates.
 
 All of it is in memory: it is about processes that are lost together with the coordinator.
 """
@@ -21,7 +21,7 @@ WEIGHT_UPDATE_S = 60.0  # longest time that a worker holds the lock on weight up
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """A group to play: its task, the uids of its trajectories, and its oldest allowed weights."""
+    """Name a group to play, with its task and its oldest allowed weights."""
 
     group: Group
     task: Task
@@ -39,7 +39,7 @@ class _InPlay:
 
 
 class LeaseTable:
-    """Leased groups by uid, until they are whole or their worker stopped playing them."""
+    """Keep leased groups by uid, until they are whole or their worker stopped playing them."""
 
     def __init__(self, *, extra_members: int) -> None:
         self._extra_members = extra_members
@@ -47,7 +47,6 @@ class LeaseTable:
         self._n_requeued: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:
-        """Enter a lease."""
         size = lease.group.size
         extra = range(size, size + self._extra_members if lease.group.split == "train" else size)
         self._in_play[lease.group.group_uid] = _InPlay(
@@ -73,7 +72,6 @@ class LeaseTable:
                 self._in_play[trajectory.group_uid].numbers.discard(trajectory.member)
 
     def end(self, group_uid: bytes) -> None:
-        """Remove the lease of a group."""
         self._in_play.pop(group_uid, None)
 
     def end_reported(self, worker: str, episodes: Sequence[Unfinished]) -> None:
@@ -178,7 +176,7 @@ class Suspects:
 
 
 class WeightUpdateLock:
-    """One worker at a time updates its weights, so that generation never stops everywhere."""
+    """Let one worker at a time update its weights, so that generation never stops everywhere."""
 
     def __init__(self) -> None:
         self._holder, self._until_s = "", 0.0

@@ -1,4 +1,4 @@
-"""Redirection of a process's output to its log file."""
+"""Send the output of a process to its log file."""
 
 from __future__ import annotations
 

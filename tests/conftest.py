@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from actors import PromptForm
+from actors.prompting.prompt import PromptForm
 from configs import PromptConfig
 
 # The tests are about CPU runs, also on a machine with GPUs. TEST_ON_GPU=1 shows the GPUs to the

@@ -24,10 +24,6 @@ from actors.prompting.chat_template import Tokenizer
 class PromptTooLong(ValueError):
     """The prompt has more characters than a model of this size takes."""
 
-    def __init__(self, n_characters: int) -> None:
-        super().__init__(f"the prompt has {n_characters} characters")
-        self.n_characters = n_characters
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
@@ -113,7 +109,7 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         if len(text) > self._max_characters:
-            raise PromptTooLong(len(text))
+            raise PromptTooLong(f"the prompt has {len(text)} characters")
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 

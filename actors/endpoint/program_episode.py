@@ -1,7 +1,4 @@
-"""Play one episode of an agent program: run it, and make its chat completions a trajectory.
-
-trajectory = await play_program(pool, endpoint, task=task, episode=ids, rules=rules)
-"""
+"""Play one episode of an agent program: run it, and make its chat completions a trajectory."""
 
 from __future__ import annotations
 
@@ -24,8 +21,37 @@ class ProgramEpisodes:
         await self._endpoint.start()
 
     async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
-        """Play one episode; see `play_program`."""
-        return await play_program(self._pool, self._endpoint, task=task, episode=ids, rules=rules)
+        """Run the program until it returns. A chat completion is one Step; the last has the reward.
+
+        A program that fails after it was refused a completion for length was truncated: the steps
+        so far are the episode, not won. Refused for length are too many completions
+        (`rules.max_steps`), too long a prompt, and too late a reply. A cancelled call kills the
+        program. Raises:
+          EnvironmentDied    it failed in another way, ran past `rules.episode_timeout_s`, or asked
+                             for nothing; names program and task
+          PromptStuckError   the chat template loops
+          and the policy's error, if that failed.
+        """
+        pool = self._pool
+        label = f"program {pool.name!r} on task {task.split}/{task.id}"
+        with self._endpoint.episode(ids, rules, label=label) as recording:
+            outcome = await _outcome(pool, recording, task=task)
+            ended_us = now_us()
+            steps = recording.steps()
+        if not steps:
+            why = recording.cut_off or (
+                "it made none; give client.base_url and client.api_key to the client it calls its "
+                "model with"
+            )
+            message = f"{label} got no chat completion: {why}{log_hint(pool.log)}"
+            raise EnvironmentDied(message, at_fault=True)
+        return trajectory_of(
+            _finished(steps, outcome, rules=rules, ended_us=ended_us),
+            task=task,
+            episode=ids,
+            won=outcome is not None and outcome.won,
+            task_score=None if outcome is None else outcome.task_score,
+        )
 
     def waiting(self) -> tuple[str, float] | None:
         return self._pool.oldest()
@@ -35,42 +61,8 @@ class ProgramEpisodes:
         await self._endpoint.close()
 
 
-async def play_program(
-    pool: ProgramPool, endpoint: Endpoint, *, task: Task, episode: EpisodeIds, rules: EpisodeRules
-) -> Trajectory:
-    """Run the program until it returns. A chat completion is one Step; the last has the reward.
-
-    A program that fails after it was refused a completion for length was truncated: the steps so
-    far are the episode, not won. Refused for length are too many completions (`rules.max_steps`),
-    too long a prompt, and too late a reply. A cancelled call kills the program. Raises:
-      EnvironmentDied    it failed in another way, ran past `rules.episode_timeout_s`, or asked for
-                         nothing; names program and task
-      PromptStuckError   the chat template loops
-      and the policy's error, if that failed.
-    """
-    label = f"program {pool.name!r} on task {task.split}/{task.id}"
-    with endpoint.episode(episode, rules, label=label) as recording:
-        outcome = await _outcome(pool, recording, task=task)
-        ended_us = now_us()
-        steps = recording.steps()
-    if not steps:
-        why = recording.cut_off or (
-            "it made none; give client.base_url and client.api_key to the client it calls its "
-            "model with"
-        )
-        message = f"{label} got no chat completion: {why}{log_hint(pool.log)}"
-        raise EnvironmentDied(message, at_fault=True)
-    return trajectory_of(
-        _finished(steps, outcome, rules=rules, ended_us=ended_us),
-        task=task,
-        episode=episode,
-        won=outcome is not None and outcome.won,
-        task_score=None if outcome is None else outcome.task_score,
-    )
-
-
 async def _outcome(pool: ProgramPool, recording: Recording, *, task: Task) -> Outcome | None:
-    """Return the program's outcome, or None if it was cut off. Raises as `play_program` does."""
+    """Return the program's outcome, or None if it was cut off. Raises as `run` does."""
     outcome = None
     try:
         outcome = await pool.run(

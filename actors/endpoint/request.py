@@ -78,6 +78,10 @@ class _Message(BaseModel):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
 
+    def plain(self) -> Message:
+        role = "system" if self.role == "developer" else self.role
+        return Message(role=role, content="\n".join(part.text for part in self.content))
+
 
 class _StreamOptions(BaseModel):
     include_usage: StrictBool | None = None
@@ -118,13 +122,7 @@ class ChatRequest(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def conversation(self) -> tuple[Message, ...]:
-        return tuple(
-            Message(
-                role="system" if message.role == "developer" else message.role,
-                content="\n".join(part.text for part in message.content),
-            )
-            for message in self.messages
-        )
+        return tuple(message.plain() for message in self.messages)
 
 
 def takes_long(messages: tuple[Message, ...]) -> bool:
@@ -158,12 +156,8 @@ def refused(message: str, param: str | None) -> RequestError:
 
 def _first_fault(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
-    kind, param = first["type"], ""
-    for step in first["loc"]:
-        if isinstance(step, int):
-            param += f"[{step}]"
-        else:
-            param += f".{step}" if param else step
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
+    kind, param = first["type"], "".join(steps).removeprefix(".")
     if kind == "json_invalid":
         return refused(f"the request is not JSON: {first['msg']}", None)
     if not param:
@@ -171,6 +165,6 @@ def _first_fault(error: ValidationError) -> RequestError:
     if kind == "missing":
         return refused(f"{param} is missing", param)
     if param.endswith((".tool_calls", ".function_call")):
-        hint = "is not supported by this endpoint: write the call into the text"
-        return refused(f"{param} {hint}", param)
+        why = f"{param} is not supported by this endpoint: write the call into the text"
+        return refused(why, param)
     return refused(f"{param}={first['input']!r}: {first['msg']}", param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.policy import Completion
 from actors.prompting.chat_template import Tokenizer
@@ -14,9 +14,7 @@ from actors.prompting.chat_template import Tokenizer
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
     text: str  # without the stop text, as OpenAI has it
-    token_ids: tuple[int, ...]  # including the sampled tokens of the stop text
-    logprobs: tuple[float, ...]
-    finish_reason: str  # "stop" or "length"
+    completion: Completion  # as cut, including the sampled tokens of the stop text
     ended: bool  # the last token is the model's end token
 
 
@@ -40,13 +38,9 @@ def cut_reply(
             range(len(token_ids)), True, key=lambda n: first in _text(tokenizer, token_ids[:n])
         )
         token_ids, text, reason = token_ids[:n], text[: text.find(first)], "stop"
-    return Reply(
-        text=text,
-        token_ids=token_ids,
-        logprobs=completion.logprobs[: len(token_ids)],
-        finish_reason=reason,
-        ended=ended,
-    )
+    logprobs = completion.logprobs[: len(token_ids)]
+    cut = replace(completion, token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
+    return Reply(text=text, completion=cut, ended=ended)
 
 
 def chat_completion(
@@ -59,7 +53,7 @@ def chat_completion(
     logprobs: bool,
 ) -> dict[str, object]:
     """Return the body of an answer with one choice per reply; `n_prompt` is in tokens."""
-    n_response = sum(len(reply.token_ids) for reply in replies)
+    n_response = sum(len(reply.completion.token_ids) for reply in replies)
     return {
         "id": reply_id,
         "object": "chat.completion",
@@ -69,8 +63,8 @@ def chat_completion(
             {
                 "index": index,
                 "message": {"role": "assistant", "content": reply.text, "refusal": None},
-                "logprobs": _logprobs(reply, tokenizer) if logprobs else None,
-                "finish_reason": reply.finish_reason,
+                "logprobs": _logprobs(reply.completion, tokenizer) if logprobs else None,
+                "finish_reason": reply.completion.finish_reason,
             }
             for index, reply in enumerate(replies)
         ],
@@ -102,9 +96,9 @@ def chunks(body: dict[str, object], *, include_usage: bool) -> Iterator[dict[str
         yield {**common, "choices": [], "usage": body["usage"]}
 
 
-def _logprobs(reply: Reply, tokenizer: Tokenizer) -> dict[str, object]:
+def _logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, object]:
     content: list[dict[str, object]] = []
-    for token_id, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+    for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
         token = tokenizer.decode([token_id], skip_special_tokens=False)
         content.append({"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []})
     return {"content": content, "refusal": None}

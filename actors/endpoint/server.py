@@ -1,6 +1,6 @@
 """Serve an OpenAI-compatible HTTP endpoint that records each chat completion as a Step.
 
-    endpoint = Endpoint(policy, tokenizer, settings)
+    endpoint = Endpoint(policy, tokenizer, config)
     await endpoint.start()                    # on this event loop, at 127.0.0.1, on a free port
     with endpoint.episode(ids, rules, label="task 7") as recording:
         ...                                   # a program calls recording.client.base_url
@@ -19,25 +19,20 @@ import hashlib
 import hmac
 import itertools
 import json
+import re
 import secrets
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
 from jinja2 import TemplateError
 
 from actors.endpoint.conversation import Conversation, Message, PromptTooLong
-from actors.endpoint.request import (
-    ChatRequest,
-    RequestError,
-    parse_request,
-    refused,
-    takes_long,
-)
+from actors.endpoint.request import ChatRequest, RequestError, parse_request, refused, takes_long
 from actors.endpoint.response import Reply, chat_completion, chunks, cut_reply
 from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, longest_token
@@ -53,24 +48,7 @@ BYTES_PER_CHARACTER = 6  # in JSON, where a character may be written as "\\u1234
 BODY_TIMEOUT_S = 60.0  # for a client to send its whole request
 IDLE_TIMEOUT_S = 120.0  # for a connection without a complete request
 CLOSE_TIMEOUT_S = 1.0  # for answers that are being written
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointSettings:
-    model: str  # the name in /v1/models
-    max_response_tokens: int
-    max_model_tokens: int  # prompt and response together
-    chat_variables: Mapping[str, object]  # for the chat template, e.g. enable_thinking
-
-    @classmethod
-    def of(cls, config: Config) -> EndpointSettings:
-        thinking = config.prompt.thinking
-        return cls(
-            model=Path(config.run_dir).name,
-            max_response_tokens=config.actors.max_response_tokens,
-            max_model_tokens=config.actors.max_model_tokens,
-            chat_variables={} if thinking is None else {"enable_thinking": thinking},
-        )
+KEY = re.compile("episode-([0-9]{1,19})-[0-9a-f]{32}")  # number of an episode, and its signature
 
 
 class Recording:
@@ -135,20 +113,22 @@ class Recording:
         self.cut_off = why
         return RequestError(why, status=status, code=code, param=None)
 
-    def cut_long_prompt(self, size: str) -> RequestError:
-        return self.cut(size, status=400, code="context_length_exceeded")
-
 
 class Endpoint:
     """Serve one policy to the programs of a worker."""
 
-    def __init__(self, policy: Policy, tokenizer: Tokenizer, settings: EndpointSettings) -> None:
-        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+    def __init__(self, policy: Policy, tokenizer: Tokenizer, config: Config) -> None:
+        self.policy, self.tokenizer = policy, tokenizer
         self.base_url = ""  # known when it listens
+        self._model = Path(config.run_dir).name  # as /v1/models names it
+        self._max_response_tokens = config.actors.max_response_tokens
+        self._max_model_tokens = config.actors.max_model_tokens  # prompt and response together
+        thinking = config.prompt.thinking
+        self._chat_variables = {} if thinking is None else {"enable_thinking": thinking}
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
         self._open: dict[int, Recording] = {}
-        self._max_characters = settings.max_model_tokens * longest_token(tokenizer)
+        self._max_characters = self._max_model_tokens * longest_token(tokenizer)
         longest = max(MIN_BODY_BYTES, BYTES_PER_CHARACTER * self._max_characters)
         self._max_body_bytes = min(MAX_BODY_BYTES, longest)
         app = web.Application(middlewares=[_errors_as_json], client_max_size=self._max_body_bytes)
@@ -179,7 +159,7 @@ class Endpoint:
         client = ClientSettings(base_url=self.base_url, api_key=self._key(number))
         conversation = Conversation(
             self.tokenizer,
-            chat_variables=self.settings.chat_variables,
+            chat_variables=self._chat_variables,
             max_characters=self._max_characters,
         )
         recording = self._open[number] = Recording(ids, rules, conversation, client, label=label)
@@ -196,26 +176,20 @@ class Endpoint:
     def _recording(self, request: web.Request) -> Recording:
         """Return the request's episode. Raises RequestError: 401 unknown key, 410 ended episode."""
         _, _, key = request.headers.get("Authorization", "").partition(" ")
-        digits = key.split("-")[1] if key.count("-") == 2 else ""
-        is_number = digits.isascii() and digits.isdigit() and len(digits) < 20
-        expected = self._key(int(digits)) if is_number else ""
-        if not expected or not hmac.compare_digest(key.encode(errors="replace"), expected.encode()):
+        found = KEY.fullmatch(key)
+        number = int(found[1]) if found else -1
+        if not found or not hmac.compare_digest(key, self._key(number)):
             message = (
                 "this API key belongs to no episode; use the one that `run(task, client)` was given"
             )
             raise RequestError(message, status=401, code="invalid_api_key", param=None)
-        if int(digits) not in self._open:
+        if number not in self._open:
             raise _episode_over()
-        return self._open[int(digits)]
+        return self._open[number]
 
     async def _models(self, request: web.Request) -> web.Response:
         self._recording(request)
-        model = {
-            "id": self.settings.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "async-gigpo",
-        }
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "async-gigpo"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -226,7 +200,7 @@ class Endpoint:
             replies,
             self.tokenizer,
             reply_id=f"chatcmpl-{uid_text(recording.ids.traj_uid)}-{number}",
-            model=self.settings.model,
+            model=self._model,
             n_prompt=n_prompt,
             logprobs=bool(asked.logprobs),
         )
@@ -250,11 +224,8 @@ class Endpoint:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
-            limit = self.settings.max_model_tokens
-            raise recording.cut_long_prompt(
-                f"the request has more than {self._max_body_bytes} bytes; the model takes {limit} "
-                "tokens, prompt and reply together"
-            ) from None
+            size = f"the request has more than {self._max_body_bytes} bytes"
+            raise self._too_long(recording, size) from None
         except TimeoutError:
             why = f"the request did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(why, status=408, code="request_timeout", param=None) from None
@@ -274,8 +245,8 @@ class Endpoint:
         prompt = Prompt(token_ids=await self._prompt(recording, messages), actions=None)
         # Checked again: the thread took time, in which other requests were answered.
         recording.refuse_beyond(asked.n_choices)
-        room = self.settings.max_model_tokens - len(prompt.token_ids)
-        max_tokens = min(asked.token_limit or room, self.settings.max_response_tokens, room)
+        room = self._max_model_tokens - len(prompt.token_ids)
+        max_tokens = min(asked.token_limit or room, self._max_response_tokens, room)
         started_us, started = now_us(), time.perf_counter()
         with recording.reserve(asked.n_choices) as numbers:
             completions = await self._generate(recording, prompt, numbers)
@@ -288,19 +259,13 @@ class Endpoint:
             reply = cut_reply(
                 completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ()
             )
-            kept = replace(
-                completion,
-                token_ids=reply.token_ids,
-                logprobs=reply.logprobs,
-                finish_reason=reply.finish_reason,
-            )
             step = step_of(
-                kept,
+                reply.completion,
                 number=number,
                 prompt=prompt,
                 observation=observation,
                 action=reply.text,
-                is_valid=reply.finish_reason == "stop",
+                is_valid=reply.completion.finish_reason == "stop",
                 t_start_us=started_us,
                 gen_us=gen_us,
             )
@@ -308,7 +273,7 @@ class Endpoint:
             recording.conversation.record(
                 messages,
                 reply=reply.text,
-                token_ids=prompt.token_ids + reply.token_ids,
+                token_ids=prompt.token_ids + reply.completion.token_ids,
                 ended=reply.ended,
             )
             replies.append(reply)
@@ -316,9 +281,6 @@ class Endpoint:
 
     async def _prompt(self, recording: Recording, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Make the prompt in a thread: the event loop has heartbeats to send."""
-        limit = (
-            f"the model takes {self.settings.max_model_tokens} tokens, prompt and reply together"
-        )
         thread = LONG_PROMPTS if takes_long(messages) else SHORT_PROMPTS
         try:
             prompt_ids = await thread.make(
@@ -334,12 +296,14 @@ class Endpoint:
                 f"the model's chat template does not take these messages: {error}", "messages"
             ) from None
         except PromptTooLong as error:
-            raise recording.cut_long_prompt(
-                f"the prompt has {error.n_characters} characters; {limit}"
-            ) from None
-        if len(prompt_ids) >= self.settings.max_model_tokens:
-            raise recording.cut_long_prompt(f"the prompt has {len(prompt_ids)} tokens; {limit}")
+            raise self._too_long(recording, str(error)) from None
+        if len(prompt_ids) >= self._max_model_tokens:
+            raise self._too_long(recording, f"the prompt has {len(prompt_ids)} tokens")
         return prompt_ids
+
+    def _too_long(self, recording: Recording, size: str) -> RequestError:
+        limit = f"the model takes {self._max_model_tokens} tokens, prompt and reply together"
+        return recording.cut(f"{size}; {limit}", status=400, code="context_length_exceeded")
 
     async def _generate(
         self, recording: Recording, prompt: Prompt, numbers: list[int]
@@ -364,7 +328,7 @@ class Endpoint:
             raise recording.cut(
                 f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}", status=410
             ) from None
-        except Exception as error:  # process border: `play_program` raises it in the worker
+        except Exception as error:  # process border: `ProgramEpisodes` raises it in the worker
             recording.failure = error
             message = f"the policy failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, code="policy_failed", param=None) from error

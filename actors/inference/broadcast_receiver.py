@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from store import SAFETENSORS_DTYPES, broadcast, decode_safetensors_head
+from store import SAFETENSORS_DTYPES, TensorEntry, broadcast, decode_safetensors_head
 
 # for one message, for forming a process group, for the learner's list of members
 MESSAGE_TIMEOUT = timedelta(seconds=60)
@@ -36,17 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tensor:
-    name: str
-    dtype: torch.dtype
-    shape: list[int]
-    begin: int  # bytes from the end of the header
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    tensors: Sequence[_Tensor]
+    tensors: Sequence[TensorEntry]
     body: torch.Tensor  # uint8: the bytes after the header
 
 
@@ -64,7 +55,7 @@ class Received:
         for file in self.files:
             for tensor in file.tensors:
                 data = file.body[tensor.begin : tensor.end]
-                yield tensor.name, data.view(tensor.dtype).view(tensor.shape)
+                yield tensor.name, data.view(DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 class Receiver:
@@ -178,7 +169,7 @@ class Receiver:
         files: list[_File] = []
         while n_header_bytes := int.from_bytes(self._bytes(group, broadcast.N_BYTES), "little"):
             header = self._bytes(group, n_header_bytes)
-            tensors = _tensors_of(header)
+            tensors = decode_safetensors_head(header)
             body = self._body(len(files), max((tensor.end for tensor in tensors), default=0))
             for tensor in tensors:
                 self._fill(group, body[tensor.begin : tensor.end])
@@ -202,17 +193,3 @@ class Receiver:
     def _fill(self, group: Any, data: torch.Tensor) -> None:
         for cut in broadcast.cuts(data.numel()):
             group.broadcast([data[cut]], dist.BroadcastOptions()).wait()
-
-
-def _tensors_of(head: bytes) -> list[_Tensor]:
-    """Return the tensors that the head of a safetensors file lists, also those without elements."""
-    return [
-        _Tensor(
-            name=entry.name,
-            dtype=DTYPES[entry.dtype],
-            shape=entry.shape,
-            begin=entry.begin,
-            end=entry.end,
-        )
-        for entry in decode_safetensors_head(head)
-    ]

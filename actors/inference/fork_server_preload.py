@@ -6,7 +6,7 @@ import importlib
 import signal
 import traceback
 
-from actors.inference.fork_server import PR_SET_PDEATHSIG
+from actors.inference.engine_process import PR_SET_PDEATHSIG
 
 MODULES = (
     "vllm.v1.engine.core",

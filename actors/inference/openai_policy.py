@@ -52,7 +52,7 @@ class EndpointFailed(UserError, RuntimeError):
 
 
 class ChatPolicy:
-    """Unblocked by the server. For one event loop."""
+    """Ask the server at `endpoint.url`, which also unblocks it. For one event loop."""
 
     def __init__(self, config: Config) -> None:
         # Imported here: it takes more than a second, and only evaluations of a server need it.
@@ -65,11 +65,9 @@ class ChatPolicy:
         self._gate = RequestGate(config.endpoint.requests)
         self.waits = PendingOperations()
         # Omit what the client takes from the environment for openai.com.
-        omitted = [
-            "OpenAI-Organization",
-            "OpenAI-Project",
-            *([] if self._key else ["Authorization"]),
-        ]
+        omitted = ["OpenAI-Organization", "OpenAI-Project"]
+        if not self._key:
+            omitted.append("Authorization")
         self._options: Any = {"headers": dict.fromkeys(omitted, openai.Omit())}
         self._client = openai.AsyncOpenAI(
             base_url=config.endpoint.url,
@@ -256,28 +254,22 @@ async def _check(response: httpx2.Response) -> None:
         if len(body) > MAX_ANSWER_BYTES:
             await response.aclose()
             break
-    fault = ""
-    if 300 <= response.status_code < 400:
-        fault = (
-            f"answered {response.status_code}, a redirect, which is not followed; set endpoint.url "
-            "to its end"
-        )
-    elif len(body) > MAX_ANSWER_BYTES:
-        fault = (
-            f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB; endpoint.url must be a server "
-            "of chat completions"
-        )
-        body.clear()
-        response.status_code = NOT_RETRIED
-    else:
-        status, fault = _judge(response.status_code, bytes(body), response.request.method)
-        response.status_code = status
+    status, fault = _judge(response.status_code, bytes(body), response.request.method)
     _fault.set(fault)
-    response._content = bytes(body)  # as `aread` does, which has no limit
+    response.status_code = status
+    response._content = b"" if fault else bytes(body)  # as `aread` does, which has no limit
 
 
 def _judge(status: int, body: bytes, method: str) -> tuple[int, str]:
     """Return the status that an answer deserves, and what is wrong with it; "" if nothing is."""
+    if 300 <= status < 400:
+        why = "a redirect, which is not followed; set endpoint.url to its end"
+        return status, f"answered {status}, {why}"
+    if len(body) > MAX_ANSWER_BYTES:
+        return NOT_RETRIED, (
+            f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB; endpoint.url must be a server "
+            "of chat completions"
+        )
     answer = _json(body)
     error = answer.get("error") if isinstance(answer, dict) else None
     if status == 200 and error:  # some routers report errors so

@@ -147,32 +147,18 @@ def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
 
 
 class PreemptionCounter:
-    """Count preempted requests. `logger` is a factory of vLLM's "stat loggers" that does so."""
+    """Count preempted requests. It has the methods that vLLM calls on its `StatLoggerBase`."""
 
     def __init__(self) -> None:
         self._n = 0
 
-    def logger(self, config: object, engine_index: int = 0) -> Any:
-        from vllm.v1.metrics.loggers import StatLoggerBase
+    def record(self, scheduler_stats: object, iteration_stats: Any, **others: object) -> None:
+        if iteration_stats is not None:
+            self._n += iteration_stats.num_preempted_reqs
 
-        counter = self
+    def log(self) -> None: ...
 
-        class Logger(StatLoggerBase):
-            def __init__(self) -> None: ...
-
-            def record(
-                self,
-                scheduler_stats: Any,
-                iteration_stats: Any,
-                mm_cache_stats: Any = None,
-                engine_idx: int = 0,
-            ) -> None:
-                if iteration_stats is not None:
-                    counter._n += iteration_stats.num_preempted_reqs
-
-            def log_engine_initialized(self) -> None: ...
-
-        return Logger()
+    def log_engine_initialized(self) -> None: ...
 
     def take(self) -> int:
         """Return the count since the last call."""

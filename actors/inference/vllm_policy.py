@@ -1,6 +1,5 @@
 """Generate with a vLLM engine in a process of its own, and change its weights.
 
-    preload_vllm(actors, log_path)           # optional: begin to import vLLM early
     policy = VLLMPolicy(model_path=..., dtype=..., actors=..., gate=RequestGate(64), ...)
     await policy.start()
     completion = await policy.generate(prompt, seed=seed, temperature=1.0)
@@ -23,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.concurrency import RequestGate
-from actors.inference.engine_environment import engine_environment, environment
-from actors.inference.fork_server import engines_from_server, preload
+from actors.inference.engine_process import engines_from_server, environment, preload_vllm
 from actors.inference.vllm_engine import (
     PreemptionCounter,
     engine_args,
@@ -81,7 +79,7 @@ class VLLMPolicy:
         self._preemptions = PreemptionCounter()
         self._llm: AsyncLLM | None = None  # None while no engine runs
         self._processes: Collection[BaseProcess] = ()
-        self._version = 0
+        self.version = 0  # that generates
         self._request_numbers = itertools.count()
         self._one_load = asyncio.Lock()
 
@@ -105,20 +103,12 @@ class VLLMPolicy:
                         actors=self._actors,
                         max_requests=self._gate.limit,
                     ),
-                    stat_loggers=[self._preemptions.logger],
+                    stat_loggers=[lambda config, engine_index: self._preemptions],
                 )
         self._llm, self._processes = llm, set(multiprocessing.active_children()) - others
         await llm.update_weight_version("0")
         if self._stop:  # without a tokenizer vLLM would ignore them silently
             llm.output_processor.tokenizer = self._tokenizer
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def errored(self) -> bool:
-        return self._llm is None or self._llm.errored
 
     @property
     def is_loading(self) -> bool:
@@ -143,7 +133,7 @@ class VLLMPolicy:
         )
         request = engine_input(prompt, self._images)
         async with self._gate:
-            submitted_at = self._version
+            submitted_at = self.version
             outputs = self._engine().generate(request, params, str(next(self._request_numbers)))
             with engine_call():
                 async for output in outputs:
@@ -170,9 +160,7 @@ class VLLMPolicy:
         raises EngineLostError, with the engine stopped and the running requests ended as "abort".
         A cancelled caller does not interrupt the load.
         """
-        load = await asyncio.shield(
-            asyncio.ensure_future(self._load_weights(version=version, path=path, digest=digest))
-        )
+        load = await asyncio.shield(self._load_weights(version=version, path=path, digest=digest))
         assert load is not None, "a path was given"
         return load
 
@@ -181,9 +169,7 @@ class VLLMPolicy:
 
         Raises the errors of `load_weights`.
         """
-        return await asyncio.shield(
-            asyncio.ensure_future(self._load_weights(version=version, path=None, digest=digest))
-        )
+        return await asyncio.shield(self._load_weights(version=version, path=None, digest=digest))
 
     async def join_broadcast(self, address: str) -> None:
         """Receive the weights that the learner at `address` sends.
@@ -238,10 +224,10 @@ class VLLMPolicy:
                     await self.close()
                 raise EngineLostError(
                     f"loading version {version} from {source} failed; the engine, on version "
-                    f"{self._version} before, was stopped because it may hold parts of both. Start "
+                    f"{self.version} before, was stopped because it may hold parts of both. Start "
                     f"a new policy. Cause: {error}"
                 ) from error
-            self._version = version
+            self.version = version
             return WeightLoad(
                 version=version, file_digest=found, received=path is None, **clock.laps_ms
             )
@@ -303,17 +289,6 @@ async def _replace_weights(llm: AsyncLLM, *, version: int, source: str, clock: P
     clock.lap("finish")
     await llm.resume_generation()
     clock.lap("resume")
-
-
-def preload_vllm(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
-    """Begin to import vLLM for a CPU engine, beside this process's other work.
-
-    Returns the environment variables of the engine.
-    """
-    variables = engine_environment(actors, log_path)
-    if not actors.gpus_per_worker:
-        preload(variables)
-    return variables
 
 
 def load_stop_token_ids(model_path: str) -> list[int]:

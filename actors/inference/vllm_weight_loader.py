@@ -37,8 +37,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from actors.inference.broadcast_receiver import Receiver
-from actors.inference.engine_environment import ENGINE_CORES, engine_cores
-from actors.inference.fork_server import PR_SET_PDEATHSIG
+from actors.inference.engine_process import ENGINE_CORES, PR_SET_PDEATHSIG, engine_cores
 from actors.inference.weight_files import RECEIVED
 from store import WeightFileError, files_digest, weight_files
 
@@ -91,7 +90,7 @@ class WorkerExtension:
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Exists once per process of an engine; each reads the whole files and keeps its part."""
+    """Load weights in one process of an engine; each reads the whole files and keeps its part."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo

@@ -29,7 +29,7 @@ RETRY_S = 5.0
 
 
 class WeightSync:
-    """Consumes published versions, one at a time. Waits for the storage and for the engine.
+    """Load published versions, one at a time. Waits for the storage and for the engine.
 
     `update_lock` makes engines load one after the other. `rendezvous` returns the address from
     which the learner sends weights; it is None if all weights come as files.

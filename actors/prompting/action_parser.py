@@ -35,7 +35,8 @@ def parse_action(text: str, *, template: Template, parser: str, opening: str) ->
     "upstream".
     """
     if parser == "text":
-        return _whole(text)
+        action = text.rpartition("</think>")[2].strip()
+        return Answer(action=action, well_formed=bool(action))
     tag, has_several = template.tags[0], len(template.tags) > 1
     if parser == "upstream":
         assert template.upstream is not None, "PromptForm refuses this"
@@ -49,11 +50,6 @@ def parse_action(text: str, *, template: Template, parser: str, opening: str) ->
 
 def has_tags(text: str, tag: str) -> bool:
     return f"<{tag}>" in text and f"</{tag}>" in text
-
-
-def _whole(text: str) -> Answer:
-    action = text.rpartition("</think>")[2].strip()
-    return Answer(action=action, well_formed=bool(action))
 
 
 def _tagged(text: str, *, tag: str) -> Answer:

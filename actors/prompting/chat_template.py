@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from configs import loaded
 from envs import run_in_thread
@@ -28,7 +28,7 @@ MESSAGE, REPLY = "0message0", "0reply0"  # looked for in the text that a chat te
 
 
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that are used here."""
+    """List the methods of a Hugging Face tokenizer that are used here."""
 
     eos_token_id: int
 
@@ -50,25 +50,20 @@ def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
     Without torch it takes a third of the time. transformers is then loaded as if torch were not
     installed, and stays so in this process: use it where no model is computed.
     """
-    with nullcontext() if with_torch else _torch_hidden():
+    with nullcontext() if with_torch or "torch" in sys.modules else _torch_hidden():
         # Imported here: the driver and the coordinator import this module, and never need it.
         from transformers import AutoTokenizer
 
-        return cast(
-            Tokenizer,
-            loaded(
-                "tokenizer",
-                model_path,
-                lambda: AutoTokenizer.from_pretrained(model_path, trust_remote_code=False),
-            ),
+        tokenizer: Tokenizer = loaded(
+            "tokenizer",
+            model_path,
+            lambda: AutoTokenizer.from_pretrained(model_path, trust_remote_code=False),
         )
+        return tokenizer
 
 
 @contextmanager
 def _torch_hidden() -> Iterator[None]:
-    if "torch" in sys.modules:  # there is nothing to save
-        yield
-        return
     sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
     try:
         yield
@@ -186,12 +181,8 @@ class Chat:
         images = [{"type": "image"}] * n_images
         messages: list[dict[str, object]] = []
         for role, text in conversation:
-            if self._in_parts or images:
-                messages.append(
-                    {"role": role, "content": [*images, {"type": "text", "text": text}]}
-                )
-            else:
-                messages.append({"role": role, "content": text})
+            parts = [*images, {"type": "text", "text": text}]
+            messages.append({"role": role, "content": parts if self._in_parts or images else text})
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=generation,

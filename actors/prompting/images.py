@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ImageForm:
-    """Made by `load_image_form`. Pure."""
+    """Turn images into tokens and numbers. Made by `load_image_form`. Pure."""
 
     def __init__(self, processor: Any, *, image_token_id: int) -> None:
         self.image_token_id = image_token_id

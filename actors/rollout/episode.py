@@ -20,18 +20,30 @@ from actors.prompting.action_parser import Answer
 from actors.prompting.prompt import PromptForm
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS
 from actors.prompting.template import Turn
-from actors.rollout.attempts import Progress
 from configs import Config
 from envs import EnvironmentPool, Observation, Task, Transition
 from store import Step, StepImage, Trajectory, now_us, state_hash, uid
 
 
 class AsyncEnvironment(Protocol):
-    """An environment with awaited calls, such as one in another process."""
+    """Await an environment's answers, for example from another process."""
 
     async def reset(self, task: Task) -> Observation: ...
 
     async def step(self, action: str) -> Transition: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Count the steps and response tokens of one attempt."""
+
+    begun_us: int = field(default_factory=now_us)  # UTC epoch
+    n_steps: int = 0
+    n_response_tokens: int = 0
+
+    def add(self, step: Step) -> None:
+        self.n_steps += 1
+        self.n_response_tokens += len(step.response_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +59,8 @@ class EpisodeIds:
     progress: Progress = field(default_factory=Progress, compare=False)  # of this attempt
 
     @classmethod
-    def of(cls, group_uid: bytes, member: int, *, progress: Progress | None = None) -> EpisodeIds:
-        """Return the ids of a member. Its steps are counted in `progress`, if given."""
-        return cls(
-            group_uid=group_uid,
-            traj_uid=uid(group_uid, member),
-            member=member,
-            progress=progress or Progress(),
-        )
+    def of(cls, group_uid: bytes, member: int) -> EpisodeIds:
+        return cls(group_uid=group_uid, traj_uid=uid(group_uid, member), member=member)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +114,6 @@ class EnvironmentEpisodes:
         """Start nothing: the pool starts its processes when they are needed."""
 
     async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
-        """Play one episode; see `play_episode`."""
         async with self._pool.environment() as environment:
             return await play_episode(
                 environment, self._policy, self._form, task=task, episode=ids, rules=rules
@@ -149,7 +154,9 @@ async def play_episode(
             while not steps or not (steps[-1].terminated or steps[-1].truncated):
                 prompt = await _make_prompt(form, observation, history, task=task)
                 step, transition = await _take_step(
-                    *(environment, policy, form),
+                    environment=environment,
+                    policy=policy,
+                    form=form,
                     prompt=prompt,
                     observation=observation,
                     number=len(steps),
@@ -194,10 +201,10 @@ async def _make_prompt(
 
 
 async def _take_step(
+    *,
     environment: AsyncEnvironment,
     policy: Policy,
     form: PromptForm,
-    *,
     prompt: Prompt,
     observation: Observation,
     number: int,

@@ -20,13 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 from actors.policy import EngineLostError
-from actors.rollout.attempts import Attempts
 from actors.rollout.committer import Committer
-from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules, EpisodeRunner
+from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules, EpisodeRunner, Progress
 from configs import Config
 from coordinator import CoordinatorClient, Lease
 from envs import EnvironmentDied
-from store import FencedError, Trajectory, uid
+from store import FencedError, Trajectory, Unfinished, now_us, uid
 
 COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
 # attempts at an episode whose process died through another episode's fault
@@ -35,6 +34,51 @@ MAX_BYSTANDER_ATTEMPTS = 20
 
 class EpisodeFailed(RuntimeError):
     """An episode's environment failed at every attempt. The message has the last reason."""
+
+
+class Attempts:
+    """Keep how far the episodes of one leased group got that never became a trajectory."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._running: dict[int, Progress] = {}
+        self._failed: list[Unfinished] = []
+
+    def begin(self, number: int) -> EpisodeIds:
+        """Begin an attempt at the episode `number`; `play_episode` counts its steps in the ids."""
+        ids = EpisodeIds.of(self._lease.group.group_uid, number)
+        self._running[number] = ids.progress
+        return ids
+
+    def end(self, number: int) -> None:
+        """Drop the episode `number`: it is kept as a trajectory."""
+        self._running.pop(number, None)
+
+    def fail(self, number: int) -> None:
+        progress = self._running.pop(number)
+        self._failed.append(self._unfinished(number, progress, why="failed"))
+
+    def close(self, why: str) -> list[Unfinished]:
+        """Return every attempt that gave no trajectory, and drop them all.
+
+        Attempts that are still running end now, for the reason `why`.
+        """
+        running = self._running.items()
+        rows = self._failed + [self._unfinished(n, progress, why=why) for n, progress in running]
+        self._running, self._failed = {}, []
+        return rows
+
+    def _unfinished(self, number: int, progress: Progress, *, why: str) -> Unfinished:
+        return Unfinished(
+            group_uid=self._lease.group.group_uid,
+            number=number,
+            version=self._lease.version.version,
+            begun_us=progress.begun_us,
+            ended_us=max(progress.begun_us, now_us()),
+            n_steps=progress.n_steps,
+            n_response_tokens=progress.n_response_tokens,
+            why=why,
+        )
 
 
 class GroupRollout:
@@ -107,32 +151,22 @@ class GroupRollout:
                 playing -= done
                 self._take(done)
                 errors += [error for task in done if (error := task.exception())]
-                fatal = self._fatal(errors, n_playing=len(playing))
+                # A failed episode ends the group only if the others cannot fill all free members.
+                too_few = len(playing) < len(self._free)
+                fatal = [e for e in errors if too_few or not isinstance(e, EpisodeFailed)]
                 if fatal or not self._free or now_s() >= commit_at_s:
                     commit_at_s = now_s() + COMMIT_EVERY_S
                     await _to_its_end(self._commit())
                 if fatal:
-                    raise fatal
-            await _to_its_end(self._keep_extra())
+                    raise fatal[0]
         except asyncio.CancelledError:
             self._take(task for task in playing if task.done())
             await _to_its_end(self._commit())
-            await _to_its_end(self._keep_extra())
             raise
         finally:
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
-
-    def _fatal(self, errors: Iterable[BaseException], *, n_playing: int) -> BaseException | None:
-        """Return the first error that ends the group, if any.
-
-        A failed episode does not while the episodes still playing can fill all free members.
-        """
-        for error in errors:
-            if not isinstance(error, EpisodeFailed) or n_playing < len(self._free):
-                return error
-        return None
 
     async def _play_episode(self, number: int) -> Trajectory:
         """Play one episode, and again if its environment fails, `env.attempts` times in all.
@@ -142,8 +176,7 @@ class GroupRollout:
         lease = self.lease
         at_fault = bystander = 0
         while True:
-            progress = self._attempts.begin(number)
-            ids = EpisodeIds.of(lease.group.group_uid, number, progress=progress)
+            ids = self._attempts.begin(number)
             try:
                 return await self._episodes.run(lease.task, ids, self._rules)
             except (EnvironmentDied, EpisodeOverdue) as error:
@@ -176,13 +209,11 @@ class GroupRollout:
             self._finished.append(trajectory)
 
     async def _commit(self) -> None:
+        """Write the episodes that ended since the last time, and those beside the whole group."""
         finished = sorted(self._finished, key=lambda trajectory: trajectory.member)
-        self._finished = []
+        extra, self._finished, self._extra = self._extra, [], []
         if finished:
             await self._committer.commit(self.lease, finished)
-
-    async def _keep_extra(self) -> None:
-        extra, self._extra = self._extra, []
         if extra:
             await self._committer.keep_extra(self.lease, extra)
 

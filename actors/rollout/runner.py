@@ -71,7 +71,8 @@ class RolloutRunner:
             following = tasks.create_task(self._follow_weights())
             while not self._stopping:
                 self._changed.clear()
-                if self._n_episodes() >= self.concurrency.episodes:
+                n_episodes = sum(len(group.numbers) for group in self._groups.values())
+                if n_episodes >= self.concurrency.episodes:
                     await self._changed.wait()
                 elif (lease := await self.coordinator.lease()) is None:
                     self._note_idle()
@@ -104,9 +105,6 @@ class RolloutRunner:
         """Adapt the number of groups to the engine's load; see `Concurrency.adapt`."""
         self.concurrency.adapt(preempted=preempted)
         self._changed.set()
-
-    def _n_episodes(self) -> int:
-        return sum(len(group.numbers) for group in self._groups.values())
 
     def _note_idle(self) -> None:
         """Note that no lease was free. Without a running group, idle time begins now."""
@@ -150,10 +148,8 @@ class RolloutRunner:
             begun = group.lease.version.version
             is_training = group.lease.group.split == "train"
             if is_training and newest - begun > self.config.max_staleness and not group.too_old:
-                group.too_old = (
-                    f"still played at version {newest}, begun at {begun}: "
-                    f"more than max_staleness={self.config.max_staleness} apart"
-                )
+                apart = f"more than max_staleness={self.config.max_staleness} apart"
+                group.too_old = f"still played at version {newest}, begun at {begun}: {apart}"
                 task.cancel()
 
     async def _pause(self, seconds: float) -> None:

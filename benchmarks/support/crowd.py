@@ -19,17 +19,17 @@ import psutil
 import ray
 
 import configs
-from actors.simulation import (
+from configs import Config
+from coordinator import CoordinatorActor
+from envs import environment_class
+from store import RunLayout, write_open_sql
+from tests.support.simulation import (
     Delay,
     DelayedEnvironment,
     SimulatedLearner,
     SimulatedSetup,
     SimulatedWorker,
 )
-from configs import Config
-from coordinator import CoordinatorActor
-from envs import environment_class
-from store import RunLayout, write_open_sql
 
 # threads of each process that write segments; more only wait for each other's turn of the
 # interpreter

@@ -15,7 +15,8 @@ import ray
 from support.raw_vllm import Request
 
 import configs
-from actors import WorkerActor, WorkerSetup, request_seed
+from actors import WorkerActor, WorkerSetup
+from actors.rollout.episode import request_seed
 from configs import Config
 from coordinator import CoordinatorActor
 from store import (

@@ -16,7 +16,11 @@ from pathlib import Path
 
 import configs
 from actors.rollout.episode import AsyncEnvironment
-from actors.simulation import (
+from configs import Config
+from coordinator import Coordinator
+from envs import Observation, Task, Transition, environment_class
+from store import RunLayout, write_open_sql
+from tests.support.simulation import (
     Delay,
     DelayedEnvironment,
     LocalHandle,
@@ -24,10 +28,6 @@ from actors.simulation import (
     SimulatedSetup,
     SimulatedWorker,
 )
-from configs import Config
-from coordinator import Coordinator
-from envs import Observation, Task, Transition, environment_class
-from store import RunLayout, write_open_sql
 
 # of new weights; tens of milliseconds for a small model (benchmarks/generation.py)
 LOADING = Delay(median_s=0.02, sigma=0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from actors import EngineLostError
-from actors.rollout.attempts import Attempts
 from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules
+from actors.rollout.group import Attempts
 from envs import EnvironmentFailed, Task
 from store import Trajectory, write_segment
 from tests.actors.test_runner import Stage, on_stage
@@ -21,12 +20,6 @@ from tests.support.store_samples import make_step, make_trajectory
 
 SHOWN = "SELECT why, number, n_steps, n_response_tokens FROM unfinished ORDER BY ALL"
 TOKENS = len(make_step(0, n_steps=1, version=0).response_ids)
-
-
-def check(
-    tmp_path: Path, body: Callable[[Stage], Awaitable[None]], *, spare_members: int = 0
-) -> None:
-    on_stage(tmp_path, body, spare_members=spare_members)
 
 
 def test_stragglers_are_recorded_with_how_far_they_got(tmp_path: Path) -> None:
@@ -43,7 +36,7 @@ def test_stragglers_are_recorded_with_how_far_they_got(tmp_path: Path) -> None:
         assert stage.sql("SELECT count(*) FROM unfinished WHERE begun_at > ended_at") == [(0,)]
         assert stage.sql("SELECT count(*) FROM trajectories") == [(2,)]
 
-    check(tmp_path, body, spare_members=2)
+    on_stage(tmp_path, body, spare_members=2)
 
 
 def test_extra_is_a_trajectory_and_not_unfinished(tmp_path: Path) -> None:
@@ -52,7 +45,7 @@ def test_extra_is_a_trajectory_and_not_unfinished(tmp_path: Path) -> None:
         await asyncio.sleep(1.0)
         assert stage.sql(SHOWN) == []
 
-    check(tmp_path, body, spare_members=1)
+    on_stage(tmp_path, body, spare_members=1)
 
 
 def test_a_group_that_becomes_too_old_is_recorded_before_it_is_played_again(tmp_path: Path) -> None:
@@ -69,7 +62,7 @@ def test_a_group_that_becomes_too_old_is_recorded_before_it_is_played_again(tmp_
             ("worker_lost", 1, None),
         ]
 
-    check(tmp_path, body)
+    on_stage(tmp_path, body)
 
 
 def test_what_a_stopped_worker_gives_up_is_recorded_once(tmp_path: Path) -> None:
@@ -81,7 +74,7 @@ def test_what_a_stopped_worker_gives_up_is_recorded_once(tmp_path: Path) -> None
         stage.coordinator.remove("w", "left, as it was asked to")
         assert stage.sql(SHOWN) == [("stopped", 1, 1, TOKENS)]
 
-    check(tmp_path, body)
+    on_stage(tmp_path, body)
 
 
 def test_a_worker_that_loses_its_engine_reports_all_of_its_groups(tmp_path: Path) -> None:
@@ -94,7 +87,7 @@ def test_a_worker_that_loses_its_engine_reports_all_of_its_groups(tmp_path: Path
         shown.extend(stage.sql(SHOWN))
 
     with pytest.raises(ExceptionGroup) as raised:
-        check(tmp_path, body)
+        on_stage(tmp_path, body)
     assert raised.group_contains(EngineLostError, match="gone")
     assert shown == [("worker_failed", 0, 0, 0), ("worker_failed", 1, 1, TOKENS)]
 
@@ -127,7 +120,7 @@ def test_every_failed_attempt_is_recorded_and_the_rest_of_an_abandoned_group(
         )
 
     with pytest.raises(ExceptionGroup) as raised:
-        check(tmp_path, body)
+        on_stage(tmp_path, body)
     assert raised.group_contains(EnvironmentFailed, match="10 groups in a row were abandoned")
     assert shown == [("failed", 1, 1, TOKENS)] * 20 + [("group_failed", 0, 0, 0)] * 10
     assert states == [("abandoned",)]

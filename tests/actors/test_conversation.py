@@ -191,7 +191,7 @@ def test_whatever_a_program_does_every_handed_back_reply_keeps_its_tokens(
             )
         )
         cut = cut_reply(answer, tokenizer(template), max_tokens=99, stop=())
-        token_ids = prompt_ids + cut.token_ids
+        token_ids = prompt_ids + cut.completion.token_ids
         made.record(messages, reply=cut.text, token_ids=token_ids, ended=cut.ended)
         exchanges.append((messages, cut.text, token_ids))
 
@@ -233,14 +233,15 @@ def test_a_reply_is_cut_at_a_stop_text_and_at_a_number_of_tokens(
     assert len(letters) == 7
     whole_reply = completion((*letters, EOS), finish_reason="stop", version=0)
     reply = cut_reply(whole_reply, tokenizer(), max_tokens=max_tokens, stop=stop)
-    assert (reply.text, len(reply.token_ids), reply.finish_reason, reply.ended) == (
+    cut = reply.completion
+    assert (reply.text, len(cut.token_ids), cut.finish_reason, reply.ended) == (
         text,
         tokens,
         finish_reason,
         ended,
     )
-    assert reply.token_ids == whole_reply.token_ids[:tokens]
-    assert reply.logprobs == whole_reply.logprobs[:tokens]
+    assert cut.token_ids == whole_reply.token_ids[:tokens]
+    assert cut.logprobs == whole_reply.logprobs[:tokens]
 
 
 class Read(str):

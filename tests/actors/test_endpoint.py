@@ -15,8 +15,7 @@ import pytest
 
 from actors.endpoint.server import Endpoint, Recording
 from actors.policy import Completion, EngineLostError, Prompt
-from actors.rollout.attempts import Progress
-from actors.rollout.episode import request_seed
+from actors.rollout.episode import Progress, request_seed
 from envs import ClientSettings
 from store import state_hash
 from tests.support.chat_samples import IDS, TextPolicy, completion, encode, rules, served, tokenizer
@@ -126,11 +125,11 @@ def test_a_stream_brings_the_same_reply() -> None:
         return seen
 
     *seen, last = served(TextPolicy(["it is 7", "12"]), body)
-    texts = [
-        "".join(c.delta.content or "" for chunk in seen for c in chunk.choices if c.index == i)
-        for i in (0, 1)
-    ]
-    assert texts == ["it is 7", "12"]
+    texts = {0: "", 1: ""}
+    for chunk in seen:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: "it is 7", 1: "12"}
     assert [c.finish_reason for chunk in seen for c in chunk.choices] == [
         None,
         "stop",

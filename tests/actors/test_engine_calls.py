@@ -129,7 +129,7 @@ def test_an_engine_that_fails_in_mid_load_and_at_its_end_is_stopped_and_names_th
     ) as lost:
         asyncio.run(_awaited(CALLS["stage files"](policy)))
     assert lost.value.__cause__ is NO_MEMORY
-    assert len(stopped) == 1 and policy.errored
+    assert len(stopped) == 1 and policy._llm is None
 
 
 @pytest.mark.parametrize(

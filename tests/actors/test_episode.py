@@ -11,18 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors import (
-    Completion,
-    EngineLostError,
-    EpisodeIds,
-    EpisodeRules,
-    Prompt,
-    PromptForm,
-    ScriptedPolicy,
-    play_episode,
-    request_seed,
-)
-from actors.rollout.attempts import Progress
+from actors import EngineLostError
+from actors.policy import Completion, Prompt, ScriptedPolicy
+from actors.prompting.prompt import PromptForm
+from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
 from envs import Observation, Task, Transition, environment_class, list_tasks
 from store import Trajectory, state_hash, to_table
 
@@ -128,8 +120,7 @@ def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:
                 raise asyncio.CancelledError
             return await super().generate(prompt, seed=seed, temperature=temperature)
 
-    progress = Progress()
-    ids = EpisodeIds.of(b"g" * 16, 3, progress=progress)
+    ids = EpisodeIds.of(b"g" * 16, 3)
     policy = Silent(form(), ["<action>go east</action>"] * 4)
     task = list_tasks("key_room", OPTIONS)["train"][0]
     playing = play_episode(
@@ -138,7 +129,7 @@ def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(playing)
     n_tokens = len(form().tokenizer.encode("<action>go east</action>", add_special_tokens=False))
-    assert (progress.n_steps, progress.n_response_tokens) == (2, 2 * n_tokens)
+    assert (ids.progress.n_steps, ids.progress.n_response_tokens) == (2, 2 * n_tokens)
 
 
 def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from actors import PromptForm
 from actors.policy import Completion
 from actors.prompting.images import ImageForm, load_image_form
+from actors.prompting.prompt import PromptForm
 from actors.rollout.episode import step_of
 from configs import PromptConfig
 from envs import Observation

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import ChatPolicy, Completion, EndpointFailed, EpisodeRules, Turn
+from actors import ChatPolicy
 from actors.concurrency import Concurrency
 from actors.endpoint.server import Endpoint, Recording
 from actors.inference import openai_policy
@@ -25,8 +25,11 @@ from actors.inference.codepoint_tokenizer import (
     ids_of,
     messages_of,
 )
-from actors.inference.openai_policy import with_stop_text
+from actors.inference.openai_policy import EndpointFailed, with_stop_text
+from actors.policy import Completion
 from actors.prompting.chat_template import Chat
+from actors.prompting.template import Turn
+from actors.rollout.episode import EpisodeRules
 from configs import Config, EndpointConfig, PromptConfig
 from envs import Observation
 from tests.support.chat_samples import IDS, TextPolicy, rules, served

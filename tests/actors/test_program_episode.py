@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.endpoint.program_episode import play_program
+from actors.endpoint.program_episode import ProgramEpisodes
 from actors.endpoint.server import Endpoint
 from actors.policy import Policy
 from envs import (
@@ -106,7 +106,7 @@ def playing(name: str, body: Callable[[Play], Any], *, policy: Policy, processes
         pool = ProgramPool(name, NUMBER_GAME, processes=processes)
 
         def play(played: Task, **changes: object) -> Coroutine[Any, Any, Trajectory]:
-            return play_program(pool, endpoint, task=played, episode=IDS, rules=rules(**changes))
+            return ProgramEpisodes(pool, endpoint).run(played, IDS, rules(**changes))
 
         try:
             return await body(play)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors import TEMPLATES, Answer, PromptForm, Turn, render
-from actors.prompting.template import GAP, shortened
+from actors.prompting.action_parser import Answer
+from actors.prompting.prompt import PromptForm
+from actors.prompting.template import GAP, TEMPLATES, Turn, render, shortened
 from envs import Observation
 
 Form = Callable[..., PromptForm]

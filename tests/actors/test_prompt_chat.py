@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from actors import TEMPLATES, Answer, PromptForm, Turn
 from actors.policy import Prompt
+from actors.prompting.action_parser import Answer
 from actors.prompting.chat_template import Chat
-from actors.prompting.template import FOLDER
+from actors.prompting.prompt import PromptForm
+from actors.prompting.template import FOLDER, TEMPLATES, Turn
 from configs import PromptConfig
 from envs import Observation
 from learner.data.micro_batch import micro_batches
@@ -161,12 +162,9 @@ def test_it_reads_as_the_chat_template_writes_the_whole_conversation(
     last = made.prompt(seen("The end."), history)
     messages = []
     for turn, text in enumerate([*texts, "The end."], start=1):
-        message = (
-            TEMPLATES["think"].first.format(
-                objective="open it.", observation=text, actions="'go'\n'take key'\n", step=1
-            )
-            if turn == 1
-            else TEMPLATES["think"].next.format(observation=text, actions="'go'\n'take key'\n")
+        text_of_turn = TEMPLATES["think"].first if turn == 1 else TEMPLATES["think"].next
+        message = text_of_turn.format(
+            objective="open it.", observation=text, actions="'go'\n'take key'\n", step=turn
         )
         messages += [{"role": "user", "content": message}]
         messages += [
@@ -329,11 +327,9 @@ PUBLISHED = (
 def published_templates() -> list[Path]:
     """Load chat templates of published models, where TRL is installed."""
     spec = importlib.util.find_spec("trl")
-    found = (
-        sorted(Path(spec.origin).parent.glob("chat_templates/*.jinja"))
-        if spec and spec.origin
-        else []
-    )
+    if spec is None or spec.origin is None:
+        return []
+    found = sorted(Path(spec.origin).parent.glob("chat_templates/*.jinja"))
     return [path for path in found if path.stem in PUBLISHED]
 
 

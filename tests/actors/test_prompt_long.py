@@ -14,18 +14,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from actors import PromptForm, PromptStuckError, Turn
-from actors.endpoint.program_episode import play_program
-from actors.endpoint.server import Endpoint, EndpointSettings
+from actors import PromptStuckError
+from actors.endpoint.program_episode import ProgramEpisodes
+from actors.endpoint.server import Endpoint
 from actors.policy import Prompt, ScriptedPolicy
 from actors.prompting import prompt_thread
 from actors.prompting.chat_template import LONG_CHARACTERS
-from actors.prompting.prompt import COUNTED_CHARACTERS
-from actors.prompting.template import shortened
+from actors.prompting.prompt import COUNTED_CHARACTERS, PromptForm
+from actors.prompting.template import Turn, shortened
 from actors.rollout.episode import play_episode
 from configs import PromptConfig
 from envs import ClientSettings, EnvironmentDied, Observation, Outcome, Task, Transition
-from tests.support.chat_samples import IDS, rules, tokenizer
+from tests.support.chat_samples import IDS, endpoint_config, rules, tokenizer
 
 UNLIMITED = 10**12
 TASK = Task(id="long", env_name="long", split="train", seed=0)
@@ -219,15 +219,13 @@ def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name
             raise EnvironmentDied(told["error"]["code"], at_fault=True)
 
     async def episode() -> None:
-        chat = EndpointSettings(
-            model="m", max_response_tokens=9, max_model_tokens=90_000, chat_variables={}
-        )
-        endpoint = Endpoint(ScriptedPolicy(lambda text: []), looping, chat)
+        config = endpoint_config("m", max_response=9, max_model=90_000)
+        endpoint = Endpoint(ScriptedPolicy(lambda text: []), looping, config)
         await endpoint.start()
         try:
             pool: Any = Asks()
             await asyncio.wait_for(
-                play_program(pool, endpoint, task=TASK, episode=IDS, rules=rules()), timeout=60
+                ProgramEpisodes(pool, endpoint).run(TASK, IDS, rules()), timeout=60
             )
         finally:
             await endpoint.close()

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors import TEMPLATES, Answer, parse_action
+from actors.prompting.action_parser import Answer, parse_action
+from actors.prompting.template import TEMPLATES
 
 COMPACT, THINK = TEMPLATES["compact"], TEMPLATES["think"]
 LONG = "0123456789" * 4 + "End"

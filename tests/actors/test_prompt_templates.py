@@ -10,8 +10,15 @@ import pytest
 import yaml
 
 import configs
-from actors import TEMPLATES, render
-from actors.prompting.template import FOLDER, Template, Turn, find_template, render_next
+from actors.prompting.template import (
+    FOLDER,
+    TEMPLATES,
+    Template,
+    Turn,
+    find_template,
+    render,
+    render_next,
+)
 from actors.prompting.tokenizer_corpus import sample_chats
 from configs import Config, ConfigError, EnvConfig, PromptConfig
 from configs import check as check_config
@@ -39,12 +46,10 @@ def test_the_config_knows_every_template_by_name() -> None:
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_each_shows_what_there_is_to_see_in_every_form(name: str) -> None:
     template = TEMPLATES[name]
-    shown = (
-        ("A room.", "go east")
-        if name not in ("search", "sokoban", "sokoban_image")
-        else ("A room.",)
-    )
-    if name == "sokoban_image":  # what there is to see is the image
+    shown: tuple[str, ...] = ("A room.", "go east")
+    if name in ("search", "sokoban"):
+        shown = ("A room.",)
+    elif name == "sokoban_image":  # what there is to see is the image
         shown = ()
     assert all(part in render(template, SEEN, [], kept=0) for part in (*shown, "win"))
     assert all(part in render_next(template, SEEN, step=2) for part in shown)
@@ -197,9 +202,7 @@ def test_texts_to_make_a_tokenizer_from_are_messages_with_their_answers(style: s
 
 
 def aliases() -> str:
-    """Write ten aliases in ten aliases, eight times over: some 400 bytes for a hundred million
-    values.
-    """
+    """Write ten aliases in ten aliases, eight times over: 400 bytes for a hundred million values."""
     parts = ["&a [x,x,x,x,x,x,x,x,x,x]"]
     parts += [
         f"&{new} [" + ",".join([f"*{old}"] * 10) + "]"

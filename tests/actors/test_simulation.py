@@ -1,7 +1,6 @@
-"""Whole runs in virtual time: random delays, deaths, joins and restarts around the real
-coordinator, catalog and files.
+"""Play whole runs in virtual time: random delays, deaths, joins and restarts.
 
-A run is decided by its seed alone. What `World` does to it is what happens to real ones: workers
+Coordinator, catalog and files are real. A run is decided by its seed alone. What `World` does to it is what happens to real ones: workers
 are killed and join, the learner is killed and goes on from its checkpoint, the coordinator is
 replaced, messages are slow and outlive their senders.
 """
@@ -19,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,17 +28,10 @@ import pytest
 
 import configs
 from actors.rollout.episode import AsyncEnvironment
-from actors.simulation import (
-    Delay,
-    DelayedEnvironment,
-    LocalHandle,
-    SimulatedLearner,
-    SimulatedSetup,
-    SimulatedWorker,
-)
 from configs import Config
-from coordinator import Coordinator, heartbeats, task_index
+from coordinator import Coordinator, heartbeats
 from coordinator import export_schedule as maintenance
+from coordinator.task_queue import task_index
 from envs import environment_class, list_tasks
 from store import (
     Batch,
@@ -50,6 +43,14 @@ from store import (
     write_segment,
 )
 from store.reading.open_sql import fixed
+from tests.support.simulation import (
+    Delay,
+    DelayedEnvironment,
+    LocalHandle,
+    SimulatedLearner,
+    SimulatedSetup,
+    SimulatedWorker,
+)
 from tests.support.virtual_time import VirtualTimeLoop
 
 N_RUNS = 300
@@ -142,7 +143,6 @@ class World:
             generation=self.generation,
             loading=self.loading,
         )
-        # as a real one: what it asks at once goes together
         worker = SimulatedWorker(setup, self.handle)
         self.workers[worker] = asyncio.create_task(worker.run())
 
@@ -253,10 +253,9 @@ def simulated(
     duck = duckdb.connect(config={"threads": 1})  # the tables are tiny
     # at the end is often enough
     monkeypatch.setattr("coordinator.export_schedule.EXPORT_INTERVAL_S", float("inf"))
-    monkeypatch.setattr(
-        "actors.rollout.group.COMMIT_EVERY_S", 0.2
-    )  # so that groups are committed in parts
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # as above
+    # so that groups are committed in parts
+    monkeypatch.setattr("actors.rollout.group.COMMIT_EVERY_S", 0.2)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is lost here
 
     def play(seed: int, **how: Any) -> tuple[World, list[Any]]:
         world = World(tmp_path / f"run-{seed}", seed, **how)
@@ -290,8 +289,9 @@ def write_nothing(
     layout: RunLayout, trajectories: Sequence[Trajectory], *, worker: str, epoch: int
 ) -> SegmentMeta:
     """Return what the catalog would be told of a file."""
+    values_of = attrgetter(*TrajectoryMeta.__slots__)
     metas = tuple(
-        TrajectoryMeta(**{name: getattr(trajectory, name) for name in TrajectoryMeta.__slots__})
+        TrajectoryMeta(**dict(zip(TrajectoryMeta.__slots__, values_of(trajectory), strict=True)))
         for trajectory in trajectories
     )
     name = f"{worker}-{time.perf_counter_ns()}"
@@ -321,14 +321,16 @@ def the_views(open_sql: str) -> list[str]:
         for s in map(str.strip, text.split(";"))
         if s.startswith(("SET ", "CREATE SCHEMA ", *wanted))
     ]
-    assert all(any(statement.startswith(view) for statement in kept) for view in wanted)
+    for view in wanted:
+        assert any(statement.startswith(view) for statement in kept), view
     return kept
 
 
 def check_batches(world: World) -> None:
-    """Every learner step up to the last has its groups, no group was trained on twice, and the
-    tasks that were handed out are those of an undisturbed run, one after the other; counts what has
-    happened.
+    """Check what was trained on and handed out, and count what has happened.
+
+    Every learner step up to the last has its groups, and no group was trained on twice. The tasks
+    that were handed out are those of an undisturbed run, one after the other.
     """
     with closing(sqlite3.connect(world.run_dir / "catalog.sqlite")) as catalog:
         rows = catalog.execute(

@@ -1,13 +1,14 @@
-"""Test the error of an engine that does not start."""
+"""Test the error of an engine that does not start, and the count of preempted requests."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from actors import EngineLostError, EngineMemoryError, EngineStartError
-from actors.inference.vllm_engine import start_failures
+from actors.inference.vllm_engine import PreemptionCounter, start_failures
 
 VLLMS = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 # As `engine_environment` has vLLM write it; the first record is of an engine before.
@@ -65,3 +66,12 @@ def test_without_an_error_in_the_log_there_are_vllms_words(tmp_path: Path) -> No
         fail_to_start(tmp_path / "x", RuntimeError(VLLMS), logged="")
     with pytest.raises(ValueError, match="a mistake"):
         fail_to_start(tmp_path / "x", ValueError("a mistake of the config"), logged="")
+
+
+def test_preempted_requests_are_counted_as_vllm_reports_them() -> None:
+    counter = PreemptionCounter()
+    for n_preempted in (2, 1):
+        statistics = SimpleNamespace(num_preempted_reqs=n_preempted)
+        counter.record(None, statistics, mm_cache_stats=None, engine_idx=0)
+    counter.record(None, None, mm_cache_stats=None, engine_idx=0)
+    assert (counter.take(), counter.take()) == (3, 0)

@@ -146,7 +146,7 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
         from dataclasses import replace
         import configs
         from driver.evaluate_run import new_run_settings
-        from actors import Policy
+        from actors.policy import Policy
         from actors.inference.codepoint_tokenizer import codepoint_form
         from actors.inference.openai_policy import ChatPolicy
         given = ['run_dir=x', 'endpoint.url=http://h/v1', 'endpoint.model=m']

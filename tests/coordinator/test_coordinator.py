@@ -1,6 +1,4 @@
-"""Admission, leases and staleness on a real catalog, without Ray: workers and learner are plain
-calls.
-"""
+"""Test admission, leases and staleness on a real catalog; workers and learner are plain calls."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ from hypothesis import strategies as st
 
 import configs
 from configs import Config
-from coordinator import Coordinator, Lease, free_groups, task_index
+from coordinator import Coordinator, Lease
 from coordinator import export_schedule as maintenance
 from coordinator.export_schedule import maintainer_settings
+from coordinator.task_queue import free_groups, task_index
 from store import (
     RunLayout,
     Step,
@@ -64,9 +63,7 @@ def publish(coordinator: Coordinator, version: int, learner_step: int) -> None:
 def play(
     coordinator: Coordinator, lease: Lease, *, task_scores: Sequence[float | None] = (None, None)
 ) -> None:
-    """Commits a whole group written by the version of its lease; every member wins, with its task
-    score.
-    """
+    """Commit a whole group written by the version of its lease; every member wins."""
     trajectories = [
         Trajectory(
             traj_uid=lease.group.traj_uids[member],
@@ -224,9 +221,7 @@ def test_held_out_tasks_are_played_first_and_their_success_becomes_a_metric(tmp_
 
 
 def evaluates_at_start(run_dir: Path, *, learner_step: int = 0) -> Coordinator:
-    """Open the run as its learner does: goes on from a learner step and publishes those weights
-    under the next number.
-    """
+    """Open the run as its learner does: go on from a step, publish those weights as a new version."""
     make_coordinator(run_dir, max_staleness=1).close()
     config = make_config(run_dir, max_staleness=1)
     coordinator = Coordinator(
@@ -255,9 +250,7 @@ def test_version_0_is_evaluated_before_anything_is_trained(tmp_path: Path) -> No
 
 
 def test_a_run_that_goes_on_does_not_evaluate_its_start_again(tmp_path: Path) -> None:
-    """The first start plays 5 of the 20 tasks, the second the others, the third nothing; nor does
-    one after learner step 1.
-    """
+    """Start four times: with 5 of the 20 tasks, with the others, with none, and after step 1."""
     run = tmp_path / "run"
     coordinator = evaluates_at_start(run)
     for lease in leases(coordinator)[:5]:
@@ -280,10 +273,8 @@ def test_a_run_that_goes_on_does_not_evaluate_its_start_again(tmp_path: Path) ->
 
 @given(n_tasks=st.integers(1, 50), seed=st.integers(0, 5))
 def test_every_pass_plays_every_task_once_in_its_own_order(n_tasks: int, seed: int) -> None:
-    passes = [
-        [task_index(p * n_tasks + i, n_tasks, seed=seed) for i in range(n_tasks)] for p in range(2)
-    ]
-    assert all(sorted(order) == list(range(n_tasks)) for order in passes)
+    played = [task_index(ordinal, n_tasks, seed=seed) for ordinal in range(2 * n_tasks)]
+    assert sorted(played[:n_tasks]) == sorted(played[n_tasks:]) == list(range(n_tasks))
 
 
 def test_a_worker_is_told_that_the_maintainer_has_failed(

@@ -1,6 +1,4 @@
-"""A component is heard of while its loop keeps its promises, and what the driver makes of who is
-not.
-"""
+"""Test that a component beats while its loop keeps its promises, and what the driver makes of it."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def test_the_tracker_keeps_how_long_a_wait_has_lasted(clock: Callable[[float], N
 def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     clock: Callable[[float], None],
 ) -> None:
-    """A learner whose batches are always ready says "learner step" again and again, and nothing in
-    between.
-    """
+    """Say "learner step" again and again without a pause, as a learner does that never waits."""
     monitor, beats = HealthMonitor(CONFIG), HeartbeatTracker()
     heart = Heartbeat(
         lambda waiting_on, waits_s: beats.record("learner", waiting_on, waits_s=waits_s)

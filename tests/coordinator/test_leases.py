@@ -1,6 +1,4 @@
-"""Groups while they are played: given up, abandoned, taken over, waited for; and whose turn it is
-to change weights.
-"""
+"""Test groups in play: given up, abandoned, taken over, waited for; and turns to change weights."""
 
 from __future__ import annotations
 
@@ -212,9 +210,7 @@ def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
 def test_a_task_that_kills_every_worker_is_abandoned_by_name_and_the_others_are_played(
     tmp_path: Path, reports: bool
 ) -> None:
-    """It killed a worker again and again, as the first one to be leased, until the run ended
-    without a word about it.
-    """
+    """Keep a task from ending the run without a word, by killing each worker that leases it first."""
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     publish(coordinator, 0, 0)
     first = leased(coordinator)

@@ -29,9 +29,9 @@ from actors import (
     EngineLostError,
     EngineMemoryError,
     EngineStartError,
-    PromptForm,
     PromptStuckError,
 )
+from actors.prompting.prompt import PromptForm
 from cli.__main__ import main
 from configs import PromptConfig
 from coordinator import Component, Coordinator

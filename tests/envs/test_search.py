@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import TEMPLATES, parse_action
+from actors.prompting.action_parser import parse_action
+from actors.prompting.template import TEMPLATES
 from envs import environment_class
 from envs.search.corpus import bm25_corpus, read_passages
 from envs.search.episode import is_match, normalise, read_reply

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import configs
-from actors.inference.engine_environment import engine_environment
+from actors.inference.engine_process import engine_environment
 from cli.__main__ import main
 from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
 from learner.checkpoint import save_checkpoint

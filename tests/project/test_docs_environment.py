@@ -16,7 +16,10 @@ import pyarrow as pa
 import pytest
 
 import configs
-from actors import EpisodeIds, EpisodeRules, PromptForm, ScriptedPolicy, play_episode, sample_chats
+from actors import sample_chats
+from actors.policy import ScriptedPolicy
+from actors.prompting.prompt import PromptForm
+from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode
 from envs import EnvironmentPool, Task, environment_class, list_tasks
 from gigpo import AdvantageSettings, compute_advantages
 from learner import make_tiny_model, train_tokenizer

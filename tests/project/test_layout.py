@@ -126,7 +126,7 @@ def test_only_the_vllm_files_import_vllm() -> None:
         if module.startswith("vllm")
     }
     assert importers <= {
-        "fork_server.py",
+        "engine_process.py",
         "vllm_engine.py",
         "vllm_images.py",
         "vllm_policy.py",

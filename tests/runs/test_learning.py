@@ -24,7 +24,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from actors import TEMPLATES, PromptForm, render
+from actors.prompting.prompt import PromptForm
+from actors.prompting.template import TEMPLATES, render
 from configs import (
     Config,
     LearnerConfig,

@@ -13,7 +13,7 @@ import torch
 
 import configs
 from actors import engine_fault
-from actors.inference import engine_environment
+from actors.inference import engine_process
 from actors.inference.vllm_engine import placement
 from configs import ActorsConfig, Config, ConfigError, LearnerConfig
 from driver import preflight
@@ -32,7 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda: bool) -> None:
             raise metadata.PackageNotFoundError(name)
         return "0.32.0"
 
-    monkeypatch.setattr(engine_environment.metadata, "version", version)
+    monkeypatch.setattr(engine_process.metadata, "version", version)
 
 
 def test_the_cuda_build_has_no_cpu_engine_and_the_cpu_build_no_other(
@@ -56,7 +56,7 @@ def test_a_worker_refuses_an_engine_that_would_land_on_a_gpu_nobody_counted(
 ) -> None:
     install(monkeypatch, cuda=True)
     with pytest.raises(ValueError, match="gpus_per_worker=0 asks for a CPU engine"):
-        engine_environment.engine_environment(ActorsConfig(), tmp_path / "engine.log")
+        engine_process.engine_environment(ActorsConfig(), tmp_path / "engine.log")
 
 
 @pytest.mark.parametrize(

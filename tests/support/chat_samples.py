@@ -11,9 +11,10 @@ from typing import Any
 import openai
 from transformers import PreTrainedTokenizerFast
 
-from actors.endpoint.server import Endpoint, EndpointSettings
+from actors.endpoint.server import Endpoint
 from actors.policy import Completion, Policy, Prompt
 from actors.rollout.episode import EpisodeIds, EpisodeRules
+from configs import ActorsConfig, Config
 from learner import train_tokenizer
 from store import Step
 
@@ -108,6 +109,12 @@ def rules(**changes: object) -> EpisodeRules:
     return EpisodeRules(**{**settings, **changes})
 
 
+def endpoint_config(model: str, *, max_response: int, max_model: int) -> Config:
+    """Return the config of an endpoint whose model has this name and these limits in tokens."""
+    actors = ActorsConfig(max_response_tokens=max_response, max_model_tokens=max_model)
+    return Config(run_dir=model, actors=actors)
+
+
 def served(
     policy: Policy,
     body: Callable[[Endpoint], Any],
@@ -119,13 +126,8 @@ def served(
     """Return the result of `body(endpoint)`."""
 
     async def run() -> Any:
-        settings = EndpointSettings(
-            model="number-game",
-            max_response_tokens=max_response,
-            max_model_tokens=max_model,
-            chat_variables={},
-        )
-        endpoint = Endpoint(policy, tokenizer(template), settings)
+        config = endpoint_config("number-game", max_response=max_response, max_model=max_model)
+        endpoint = Endpoint(policy, tokenizer(template), config)
         await endpoint.start()
         try:
             return await body(endpoint)
@@ -164,10 +166,8 @@ class LetterTokenizer:
 
 async def two_turns_over_http(policy: Policy, *, max_model_tokens: int) -> list[Step]:
     """Return the steps of a program that asks, repeats the reply, and asks again."""
-    settings = EndpointSettings(
-        model="m", max_response_tokens=12, max_model_tokens=max_model_tokens, chat_variables={}
-    )
-    endpoint = Endpoint(policy, LetterTokenizer(), settings)
+    config = endpoint_config("m", max_response=12, max_model=max_model_tokens)
+    endpoint = Endpoint(policy, LetterTokenizer(), config)
     await endpoint.start()
     with endpoint.episode(IDS, rules()) as recording:
         client = openai.AsyncOpenAI(

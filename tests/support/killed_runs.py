@@ -27,7 +27,7 @@ import psutil
 import configs
 import store
 from configs import Config
-from coordinator import task_index
+from coordinator.task_queue import task_index
 from envs import list_tasks
 from store import RunLayout
 from tests.support.fault_runs import CONFIG, FAULTY_WORLD, ROOT, SCRIPTED, FaultRun, processes_of

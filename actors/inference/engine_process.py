@@ -1,13 +1,26 @@
-"""Set the environment variables of an engine process: quiet, offline, on its own cores."""
+"""Prepare the process of an engine: its environment variables, and the server that forks it.
+
+    variables = preload_vllm(actors, log_path)    # as early as possible; returns at once
+    with environment(variables), engines_from_server(variables):
+        llm = AsyncLLM.from_engine_args(...)
+
+Importing vLLM takes ten seconds of a core. vLLM would start an engine afresh after the worker has
+imported it, which takes twice as long. A CPU engine is therefore forked from a server process that
+imports vLLM while the worker does. GPU engines start vLLM's way.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from configs import ActorsConfig
 
@@ -15,6 +28,10 @@ from configs import ActorsConfig
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
 # vLLM obeys it only if the model has a process of its own; else vllm_weight_loader.py does
 ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PRELOADED = "actors.inference.fork_server_preload"  # the server imports it before it serves
+
+_server_variables: dict[str, str] = {}  # environment variables of this process's server
 
 
 def engine_fault(actors: ActorsConfig) -> str:
@@ -114,6 +131,48 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+def preload_vllm(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+    """Begin to import vLLM for a CPU engine, beside this process's other work.
+
+    Returns the environment variables of the engine. The first call starts this process's server,
+    which ends with this process, and with the *thread* of that call.
+    """
+    variables = engine_environment(actors, log_path)
+    if actors.gpus_per_worker or _server_variables:
+        return variables
+    _server_variables.update(variables)
+    multiprocessing.set_forkserver_preload([PRELOADED])
+    # Python puts the server's socket there. Its usual path may be longer than a socket's can be.
+    before, tempfile.tempdir = tempfile.tempdir, os.environ.get(ENGINE_SOCKETS, tempfile.tempdir)
+    try:
+        with environment(variables):
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = before
+    return variables
+
+
+@contextlib.contextmanager
+def engines_from_server(variables: Mapping[str, str]) -> Iterator[None]:
+    """Make vLLM fork engines from the server, if it imported vLLM under the same variables."""
+    if variables != _server_variables:
+        yield
+        return
+    from vllm.v1.engine import utils
+
+    get_mp_context = utils.get_mp_context
+
+    def fork_server() -> Any:
+        get_mp_context()  # for its side effects
+        return multiprocessing.get_context("forkserver")
+
+    utils.get_mp_context = fork_server
+    try:
+        yield
+    finally:
+        utils.get_mp_context = get_mp_context
 
 
 def _log_config(log_path: Path) -> dict[str, object]:
