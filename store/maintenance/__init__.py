@@ -6,6 +6,7 @@ segment_rows.py   read one segment file and judge its rows
 repair.py         repair what fsck found
 backup.py         the backup of the catalog, and rebuild.py, which begins with it
 run_json.py       put back a lost run.json
+whole_run.py      check, repair, compact or rebuild one whole run, as the commands do
 compact.py        merge many small segment files
 retention.py      retire old files
 sweep.py          remove files that nobody needs
