@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 import psutil
@@ -65,8 +66,9 @@ async def measure(policy: VLLMPolicy, *, in_flight: int, seconds: float) -> dict
 
 
 def _engine_process() -> psutil.Process:
-    """Return the largest child; the others are helpers of multiprocessing."""
-    return max(psutil.Process().children(), key=lambda process: process.memory_info().rss)
+    """Return the largest process below this one; a fork server may be its parent."""
+    below = psutil.Process().children(recursive=True)
+    return max(below, key=lambda process: process.memory_info().rss)
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -113,7 +115,7 @@ async def benchmark(
         await busy
         phases = [name for name in asdict(done[0]) if name.endswith("_ms")]
         results["load_weights"] = {
-            name: statistics.median(getattr(load, name) for load in done) for name in phases
+            name: statistics.median(map(attrgetter(name), done)) for name in phases
         }
     finally:
         await policy.close()

@@ -20,8 +20,8 @@ from aiohttp.test_utils import TestServer
 from envs import EnvironmentPool, Task, environment_class
 from envs.search.client import ask_server
 from envs.search.corpus import Corpus, bm25_corpus, json_lines
-from envs.search.episode import normalise
 from envs.search.server import application
+from envs.search.world import normalise
 
 TOPK = 3
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actors import TEMPLATES, parse_action
 from envs import environment_class
 from envs.search.corpus import bm25_corpus, read_passages
-from envs.search.episode import is_match, normalise, read_reply
+from envs.search.world import is_match, normalise, read_reply
 from tests.support.search_samples import COMMON, CORPUS, LOCAL, a_task, remote, write_lines
 
 Local = environment_class("search_local")
