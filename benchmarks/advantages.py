@@ -1,13 +1,12 @@
-"""How long the advantages of a batch take, beside the same equations in a Python loop, numpy and
-polars, all in float64.
+"""Time the advantages of a batch beside the same equations in a loop, numpy and polars.
 
     python benchmarks/advantages.py [--quick] [--large]
 
-All must agree. Times are wall clock, the best of several calls, taken in turns; the first call of a
-process, which plans the query, is apart. Memory is what a call of gigpo's adds to the process at
-its peak. `--large` does nothing but 64 million steps, by hash partition of their groups from
-Parquet files to Parquet files, in a process of its own; without --quick it is done too. `--quick`
-leaves out what takes long. The last line is JSON.
+All compute in float64 and must agree. Times are wall clock, the best of several calls, taken in
+turns; the first call of a process, which plans the query, is apart. Memory is what a call of
+gigpo's adds to the process at its peak. `--large` does nothing but 64 million steps, by hash
+partition of their groups from Parquet files to Parquet files, in a process of its own; without
+--quick it is done too. `--quick` leaves out what takes long. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.advantage_baselines import GROUP_STEPS, by_loop, by_numpy, by_polars, make_steps
+from support.figures import quick_parser, show_json, show_table
 
 from gigpo import PUBLISHED_SETTINGS, compute_advantages, similarity_keys
 
@@ -50,6 +50,7 @@ REQUIRED = {
     "peak_gib_64m": "<= 8",
 }
 
+METHODS = ("gigpo", "numpy", "polars", "loop")
 Method = Callable[[pa.Table], np.ndarray]
 
 
@@ -58,16 +59,16 @@ def by_gigpo(steps: pa.Table) -> np.ndarray:
 
 
 def measure(rows: int, *, quick: bool) -> dict[str, float]:
-    """Milliseconds by method, in turns so that a busy moment of the machine meets all of them."""
+    """Return milliseconds by method, in turns: a busy moment of the machine meets all of them."""
     steps = make_steps(rows, seed=0)
     methods: dict[str, Method] = {"gigpo": by_gigpo, "numpy": by_numpy}
     if not (quick and rows > 64_000):
-        methods |= {"loop": by_loop} | (
-            {"polars": by_polars} if importlib.util.find_spec("polars") else {}
-        )
+        if importlib.util.find_spec("polars"):
+            methods["polars"] = by_polars
+        methods["loop"] = by_loop
     turns = {800: 60, 6_400: 15, 64_000: 7, 640_000: 3}.get(rows, 1 if quick else 2)
-    gib = peak_gib(lambda: by_gigpo(steps))
-    best, results = dict.fromkeys(methods, math.inf), {}
+    gib = added_gib(lambda: by_gigpo(steps))
+    best, results = dict.fromkeys(METHODS, math.inf), {}
     for turn in range(turns):
         for name, method in methods.items():
             if name == "loop" and turn > (2 if rows <= 64_000 else 0):
@@ -77,33 +78,31 @@ def measure(rows: int, *, quick: bool) -> dict[str, float]:
             best[name] = min(best[name], (time.perf_counter() - start_s) * 1e3)
     for name, advantages in results.items():
         np.testing.assert_allclose(results["gigpo"], advantages, rtol=1e-6, atol=1e-9, err_msg=name)
-    cells = [
-        f"{best[name]:>10,.1f}" if name in best else f"{'-':>10}"
-        for name in ("gigpo", "numpy", "polars", "loop")
-    ]
-    print(
-        f"{rows:>10,} {' '.join(cells)} {best['gigpo'] / best['numpy']:>11.2f} "
-        f"{gib * 1024:>12,.0f}",
-        flush=True,
-    )
+    cells = " ".join(f"{best[name]:>10,.1f}" for name in METHODS)  # inf was not measured
+    over_numpy = best["gigpo"] / best["numpy"]
+    print(f"{rows:>10,} {cells} {over_numpy:>11.2f} {gib * 1024:>12,.0f}", flush=True)
     return best
 
 
-def peak_gib(call: Callable[[], object]) -> float:
-    """Resident memory at its highest during the call, less what was there before."""
-    process = psutil.Process()
+def added_gib(call: Callable[[], object]) -> float:
+    """Return the resident memory at its highest during the call, less what was there before."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = process.memory_info().rss
+    before_gib = psutil.Process().memory_info().rss / 2**30
     call()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return (int(status["VmHWM"].split()[0]) * 1024 - before) / 2**30
+    return peak_gib() - before_gib
+
+
+def peak_gib() -> float:
+    """Return the most memory that this process has had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
 
 
 def similarity_s() -> dict[str, float]:
-    """Seconds to compare one task's unrelated texts, by method."""
+    """Return the seconds to compare one task's unrelated texts, by method."""
     rng = random.Random(0)
     letters = string.ascii_lowercase + " "
-    texts = ["".join(rng.choice(letters) for _ in range(CHARACTERS)) for _ in range(TEXTS)]
+    texts = ["".join(rng.choices(letters, k=CHARACTERS)) for _ in range(TEXTS)]
     steps = pa.table({"group_uid": ["task"] * TEXTS, "anchor_text": texts})
     seconds = {}
     for method in ("linked", "greedy"):
@@ -115,22 +114,17 @@ def similarity_s() -> dict[str, float]:
 
 
 def large() -> dict[str, float]:
-    """64 million steps: written once, then read, computed and written back one partition of groups
-    at a time.
-    """
+    """Write 64 million steps; read, compute and write them back by partitions of their groups."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for number in range(LARGE_STEPS // FILE_STEPS):
             pq.write_table(make_steps(FILE_STEPS, seed=number), folder / f"steps-{number}.parquet")
         command = [sys.executable, __file__, "--partitions-of", scratch]
-        answer = subprocess.run(
-            command, check=True, capture_output=True, text=True
-        ).stdout.splitlines()[-1]
-        written = sum(
-            pq.read_metadata(file).num_rows for file in folder.glob("advantages-*.parquet")
-        )
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        files = folder.glob("advantages-*.parquet")
+        written = sum(pq.read_metadata(file).num_rows for file in files)
     assert written == LARGE_STEPS, f"{written} rows written"
-    return json.loads(answer)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def partitions(folder: Path) -> dict[str, float]:
@@ -148,19 +142,11 @@ def partitions(folder: Path) -> dict[str, float]:
         pq.write_table(
             compute_advantages(steps, PUBLISHED_SETTINGS), folder / f"advantages-{number}.parquet"
         )
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {"gib": int(status["VmHWM"].split()[0]) / 2**20, "s": time.perf_counter() - start_s}
+    return {"gib": peak_gib(), "s": time.perf_counter() - start_s}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="up to 64,000 steps, 6.4 million of gigpo and numpy alone",
-    )
+    parser = quick_parser(__doc__, quick="up to 64,000 steps, 6.4 million of gigpo and numpy alone")
     parser.add_argument(
         "--large", action="store_true", help="64 million steps by hash partition, nothing else"
     )
@@ -173,44 +159,28 @@ def main() -> None:
     if not options.large:
         figures |= side_by_side(quick=options.quick)
     if not options.quick:
-        of_large = large()
-        print(
-            f"{LARGE_STEPS:,} steps in {PARTITIONS} partitions: {of_large['s']:.0f} s, peak "
-            f"{of_large['gib']:.1f} GiB in all"
-        )
-        figures["peak_gib_64m"] = of_large["gib"]
-    for name, value in figures.items():
-        print(
-            f"{name:>20} {'not measured' if value is None else f'{value:.3g}':>12}   "
-            f"{REQUIRED[name]}"
-        )
-    print(
-        json.dumps(
-            {name: None if value is None else round(value, 3) for name, value in figures.items()}
-        )
-    )
+        done = large()
+        print(f"{LARGE_STEPS:,} steps in {PARTITIONS} partitions: {done['s']:.0f} s")
+        figures["peak_gib_64m"] = done["gib"]
+    show_table(figures, REQUIRED)
+    show_json(figures, REQUIRED)
 
 
 def side_by_side(*, quick: bool) -> dict[str, float | None]:
     start_s = time.perf_counter()
     by_gigpo(make_steps(GROUP_STEPS, seed=0))
     print(f"first call: {(time.perf_counter() - start_s) * 1e3:.0f} ms")
-    print(
-        f"{'steps':>10} {'gigpo':>10} {'numpy':>10} {'polars':>10} {'loop':>10} {'over numpy':>11} "
-        f"{'peak MiB':>12}   ms, best"
-    )
+    names = " ".join(f"{name:>10}" for name in METHODS)
+    print(f"{'steps':>10} {names}  over numpy     peak MiB   ms, best")
     ms = {rows: measure(rows, quick=quick) for rows in SIZES if not (quick and rows == 640_000)}
+    large_over_small = ms[6_400_000]["gigpo"] / ms[64_000]["gigpo"]
     of_texts = similarity_s()
-    print(
-        f"{TEXTS} unrelated texts of {CHARACTERS}: linked {of_texts['linked']:.2f} s, greedy "
-        f"{of_texts['greedy']:.2f} s"
-    )
+    print(f"{TEXTS} unrelated texts of {CHARACTERS} characters, in s: {of_texts}")
     return {
         "gigpo_ms_6400": ms[6_400]["gigpo"],
-        "exponent_64k_6m": math.log10(ms[6_400_000]["gigpo"] / ms[64_000]["gigpo"])
-        / math.log10(6_400_000 / 64_000),
+        "exponent_64k_6m": math.log(large_over_small, 6_400_000 / 64_000),
         "over_numpy_max": max(
-            of["gigpo"] / of["numpy"] for rows, of in ms.items() if rows >= 64_000
+            ms[rows]["gigpo"] / ms[rows]["numpy"] for rows in ms if rows >= 64_000
         ),
         "loop_over_gigpo_64k": ms[64_000]["loop"] / ms[64_000]["gigpo"],
         "similarity_400_s": of_texts["linked"],

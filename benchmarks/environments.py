@@ -15,16 +15,14 @@ An environment without its data or package is named and left out. The last line 
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support.figures import quick_parser, show_json, show_table
 
 # the folder of data that each one needs
 NEEDED_DATA = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None}
@@ -58,21 +56,16 @@ def measure(world: str, *, quick: bool, data: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser = quick_parser(__doc__, quick="under a minute")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", "data")))
     parser.add_argument("--only", nargs="+", choices=list(NEEDED_DATA), default=list(NEEDED_DATA))
     options = parser.parse_args()
     figures: dict[str, float] = {}
     for world in options.only:
         found = measure(world, quick=options.quick, data=options.data)
-        for name, value in found.items():
-            required = f"   required {REQUIRED[name]}" if name in REQUIRED else ""
-            print(f"{name:36} {value:12,.3f}{required}", flush=True)
+        show_table(found, REQUIRED)
         figures |= found
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+    show_json(figures, figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast one CPU engine answers, how its CPU time divides, and what a change of weights costs.
+"""Measure one CPU engine: its requests per second, its CPU time, and a change of weights.
 
     python benchmarks/generation.py [--quick] [--cores 0]
 
@@ -7,7 +7,6 @@ The model is random, of the size of the project's own tiny policy. The last line
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -16,57 +15,37 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 import psutil
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 # our packages are run from a checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support.figures import quick_parser
+from support.tiny_model import make_random_tiny
 
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import Prompt
-from configs import ActorsConfig
+from configs import ActorsConfig, TinyModelConfig
 from store import files_digest, weight_files
 
 PROMPT_TOKENS = 120  # as a text game's prompt with two turns of history
 RESPONSE_TOKENS = 8
 MAX_IN_FLIGHT = 64
-VOCABULARY_SIZE = 1024
-
-
-def make_model(path: Path, *, seed: int) -> None:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
 
 
 async def measure(policy: VLLMPolicy, *, in_flight: int, seconds: float) -> dict[str, float]:
-    """Keep `in_flight` requests going for `seconds`, each with a prompt of its own: no prefix is
-    shared.
-    """
-    draw = random.Random(in_flight)
+    """Keep `in_flight` requests going for `seconds`. No prompt shares a prefix with another."""
+    draw, vocabulary = random.Random(in_flight), range(2, TinyModelConfig().vocabulary_size)
     deadline_s = time.perf_counter() + seconds
     latencies_s: list[float] = []
 
     async def client() -> None:
         while time.perf_counter() < deadline_s:
-            prompt = Prompt(
-                token_ids=tuple(draw.choices(range(2, VOCABULARY_SIZE), k=PROMPT_TOKENS)),
-                actions=None,
-            )
+            token_ids = tuple(draw.choices(vocabulary, k=PROMPT_TOKENS))
+            prompt = Prompt(token_ids=token_ids, actions=None)
             start_s = time.perf_counter()
             await policy.generate(prompt, seed=draw.getrandbits(31), temperature=1.0)
             latencies_s.append(time.perf_counter() - start_s)
@@ -86,8 +65,9 @@ async def measure(policy: VLLMPolicy, *, in_flight: int, seconds: float) -> dict
 
 
 def _engine_process() -> psutil.Process:
-    """The largest child; the others are helpers of multiprocessing."""
-    return max(psutil.Process().children(), key=lambda process: process.memory_info().rss)
+    """Return the largest process below this one; a fork server may be its parent."""
+    below = psutil.Process().children(recursive=True)
+    return max(below, key=lambda process: process.memory_info().rss)
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -99,7 +79,7 @@ async def benchmark(
     *, directory: Path, cores: str, seconds: float, loads: int
 ) -> dict[str, object]:
     for name, seed in (("base", 0), ("other", 1)):
-        make_model(directory / name, seed=seed)
+        make_random_tiny(directory / name, seed=seed)
     actors = ActorsConfig(
         cpu_cores=cores,
         max_response_tokens=RESPONSE_TOKENS,
@@ -129,15 +109,12 @@ async def benchmark(
         done = []
         for n in range(1, loads + 1):
             path = directory / ("other" if n % 2 else "base")
-            done.append(
-                await policy.load_weights(
-                    version=n, path=path, digest=files_digest(weight_files(path))
-                )
-            )
+            digest = files_digest(weight_files(path))
+            done.append(await policy.load_weights(version=n, path=path, digest=digest))
         await busy
         phases = [name for name in asdict(done[0]) if name.endswith("_ms")]
         results["load_weights"] = {
-            name: statistics.median(getattr(load, name) for load in done) for name in phases
+            name: statistics.median(map(attrgetter(name), done)) for name in phases
         }
     finally:
         await policy.close()
@@ -145,10 +122,7 @@ async def benchmark(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser = quick_parser(__doc__, quick="under a minute")
     parser.add_argument("--cores", default="0", help='cores of the engine, such as "0" or "0,2-3"')
     args = parser.parse_args()
     seconds, loads = (4.0, 5) if args.quick else (20.0, 20)

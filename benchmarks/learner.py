@@ -29,7 +29,6 @@ few rows and repeats are too noisy to judge.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -47,21 +46,14 @@ import pyarrow as pa
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.learner_contenders import (
-    CLIP,
-    GRAD_CLIP,
-    LEARNING_RATE,
-    WEIGHT_DECAY,
-    HfLoop,
-    Learner,
-    rows_per_pass,
-)
+from support.figures import quick_parser, show_table
+from support.learner_contenders import HfLoop, Learner
 from support.learner_rows import MIXES, make_histories, make_rows, n_tokens
 from support.learner_seats import Contender, Seat, seated
 from support.publish_to_serve import publish_to_serve
+from support.tiny_model import make_random_tiny
 
 from configs import TinyModelConfig
-from learner import make_tiny_model, train_tokenizer
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 AT_LEAST = {"over_hf_loop_equal": 1.0, "over_hf_loop_real_lengths": 2.0, "over_trl": 2.0}
@@ -74,47 +66,32 @@ REQUIRED = {
 }
 # relative, of the first updates' norms: float32 sums in other orders, and no more
 LIKE_GRADIENTS = 1e-3
-Make = Callable[[pa.Table, int], Contender]  # of rows and the tokens of a forward pass
+Make = Callable[..., Contender]  # of rows, and pass_tokens: the tokens of a forward pass
 
 
 def contenders(base: Path) -> dict[str, Make]:
     made: dict[str, Make] = {
-        "learner": lambda rows, pass_tokens: Learner(
-            base, rows, pass_tokens=pass_tokens, merge_steps=True
-        ),
-        "by_row": lambda rows, pass_tokens: Learner(
-            base, rows, pass_tokens=pass_tokens, merge_steps=False
-        ),
-        "hf_loop": lambda rows, pass_tokens: HfLoop(base, rows, pass_tokens=pass_tokens),
+        "learner": partial(Learner, base, merge_steps=True),
+        "by_row": partial(Learner, base, merge_steps=False),
+        "hf_loop": partial(HfLoop, base),
     }
     if HAS_TRL:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the version of vLLM, which is not used
             from support.learner_trl import TrlTrainer
 
-        settings = {
-            "learning_rate": LEARNING_RATE,
-            "weight_decay": WEIGHT_DECAY,
-            "max_grad_norm": GRAD_CLIP,
-            "epsilon": CLIP,
-        }
-        made["trl"] = lambda rows, pass_tokens: TrlTrainer(
-            base,
-            rows,
-            rows_per_pass=rows_per_pass(rows, pass_tokens=pass_tokens),
-            settings=settings,
-        )
+        made["trl"] = partial(TrlTrainer, base)
     return made
 
 
 def compared(
     made: Mapping[str, Make], rows: pa.Table, *, sizes: tuple[int, ...], repeats: int
 ) -> dict[str, Seat]:
-    """The seat of each contender, measured, with the pass size that suits it best."""
+    """Measure each contender with the pass size that suits it best; return their seats."""
     size_of = dict.fromkeys(made, sizes[0])
     if len(sizes) > 1:
         trials = {
-            f"{name} {size}": partial(make, rows, size)
+            f"{name} {size}": partial(make, rows, pass_tokens=size)
             for name, make in made.items()
             for size in sizes
         }
@@ -123,7 +100,8 @@ def compared(
         size_of = {
             name: min(sizes, key=lambda size: tried[f"{name} {size}"].best_s) for name in made
         }
-    with seated({name: partial(make, rows, size_of[name]) for name, make in made.items()}) as seats:
+    suited = {name: partial(make, rows, pass_tokens=size_of[name]) for name, make in made.items()}
+    with seated(suited) as seats:
         in_turns(seats, repeats=repeats)
     norms = {name: seat.grad_norm for name, seat in seats.items()}
     if max(norms.values()) - min(norms.values()) > LIKE_GRADIENTS * max(norms.values()):
@@ -153,17 +131,15 @@ def measure(base: Path, *, quick: bool) -> dict[str, float | None]:
     sizes = (1024,) if quick else (1024, 4096, 16384)
     repeats, rng = (3 if quick else 5), np.random.default_rng(0)
     made, figures = contenders(base), dict.fromkeys(REQUIRED)
+    vocabulary = TinyModelConfig().vocabulary_size
     if not HAS_TRL:
-        print(
-            "trl is not installed, so over_trl is null; `pip install 'trl>=1.16'` and run this "
-            "again"
-        )
+        print("trl is not installed, so over_trl is null; `pip install 'trl>=1.16'`")
     for mix in ("equal", "all_response", "real") if quick else MIXES:
         # powers of two: TRL's passes all have as many rows
-        n_rows = 16 if mix == "long_tail" else 128 if quick else 256
-        rows = make_rows(
-            MIXES[mix](rng, n_rows), rng=rng, vocabulary=TinyModelConfig().vocabulary_size
-        )
+        n_rows = 128 if quick else 256
+        if mix == "long_tail":
+            n_rows = 16
+        rows = make_rows(MIXES[mix](rng, n_rows), rng=rng, vocabulary=vocabulary)
         print(f"{mix}: {n_rows} rows, {n_tokens(rows):,} tokens")
         rivals = {name: make for name, make in made.items() if name != "by_row"}
         seats = compared(rivals, rows, sizes=sizes, repeats=repeats)
@@ -172,7 +148,7 @@ def measure(base: Path, *, quick: bool) -> dict[str, float | None]:
             f"over_trl_{mix}": ratio(seats, "trl"),
         }
         figures |= {f"peak_mib_{mix}_{name}": round(seat.peak_mib) for name, seat in seats.items()}
-    rows = make_histories(8 if quick else 32, rng=rng, vocabulary=TinyModelConfig().vocabulary_size)
+    rows = make_histories(8 if quick else 32, rng=rng, vocabulary=vocabulary)
     print(f"histories: {rows.num_rows} rows, {n_tokens(rows):,} tokens")
     seats = compared(
         {name: made[name] for name in ("learner", "by_row")}, rows, sizes=sizes, repeats=repeats
@@ -188,35 +164,24 @@ def measure(base: Path, *, quick: bool) -> dict[str, float | None]:
 
 
 def missed(figures: Mapping[str, float | None]) -> list[str]:
-    """The figures that were measured and are not as required."""
+    """Return the names of the figures that were measured and are not as required."""
     measured = {name: figure for name, figure in figures.items() if figure is not None}
-    return [name for name, bound in AT_LEAST.items() if measured.get(name, bound) < bound] + [
-        name for name, bound in BELOW.items() if measured.get(name, 0.0) >= bound
-    ]
+    too_low = [name for name, bound in AT_LEAST.items() if measured.get(name, bound) < bound]
+    return too_low + [name for name, bound in BELOW.items() if measured.get(name, 0.0) >= bound]
 
 
 def published_ms(base: Path, directory: Path, *, quick: bool) -> float:
-    """The median of several publishes."""
+    """Return the median of several publishes."""
     directory.mkdir()
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:-1]) or "0"
-    times_ms = publish_to_serve(
-        base, publishes=5 if quick else 15, cores=cores, directory=directory
-    )
-    print(
-        f"publish to serve, {base.name}: "
-        + ", ".join(f"{time_ms:.0f}" for time_ms in times_ms)
-        + " ms"
-    )
+    publishes = 5 if quick else 15
+    times_ms = publish_to_serve(base, publishes=publishes, cores=cores, directory=directory)
+    print(f"publish to serve, {base.name}, in ms:", *(f"{time_ms:.0f}" for time_ms in times_ms))
     return round(statistics.median(times_ms), 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rows, mixes and repeats, under a minute"
-    )
+    parser = quick_parser(__doc__, quick="fewer rows, mixes and repeats, under a minute")
     parser.add_argument(
         "--model",
         type=Path,
@@ -227,13 +192,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         base = directory / "tiny"
-        words = " ".join(
-            f"{a}{b}{c}" for a in "bcdfglmnprst" for b in "aeiou" for c in "bcdfglmnprst"
-        )
-        tiny = TinyModelConfig()
-        make_tiny_model(
-            base, train_tokenizer([words], vocabulary_size=tiny.vocabulary_size), tiny, seed=0
-        )
+        make_random_tiny(base, seed=0)
         figures = measure(base, quick=args.quick)
         figures["publish_to_serve_ms"] = published_ms(
             base, directory / "published", quick=args.quick
@@ -242,8 +201,7 @@ def main() -> None:
             figures["publish_to_serve_model_ms"] = published_ms(
                 args.model, directory / "published_model", quick=args.quick
             )
-    for name, required in REQUIRED.items():
-        print(f"{name:28s} {figures[name]!s:>8s}  {required}")
+    show_table({name: figures[name] for name in REQUIRED}, REQUIRED)
     print(json.dumps(figures))
     if missed(figures) and not args.quick:
         raise SystemExit(f"missed: {', '.join(missed(figures))}")

@@ -1,5 +1,4 @@
-"""Runs of gigpo train that are killed with -9 at random moments, and gone on with: is anything
-lost, and how long does it take?
+"""Kill runs of gigpo train with -9 at random moments and go on: what is lost, how long it takes.
 
     python benchmarks/resume.py [--quick] [--kills N] [--simulated-kills N] [--seed S]
 
@@ -10,20 +9,18 @@ environment, the learner (which the run starts again by itself). A part of the k
 run is starting. After each runs the same run undisturbed, with the same run id, so the same tasks
 and sampling seeds.
 
-lost             trajectories that the catalog had at a kill, and has not at the end
-trained_twice    groups in two learner steps that count, and learner steps that are missing
-dispatched_equal whether both runs dispatched the tasks that the seed gives, one ordinal after the
-other length_p         whether trajectories are longer or shorter: groups of one ordinal compared,
-signs of the differences flipped
-recovery         seconds from the command to the first trajectory that is committed
+lost              trajectories that the catalog had at a kill, and has not at the end
+trained_twice     groups in two learner steps that count, and learner steps that are missing
+dispatched_equal  whether both runs dispatched the tasks of the seed, one ordinal after the other
+length_p          whether trajectories are longer or shorter: groups of one ordinal compared, signs
+                  of the differences flipped
+recovery          seconds from the command to the first trajectory that is committed
 
 --quick has the simulated run only. The last line is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
@@ -35,6 +32,8 @@ import numpy as np
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support.figures import quick_parser, show_json, show_table
+
 import configs
 from store import RunLayout
 from tests.support.fault_runs import untrained_model
@@ -69,9 +68,7 @@ REQUIRED = {
 
 
 def cloned_model(home: Path) -> Path:
-    """A policy that plays the world at random, but validly: episodes of all lengths. An untrained
-    one never gets anywhere.
-    """
+    """Make a policy that plays at random, but validly. An untrained one never gets anywhere."""
     run = KilledRun(
         home=home,
         name="cloned",
@@ -114,8 +111,7 @@ def campaign(
                 worst_twice = max(worst_twice, trained_twice(killed.run))
             print(
                 f"kill {number:3}: {target:22} learner step {killed.settled_step():4}, "
-                f"{len(killed.seen):6} trajectories, last "
-                f"recovery {killed.recovered_s[-1] if killed.recovered_s else 0:.1f} s",
+                f"{len(killed.seen):6} trajectories, recovered in {killed.recovered_s[-1:]} s",
                 flush=True,
             )
         steps = killed.settled_step() + MORE_STEPS
@@ -159,8 +155,9 @@ def compared(killed: KilledRun, undisturbed: KilledRun) -> dict[str, float]:
 
 
 def sign_flip_p(differences: np.ndarray) -> float:
-    """Two-sided: how often the mean is as far from 0 if every difference had either sign by chance.
-    1 if there are none.
+    """Return how often the mean is as far from 0 if each difference had either sign by chance.
+
+    Returns 1 if there are no differences.
     """
     if not differences.any():
         return 1.0
@@ -170,13 +167,8 @@ def sign_flip_p(differences: np.ndarray) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two kills of the simulated run, for a run of about a minute",
+    parser = quick_parser(
+        __doc__, quick="two kills of the simulated run, for a run of about a minute"
     )
     parser.add_argument(
         "--kills", type=int, default=30, help="of the run with the real engine; 0 leaves it out"
@@ -184,46 +176,41 @@ def main() -> None:
     parser.add_argument("--simulated-kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    n_kills = {
-        "real": 0 if options.quick else options.kills,
-        "simulated": 2 if options.quick else options.simulated_kills,
-    }
+    if options.quick:
+        options.kills, options.simulated_kills = 0, 2
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        for kind, settings, targets in (
-            ("simulated", SIMULATED, (*NEED_THE_COMMAND, *STARTED_AGAIN)),
-            ("real", REAL, (*NEED_THE_COMMAND, *STARTED_AGAIN, ENGINE)),
+        for kind, settings, kills in (
+            ("simulated", SIMULATED, options.simulated_kills),
+            ("real", REAL, options.kills),
         ):
-            if n_kills[kind]:
+            if kills:
                 home = Path(name) / kind
                 home.mkdir()
-                model = (
-                    cloned_model(home) if kind == "real" else untrained_model(home / "untrained")
-                )
+                targets = (*NEED_THE_COMMAND, *STARTED_AGAIN)
+                if kind == "real":
+                    model, targets = cloned_model(home), (*targets, ENGINE)
+                else:
+                    model = untrained_model(home / "untrained")
                 found[kind] = campaign(
-                    home, model, settings, targets=targets, kills=n_kills[kind], seed=options.seed
+                    home, model, settings, targets=targets, kills=kills, seed=options.seed
                 )
-    print(f"{'figure':32} {'measured':>12}   required")
     for kind, figures in found.items():
-        for figure, value in figures.items():
-            print(f"{kind + ' ' + figure:32} {value:12,.3f}   {REQUIRED.get(figure, '')}")
-    print(json.dumps(last_line(found)))
+        print(f"{kind} run")
+        show_table(figures, REQUIRED)
+    line = last_line(found)
+    show_json(line, line)
 
 
 def last_line(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    both = list(found.values())
-    line = {
-        figure: sum(figures[figure] for figures in both)
-        for figure in ("kills", "lost", "trained_twice")
-    }
-    line |= {
-        figure: min(figures[figure] for figures in both)
-        for figure in ("dispatched_equal", "length_p")
-    }
-    line |= {
-        f"recovery_{kind}_max_s": round(figures["recovery_max_s"], 1)
-        for kind, figures in found.items()
-    }
+    runs = list(found.values())
+    line = {}
+    for figure in ("kills", "lost", "trained_twice"):
+        line[figure] = sum(figures[figure] for figures in runs)
+    for figure in ("dispatched_equal", "length_p"):
+        line[figure] = min(figures[figure] for figures in runs)
+    for kind, figures in found.items():
+        line[f"recovery_{kind}_max_s"] = figures["recovery_max_s"]
     return line
 
 

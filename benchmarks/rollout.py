@@ -15,8 +15,6 @@ call to the answer. It takes the whole of a two-core machine. The last line is J
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,8 +25,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.crowd import INSTANT, Load, hold
-from support.raw_vllm import RawVLLM
-from support.real_worker import RealWorker
+from support.figures import quick_parser, show_json, show_table
+from support.real_worker import RawVLLM, RealWorker
 from support.simulated_run import Pace, make_config
 
 import configs
@@ -45,18 +43,17 @@ REQUIRED = {
     "simulated_episodes_s": ">= 1000",
     "commit_p99_ms": "to be known",
 }
-LAST_LINE = tuple(REQUIRED)
-# (workers, groups per learner step, max_staleness, median seconds of an answer, warm-up s, s)
-FULL, QUICK = (2000, 256, 16, 1.35, 45.0, 30.0), (300, 64, 16, 0.4, 8.0, 6.0)
+MAX_STALENESS = 16
+# (workers, groups per learner step, median seconds of an answer, seconds of warm-up, seconds)
+FULL, QUICK = (2000, 256, 1.35, 45.0, 30.0), (300, 64, 0.4, 8.0, 6.0)
 
 
 def over_raw(directory: Path, *, turns: int, groups: int) -> dict[str, float]:
     config = worker_config(directory / "run", groups=groups)
     model = directory / "model"
-    tokenizer = train_tokenizer(
-        sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size
-    )
-    make_tiny_model(model, tokenizer, config.model.tiny, seed=0)
+    tiny = config.model.tiny
+    tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=tiny.vocabulary_size)
+    make_tiny_model(model, tokenizer, tiny, seed=0)
     in_flight = config.actors.groups_in_flight * config.algorithm.group_size
     raw = RawVLLM(config, model, in_flight=in_flight, log_path=directory / "raw.log")
     worker = RealWorker(config, model)
@@ -69,18 +66,17 @@ def over_raw(directory: Path, *, turns: int, groups: int) -> dict[str, float]:
         theirs.append(raw.tokens_per_s(turn.requests))
     worker.close()
     raw.close()
+    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     return {
         "requests_per_turn": float(len(turn.requests)),
         "tokens_s": statistics.median(ours[1:]),  # the first turn warms up
         "raw_vllm_tokens_s": statistics.median(theirs[1:]),
-        "over_raw_vllm": statistics.median(
-            a / b for a, b in zip(ours[1:], theirs[1:], strict=True)
-        ),
+        "over_raw_vllm": statistics.median(ratios[1:]),
     }
 
 
 def worker_config(run_dir: Path, *, groups: int) -> Config:
-    """The quick start's, but for the world: key_room needs no games."""
+    """Return the quick start's config, but for the world: key_room needs no games."""
     config = configs.load(str(QUICK_START), [f"run_dir={run_dir}", "max_staleness=0"])
     return replace(
         config,
@@ -91,9 +87,7 @@ def worker_config(run_dir: Path, *, groups: int) -> Config:
 
 
 def many_actors(directory: Path, *, quick: bool) -> dict[str, float]:
-    workers, groups_per_step, max_staleness, latency_s, warm_up_s, seconds = (
-        QUICK if quick else FULL
-    )
+    workers, groups_per_step, latency_s, warm_up_s, seconds = QUICK if quick else FULL
     environment, step_time = Delay(median_s=latency_s, sigma=1.0), Delay(median_s=0.5, sigma=0.1)
     pace = Pace(
         environment=environment,
@@ -104,36 +98,26 @@ def many_actors(directory: Path, *, quick: bool) -> dict[str, float]:
         group_size=8,
         max_steps=2,
     )
-    config = make_config(directory / "crowd", pace, max_staleness=max_staleness, steps=10**6)
-    return hold(
-        Load(
-            config=config,
-            processes=2,
-            environment=environment,
-            step_time=step_time,
-            warm_up_s=warm_up_s,
-            seconds=seconds,
-        )
+    config = make_config(directory / "crowd", pace, max_staleness=MAX_STALENESS, steps=10**6)
+    load = Load(
+        config=config,
+        environment=environment,
+        step_time=step_time,
+        warm_up_s=warm_up_s,
+        seconds=seconds,
     )
+    return hold(load)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer turns and workers, for a run of about a minute"
-    )
-    options = parser.parse_args()
+    parser = quick_parser(__doc__, quick="fewer turns and workers, for a run of about a minute")
+    quick = parser.parse_args().quick
+    turns, groups = (1, 24) if quick else (5, 48)
     with tempfile.TemporaryDirectory() as name, ray_cluster(name, processes=os.cpu_count() or 1):
-        figures = many_actors(Path(name), quick=options.quick)
-        figures |= over_raw(
-            Path(name), turns=1 if options.quick else 5, groups=24 if options.quick else 48
-        )
-    print(f"{'figure':32} {'measured':>12}   required")
-    for figure, value in figures.items():
-        print(f"{figure:32} {value:12,.3f}   {REQUIRED.get(figure, '')}")
-    print(json.dumps({figure: round(figures[figure], 4) for figure in LAST_LINE}))
+        figures = many_actors(Path(name), quick=quick)
+        figures |= over_raw(Path(name), turns=turns, groups=groups)
+    show_table(figures, REQUIRED)
+    show_json(figures, REQUIRED)
 
 
 if __name__ == "__main__":

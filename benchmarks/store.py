@@ -12,16 +12,13 @@ the first million. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing as mp
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -34,6 +31,7 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import store_growth, store_load
+from support.figures import quick_parser, show_json, show_table
 from support.store_load import (
     BATCH_GROUPS,
     GROUP_SIZE,
@@ -52,7 +50,6 @@ from store import (
     export,
     read_segments,
     to_table,
-    write_open_sql,
 )
 from store.reading.query import connect
 
@@ -65,7 +62,9 @@ QUERIES = {
         FROM steps WHERE state_hash NOT NULL GROUP BY ALL)""",
     "trajectory": "SELECT * FROM steps WHERE traj_uid = '{traj_uid}' ORDER BY step_index",
 }
-FULL_GROWTH = ((20_000, "20k"), (300_000, "300k"), (2_000, "2000"))  # files, groups, exports
+# files, groups, exports
+FULL_GROWTH = ((20_000, "20k"), (300_000, "300k"), (2_000, "2000"))
+QUICK_GROWTH = ((1_000, "1k"), (20_000, "20k"), (100, "100"))
 REQUIRED = {
     "reader_open_s_20k": "<= 3",
     "ingest_over_encode": ">= 0.6, aim 0.8",
@@ -82,9 +81,7 @@ Job = Callable[[Writer, int], int]
 
 
 class Store:
-    """The catalog's owner, as the coordinator is: answers leases and commits, exports once a
-    second.
-    """
+    """Own the catalog as the coordinator does: answer leases and commits, export once a second."""
 
     def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
         self.catalog, self.layout, self.exported_at = catalog, layout, 0.0
@@ -111,7 +108,7 @@ class Store:
 
 
 class SharedDuckDB:
-    """The owner of one database file: inserts and commits all that has arrived at once."""
+    """Own one database file: insert and commit all that has arrived at once."""
 
     def __init__(self, layout: RunLayout) -> None:
         self.layout, self.connection = layout, duckdb.connect(str(layout.root / "shared.duckdb"))
@@ -136,17 +133,8 @@ class Turn:
 
 
 @contextmanager
-def new_store() -> Iterator[Store]:
-    with tempfile.TemporaryDirectory() as directory:
-        layout = RunLayout.create(Path(directory) / "run", config_yaml="")
-        write_open_sql(layout, macros=(), max_staleness=0)
-        with Catalog.open(layout) as catalog:
-            yield Store(catalog, layout)
-
-
-@contextmanager
 def writers() -> Iterator[list[Connection]]:
-    """The pipes of WRITERS processes that have made their rows and wait for a job."""
+    """Yield the pipes of WRITERS processes that have made their rows and wait for a job."""
     context, pipes, processes = mp.get_context("spawn"), [], []
     for number in range(WRITERS):
         ours, theirs = context.Pipe()
@@ -166,7 +154,7 @@ def writers() -> Iterator[list[Connection]]:
 def take_turn(
     pipes: list[Connection], job: Job, amount: int, *, owner: Store | SharedDuckDB
 ) -> Turn:
-    """Every writer does `job`, the owner answers, until the last writer is done."""
+    """Have every writer do `job`, and the owner answer, until the last writer is done."""
     started = time.perf_counter()
     for pipe in pipes:
         pipe.send((job, owner.layout, amount))
@@ -185,47 +173,39 @@ def take_turn(
 
 
 def ingest(pipes: list[Connection], store: Store, *, n_groups: int) -> dict[str, float]:
-    """The four jobs in turns, so that a slow moment of the machine meets all of them."""
+    """Do all jobs in turns, so that a slow moment of the machine meets all of them."""
     batch = store_load.invented(BATCH_GROUPS, store_load.make_pool(seed=0))
     table = to_table([trajectory for group in batch for trajectory in group])
     shared = SharedDuckDB(store.layout)
     jobs = {
-        "parquet": (store_load.parquet_only, n_groups),
         "encode": (store_load.encode_only, n_groups),
         "store": (store_load.to_store, n_groups),
         # slower, and need not take as long
         "duckdb": (store_load.episodes_to_duckdb, n_groups // 4),
         "duckdb_by_group": (store_load.groups_to_duckdb, n_groups // 4),
     }
-    turns = [
-        {
-            name: take_turn(pipes, *job, owner=shared if "duckdb" in name else store)
-            for name, job in jobs.items()
-        }
-        for _ in range(ROUNDS)
-    ]
-    speed = {name: statistics.median(turn[name].steps_per_s for turn in turns) for name in jobs}
+    speeds: dict[str, list[float]] = {name: [] for name in jobs}  # steps per second, by round
+    for _ in range(ROUNDS):
+        for name, (job, amount) in jobs.items():
+            owner = shared if "duckdb" in name else store
+            speeds[name].append(take_turn(pipes, job, amount, owner=owner).steps_per_s)
     mb_per_step = table.nbytes / table.num_rows / 1e6
 
     def over(name: str) -> float:
-        return statistics.median(
-            turn["store"].steps_per_s / turn[name].steps_per_s for turn in turns
-        )
+        rounds = zip(speeds["store"], speeds[name], strict=True)
+        return statistics.median(ours / theirs for ours, theirs in rounds)
 
     return {
         "bytes_per_step": 1e6 * mb_per_step,
-        **{f"{name}_mb_s": value * mb_per_step for name, value in speed.items()},
+        **{f"{name}_mb_s": statistics.median(speeds[name]) * mb_per_step for name in jobs},
         "ingest_over_encode": over("encode"),
-        "ingest_over_parquet_encode": over("parquet"),
         "ingest_over_shared_duckdb": over("duckdb"),
         "ingest_over_duckdb_by_group": over("duckdb_by_group"),
     }
 
 
 def verified_read(store: Store, *, n_batches: int) -> dict[str, float]:
-    """Claim and read whole batches as the learner does; the pages are in memory, as they are soon
-    after a commit.
-    """
+    """Claim and read whole batches as the learner does, from memory, as soon after a commit."""
     speeds, claims_s = [], []
     for _ in range(n_batches):
         started = time.perf_counter()
@@ -242,15 +222,12 @@ def verified_read(store: Store, *, n_batches: int) -> dict[str, float]:
 
 
 def ask_at(pipes: list[Connection], store: Store, *, n_steps: int, label: str) -> dict[str, float]:
-    """Bring the run to about `n_steps`, export, and ask each query through the views; medians of
-    5.
-    """
+    """Bring the run to about `n_steps`, export, and ask each query 5 times through the views."""
     missing = n_steps - store.catalog.counts().steps
     started = time.perf_counter()
     per_file = GROUPS_PER_FILE * GROUP_SIZE * sum(store_load.EPISODE_STEPS) / 2
-    turn = take_turn(
-        pipes, store_load.in_bulk, max(1, round(missing / per_file / WRITERS)), owner=store
-    )
+    n_files = max(1, round(missing / per_file / WRITERS))
+    turn = take_turn(pipes, store_load.in_bulk, n_files, owner=store)
     export(store.catalog, store.layout)
     figures = {
         f"steps_{label}": float(store.catalog.counts().steps),
@@ -258,9 +235,8 @@ def ask_at(pipes: list[Connection], store: Store, *, n_steps: int, label: str) -
         f"build_steps_per_s_{label}": turn.n_steps / (time.perf_counter() - started),
     }
     with connect(store.layout) as connection:
-        some = connection.execute(
-            "SELECT DISTINCT traj_uid FROM steps USING SAMPLE 5 ROWS"
-        ).fetchall()
+        sample = "SELECT DISTINCT traj_uid FROM steps USING SAMPLE 5 ROWS"
+        some = connection.execute(sample).fetchall()
         for name, query in QUERIES.items():
             times = []
             for (traj_uid,) in some:
@@ -272,19 +248,15 @@ def ask_at(pipes: list[Connection], store: Store, *, n_steps: int, label: str) -
 
 
 def exponent(figures: dict[str, float], labels: list[str]) -> float:
-    """The slope of the group-by's time over the steps, both logarithmic: 1 is linear."""
+    """Return the slope of the group-by's time over the steps, both logarithmic: 1 is linear."""
     steps = [math.log(figures[f"steps_{label}"]) for label in labels]
     times = [math.log(figures[f"anchor_group_by_ms_{label}"]) for label in labels]
     return statistics.linear_regression(steps, times).slope
 
 
 def growth(*, quick: bool) -> dict[str, float]:
-    """Return what grows with a run; the quick form takes smaller runs, whose sizes are in the
-    names.
-    """
-    files, groups, exports = (
-        ((1_000, "1k"), (20_000, "20k"), (100, "100")) if quick else FULL_GROWTH
-    )
+    """Return what grows with a run. The names have the runs' sizes."""
+    files, groups, exports = QUICK_GROWTH if quick else FULL_GROWTH
     return (
         store_growth.many_files(*files)
         | store_growth.many_groups(*groups)
@@ -292,20 +264,8 @@ def growth(*, quick: bool) -> dict[str, float]:
     )
 
 
-def show(figures: dict[str, float], *, last_line: Iterable[str]) -> None:
-    print(f"{'figure':28} {'measured':>14}   required")
-    for name, value in figures.items():
-        print(f"{name:28} {value:14,.3f}   {REQUIRED.get(name, '')}")
-    print(json.dumps({name: round(figures[name], 4) for name in last_line}))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer groups a turn, for a run of under a minute"
-    )
+    parser = quick_parser(__doc__, quick="fewer groups a turn, for a run of under a minute")
     parser.add_argument(
         "--rows", choices=["1M", "10M"], default="1M", help="10M needs 16 GB of disk"
     )
@@ -313,24 +273,23 @@ def main() -> None:
     sizes = {**SIZES, "10m": 10_000_000} if options.rows == "10M" else SIZES
     print(
         f"{WRITERS} writers on {os.cpu_count()} cores; groups of {GROUP_SIZE} episodes, batches of "
-        f"{BATCH_GROUPS} groups,"
-    )
-    print(
-        f"compacted files of {GROUPS_PER_FILE} groups. "
-        f"{' '.join(str(store_load.__doc__).partition('Row model: ')[2].split())}"
+        f"{BATCH_GROUPS} groups, compacted files of {GROUPS_PER_FILE} groups"
     )
     with writers() as pipes:
-        with new_store() as store:
+        with store_growth.new_run() as (catalog, layout):
+            store = Store(catalog, layout)
             figures = ingest(pipes, store, n_groups=24 if options.quick else 60)
             figures |= verified_read(store, n_batches=4 if options.quick else 10)
-        with new_store() as store:
+        with store_growth.new_run() as (catalog, layout):
+            store = Store(catalog, layout)
             for label, n_steps in sizes.items():
                 figures |= ask_at(pipes, store, n_steps=n_steps, label=label)
             n_bytes = sum(segment.n_bytes for segment in store.catalog.live_segments())
             figures["disk_bytes_per_step"] = n_bytes / store.catalog.counts().steps
     figures["group_by_exponent"] = exponent(figures, list(sizes))
     grown = growth(quick=options.quick)
-    show(figures | grown, last_line=(*LAST_LINE, *grown))
+    show_table(figures | grown, REQUIRED)
+    show_json(figures | grown, (*LAST_LINE, *grown))
 
 
 if __name__ == "__main__":

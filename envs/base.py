@@ -21,8 +21,8 @@ Your own class is named `module:Class` in the config. `key_room.py` is an exampl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,11 @@ class Task:
     seed: int  # all trajectories of a group get the same task, and so the same seed
     # such as the path of a game file; text only, so that it can be stored
     data: Mapping[str, str] = field(default_factory=dict)
+
+
+def task_to_json(task: Task) -> dict[str, Any]:
+    """Return the fields of a Task for JSON."""
+    return asdict(replace(task, data=dict(task.data)))  # any mapping may be its `data`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -197,25 +197,12 @@ def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
     mean = np.float32(max(lengths_D.mean(), 1.0))
     table = np.array([_of_byte(byte) for byte in range(256)], dtype=np.float32)
     inverse = np.float32(1) / (np.float32(K1) * (np.float32(1 - B) + np.float32(B) * table / mean))
-    kept = np.array(
-        [_of_byte(_to_byte(int(length))) for length in range(int(lengths_D.max()) + 1)],
-        dtype=np.float32,
-    )
-    return inverse[np.searchsorted(table, kept)][lengths_D]
-
-
-def _to_byte(number: int) -> int:
-    """Return Lucene's byte for a length: exact below 40, then four leading bits."""
-    if number < EXACT_LENGTHS:
-        return number
-    rest = number - EXACT_LENGTHS
-    if rest < LEADING_ONE:
-        return EXACT_LENGTHS + rest
-    shift = rest.bit_length() - LEADING_ONE.bit_length()
-    return EXACT_LENGTHS + (((shift + 1) << MANTISSA_BITS) | (rest >> shift) % LEADING_ONE)
+    # Lucene rounds a length down to one that a byte can stand for.
+    return inverse[np.searchsorted(table, lengths_D, side="right") - 1]
 
 
 def _of_byte(byte: int) -> int:
+    """Return the length that a byte of Lucene stands for: all below 40, then four leading bits."""
     if byte < EXACT_LENGTHS:
         return byte
     exponent, bits = divmod(byte - EXACT_LENGTHS, LEADING_ONE)

@@ -15,6 +15,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,7 @@ class EnvironmentDied(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Python pickles an exception by its positional arguments alone, and `at_fault` is none.
-        return _unpickle_died, (str(self), self.at_fault)
-
-
-def _unpickle_died(message: str, at_fault: bool) -> EnvironmentDied:
-    return EnvironmentDied(message, at_fault=at_fault)
+        return partial(EnvironmentDied, at_fault=self.at_fault), (str(self),)
 
 
 class EnvironmentFailed(UserError, RuntimeError):

@@ -48,13 +48,20 @@ def check_split(split: str) -> None:
         raise ValueError(f"split {split!r} is not one of {sorted(SPLITS)}")
 
 
-def whole_number(name: str, option: str, value: object, *, least: int) -> int:
-    """Return the value if it is an int of at least `least`. Raises OptionsError otherwise."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionsError(
-            f"{name} option {option}={value!r} must be a whole number, at least {least}"
-        )
-    return value
+def whole_numbers(
+    name: str, options: Mapping[str, Any], least_values: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the named options. Raises OptionsError unless each is an int and not below its least.
+
+    `least_values` maps the names of options to their least values.
+    """
+    for option, least in least_values.items():
+        value = options[option]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise OptionsError(
+                f"{name} option {option}={value!r} must be a whole number, at least {least}"
+            )
+    return {option: options[option] for option in least_values}
 
 
 def load_target(name: str, option: str, target: object) -> Any:
@@ -64,5 +71,6 @@ def load_target(name: str, option: str, target: object) -> Any:
         return getattr(importlib.import_module(module_name), inner)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{name} option {option}={target!r} cannot be loaded: {error}; write it module:name"
+            f"{name} option {option}={target!r} cannot be loaded: {error}; write it module:name, "
+            "with its folder on PYTHONPATH"
         ) from error

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split, whole_number
+from envs.options import OptionsError, check_options, check_split, whole_numbers
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
@@ -72,9 +72,10 @@ class Room:
     def to_text(self) -> str:
         """Return the grid of signs. `parse_room` reads it."""
         rows, columns = self.size
-        return "\n".join(
-            " ".join(self._sign((row, column)) for column in range(columns)) for row in range(rows)
-        )
+        lines = []
+        for row in range(rows):
+            lines.append(" ".join(self._sign((row, column)) for column in range(columns)))
+        return "\n".join(lines)
 
     def _sign(self, cell: Cell) -> str:
         on_target = cell in self.targets
@@ -314,9 +315,8 @@ def _solvable(
         if len(seen) > MAX_STATES:
             raise ValueError(
                 f"sokoban: with boxes={len(targets)} and most_moves={most_moves} a room of "
-                f"{len(floor)} cells has more than "
-                f"{MAX_STATES:,} positions to search, which takes too long; ask for fewer boxes, "
-                "fewer moves or smaller rooms"
+                f"{len(floor)} cells has more than {MAX_STATES:,} positions to search, which takes "
+                "too long; ask for fewer boxes, fewer moves or smaller rooms"
             )
     return found
 
@@ -327,17 +327,9 @@ def _next(cell: Cell, direction: str) -> Cell:
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
-    least = {
-        "rows": 3,
-        "columns": 3,
-        "boxes": 1,
-        "least_moves": 1,
-        "most_moves": 1,
-        "train_rooms": 1,
-        "heldout_rooms": 1,
-        "seed": 0,
-        "cell_pixels": MIN_CELL_PIXELS,
-    }
+    least = {"rows": 3, "columns": 3, "seed": 0, "cell_pixels": MIN_CELL_PIXELS}
+    counts = ("boxes", "least_moves", "most_moves", "train_rooms", "heldout_rooms")
+    least |= dict.fromkeys(counts, 1)
     options = {"observation": TEXT, "cell_pixels": CELL_PIXELS, **options}
     check_options("sokoban", options, (*least, "observation"))
     observation = options["observation"]
@@ -345,10 +337,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
         raise OptionsError(
             f"sokoban option observation={observation!r} is not one of {TEXT!r}, {IMAGE!r}"
         )
-    values = {
-        name: whole_number("sokoban", name, options[name], least=lowest)
-        for name, lowest in least.items()
-    }
+    values = whole_numbers("sokoban", options, least)
     parsed = _Options(**values, observation=str(observation))
     most_boxes = (parsed.rows - 2) * (parsed.columns - 2) - 2  # one for the player, one to push to
     if parsed.boxes > most_boxes:

@@ -130,9 +130,6 @@ def checked_answer(method: str, answer: object) -> Observation | Transition:
         raise TypeError(f"step returned {_shown(answer)}; it must return a Transition")
     if isinstance(answer.reward, bool) or not _is_finite(answer.reward):
         raise ValueError(f"step returned reward={answer.reward!r}; it must be a finite number")
-    score = answer.task_score
-    if score is not None and not _is_finite(score):
-        raise ValueError(f"step returned task_score={score!r}; it must be a finite number or None")
     flags = {}
     for name in ("terminated", "truncated", "won", "valid"):
         flag = getattr(answer, name)
@@ -143,7 +140,7 @@ def checked_answer(method: str, answer: object) -> Observation | Transition:
         answer,
         observation=_checked_observation(answer.observation, method),
         reward=float(answer.reward),
-        task_score=None if score is None else float(score),
+        task_score=_checked_score(answer.task_score, method),
         **flags,
     )
 
@@ -157,16 +154,23 @@ def checked_outcome(answer: object) -> Outcome:
         raise TypeError(f"run returned {type(answer).__name__}; it must return an envs.Outcome")
     if not _is_finite(answer.reward):
         raise ValueError(f"run returned reward={answer.reward!r}; it must be a finite number")
-    score = answer.task_score
-    if score is not None and not _is_finite(score):
-        raise ValueError(f"run returned task_score={score!r}; it must be a finite number")
     if answer.won not in (True, False):
         raise TypeError(f"run returned won={answer.won!r}; it must be True or False")
     return Outcome(
         reward=float(answer.reward),
         won=bool(answer.won),
-        task_score=None if score is None else float(score),
+        task_score=_checked_score(answer.task_score, "run"),
     )
+
+
+def _checked_score(score: float | None, method: str) -> float | None:
+    if score is None:
+        return None
+    if not _is_finite(score):
+        raise ValueError(
+            f"{method} returned task_score={score!r}; it must be a finite number or None"
+        )
+    return float(score)
 
 
 def _is_finite(value: object) -> bool:

@@ -8,6 +8,7 @@ and fails if another path was taken. float32 goes through one call per sequence,
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,18 +58,18 @@ def run(proof: Proof) -> None:
 
 def cases(proof: Proof) -> Iterator[Case]:
     """Yield every combination of heads, number of sequences, window and dtype."""
-    for heads, kv_heads, size in proof.shapes.attention_heads:
-        for n_sequences in proof.shapes.attention_sequences:
-            for window in proof.shapes.attention_windows:
-                for dtype in LIMITS:
-                    yield Case(
-                        heads=heads,
-                        kv_heads=kv_heads,
-                        size=size,
-                        n_sequences=n_sequences,
-                        window=window,
-                        dtype=dtype,
-                    )
+    sizes = proof.shapes
+    for (heads, kv_heads, size), n_sequences, window, dtype in itertools.product(
+        sizes.attention_heads, sizes.attention_sequences, sizes.attention_windows, LIMITS
+    ):
+        yield Case(
+            heads=heads,
+            kv_heads=kv_heads,
+            size=size,
+            n_sequences=n_sequences,
+            window=window,
+            dtype=dtype,
+        )
 
 
 def compare(proof: Proof, case: Case) -> dict[str, float]:

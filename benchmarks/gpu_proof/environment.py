@@ -19,31 +19,14 @@ from gpu_proof.models import make_batches
 from gpu_proof.shapes import Proof
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "deepspeed",
-    "triton",
-    "pyarrow",
-    "duckdb",
-    "safetensors",
-    "blake3",
-    "omegaconf",
-    "pydantic",
-    "numpy",
-    "ray",
-    "vllm",
-)
+    "torch", "transformers", "peft", "deepspeed", "triton", "pyarrow", "duckdb", "safetensors",
+    "blake3", "omegaconf", "pydantic", "numpy", "ray", "vllm",
+)  # fmt: skip
 # Modules of the learner that a rank's process loads. None may need a package that is missing.
 MODULES = (
-    "checkpoint",
-    "data.batch_loader",
-    "data.micro_batch",
-    "model.lora",
-    "publishing.broadcast_sender",
-    "publishing.publish",
-    "training.engine",
-)
+    "checkpoint", "data.batch_loader", "data.micro_batch", "model.lora",
+    "publishing.broadcast_sender", "publishing.publish", "training.engine",
+)  # fmt: skip
 
 
 def run(proof: Proof) -> None:

@@ -49,7 +49,7 @@ def _output_layer(proof: Proof, dtype: torch.dtype) -> None:
     expected = _full_logits(linear, hidden_NH, ids_N, weights_N)
     if proof.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    before = _allocated(proof)
+        before = torch.cuda.memory_allocated()
     results = OutputLayer(linear, temperature=TEMPERATURE)(hidden_NH, ids_N)
     grads = torch.autograd.grad(
         (weights_N[0] * results[0] + weights_N[1] * results[1]).sum(), (hidden_NH, linear.weight)
@@ -106,7 +106,3 @@ def _one_by_one(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor
     logprobs_NV = (logits_NV / TEMPERATURE).log_softmax(-1)
     logprobs_N = logprobs_NV.gather(-1, batch.response_ids_N[:, None]).squeeze(-1)
     return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-
-
-def _allocated(proof: Proof) -> int:
-    return torch.cuda.memory_allocated() if proof.on_gpu else 0

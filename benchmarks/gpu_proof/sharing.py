@@ -1,10 +1,16 @@
-"""Two processes share one GPU: new weights reach an engine that replays a captured CUDA graph.
+"""Bring new weights from another process on the same GPU to an engine that replays a CUDA graph.
 
 This process is the engine's stand-in: a stack of matrices in one block of memory that a CUDA graph
-has captured. `peer.py` sends version 2, whose digest is verified before it is copied in place; the
+has captured. The sender sends version 2, whose digest is verified before it is copied in place; the
 graph must then compute with version 2. Then the sender is killed in the middle of version 3; the
 engine must notice, and still compute with version 2. NCCL is not tried: it refuses two ranks on one
 GPU. On a CPU shared memory takes the place of CUDA IPC, and nothing is captured.
+
+    sender    wait for a request, fill the buffer, hand it over; after the last piece the digest
+    receiver  ask for a piece, take it; after the last one compare the digest
+
+Ways: "ipc" shares one buffer (CUDA IPC on a GPU, shared memory on a CPU). "gloo pinned" broadcasts
+through page-locked main memory, "gloo device" broadcasts the device's memory itself.
 """
 
 from __future__ import annotations
@@ -12,22 +18,114 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from blake3 import blake3
 
-from gpu_proof import peer
-from gpu_proof.peer import Link
 from gpu_proof.shapes import Proof
 
+IPC, GLOO_PINNED, GLOO_DEVICE = "ipc", "gloo pinned", "gloo device"
+SENDER, RECEIVER, N_RANKS = 0, 1, 2
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(seconds=30)  # of a message, and of the group to form
 N_LAYERS, ROWS = 8, 16
 START_S, PIECE_S = 90.0, 30.0  # for the sender to start, and to hand over a piece
 NOTICED_S = 10.0  # after the sender was killed
 SAME = 2e-2  # bf16; the captured graph and the reference may use different kernels
 LOST = (EOFError, ConnectionError, RuntimeError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """Describe one way of handing weights over; both processes have the same."""
+
+    way: str
+    device: str
+    n_bytes: int
+    piece_bytes: int
+    store: Path  # a file, by which the two find each other
+
+    def pieces(self) -> Iterator[slice]:
+        for begin in range(0, self.n_bytes, self.piece_bytes):
+            yield slice(begin, min(begin + self.piece_bytes, self.n_bytes))
+
+    def buffer(self) -> torch.Tensor:
+        """Return one piece's buffer: on the host for "gloo pinned", else on the device."""
+        if self.way != GLOO_PINNED:
+            return torch.empty(self.piece_bytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=self.on_gpu)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+def serve(link: Link, connection: Connection) -> None:
+    """Hand over a version's weights whenever its number comes; return at None.
+
+    Consumes version numbers and one request a piece, produces pieces and the digest.
+    """
+    buffer = link.buffer()
+    # A handle, so that both processes see the same memory; else the word that this one is ready.
+    connection.send(buffer if link.way == IPC else None)
+    group = None if link.way == IPC else join(link, SENDER)
+    while (version := connection.recv()) is not None:
+        weights = numbered_weights(version, n_bytes=link.n_bytes, device=link.device)
+        for piece in link.pieces():
+            connection.recv()
+            part = buffer[: piece.stop - piece.start]
+            part.copy_(weights[piece])
+            finish(link)
+            if group is None:
+                connection.send(piece.start)
+            else:
+                broadcast(group, part)
+        connection.send(digest(weights))
+
+
+def numbered_weights(version: int, *, n_bytes: int, device: str) -> torch.Tensor:
+    """Return a version's weights as bytes of bf16 numbers, the same in both processes."""
+    generator = torch.Generator(device=device).manual_seed(version)
+    numbers = torch.randn(n_bytes // 2, generator=generator, device=device, dtype=torch.float32)
+    return numbers.bfloat16().view(torch.uint8)
+
+
+def join(link: Link, rank: int) -> Any:
+    """Return a gloo group of the two processes over the loopback interface."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = TIMEOUT
+    store = dist.FileStore(str(link.store), N_RANKS)
+    store.set_timeout(TIMEOUT)
+    return dist.ProcessGroupGloo(store, rank, N_RANKS, options)
+
+
+def broadcast(group: Any, part: torch.Tensor) -> None:
+    """Send or receive one piece; raise RuntimeError if the other process is gone."""
+    options = dist.BroadcastOptions()
+    options.rootRank = SENDER
+    group.broadcast([part], options).wait()
+
+
+def digest(weights: torch.Tensor) -> str:
+    """Return the BLAKE3 digest of bytes, wherever they are."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update(memoryview(weights.cpu().numpy()))
+    return hasher.hexdigest()
+
+
+def finish(link: Link) -> None:
+    """Wait until the device has done what it was asked."""
+    if link.on_gpu:
+        torch.cuda.synchronize()
 
 
 class Engine:
@@ -69,9 +167,9 @@ class Engine:
 
 
 def run(proof: Proof) -> None:
-    ways = [peer.IPC, peer.GLOO_PINNED, peer.GLOO_DEVICE]
+    ways = [IPC, GLOO_PINNED, GLOO_DEVICE]
     if not proof.on_gpu:
-        ways.remove(peer.GLOO_DEVICE)
+        ways.remove(GLOO_DEVICE)
         for part in ("CUDA IPC", "captured CUDA graph", "pinned memory", "gloo on device memory"):
             proof.report.needs_cuda(part)
     for way in ways:
@@ -89,7 +187,7 @@ def run(proof: Proof) -> None:
 def _by(link: Link, proof: Proof) -> None:
     context = mp.get_context("spawn")  # a forked process cannot use CUDA
     here, there = context.Pipe()
-    sender = context.Process(target=peer.serve, args=(link, there), daemon=True)
+    sender = context.Process(target=serve, args=(link, there), daemon=True)
     sender.start()
     there.close()  # or its death would not be seen
     try:
@@ -106,7 +204,7 @@ class Receiver:
         self.link, self.connection, self.pid = link, connection, pid
         shared = self._answer(START_S)  # before the group forms, whose time-out is shorter
         self.buffer = link.buffer() if shared is None else shared
-        self.group = None if link.way == peer.IPC else peer.join(link, peer.RECEIVER)
+        self.group = None if link.way == IPC else join(link, RECEIVER)
         self.staging = torch.empty(link.n_bytes, dtype=torch.uint8, device=link.device)
 
     def take(self, version: int, *, kill_at: int | None = None) -> None:
@@ -124,9 +222,9 @@ class Receiver:
             if self.group is None:
                 self._answer(PIECE_S)
             else:
-                peer.broadcast(self.group, part)
+                broadcast(self.group, part)
             self.staging[piece].copy_(part)
-            peer.finish(self.link)  # the sender fills the buffer again at the next request
+            finish(self.link)  # the sender fills the buffer again at the next request
 
     def sent_digest(self) -> str:
         """Return the digest that the sender computed of what it holds."""
@@ -141,14 +239,13 @@ class Receiver:
 def _rounds(receiver: Receiver, proof: Proof) -> None:
     link, report = receiver.link, proof.report
     first, second = (
-        peer.numbered_weights(version, n_bytes=link.n_bytes, device=link.device)
-        for version in (1, 2)
+        numbered_weights(version, n_bytes=link.n_bytes, device=link.device) for version in (1, 2)
     )
     engine = Engine(first, on_gpu=proof.on_gpu)
     old = engine.answer()
     seconds = {"hand over": _timed(link, lambda: receiver.take(2))}
     digests: list[str] = []
-    seconds["digest"] = _timed(link, lambda: digests.append(peer.digest(receiver.staging)))
+    seconds["digest"] = _timed(link, lambda: digests.append(digest(receiver.staging)))
     report.is_true(f"{link.way}: digest is the sender's", digests == [receiver.sent_digest()])
     seconds["copy in place"] = _timed(link, lambda: engine.weights.copy_(receiver.staging))
     rate = link.n_bytes / seconds["hand over"] / 1e9
@@ -178,8 +275,8 @@ def _killed(receiver: Receiver, engine: Engine, before: torch.Tensor, *, proof: 
 
 
 def _timed(link: Link, work: Callable[[], object]) -> float:
-    peer.finish(link)
+    finish(link)
     started_s = time.perf_counter()
     work()
-    peer.finish(link)
+    finish(link)
     return time.perf_counter() - started_s

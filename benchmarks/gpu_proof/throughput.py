@@ -34,29 +34,19 @@ class Case:
     chunks: bool = False  # also measure with other chunks of the output layer
 
 
+SAVING = {"gradient_checkpointing": True}
+WITH_REFERENCE = {"zero_stage": 1, **SAVING, "kl_coef": 0.01}
 CASES = (
     Case(
         key="zero1",
         name="ZeRO 1, checkpointing",
-        settings={"zero_stage": 1, "gradient_checkpointing": True},
+        settings={"zero_stage": 1, **SAVING},
         chunks=True,
     ),
     Case(key="plain", name="ZeRO 1", settings={"zero_stage": 1}),
-    Case(
-        key="zero2",
-        name="ZeRO 2, checkpointing",
-        settings={"zero_stage": 2, "gradient_checkpointing": True},
-    ),
-    Case(
-        key="zero3",
-        name="ZeRO 3, checkpointing",
-        settings={"zero_stage": 3, "gradient_checkpointing": True},
-    ),
-    Case(
-        key="reference",
-        name="ZeRO 1, checkpointing, reference",
-        settings={"zero_stage": 1, "gradient_checkpointing": True, "kl_coef": 0.01},
-    ),
+    Case(key="zero2", name="ZeRO 2, checkpointing", settings={"zero_stage": 2, **SAVING}),
+    Case(key="zero3", name="ZeRO 3, checkpointing", settings={"zero_stage": 3, **SAVING}),
+    Case(key="reference", name="ZeRO 1, checkpointing, reference", settings=WITH_REFERENCE),
 )
 
 

@@ -19,17 +19,9 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = (
-    "annotated-types",
-    "blake3",
-    "duckdb",
-    "hjson",
-    "omegaconf",
-    "pydantic",
-    "pydantic-core",
-    "rapidfuzz",
-    "typing-extensions",
-    "typing-inspection",
-)
+    "annotated-types", "blake3", "duckdb", "hjson", "omegaconf", "pydantic", "pydantic-core",
+    "rapidfuzz", "typing-extensions", "typing-inspection",
+)  # fmt: skip
 # Published as source only, without compiled parts: the wheel that is built fits any machine.
 BUILT = ("deepspeed", "hjson")
 PYTHON = "3.12"

@@ -1,6 +1,4 @@
-"""The same advantages by other means, all in float64: what gigpo's SQL is timed against. And the
-steps they are timed on.
-"""
+"""Compute the advantages by other means than gigpo's SQL, all in float64, and make the steps."""
 
 from __future__ import annotations
 
@@ -15,17 +13,16 @@ from gigpo import PUBLISHED_SETTINGS
 
 EPISODE_STEPS, GROUP_SIZE = 50, 8
 GROUP_STEPS = EPISODE_STEPS * GROUP_SIZE
-GAMMA, OMEGA, PENALTY = (
-    PUBLISHED_SETTINGS.gamma,
-    PUBLISHED_SETTINGS.omega,
-    PUBLISHED_SETTINGS.invalid_penalty,
-)
+GAMMA, OMEGA = PUBLISHED_SETTINGS.gamma, PUBLISHED_SETTINGS.omega
+PENALTY = PUBLISHED_SETTINGS.invalid_penalty
 EPSILON = 1e-6
 
 
 def make_steps(rows: int, *, seed: int) -> pa.Table:
-    """Tasks x 8 trajectories x 50 steps, sparse rewards, a tenth of the actions invalid, and about
-    a third of the steps meeting a state of their group again. Every seed has uids of its own.
+    """Return tasks x 8 trajectories x 50 steps, with sparse rewards.
+
+    A tenth of the actions are invalid, and about a third of the steps meet a state of their group
+    again. Every seed has uids of its own.
     """
     rng = np.random.default_rng(seed)
     trajectory = np.arange(rows) // EPISODE_STEPS
@@ -45,7 +42,7 @@ def make_steps(rows: int, *, seed: int) -> pa.Table:
 
 
 def by_loop(steps: pa.Table) -> np.ndarray:
-    """Dictionaries and loops over Python floats; linear in the rows."""
+    """Compute with dictionaries and loops over Python floats; linear in the rows."""
     rows = list(zip(*(steps[name].to_pylist() for name in steps.column_names), strict=True))
     position = {(traj, step): i for i, (_, traj, step, *_) in enumerate(rows)}
     returns, scores = [0.0] * len(rows), [0.0] * len(rows)
@@ -77,8 +74,7 @@ def by_loop(steps: pa.Table) -> np.ndarray:
 
 
 def by_numpy(steps: pa.Table) -> np.ndarray:
-    """Keys hashed to 64 bits and made dense by sorting, statistics by bincount, returns by one
-    sweep per step of the episode.
+    """Compute with keys hashed to 64 bits and sorted, bincounts, and one sweep per step.
 
     In its favour: two keys may collide, and it refuses nothing.
     """
@@ -97,8 +93,9 @@ def by_numpy(steps: pa.Table) -> np.ndarray:
 
 
 def by_polars(steps: pa.Table) -> np.ndarray:
-    """Window expressions; on all cores. Returns as sum(r gamma^t) / gamma^t, which suits gamma near
-    1 and short episodes.
+    """Compute with window expressions, on all cores.
+
+    Returns are sum(r gamma^t) / gamma^t, which suits gamma near 1 and short episodes.
     """
     import polars as pl  # not needed to run gigpo
 
@@ -124,7 +121,7 @@ def by_polars(steps: pa.Table) -> np.ndarray:
 
 
 def _binary16(keys: np.ndarray, rng: np.random.Generator) -> pa.Array:
-    """Sixteen random-looking bytes a key, as a uid or a hash has."""
+    """Return sixteen random-looking bytes a key, as a uid or a hash has."""
     words = rng.integers(0, 2**63, (int(keys.max()) + 1, 2), dtype=np.int64)[keys]
     return pa.FixedSizeBinaryArray.from_buffers(
         pa.binary(16), len(keys), [None, pa.py_buffer(words.tobytes())]

@@ -1,6 +1,4 @@
-"""Thousands of simulated workers in a few Ray processes, around one real coordinator actor, for
-`rollout.py`.
-"""
+"""Hold thousands of simulated workers around one real coordinator actor, for `rollout.py`."""
 
 from __future__ import annotations
 
@@ -31,18 +29,19 @@ from tests.support.simulation import (
     SimulatedWorker,
 )
 
+PROCESSES = 2  # among which the workers are shared out
 # threads of each process that write segments; more only wait for each other's turn of the
 # interpreter
 WRITERS = 2
 # a simulated worker that was not is not counted; 2,000 of them beat every 10 s each
 HEARD_WITHIN_S = 30.0
+TIMED = ("commit", "lease", "heartbeat", "newest_version")  # calls of the coordinator
 INSTANT = Delay(median_s=0.0, sigma=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    config: Config  # its actors.workers are shared out among `processes`
-    processes: int
+    config: Config
     environment: Delay
     step_time: Delay
     warm_up_s: float
@@ -50,9 +49,7 @@ class Load:
 
 
 class TimedHandle:
-    """A handle that remembers when each call was answered and how long that took, as the caller
-    sees it.
-    """
+    """Remember when each call of a handle was answered, and how long that took for the caller."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -120,8 +117,7 @@ class Learning:
 
 
 def hold(load: Load) -> dict[str, float]:
-    """Runs the load in a new run directory, on a cluster that is there; figures of its last
-    `seconds`.
+    """Run the load on a cluster that is there, and return figures of its last `seconds`.
 
     Latencies are round trips as a worker sees them: its own event loop, Ray both ways, the queue
     before the coordinator.
@@ -131,48 +127,41 @@ def hold(load: Load) -> dict[str, float]:
     write_open_sql(layout, macros=(), max_staleness=config.max_staleness)
     coordinator = CoordinatorActor.options(num_cpus=0).remote(config, learns=True)
     process = psutil.Process(ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid())))
-    share = config.actors.workers // load.processes
+    share = config.actors.workers // PROCESSES
     crowds = [
         ray.remote(Crowd)
         .options(num_cpus=0)
         .remote(load, range(number * share, (number + 1) * share), coordinator)
-        for number in range(load.processes)
+        for number in range(PROCESSES)
     ]
     learning = ray.remote(Learning).options(num_cpus=0).remote(load, coordinator)
     # their imports take seconds
     ray.get([actor.__ray_ready__.remote() for actor in (coordinator, learning, *crowds)])
     running = [learning.run.remote(), *(crowd.run.remote() for crowd in crowds)]
     _stay(running, seconds=load.warm_up_s)
-    began_s, began_cpu_s, before = (
-        time.monotonic(),
-        _cpu_s(process),
-        ray.get(coordinator.status.remote()).counts,
-    )
+    began_s, began_cpu_s = time.monotonic(), cpu_s(process)
+    before = ray.get(coordinator.status.remote()).counts
     _stay(running, seconds=load.seconds)
-    ended_s, ended_cpu_s, status = (
-        time.monotonic(),
-        _cpu_s(process),
-        ray.get(coordinator.status.remote()),
-    )
+    ended_s, ended_cpu_s = time.monotonic(), cpu_s(process)
+    status = ray.get(coordinator.status.remote())
     after = status.counts
     heard = [
         name
         for name, one in status.components.items()
         if name.startswith("worker-") and one.silent_s < HEARD_WITHIN_S
     ]
-    calls = [call for crowd in crowds for call in ray.get(crowd.stop.remote()).items()]
+    latencies_s: dict[str, list[float]] = {name: [] for name in TIMED}
+    for crowd in crowds:
+        calls = ray.get(crowd.stop.remote())
+        for name in TIMED:
+            in_time = [s for at_s, s in calls.get(name, ()) if began_s <= at_s <= ended_s]
+            latencies_s[name] += in_time
     for actor in (learning, *crowds):
         ray.kill(actor)
     ray.get(coordinator.close.remote())
     ray.kill(coordinator)
     episodes, seconds = after.trajectories - before.trajectories, ended_s - began_s
-    latencies_s = {
-        name: sorted(
-            s for n, asked in calls if n == name for at_s, s in asked if began_s <= at_s <= ended_s
-        )
-        for name in ("commit", "lease", "heartbeat", "newest_version")
-    }
-    return {
+    figures = {
         "simulated_actors": float(len(heard)),
         "simulated_playing": float(after.leased),
         "simulated_episodes_s": episodes / seconds,
@@ -182,25 +171,22 @@ def hold(load: Load) -> dict[str, float]:
         "simulated_stale_groups": float(after.stale - before.stale),
         "coordinator_ms_per_trajectory": 1e3 * (ended_cpu_s - began_cpu_s) / max(episodes, 1),
         "coordinator_cores": (ended_cpu_s - began_cpu_s) / seconds,
-        **{f"{name}_calls_s": len(found) / seconds for name, found in latencies_s.items()},
-        **{
-            f"{name}_p50_ms": 1e3 * statistics.median(found or [0.0])
-            for name, found in latencies_s.items()
-        },
-        **{
-            f"{name}_p99_ms": 1e3 * found[int(0.99 * len(found))] if found else 0.0
-            for name, found in latencies_s.items()
-        },
     }
+    for name, found in latencies_s.items():
+        in_order = sorted(found) or [0.0]
+        figures[f"{name}_calls_s"] = len(found) / seconds
+        figures[f"{name}_p50_ms"] = 1e3 * statistics.median(in_order)
+        figures[f"{name}_p99_ms"] = 1e3 * in_order[int(0.99 * len(in_order))]
+    return figures
 
 
 def _stay(running: list[Any], *, seconds: float) -> None:
-    """Waits; raises what a component raised. None of them ends by itself."""
+    """Wait; raise what a component raised. None of them ends by itself."""
     ended, _ = ray.wait(running, timeout=seconds)
     ray.get(ended)
     assert not ended, "a component ended"
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)

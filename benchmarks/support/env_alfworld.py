@@ -56,11 +56,10 @@ def _beside_stock(
     ours_s, stock_s, first_ms, again_ms, stock_load_ms = [], [], [], [], []
     for seed, task in enumerate(tasks):
         name = task.data["game"]
-        game = (
-            read_game(Path(str(options["data"])), task.data["split"], name)
-            if options["data"]
-            else read_generated(name)
-        )
+        if options["data"]:
+            game = read_game(Path(str(options["data"])), task.data["split"], name)
+        else:
+            game = read_generated(name)
         first_ms.append(_elapsed_s(env.reset, task) * 1000)
         again_ms.append(_elapsed_s(env.reset, task) * 1000)
         commands, elapsed_s = _walk(env, task, steps=steps, seed=seed)

@@ -20,8 +20,8 @@ from aiohttp.test_utils import TestServer
 from envs import EnvironmentPool, Task, environment_class
 from envs.search.client import ask_server
 from envs.search.corpus import Corpus, bm25_corpus, json_lines
-from envs.search.episode import normalise
 from envs.search.server import application
+from envs.search.world import normalise
 
 TOPK = 3
 
@@ -40,11 +40,8 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
     figures["search_server_queries_s"] = asyncio.run(server_rate(corpus, few))
     figures |= asyncio.run(step_rates(corpus, data, episodes=len(few)))
     recalls = recall_at_3(corpus, rows)
-    return (
-        figures
-        | {f"search_recall_at_3_{source}": recall for source, recall in recalls.items()}
-        | {"search_recall_at_3": statistics.mean(recalls.values())}
-    )
+    figures |= {f"search_recall_at_3_{source}": recall for source, recall in recalls.items()}
+    return figures | {"search_recall_at_3": statistics.mean(recalls.values())}
 
 
 def median_rate(work, count: int) -> float:  # type: ignore[no-untyped-def]
@@ -61,9 +58,8 @@ def recall_at_3(corpus: Corpus, rows: Sequence[dict]) -> dict[str, float]:  # ty
     for row in rows:
         if row["answer_in_corpus"]:
             golden = {normalise(answer) for answer in row["golden_answers"]} - {""}
-            seen = [
-                normalise(hit.passage.contents) for hit in corpus.search([row["question"]], TOPK)[0]
-            ]
+            (found,) = corpus.search([row["question"]], TOPK)
+            seen = [normalise(hit.passage.contents) for hit in found]
             hits[row["source"]].append(any(answer in text for answer in golden for text in seen))
     return {source: statistics.mean(own) for source, own in hits.items()}
 

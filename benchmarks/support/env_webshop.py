@@ -85,19 +85,15 @@ def random_steps_s(options: dict[str, object], *, seed: int, episodes: int) -> f
 
 def start_s(options: dict[str, object]) -> float:
     command = [sys.executable, "-c", START, json.dumps(options)]
-    return float(
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    )
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return float(done.stdout)
 
 
 def equal_shares(options: dict[str, object], traces: Path) -> dict[str, float]:
-    played = (("train", "test"), ("heldout", "test"), ("heldout", "eval"))
-    every = [
-        task
-        for role, split in played
-        for task in WebShopEnv.tasks(role, {**options, "heldout": split})
-    ]
-    tasks = {int(task.data["goal"]): task for task in every}
+    tasks = {}
+    for role, split in (("train", "test"), ("heldout", "test"), ("heldout", "eval")):
+        for task in WebShopEnv.tasks(role, {**options, "heldout": split}):
+            tasks[int(task.data["goal"])] = task
     env = WebShopEnv(options)
     steps, rewards, pages = [], [], []
     for line in lzma.decompress(traces.read_bytes()).splitlines():

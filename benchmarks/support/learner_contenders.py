@@ -29,9 +29,7 @@ NO_DUAL_CLIP = 1e9  # the others have none
 
 
 class Learner:
-    """This learner on one rank: the rows are packed, then `Engine` makes one update, with all its
-    statistics.
-    """
+    """Run this learner on one rank: pack the rows, make one update with all its statistics."""
 
     def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int, merge_steps: bool) -> None:
         self.rows, self.pass_tokens, self.merge_steps = rows, pass_tokens, merge_steps
@@ -58,7 +56,7 @@ class Learner:
 
 
 class HfLoop:
-    """A training loop as one writes it in half an hour.
+    """Train in a loop as one writes it in half an hour.
 
     Rows are padded on the right in the order they come, and all positions get logits.
     """
@@ -82,23 +80,20 @@ class HfLoop:
         return float(grad_norm)
 
     def _backward(self, records: Sequence[dict[str, Any]], n_response_tokens: int) -> None:
-        ids_BT = _padded([row["prompt_ids"] + row["response_ids"] for row in records])
-        attended_BT = _padded(
-            [[1] * len(row["prompt_ids"] + row["response_ids"]) for row in records]
-        )
-        learned_BT = _padded(
-            [[0] * len(row["prompt_ids"]) + [1] * len(row["response_ids"]) for row in records]
-        )
-        behaviour_BT = _padded(
-            [[0.0] * len(row["prompt_ids"]) + row["response_logprobs"] for row in records]
+        ids, attended, learned, behaviour = [], [], [], []
+        for row in records:
+            n_prompt, n_response = len(row["prompt_ids"]), len(row["response_ids"])
+            ids.append(row["prompt_ids"] + row["response_ids"])
+            attended.append([1] * (n_prompt + n_response))
+            learned.append([0] * n_prompt + [1] * n_response)
+            behaviour.append([0.0] * n_prompt + row["response_logprobs"])
+        ids_BT, attended_BT, learned_BT, behaviour_BT = (
+            _padded(rows) for rows in (ids, attended, learned, behaviour)
         )
         advantages_B1 = torch.tensor([[row["advantage"]] for row in records])
         logits_BTV = self.model(input_ids=ids_BT, attention_mask=attended_BT).logits
-        logprobs_BT = (
-            torch.log_softmax(logits_BTV[:, :-1].float(), -1)
-            .gather(-1, ids_BT[:, 1:, None])
-            .squeeze(-1)
-        )
+        logprobs_BTV = torch.log_softmax(logits_BTV[:, :-1].float(), -1)
+        logprobs_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
         ratio_BT = torch.exp(logprobs_BT - behaviour_BT[:, 1:])
         clipped_BT = ratio_BT.clamp(1.0 - CLIP, 1.0 + CLIP)
         loss_BT = -torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
@@ -106,9 +101,7 @@ class HfLoop:
 
 
 def rows_per_pass(rows: pa.Table, *, pass_tokens: int) -> int:
-    """The largest power of two whose rows, padded to the longest of all, stay within `pass_tokens`;
-    at least 1.
-    """
+    """Return the most rows, a power of two, that fit `pass_tokens` when padded to the longest."""
     lengths = pc.add(
         pc.list_value_length(rows["prompt_ids"]), pc.list_value_length(rows["response_ids"])
     )

@@ -9,7 +9,7 @@ number of rows, in random order, as concurrent episodes produce them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -25,38 +25,10 @@ Mix = Callable[[np.random.Generator, int], Lengths]
 # and the same of len(response_ids). Prompt and response, and prompts of one episode, are all but
 # independent.
 PROMPT_BIN_TOKENS = 4
-REAL_PROMPTS = {
-    24: 6,
-    28: 47,
-    32: 196,
-    36: 883,
-    40: 1691,
-    44: 2471,
-    48: 1588,
-    52: 730,
-    56: 1048,
-    60: 779,
-    64: 801,
-    68: 459,
-    72: 199,
-    76: 152,
-    80: 2,
-}
-REAL_RESPONSES = {
-    1: 1,
-    2: 7,
-    3: 50,
-    4: 204,
-    5: 7215,
-    6: 287,
-    7: 3108,
-    8: 100,
-    9: 61,
-    10: 8,
-    11: 6,
-    12: 4,
-    13: 1,
-}
+REAL_PROMPTS = range(24, 84, PROMPT_BIN_TOKENS)
+PROMPT_ROWS = (6, 47, 196, 883, 1691, 2471, 1588, 730, 1048, 779, 801, 459, 199, 152, 2)
+REAL_RESPONSES = range(1, 14)
+RESPONSE_ROWS = (1, 7, 50, 204, 7215, 287, 3108, 100, 61, 8, 6, 4, 1)
 # Made up, in the limits of configs/alfworld_*.yaml: prompts with a few turns of history, answers
 # that think first.
 # median, sigma of the logarithm, least, most
@@ -70,8 +42,9 @@ FIRST_PROMPT_TOKENS, OBSERVATION_TOKENS, EPISODE_STEPS = 45, 20, 11
 
 
 def real(rng: np.random.Generator, n_rows: int) -> Lengths:
-    prompts = _drawn(rng, REAL_PROMPTS, n_rows) + rng.integers(0, PROMPT_BIN_TOKENS, n_rows)
-    return prompts, _drawn(rng, REAL_RESPONSES, n_rows)
+    bins = _drawn(rng, REAL_PROMPTS, PROMPT_ROWS, n_rows)
+    prompts = bins + rng.integers(0, PROMPT_BIN_TOKENS, n_rows)
+    return prompts, _drawn(rng, REAL_RESPONSES, RESPONSE_ROWS, n_rows)
 
 
 def long_tail(rng: np.random.Generator, n_rows: int) -> Lengths:
@@ -86,12 +59,7 @@ def all_response(rng: np.random.Generator, n_rows: int) -> Lengths:
     return np.full(n_rows, 1), np.full(n_rows, ROW_TOKENS - 1)
 
 
-MIXES: dict[str, Mix] = {
-    "equal": equal,
-    "all_response": all_response,
-    "real": real,
-    "long_tail": long_tail,
-}
+MIXES: dict[str, Mix] = {mix.__name__: mix for mix in (equal, all_response, real, long_tail)}
 
 
 def make_rows(lengths: Lengths, *, rng: np.random.Generator, vocabulary: int) -> pa.Table:
@@ -104,26 +72,19 @@ def make_rows(lengths: Lengths, *, rng: np.random.Generator, vocabulary: int) ->
 
 
 def make_histories(n_episodes: int, *, rng: np.random.Generator, vocabulary: int) -> pa.Table:
-    """Episodes whose prompts are all that went before: step k + 1's begins with step k's prompt and
-    response.
-    """
+    """Return episodes in which each prompt begins with the prompt and response before it."""
     prompts, responses, trajectories, steps = [], [], [], []
     for _ in range(n_episodes):
-        trajectory, history = (
-            rng.bytes(16),
-            rng.integers(0, vocabulary, FIRST_PROMPT_TOKENS).tolist(),
-        )
+        trajectory = rng.bytes(16)
+        history = rng.integers(0, vocabulary, FIRST_PROMPT_TOKENS).tolist()
         for step in range(EPISODE_STEPS):
             response = rng.integers(0, vocabulary, MEAN_RESPONSE_TOKENS).tolist()
             prompts.append(history)
             responses.append(response)
             trajectories.append(trajectory)
             steps.append(step)
-            history = [
-                *history,
-                *response,
-                *rng.integers(0, vocabulary, OBSERVATION_TOKENS).tolist(),
-            ]
+            observation = rng.integers(0, vocabulary, OBSERVATION_TOKENS).tolist()
+            history = [*history, *response, *observation]
     return _table(prompts, responses, trajectories, steps, rng=rng, vocabulary=vocabulary)
 
 
@@ -146,9 +107,7 @@ def _table(
     rng: np.random.Generator,
     vocabulary: int,
 ) -> pa.Table:
-    """Behaviour log-probabilities of a policy near the random model's, so that some ratios are
-    clipped and most are not.
-    """
+    # of a policy near the random model's: some ratios are clipped, and most are not
     behaviour = [
         (rng.normal(0.0, 0.1, len(ids)) - np.log(vocabulary)).astype(np.float32)
         for ids in responses
@@ -166,9 +125,10 @@ def _table(
     )
 
 
-def _drawn(rng: np.random.Generator, counts: Mapping[int, int], n: int) -> NDArray[np.int64]:
-    values, weights = np.array(list(counts)), np.array(list(counts.values()), dtype=float)
-    return rng.choice(values, size=n, p=weights / weights.sum())
+def _drawn(
+    rng: np.random.Generator, values: Sequence[int], counts: Sequence[int], n: int
+) -> NDArray[np.int64]:
+    return rng.choice(np.array(values), size=n, p=np.array(counts) / sum(counts))
 
 
 def _lognormal(

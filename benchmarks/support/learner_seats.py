@@ -31,7 +31,7 @@ _FORK = multiprocessing.get_context("fork")
 
 class Contender(Protocol):
     def update(self) -> float:
-        """One optimizer update over all rows; returns the norm of its gradient."""
+        """Make one optimizer update over all rows; return the norm of its gradient."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,14 +65,10 @@ class Seat:
         else:
             self.seconds.append(seconds)
 
-    def close(self) -> None:
-        self.process.kill()  # it has nothing to save
-        self.process.join()
-
 
 @contextlib.contextmanager
 def seated(contenders: Mapping[str, Callable[[], Contender]]) -> Iterator[dict[str, Seat]]:
-    """Starts a process for each; each is made, in its own process, at its first update."""
+    """Start a process for each contender, which is made there at its first update."""
     seats = {}
     for name, make in contenders.items():
         ours, theirs = _FORK.Pipe()
@@ -84,11 +80,12 @@ def seated(contenders: Mapping[str, Callable[[], Contender]]) -> Iterator[dict[s
         yield seats
     finally:
         for seat in seats.values():
-            seat.close()
+            seat.process.kill()  # it has nothing to save
+            seat.process.join()
 
 
 def _serve(make: Callable[[], Contender], connection: Connection) -> None:
-    """Ends when it is killed, or when nobody has asked for long: its parent is gone."""
+    """Make updates until it is killed, or until nobody has asked for long: its parent is gone."""
     at_fork_mib = _peak_mib()
     contender: Contender | None = None
     while connection.poll(PATIENCE_S):

@@ -1,7 +1,7 @@
 """TRL's GRPO trainer without generation: its training loop, loss, clipping and optimizer.
 
-    trl = TrlTrainer(base, rows, rows_per_pass=32, settings={})    # importing this needs trl
-    grad_norm = trl.update()                                       # one step over all rows
+    trl = TrlTrainer(base, rows, pass_tokens=4096)    # importing this needs trl
+    grad_norm = trl.update()                          # one step over all rows
 
 The trainer runs in a thread, held before each optimizer step until `update` asks for it, so that
 other contenders can be measured in between. It ends with its process. One method is replaced:
@@ -16,12 +16,14 @@ import os
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 from datasets import Dataset
+from support.learner_contenders import CLIP, GRAD_CLIP, LEARNING_RATE, WEIGHT_DECAY, rows_per_pass
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
@@ -29,20 +31,18 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 PATIENCE_S = 600.0
 ENDLESS_STEPS = 1_000_000
+SIDES = ("left", "right")
 
 
 class TrlTrainer:
     """Fixed rows, one optimizer step over all of them for each `update`."""
 
-    def __init__(
-        self, base: Path, rows: pa.Table, *, rows_per_pass: int, settings: dict[str, Any]
-    ) -> None:
-        """`settings` are more fields of GRPOConfig, such as max_grad_norm."""
-        passes, remainder = divmod(rows.num_rows, rows_per_pass)
+    def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int) -> None:
+        n_rows = rows_per_pass(rows, pass_tokens=pass_tokens)
+        passes, remainder = divmod(rows.num_rows, n_rows)
         if remainder:
             raise ValueError(
-                f"{rows.num_rows} rows in passes of {rows_per_pass} leave {remainder} over; TRL "
-                "drops them"
+                f"{rows.num_rows} rows in passes of {n_rows} leave {remainder} over; TRL drops them"
             )
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         # DeepSpeed wants it; TRL would take this for one process of several
@@ -51,7 +51,7 @@ class TrlTrainer:
             model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
             args=GRPOConfig(
                 output_dir=tempfile.gettempdir(),  # nothing is written
-                per_device_train_batch_size=rows_per_pass,
+                per_device_train_batch_size=n_rows,
                 gradient_accumulation_steps=passes,
                 num_generations=2,  # the fewest it takes; the advantages are given
                 max_steps=ENDLESS_STEPS,
@@ -66,7 +66,10 @@ class TrlTrainer:
                 save_strategy="no",
                 report_to="none",
                 disable_tqdm=True,
-                **settings,
+                learning_rate=LEARNING_RATE,
+                weight_decay=WEIGHT_DECAY,
+                max_grad_norm=GRAD_CLIP,
+                epsilon=CLIP,
             ),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             train_dataset=Dataset.from_dict({"prompt": [""] * rows.num_rows}),
@@ -81,17 +84,14 @@ class TrlTrainer:
     def update(self) -> float:
         self.go.release()
         if not self.done.acquire(timeout=PATIENCE_S):
-            raise TimeoutError(
-                f"TRL's trainer did not finish an optimizer step within {PATIENCE_S:g} s; give it "
-                "fewer rows"
-            )
+            raise TimeoutError(f"TRL made no step within {PATIENCE_S:g} s; give it fewer rows")
         if self._training.done():
             self._training.result()
         return self._trainer.grad_norm
 
 
 class _Gate(TrainerCallback):
-    """Holds the trainer before each optimizer step."""
+    """Hold the trainer before each optimizer step."""
 
     def __init__(self, owner: TrlTrainer) -> None:
         self.owner = owner
@@ -117,23 +117,19 @@ class _FixedCompletions(GRPOTrainer):
 
 
 def _as_trl_pads(rows: pa.Table) -> dict[str, torch.Tensor]:
-    """Letters: B all rows, P the longest prompt, C the longest completion."""
+    """Return the tensors [rows, longest row] that TRL computes of generated completions."""
     prompts, responses, logprobs = (
-        rows[name].to_pylist() for name in ("prompt_ids", "response_ids", "response_logprobs")
+        list(map(torch.tensor, rows[name].to_pylist()))
+        for name in ("prompt_ids", "response_ids", "response_logprobs")
     )
-    prompts, responses, logprobs = (
-        [torch.tensor(row) for row in column] for column in (prompts, responses, logprobs)
-    )
+    prompt_masks, response_masks = map(torch.ones_like, prompts), map(torch.ones_like, responses)
+    left, right = (partial(pad_sequence, batch_first=True, padding_side=side) for side in SIDES)
     return {
-        "prompt_ids": pad_sequence(prompts, batch_first=True, padding_side="left"),
-        "prompt_mask": pad_sequence(
-            [torch.ones_like(row) for row in prompts], batch_first=True, padding_side="left"
-        ),
-        "completion_ids": pad_sequence(responses, batch_first=True),
-        "completion_mask": pad_sequence(
-            [torch.ones_like(row) for row in responses], batch_first=True
-        ),
+        "prompt_ids": left(prompts),
+        "prompt_mask": left(list(prompt_masks)),
+        "completion_ids": right(responses),
+        "completion_mask": right(list(response_masks)),
         "advantages": torch.tensor(rows["advantage"].to_pylist()),
-        "old_per_token_logps": pad_sequence(logprobs, batch_first=True),
+        "old_per_token_logps": right(logprobs),
         "num_items_in_batch": torch.tensor(sum(len(row) for row in responses)),
     }

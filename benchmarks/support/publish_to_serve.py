@@ -31,16 +31,16 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def publish_to_serve(base: Path, *, publishes: int, cores: str, directory: Path) -> list[float]:
-    """Milliseconds of each publish but the first, which warms up. Start it in a process that has
-    computed nothing yet.
+    """Return the milliseconds of each publish but the first, which warms up.
+
+    Start it in a process that has computed nothing yet.
     """
     ours, theirs = _FORK.Pipe()
     learner = _FORK.Process(target=_learn, args=(base, theirs), daemon=True)
     learner.start()
     try:
-        return asyncio.run(
-            _measure(base, ours, publishes=publishes, cores=cores, directory=directory)
-        )[1:]
+        measuring = _measure(base, ours, publishes=publishes, cores=cores, directory=directory)
+        return asyncio.run(measuring)[1:]
     finally:
         learner.kill()
         learner.join()
@@ -90,8 +90,9 @@ def _ask(learner: Connection, path: Path | None) -> str:
 
 
 def _learn(base: Path, connection: Connection) -> None:
-    """Writes the weights to each path it is sent. None is the time between two publishes: they
-    change, the disk catches up.
+    """Write the weights to each path that it is sent.
+
+    None is the time between two publishes: the weights change, and the disk catches up.
     """
     engine = Engine(
         model_path=base,

@@ -1,4 +1,4 @@
-"""One run with simulated workers and a simulated learner, by sleeping, for `async_vs_sync.py`.
+"""Simulate one run: its workers and its learner sleep; for `async_vs_sync.py`.
 
 Three ways to run the same work with the same code: asynchronous; `max_staleness=0`; and lock-step,
 which is that with one more thing: no episode takes its next turn before every episode of the batch
@@ -103,17 +103,14 @@ class LockStep:
 def simulate(
     directory: Path, pace: Pace, *, max_staleness: int, lock_step: bool, steps: int, warm_up: int
 ) -> Timed:
-    """Plays and trains `warm_up + steps` learner steps in a new run at `directory`; the last
-    `steps` of them count.
-    """
+    """Play and train `warm_up + steps` learner steps in a new run. The last `steps` count."""
     config = make_config(directory, pace, max_staleness=max_staleness, steps=warm_up + steps)
     layout = RunLayout.create(directory, config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=max_staleness)
     coordinator = Coordinator(config, learns=True)
+    handle = LocalHandle(coordinator, delay=None, seed=0)
     try:
-        learner = asyncio.run(
-            _play(config, pace, LocalHandle(coordinator, delay=None, seed=0), lock_step=lock_step)
-        )
+        learner = asyncio.run(_play(config, pace, handle, lock_step=lock_step))
         lineage = coordinator.catalog.snapshot({}).new_parts["lineage"].table
     finally:
         coordinator.close()
@@ -146,20 +143,18 @@ def make_config(directory: Path, pace: Pace, *, max_staleness: int, steps: int) 
 async def _play(
     config: Config, pace: Pace, handle: LocalHandle, *, lock_step: bool
 ) -> SimulatedLearner:
-    setups = [
-        SimulatedSetup(
+    environment = _environments(pace, lock_step=lock_step)  # one barrier for all
+    workers = []
+    for number in range(pace.workers):
+        setup = SimulatedSetup(
             name=f"worker-{number}",
             config=config,
             seed=0,
-            environment=_environments(pace, lock_step=lock_step),
+            environment=environment,
             generation=pace.generation,
             loading=LOADING,
         )
-        for number in range(pace.workers)
-    ]
-    if lock_step:  # one barrier for all
-        setups = [replace(setup, environment=setups[0].environment) for setup in setups]
-    workers = [SimulatedWorker(setup, handle) for setup in setups]
+        workers.append(SimulatedWorker(setup, handle))
     running = [asyncio.create_task(worker.run()) for worker in workers]
     learner = SimulatedLearner(config, handle, step_time=pace.step_time, seed=0)
     await learner.start()
@@ -179,8 +174,8 @@ def _environments(pace: Pace, *, lock_step: bool) -> Callable[[random.Random], A
         environment = DelayedEnvironment(
             environment_class("key_room")({}), delay=pace.environment, source=source
         )
-        return (
-            LockStep(environment, barrier, max_steps=pace.max_steps) if lock_step else environment
-        )
+        if not lock_step:
+            return environment
+        return LockStep(environment, barrier, max_steps=pace.max_steps)
 
     return make

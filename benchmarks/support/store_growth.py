@@ -1,15 +1,15 @@
-"""Runs that have grown, for benchmarks/store.py: many small segments, many groups, a reader left
-open.
-"""
+"""Make runs that have grown, for benchmarks/store.py: small segments, groups, an open reader."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from support import store_load
 
@@ -24,7 +24,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.clock import US_PER_S
+from store.clock import US_PER_S, now_us
 from store.maintenance.compact import merges
 from store.reading.reader import open_run
 
@@ -43,9 +43,7 @@ def new_run() -> Iterator[tuple[Catalog, RunLayout]]:
 
 
 def many_files(n_files: int, label: str) -> dict[str, float]:
-    """Return what a run of so many segments of one step costs: a reader's start, an export, its
-    compaction.
-    """
+    """Return what a reader, an export and compaction cost in a run of so many small segments."""
     step = store_load.make_pool(seed=0)[0][0]
     tokens = {
         name: getattr(step, name)[:TOKENS]
@@ -93,9 +91,7 @@ def commit_one(catalog: Catalog, layout: RunLayout, *, step: store_load.Step) ->
 
 
 def export_ms(catalog: Catalog, layout: RunLayout, *, n_exports: int) -> float:
-    """Return the mean time of the last EXPORTS_TIMED exports, each of one more event and one more
-    version.
-    """
+    """Return the mean time of the last EXPORTS_TIMED exports. Each has a new event and version."""
     newest = catalog.latest_version()
     first = 0 if newest is None else newest.version + 1
     spent_s = []
@@ -112,23 +108,18 @@ def export_ms(catalog: Catalog, layout: RunLayout, *, n_exports: int) -> float:
 
 
 def reader_left_open(n_exports: int, label: str) -> dict[str, float]:
-    """Return what an export costs after so many, one a second by the store's clock, with a reader
-    open since the first.
+    """Return what an export costs after so many with a reader open since the first.
+
+    They come one a second by the store's clock.
     """
-    real, seconds = manifest.now_us, iter(range(10**9))
+    start_us, seconds = now_us(), itertools.count()
     with new_run() as (catalog, layout):
         export(catalog, layout)
-        start_us = real()
-        manifest.now_us = lambda: start_us + next(seconds) * US_PER_S  # asked once an export
-        try:
-            with open_run(layout.root):
-                return {
-                    f"export_ms_reader_left_open_{label}": export_ms(
-                        catalog, layout, n_exports=n_exports
-                    )
-                }
-        finally:
-            manifest.now_us = real
+        # asked once an export
+        clock = patch.object(manifest, "now_us", lambda: start_us + next(seconds) * US_PER_S)
+        with clock, open_run(layout.root):
+            time_ms = export_ms(catalog, layout, n_exports=n_exports)
+    return {f"export_ms_reader_left_open_{label}": time_ms}
 
 
 def many_groups(n_groups: int, label: str) -> dict[str, float]:
@@ -156,11 +147,8 @@ def many_groups(n_groups: int, label: str) -> dict[str, float]:
             tx.insert_many("grp", rows)
             tx.touch("groups")
         started = time.perf_counter()
-        for ask in (
-            catalog.counts,
-            catalog.open_heldout,
-            catalog.finished_evaluations,
-            catalog.latest_metrics,
-        ):
-            ask()
+        catalog.counts()
+        catalog.open_heldout()
+        catalog.finished_evaluations()
+        catalog.latest_metrics()
         return {f"status_ms_{label}": 1e3 * (time.perf_counter() - started)}

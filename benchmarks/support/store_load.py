@@ -1,4 +1,4 @@
-"""The rows of benchmarks/store.py and the processes that write them.
+"""Make the rows of benchmarks/store.py, in the processes that write them.
 
 Row model: about 40 steps an episode, 5.2 KB a step as Arrow; token ids are log-uniform behind a
 shared template, rooms are met again. Writers cycle a pool of 128 episodes with fresh uids. So
@@ -50,7 +50,7 @@ def make_episode(
 ) -> tuple[Step, ...]:
     n_steps = int(rng.integers(*EPISODE_STEPS, endpoint=True))
     return tuple(
-        make_step(rng, index, n_steps=n_steps, template=template, rooms=rooms)
+        make_step(rng, index, is_last=index == n_steps - 1, template=template, rooms=rooms)
         for index in range(n_steps)
     )
 
@@ -59,7 +59,7 @@ def make_step(
     rng: np.random.Generator,
     index: int,
     *,
-    n_steps: int,
+    is_last: bool,
     template: tuple[int, ...],
     rooms: list[str],
 ) -> Step:
@@ -80,9 +80,9 @@ def make_step(
         state_hash=state_hash(room),
         admissible_actions=None,
         action_text=f"take the key {int(rng.integers(EXITS))}",
-        reward=10.0 if index == n_steps - 1 else 0.0,
+        reward=10.0 * is_last,
         is_action_valid=True,
-        terminated=index == n_steps - 1,
+        terminated=is_last,
         truncated=False,
         t_start_us=1_700_000_000_000_000 + index * 1_000_000 + int(rng.integers(1_000_000)),
         gen_us=int(rng.integers(100_000, 900_000)),
@@ -150,7 +150,6 @@ class Writer:
     pipe: Connection
     layout: RunLayout
     pool: Pool
-    tables: list[pa.Table]  # of BATCH_GROUPS groups, for encoding without to_table
 
     def ask(self, request: object) -> Any:
         self.pipe.send(request)
@@ -158,22 +157,22 @@ class Writer:
 
 
 def work(pipe: Connection, name: str) -> None:
-    """A writer process: jobs come as (function, run, amount), None ends it."""
+    """Do the jobs that come as (function, run, amount), until None comes: a writer process."""
     pool = make_pool(seed=int(name[1:]))
-    tables = [to_table(trajectories) for trajectories in invented(BATCH_GROUPS, pool)]
     pipe.send(Done(n_steps=0))
     while (job := pipe.recv()) is not None:
         function, layout, amount = job
-        writer = Writer(name=name, pipe=pipe, layout=layout, pool=pool, tables=tables)
+        writer = Writer(name=name, pipe=pipe, layout=layout, pool=pool)
         pipe.send(Done(n_steps=function(writer, amount)))
 
 
 def invented(n_groups: int, pool: Pool) -> list[list[Trajectory]]:
-    uids = [uid("invented", number) for number in range(n_groups)]
-    return [
-        make_trajectories(g, [uid(g, member) for member in range(GROUP_SIZE)], "t", pool)
-        for g in uids
-    ]
+    groups = []
+    for number in range(n_groups):
+        group_uid = uid("invented", number)
+        traj_uids = [uid(group_uid, member) for member in range(GROUP_SIZE)]
+        groups.append(make_trajectories(group_uid, traj_uids, "t", pool))
+    return groups
 
 
 def encode_only(writer: Writer, n_groups: int) -> int:
@@ -186,16 +185,8 @@ def encode_only(writer: Writer, n_groups: int) -> int:
     return n_steps
 
 
-def parquet_only(writer: Writer, n_groups: int) -> int:
-    """The second half of `encode_only`: rows that are Arrow already."""
-    tables = [writer.tables[number % BATCH_GROUPS] for number in range(n_groups)]
-    for table in tables:
-        encode(table, metadata={})
-    return sum(table.num_rows for table in tables)
-
-
 def to_store(writer: Writer, n_groups: int) -> int:
-    """Leases, plays nothing, writes and commits: a worker without its model."""
+    """Lease, play nothing, write and commit: a worker without its model."""
     n_steps = 0
     for _ in range(n_groups):
         group = writer.ask(Lease(worker=writer.name))
@@ -209,15 +200,13 @@ def to_store(writer: Writer, n_groups: int) -> int:
 
 
 def episodes_to_duckdb(writer: Writer, n_groups: int) -> int:
-    """The same rows for the owner of one database file, as Arrow over the pipe: each episode when
-    it has ended.
-    """
+    """Send each episode, when it has ended, to the owner of one database file as Arrow."""
     episodes = [[episode] for group in invented(n_groups, writer.pool) for episode in group]
     return sum(to_duckdb(writer, to_table(episode)) for episode in episodes)
 
 
 def groups_to_duckdb(writer: Writer, n_groups: int) -> int:
-    """The same, a whole group at a time, as the store commits."""
+    """Send a whole group at a time, as the store commits."""
     return sum(to_duckdb(writer, to_table(group)) for group in invented(n_groups, writer.pool))
 
 
@@ -230,9 +219,7 @@ def to_duckdb(writer: Writer, table: pa.Table) -> int:
 
 
 def in_bulk(writer: Writer, n_files: int) -> int:
-    """Files as compaction leaves them, through the ordinary commit. Rows are taken from the pool as
-    Arrow, not as Steps.
-    """
+    """Commit files as compaction leaves them. Rows come from the pool as Arrow, not as Steps."""
     episodes = make_trajectories(
         bytes(16), [uid("pool", number) for number in range(POOL_EPISODES)], "t", writer.pool
     )
@@ -244,11 +231,8 @@ def in_bulk(writer: Writer, n_files: int) -> int:
             0, POOL_EPISODES, GROUPS_PER_FILE * GROUP_SIZE
         )
         lengths = np.diff(ends, prepend=0)[chosen]
-        table = rows.take(
-            np.concatenate(
-                [np.arange(ends[e] - n, ends[e]) for e, n in zip(chosen, lengths, strict=True)]
-            )
-        )
+        spans = zip(ends[chosen] - lengths, ends[chosen], strict=True)
+        table = rows.take(np.concatenate([np.arange(*span) for span in spans]))
         members = [(group, member) for group in groups for member in range(GROUP_SIZE)]
         metas = tuple(
             meta_of(episodes[e], group=group, member=member)
@@ -261,9 +245,7 @@ def in_bulk(writer: Writer, n_files: int) -> int:
             "member": pa.array(np.repeat([member for _, member in members], lengths), pa.int32()),
         }
         for name, column in columns.items():
-            table = table.set_column(
-                table.column_names.index(name), table.schema.field(name), column
-            )
+            table = table.set_column(table.schema.get_field_index(name), name, column)
         segment = write_rows(
             writer.layout, table, trajectories=metas, worker=writer.name, epoch=groups[0].epoch
         )

@@ -25,10 +25,6 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 # Options that several adapters have: a check, and a description of right values.
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "action": (
@@ -39,7 +35,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "anchor": (lambda value: value in ("suffix", "observation"), "'suffix' or 'observation'"),
     "shows": (lambda value: value in ("anchor", "text"), "'anchor' or 'text'"),
     "manager": (lambda value: isinstance(value, str) and ":" in value, "module:name"),
-    "win_at": (_is_number, "a number"),
+    "win_at": (lambda value: type(value) in (int, float), "a number"),
 }
 
 

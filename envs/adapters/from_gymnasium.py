@@ -32,15 +32,14 @@ class GymnasiumEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = adapter_options("gymnasium", options, OPTIONS)
         self._gymnasium = import_package("gymnasium", "gymnasium")
-        render, task_kwargs = self._options["render"], self._options["task_kwargs"]
-        self._render = (
-            load_target("gymnasium", "render", render)
-            if render not in ("observation", "ansi")
-            else None
-        )
-        self._task_kwargs = (
-            load_target("gymnasium", "task_kwargs", task_kwargs) if task_kwargs else None
-        )
+        self._render: Any = None
+        if self._options["render"] not in ("observation", "ansi"):
+            self._render = load_target("gymnasium", "render", self._options["render"])
+        self._task_kwargs: Any = None
+        if self._options["task_kwargs"]:
+            self._task_kwargs = load_target(
+                "gymnasium", "task_kwargs", self._options["task_kwargs"]
+            )
         self._env: Any = None
         self._made_for: int | None = None  # seed
 
@@ -58,7 +57,8 @@ class GymnasiumEnv:
         return self._observe(state, info)
 
     def step(self, action: str) -> Transition:
-        if self._options["actions"] and action not in (self._seen.actions or ()):
+        names = self._options["actions"]
+        if names and action not in (self._seen.actions or ()):
             return Transition(
                 observation=self._seen,
                 reward=0.0,
@@ -67,7 +67,8 @@ class GymnasiumEnv:
                 won=False,
                 valid=False,
             )
-        state, reward, terminated, truncated, info = self._env.step(self._action(action))
+        given = self._env.action_space.start + names.index(action) if names else action
+        state, reward, terminated, truncated, info = self._env.step(given)
         return Transition(
             observation=self._observe(state, info),
             reward=float(reward),
@@ -82,10 +83,9 @@ class GymnasiumEnv:
             self._env = None
 
     def _make(self, seed: int) -> Any:
-        kwargs = {
-            **self._options["kwargs"],
-            **(self._task_kwargs(seed) if self._task_kwargs else {}),
-        }
+        kwargs = dict(self._options["kwargs"])
+        if self._task_kwargs is not None:
+            kwargs |= self._task_kwargs(seed)
         if self._options["render"] == "ansi":
             kwargs["render_mode"] = "ansi"
         return self._gymnasium.make(self._options["id"], **kwargs)
@@ -115,10 +115,6 @@ class GymnasiumEnv:
                 f"gymnasium option render=observation: {name} observes {seen}, no text; use ansi "
                 "or module:function"
             )
-
-    def _action(self, action: str) -> Any:
-        names = self._options["actions"]
-        return self._env.action_space.start + names.index(action) if names else action
 
     def _observe(self, state: Any, info: Mapping[str, Any]) -> Observation:
         names, mask = self._options["actions"], info.get("action_mask")

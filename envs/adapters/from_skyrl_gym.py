@@ -49,11 +49,14 @@ class SkyRLGymEnv:
         ]
 
     def reset(self, task: Task) -> Observation:
+        from omegaconf import OmegaConf  # its environments read settings as attributes
+
         self.close()
         extras = json.loads(task.data["row"])
         prompt = extras.pop("prompt")
+        config = OmegaConf.create(self._options["env_config"])
         # the row is an argument of the environment's constructor
-        self._env = self._make(self._options["id"], env_config=self._config(), extras=extras)
+        self._env = self._make(self._options["id"], env_config=config, extras=extras)
         messages, _ = self._env.init(prompt)
         self._objective = _text(messages)
         return Observation(text=BEGIN, objective=self._objective)
@@ -73,11 +76,6 @@ class SkyRLGymEnv:
         if self._env is not None:
             self._env.close()
             self._env = None
-
-    def _config(self) -> Any:
-        from omegaconf import OmegaConf  # its environments read settings as attributes
-
-        return OmegaConf.create(self._options["env_config"])
 
 
 def _rows(path: Path) -> Iterator[str]:

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.adapters.common import close_soon
-from envs.base import Observation, Task, Transition
+from envs.base import Observation, Task, Transition, task_to_json
 from envs.errors import EnvironmentDied
 from envs.hosting.pending import run_in_thread
 from envs.options import OptionsError, check_options
@@ -82,14 +82,7 @@ class RemoteEnv:
         raise ValueError(f"{server}: {env._error(status, answer)}")
 
     async def reset(self, task: Task) -> Observation:
-        fields = {
-            "id": task.id,
-            "env_name": task.env_name,
-            "split": task.split,
-            "seed": task.seed,
-            "data": dict(task.data),
-        }
-        status, answer = UNKNOWN_ID, b""
+        fields, status, answer = task_to_json(task), UNKNOWN_ID, b""
         if self._id is not None:
             status, answer = await self._post("reset", task=fields)
         if status == UNKNOWN_ID:

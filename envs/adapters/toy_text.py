@@ -19,7 +19,7 @@ def lake_of_seed(seed: int) -> dict[str, Any]:
 
 def lake(env: Any, state: int) -> str:
     """Return the lake as a grid: P player, S start, F ice, H hole, G goal."""
-    rows = [[cell.decode() for cell in row] for row in env.desc]
+    rows = env.desc.astype(str).tolist()
     rows[state // env.ncol][state % env.ncol] = "P"
     return "\n".join(" ".join(row) for row in rows)
 

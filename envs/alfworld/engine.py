@@ -69,10 +69,12 @@ def translate(game: Game) -> Translation:
             facts[fact.predicate, tuple(types[name] for name in fact.args)].add(tuple(fact.args))
     supertypes = tuple((kind.name, tuple(kind.supertype_names)) for kind in task.types)
     mentioned = [name for known in facts.values() for fact in known for name in fact]
-    parameters = {
-        action.name: tuple((entry.name.strip("?"), entry.type_name) for entry in action.parameters)
-        for action in task.actions
-    }
+    parameters = {}
+    for action in task.actions:
+        entries = action.parameters
+        parameters[action.name] = tuple(
+            (entry.name.strip("?"), entry.type_name) for entry in entries
+        )
     return Translation(
         language=_language(game.domain, game.grammar, supertypes),
         sas=zlib.compress(sas.encode(), level=1),
@@ -152,10 +154,8 @@ class Engine:
         self._operators = {}
         for operator in operators:
             name, binding = self._split(operator)
-            # the first of operators with the same command counts
-            self._operators.setdefault(
-                self._say(self._game.language.commands[name], binding), operator
-            )
+            command = self._say(self._game.language.commands[name], binding)
+            self._operators.setdefault(command, operator)  # the first with this command counts
 
     def _split(self, operator: Any) -> tuple[str, dict[Placeholder, str]]:
         name, *arguments = operator.name.split()

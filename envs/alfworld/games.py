@@ -128,9 +128,8 @@ def _locate(data: Path, split: str) -> tuple[Path, Path]:
     if not packed.is_file() and not folder.is_dir():
         raise ValueError(
             f"alfworld option data={str(data)!r}: neither {folder} nor {packed} is there; fetch "
-            "the games with "
-            f"`alfworld-download --data-dir {data}`, or leave data empty to play small games made "
-            "on the spot"
+            f"the games with `alfworld-download --data-dir {data}`, or leave data empty to play "
+            "small games made on the spot"
         )
     return packed, folder
 

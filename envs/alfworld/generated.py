@@ -124,10 +124,9 @@ def _sentence(kind: str, object_: str, place: str) -> str:
         return f"look at {object_} under the {LAMP.lower()}"
     if kind == TWO:
         return f"put two {object_} in {place}"
-    verb = VERBS[kind][0] if kind in VERBS else ""
-    return (
-        f"{verb} some {object_} and put it in {place}" if verb else f"put some {object_} in {place}"
-    )
+    if kind in VERBS:
+        return f"{VERBS[kind][0]} some {object_} and put it in {place}"
+    return f"put some {object_} in {place}"
 
 
 def _walkthrough(kind: str, scene: Scene) -> tuple[str, ...]:

@@ -62,14 +62,10 @@ class Language:
             # PDDL's root type is called object, as is one of ALFRED's
             if name not in {known.name for known in logic.types}:
                 logic.types.add(Type(name, parents))
-        self.types = logic.types
-        self.rules = logic.grammar._rules
-        self.commands: dict[str, str] = {
-            name: action.template for name, action in logic.actions.items()
-        }
-        self.answers: dict[str, str] = {
-            name: action.feedback_rule for name, action in logic.actions.items()
-        }
+        self.types, self.rules = logic.types, logic.grammar._rules
+        actions = logic.actions.items()
+        self.commands: dict[str, str] = {name: action.template for name, action in actions}
+        self.answers: dict[str, str] = {name: action.feedback_rule for name, action in actions}
         # The grammar is the only source of texts, so it bounds these caches.
         self.parse: Callable[[str], Any] = cache(_parse)
         self.query: Callable[[str], Any] = cache(self._parse_query)
@@ -84,25 +80,19 @@ class Language:
 
         Signatures stand in TextWorld's order.
         """
-        predicates = Rule.parse_conjunctive_query(query).preconditions
-        return [
-            (
-                [
-                    (predicate.name, tuple(kind.name for kind in kinds))
-                    for kinds in self.types.multi_subtypes(
-                        [self.types.get(kind) for kind in predicate.types]
-                    )
-                ],
-                [(term.name, term.type) for term in predicate.parameters],
-            )
-            for predicate in predicates
-        ]
+        found = []
+        for predicate in Rule.parse_conjunctive_query(query).preconditions:
+            signatures = []
+            for kinds in self.types.multi_subtypes(list(map(self.types.get, predicate.types))):
+                signatures.append((predicate.name, tuple(kind.name for kind in kinds)))
+            terms = [(term.name, term.type) for term in predicate.parameters]
+            found.append((signatures, terms))
+        return found
 
 
 def _parse(text: str) -> Any:
-    return (
-        ContextSensitiveGrammar.parse(json.dumps({"text": [{"rhs": text}]}))._rules["text"][0].rhs
-    )
+    grammar = ContextSensitiveGrammar.parse(json.dumps({"text": [{"rhs": text}]}))
+    return grammar._rules["text"][0].rhs
 
 
 class _Expansion:

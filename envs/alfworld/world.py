@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, list_games
 from envs.alfworld.generated import list_generated
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split, whole_number
+from envs.options import OptionsError, check_options, check_split, whole_numbers
 
 if TYPE_CHECKING:
     from envs.alfworld.engine import Engine
@@ -133,8 +133,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
             raise OptionsError(
                 f"alfworld option {name}={options[name]!r} is not one of {list(OFFICIAL_SPLITS)}"
             )
-    for name in ("train_games", "heldout_games", "seed"):
-        whole_number("alfworld", name, options[name], least=0)
+    whole_numbers("alfworld", options, dict.fromkeys(("train_games", "heldout_games", "seed"), 0))
     kinds = options["task_types"]
     if not isinstance(kinds, Sequence) or not set(kinds) <= set(TASK_TYPES):
         raise OptionsError(
@@ -145,8 +144,5 @@ def _parse(options: Mapping[str, object]) -> _Options:
         raise OptionsError(
             f"alfworld option data={options['data']!r} must be a folder, or '' for generated games"
         )
-    values = {
-        **options,
-        "task_types": tuple(kind for kind in TASK_TYPES if not kinds or kind in kinds),
-    }
-    return _Options(**values)  # type: ignore[arg-type]  # checked above
+    task_types = tuple(kind for kind in TASK_TYPES if not kinds or kind in kinds)
+    return _Options(**{**options, "task_types": task_types})  # type: ignore[arg-type]  # checked

@@ -12,9 +12,10 @@ import itertools
 import os
 import pickle
 import socket
+import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +31,6 @@ from envs.errors import (
     write_log,
 )
 from envs.hosting.child_process import ChildProcess, prepare_child, read_options
-from envs.hosting.message_stream import MessageStream
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.options import Options
 from envs.registry import environment_class
@@ -44,6 +44,9 @@ EXIT_TIMEOUT_S = 1.0  # a dying process closes its socket a moment before it has
 # Requests in the socket at once. Hundreds would fill it, and the event loop would block on a hung
 # process.
 MAX_SENT = 32
+CHUNK_BYTES = 1 << 20  # read at once
+# A message begins with its length: SHORT, or -1 as SHORT and then LONG.
+SHORT, LONG = struct.Struct("!i"), struct.Struct("!Q")
 STARTED = -1  # stands for a request's number in the message of a process that is ready
 # with `python -m` all classes would exist twice
 CHILD_CODE = "from envs.hosting.environment_process import main; main()"
@@ -135,17 +138,13 @@ class EnvironmentProcess:
     def _send(self) -> None:
         while self._unsent and len(self._unanswered) - len(self._unsent) < MAX_SENT:
             request = self._unsent.popleft()
-            # The argument is pickled by itself: if the child cannot read it, only this request
-            # fails.
-            message = (
-                request.number,
-                request.environment_id,
-                request.method,
-                pickle.dumps(request.argument),
-            )
+            # pickled by itself: if the child cannot read the argument, only this request fails
+            argument = pickle.dumps(request.argument)
             # `_read` gets an error too, and fails all requests
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._connection.send(message)
+                self._connection.send(
+                    (request.number, request.environment_id, request.method, argument)
+                )
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -235,17 +234,14 @@ class EnvironmentProcess:
             process.end_hung()
         else:
             fault = f"ended with {describe_exit(process.end(patience_s=EXIT_TIMEOUT_S))}"
-        message = (
-            f"environment process {process.pid} of {self._env_name!r} {fault}, "
-            f"in {doing}{process.crash_place()}"
-        )
+        where = f"in {doing}{process.crash_place()}"
+        message = f"environment process {process.pid} of {self._env_name!r} {fault}, {where}"
         write_log(self._log, f"{message}\n{process.dump()}")
+        message += log_hint(self._log)
         for index, future in enumerate(failing):
             self._pending.end(future)
             if not future.done():
-                future.set_exception(
-                    EnvironmentDied(message + log_hint(self._log), at_fault=index == 0)
-                )
+                future.set_exception(EnvironmentDied(message, at_fault=index == 0))
 
     def _detach(self) -> ChildProcess:
         """Return the process, which is not used any more. The next request starts another."""
@@ -258,6 +254,55 @@ class EnvironmentProcess:
         self._channel.close()
         self._held_ids.clear()
         return process
+
+
+class MessageStream:
+    """Receive the messages of a `Connection` without waiting for the rest of one.
+
+    `Connection.recv` waits for a whole message. The event loop would stand still for as long as the
+    sender is stopped in the middle of one. The socket stays the caller's.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._buffer = channel, bytearray()
+
+    def received(self) -> Iterator[Any]:
+        """Yield the complete messages, whenever the socket can be read.
+
+        Raises EOFError after them if the other end is closed.
+        """
+        is_open = self._fill_buffer()
+        while (message := self._take_message()) is not None:
+            yield pickle.loads(message)
+        if not is_open:
+            raise EOFError
+
+    def _fill_buffer(self) -> bool:
+        """Read all that has arrived. Return whether the other end is open."""
+        try:
+            while chunk := self._channel.recv(CHUNK_BYTES, socket.MSG_DONTWAIT):
+                self._buffer += chunk
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return False
+        return False
+
+    def _take_message(self) -> bytes | None:
+        start = SHORT.size
+        if len(self._buffer) < start:
+            return None
+        (length,) = SHORT.unpack_from(self._buffer)
+        if length < 0:
+            start += LONG.size
+            if len(self._buffer) < start:
+                return None
+            (length,) = LONG.unpack_from(self._buffer, SHORT.size)
+        if len(self._buffer) < start + length:
+            return None
+        message = bytes(self._buffer[start : start + length])
+        del self._buffer[: start + length]
+        return message
 
 
 def close_safely(environment: Environment) -> None:

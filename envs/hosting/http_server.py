@@ -19,14 +19,14 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from aiohttp import web
 
 from envs.adapters.http_client import KEY_VARIABLE, key_from, observation_to_json
-from envs.base import Task
+from envs.base import Task, task_to_json
 from envs.errors import EnvironmentDied, EnvironmentFailed, full_traceback, write_log
 from envs.hosting.http_requests import (
     MAX_BODY_BYTES,
@@ -39,7 +39,7 @@ from envs.hosting.http_requests import (
 from envs.hosting.pool import EnvironmentPool, PooledEnvironment
 from envs.registry import is_program
 from envs.validation import list_tasks
-from printable import ArgumentParser, printable, protect_terminal
+from printable import ArgumentParser, fail, printable, protect_terminal
 
 IDLE_S = 900.0  # longer than a slow model takes for one reply; a client that dies says nothing
 SWEEP_EVERY_S = 30.0
@@ -126,7 +126,7 @@ class Server:
             raise RequestRefused(
                 400, f"split {_shortened(split)!r} is not one of {sorted(self._tasks)}"
             )
-        return web.json_response({"tasks": [asdict(task) for task in self._tasks[split]]})
+        return web.json_response({"tasks": list(map(task_to_json, self._tasks[split]))})
 
     async def create(self, request: web.Request) -> web.Response:
         if len(self._sessions) + len(self._ending) >= self._max_sessions:
@@ -339,18 +339,13 @@ def main() -> None:
         if error.__cause__ is not None:  # this process has no log but its output
             traceback = full_traceback(error.__cause__)
             print(printable(traceback, lines=True), end="", file=sys.stderr)
-        _exit(str(error))
+        fail(error)
     except (OSError, OverflowError) as error:
-        _exit(
-            f"cannot listen on {arguments.host}:{arguments.port} ({error}); take another port, or "
-            "0 for a free one"
-        )
+        where = f"{arguments.host}:{arguments.port}"
+        fail(f"cannot listen on {where} ({error}); take another port, or 0 for a free one")
     except KeyboardInterrupt:
         print("stopped")
-
-
-def _exit(error: str) -> None:
-    print(printable(f"error: {error}"), file=sys.stderr)
+        return
     sys.exit(2)
 
 

@@ -84,23 +84,14 @@ class EnvironmentPool:
     ) -> None:
         self._hosts: list[_Host]
         self._pending = PendingOperations()
+        shared: dict[str, Any] = {"answer_timeout_s": answer_timeout_s, "log": log}
+        shared["pending"] = self._pending
         if inspect.iscoroutinefunction(environment_class(env_name).step):
-            host = _EventLoopHost(
-                env_name, options, answer_timeout_s=answer_timeout_s, pending=self._pending, log=log
-            )
-            self._hosts = [host]
+            self._hosts = [_EventLoopHost(env_name, options, **shared)]
         else:
-            starting = asyncio.Lock()
+            shared["starting"] = asyncio.Lock()
             self._hosts = [
-                EnvironmentProcess(
-                    env_name,
-                    options,
-                    answer_timeout_s=answer_timeout_s,
-                    starting=starting,
-                    pending=self._pending,
-                    log=log,
-                )
-                for _ in range(processes)
+                EnvironmentProcess(env_name, options, **shared) for _ in range(processes)
             ]
         self._idle: list[PooledEnvironment] = []
         self._ids = itertools.count()
@@ -162,10 +153,8 @@ def try_environment(
     except Exception as error:  # the border to a user's own code
         is_described = isinstance(error, EnvironmentDied)
         reason = str(error) if is_described else f"{type(error).__name__}: {error}"
-        raise EnvironmentFailed(
-            f"env.name={name} does not start with task {task.split}/{task.id}: "
-            f"{' '.join(reason.split())}"
-        ) from error
+        text = f"env.name={name} does not start with task {task.split}/{task.id}: {reason}"
+        raise EnvironmentFailed(" ".join(text.split())) from error
 
 
 class _EventLoopHost:
@@ -208,8 +197,15 @@ class _EventLoopHost:
             write_log(self._log, full_traceback(error))
             request = request_of_task(method, argument, self._tasks[environment_id])
             # a TimeoutError may also be the environment's own
-            is_late = isinstance(error, TimeoutError) and deadline.expired()
-            fault = self._describe(error, request=request, called=called, is_late=is_late)
+            if isinstance(error, TimeoutError) and deadline.expired():
+                # the cancelled call's stack ends where it waited
+                place = where_raised(error.__cause__ or error, called=called)
+                fault = f"did not answer {request} within {self._answer_timeout_s:g} s"
+                fault += f", at {place}" if place else ""
+            elif isinstance(error, EnvironmentDied):  # a server's error, which has a place already
+                fault = f"failed in {request}: {error}"
+            else:
+                fault = f"failed in {request}: {describe_error(error, called=called)}"
             raise EnvironmentDied(
                 f"environment {self._env_name!r} {fault}{log_hint(self._log)}",
                 at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
@@ -220,25 +216,6 @@ class _EventLoopHost:
     def close(self) -> None:
         for environment_id in list(self._environments):
             self._drop(environment_id)
-
-    def _describe(
-        self,
-        error: BaseException,
-        *,
-        request: str,
-        called: Callable[..., Any] | None,
-        is_late: bool,
-    ) -> str:
-        if is_late:
-            interrupted = (
-                error.__cause__ or error
-            )  # the cancelled call's stack ends where it waited
-            place = where_raised(interrupted, called=called)
-            late = f"did not answer {request} within {self._answer_timeout_s:g} s"
-            return f"{late}, at {place}" if place else late
-        if isinstance(error, EnvironmentDied):  # a server's error, which has a place already
-            return f"failed in {request}: {error}"
-        return f"failed in {request}: {describe_error(error, called=called)}"
 
     def _drop(self, environment_id: int) -> None:
         if environment_id in self._environments:

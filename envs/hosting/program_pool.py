@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from envs.base import ClientSettings, Outcome, Program, Task
+from envs.base import ClientSettings, Outcome, Program, Task, task_to_json
 from envs.errors import (
     EnvironmentDied,
     describe_error,
@@ -68,11 +68,12 @@ class ProgramPool:
         call is cancelled, the program is killed.
         """
         running = f"program {self.name!r} on task {task.split}/{task.id}"
+        request = {"task": task_to_json(task), "client": asdict(client)}
         async with self._free_processes:
             with self._process(running) as process:
                 try:
                     async with asyncio.timeout(deadline_s):
-                        answer = await process.ask({"task": asdict(task), "client": asdict(client)})
+                        answer = await process.ask(request)
                 except TimeoutError:
                     place = process.end_hung()
                     raise self._died(

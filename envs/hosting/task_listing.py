@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from envs.base import Task
+from envs.base import Task, task_to_json
 from envs.errors import EnvironmentFailed, describe_exit, full_traceback, log_hint, write_log
 from envs.hosting.child_process import ChildProcess, prepare_child, read_options
 from envs.registry import is_program
@@ -82,26 +82,10 @@ def _list_in_child(
 
 def _encode_splits(splits: Splits | None) -> bytes:
     """Return the tasks as JSON, which the parent can read without the author's module."""
-    if splits is None:
-        return json.dumps({"splits": None}).encode()
-    return json.dumps(
-        {"splits": {split: [_fields(task) for task in tasks] for split, tasks in splits.items()}}
-    ).encode()
-
-
-def _encode_error(error: EnvironmentFailed) -> bytes:
-    fields = {"failed": str(error), "may_work_elsewhere": error.may_work_elsewhere}
-    return json.dumps(fields).encode()
-
-
-def _fields(task: Task) -> dict[str, object]:
-    return {
-        "id": task.id,
-        "env_name": task.env_name,
-        "split": task.split,
-        "seed": task.seed,
-        "data": {str(name): str(text) for name, text in task.data.items()},
-    }
+    fields = None
+    if splits is not None:
+        fields = {split: list(map(task_to_json, tasks)) for split, tasks in splits.items()}
+    return json.dumps({"splits": fields}).encode()
 
 
 def _decode(encoded: bytes, name: str) -> Splits | None:
@@ -126,7 +110,10 @@ def _decode(encoded: bytes, name: str) -> Splits | None:
 def _decode_splits(splits: Any) -> Splits | None:
     if splits is None:
         return None
-    return {split: [Task(**fields) for fields in tasks] for split, tasks in splits.items()}
+    decoded: Splits = {}
+    for split, tasks in splits.items():
+        decoded[split] = [Task(**fields) for fields in tasks]
+    return decoded
 
 
 def main() -> None:
@@ -139,6 +126,7 @@ def main() -> None:
         )
         answer = _encode_splits(splits)
     except EnvironmentFailed as error:
-        answer = _encode_error(error)
+        fields = {"failed": str(error), "may_work_elsewhere": error.may_work_elsewhere}
+        answer = json.dumps(fields).encode()
     with Connection(int(descriptor)) as connection, suppress(BrokenPipeError):
         connection.send_bytes(answer)

@@ -49,10 +49,10 @@ class Corpus:
 
         Raises ValueError if the index names a passage that the corpus does not have.
         """
-        return [
-            [Hit(passage=self._passage(key), score=float(score)) for key, score in found]
-            for found in self._index(queries, topk)
-        ]
+        hits = []
+        for found in self._index(queries, topk):
+            hits.append([Hit(passage=self._passage(key), score=float(s)) for key, s in found])
+        return hits
 
     def _passage(self, key: str) -> Passage:
         if key not in self._passages:

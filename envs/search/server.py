@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 from pathlib import Path
 
 from aiohttp import web
 
 from envs.hosting.http_requests import MAX_BODY_BYTES, guard, listen, read_json
-from envs.search.corpus import Corpus, Hit, Index, bm25_index, read_passages
+from envs.options import load_target
+from envs.search.corpus import Corpus, Hit, bm25_index, read_passages
 from printable import ArgumentParser, printable, protect_terminal
 
 # of one request
@@ -32,8 +32,9 @@ def application(corpus: Corpus, *, topk: int) -> web.Application:
             queries, wanted, with_scores = _parse_request(await read_json(request), topk=topk)
         except ValueError as error:
             return web.json_response({"detail": str(error)}, status=422)
-        found = await asyncio.to_thread(corpus.search, queries, wanted)
-        result = [[_to_json(hit, with_scores=with_scores) for hit in hits] for hits in found]
+        result = []
+        for hits in await asyncio.to_thread(corpus.search, queries, wanted):
+            result.append([_to_json(hit, with_scores=with_scores) for hit in hits])
         return web.json_response({"result": result})
 
     # Search-R1's protocol has no key: the corpus is open to everybody who can reach the server.
@@ -77,15 +78,7 @@ def load(path: Path, index: str) -> Corpus:
     passages = read_passages(path)
     if not index:
         return Corpus(passages, bm25_index(passages))
-    module_name, _, name = index.partition(":")
-    try:
-        make = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--index {index!r}: {error}; it is module:function, with its folder on PYTHONPATH"
-        ) from error
-    made: Index = make(path)
-    return Corpus(passages, made)
+    return Corpus(passages, load_target("search.server", "--index", index)(path))
 
 
 async def serve(corpus: Corpus, *, host: str, port: int, topk: int) -> None:

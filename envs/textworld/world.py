@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split, whole_number
+from envs.options import OptionsError, check_options, check_split, whole_numbers
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 
 # No game needs these commands, and they would double the length of each prompt. They still work.
@@ -176,10 +176,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
     # least values
     numbers = {"seed": 0, "train_games": 1, "heldout_games": 1, "rooms": 2, "things": 1}
     check_options("textworld", options, ("cache_dir", *numbers))
-    values = {
-        name: whole_number("textworld", name, options[name], least=least)
-        for name, least in numbers.items()
-    }
+    values = whole_numbers("textworld", options, numbers)
     if values["rooms"] > len(ROOMS):
         raise OptionsError(f"textworld option rooms={values['rooms']} must be at most {len(ROOMS)}")
     return _Options(cache_dir=Path(str(options["cache_dir"])), **values)

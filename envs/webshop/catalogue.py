@@ -62,7 +62,7 @@ class Product:
 
     @property
     def contents(self) -> str:
-        """The text that is searched."""
+        """Return the text that is searched."""
         options = ", and ".join(
             f"{name}: {', '.join(values)}" for name, values in self.options.items()
         )
@@ -73,7 +73,7 @@ class Catalogue(Sequence[Product]):
     """D products by number, and columns from which goals are made without parsing a product."""
 
     def __init__(self, lines: bytes | mmap.mmap, columns: dict[str, np.ndarray]) -> None:
-        self._lines = lines
+        self._lines, self._columns = lines, columns
         self._starts = columns["starts"]  # int64, D + 1 offsets in `lines`
         # float64, dollars; high is NaN if the price is no range
         self.low_D, self.high_D = columns["low"], columns["high"]
@@ -96,15 +96,7 @@ class Catalogue(Sequence[Product]):
 
     def save(self, directory: Path) -> None:
         (directory / "products.jsonl").write_bytes(self._lines)
-        columns = (
-            self._starts,
-            self.low_D,
-            self.high_D,
-            self.asks_D,
-            self.n_synthetic_D,
-            self.n_human_D,
-        )
-        for name, column in zip(COLUMNS, columns, strict=True):
+        for name, column in self._columns.items():
             np.save(directory / f"{name}.npy", column)
 
 
@@ -143,23 +135,19 @@ def packed_folder(data: Path) -> Path:
 
 
 def _of_products(products: Iterable[Product]) -> Catalogue:
-    lines, starts = bytearray(), array("q", [0])
-    low, high = array("d"), array("d")
-    asks, n_synthetic, n_human = array("q"), array("q"), array("q")
+    lines = bytearray()
+    columns: dict[str, Any] = {name: array("q") for name in COLUMNS}
+    columns |= {"starts": array("q", [0]), "low": array("d"), "high": array("d")}
     for product in products:
-        lines += json.dumps(asdict(product), ensure_ascii=False).encode() + b"\n"
-        starts.append(len(lines))
-        low.append(product.prices[0])
-        high.append(product.prices[1] if len(product.prices) == 2 else math.nan)
-        asks.append(product.synthetic is not None)
         n_choices = math.prod(len(values) for values in product.options.values())
-        n_synthetic.append(n_choices if product.synthetic else 0)
-        n_human.append(len(product.human))
-    columns = (starts, low, high, asks, n_synthetic, n_human)
-    return Catalogue(
-        bytes(lines),
-        {name: np.array(column) for name, column in zip(COLUMNS, columns, strict=True)},
-    )
+        lines += json.dumps(asdict(product), ensure_ascii=False).encode() + b"\n"
+        columns["starts"].append(len(lines))
+        columns["low"].append(product.prices[0])
+        columns["high"].append(product.prices[1] if len(product.prices) == 2 else math.nan)
+        columns["asks"].append(product.synthetic is not None)
+        columns["n_synthetic"].append(n_choices if product.synthetic else 0)
+        columns["n_human"].append(len(product.human))
+    return Catalogue(bytes(lines), {name: np.array(columns[name]) for name in COLUMNS})
 
 
 def _find(data: Path, name: str) -> Path | None:
@@ -214,13 +202,12 @@ def _prices(text: str | None) -> tuple[float, ...]:
 
 
 def _options(listed: Any) -> dict[str, tuple[str, ...]]:
-    return {
-        name.lower(): tuple(
-            content["value"].strip().replace("/", " | ").lower() for content in contents
-        )
-        for name, contents in (listed or {}).items()
-        if contents is not None
-    }
+    options = {}
+    for name, contents in (listed or {}).items():
+        if contents is not None:
+            values = [content["value"].strip().replace("/", " | ") for content in contents]
+            options[name.lower()] = tuple(map(str.lower, values))
+    return options
 
 
 def _synthetic(described: dict[str, Any]) -> Instruction | None:

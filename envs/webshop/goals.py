@@ -73,11 +73,8 @@ class Goals:
             assert product.synthetic is not None
             instruction, chosen = product.synthetic, _chosen(product, choice)
             options = tuple(chosen.items())
-            asked = (
-                " with " + ", and ".join(f"{name}: {value}" for name, value in chosen.items())
-                if chosen
-                else ""
-            )
+            asked = ", and ".join(f"{name}: {value}" for name, value in chosen.items())
+            asked = f" with {asked}" if asked else ""
         limit = self._limits[int(self._limit_starts[at]) + (choice if self._is_human else 0)]
         price = f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
         return Goal(

@@ -22,26 +22,10 @@ from pathlib import Path
 
 from envs import bm25
 from envs.base import Observation, Task, Transition
-from envs.options import OptionsError, check_options, check_split, whole_number
-from envs.webshop import nouns, reward
+from envs.options import OptionsError, check_options, check_split, whole_numbers
+from envs.webshop import nouns, pages, reward
 from envs.webshop.catalogue import FULL, SMALL, open_catalogue, packed_folder
 from envs.webshop.goals import HUMAN, SPLITS, SYNTHETIC, Goal, Goals
-from envs.webshop.pages import (
-    BACK_TO_SEARCH,
-    BUY_NOW,
-    MAX_HITS,
-    NEXT,
-    PAGE_HITS,
-    PREVIOUS,
-    SEARCH_PAGE,
-    SEPARATOR,
-    SUB_PAGES,
-    Page,
-    done_page,
-    item_page,
-    results_page,
-    sub_page,
-)
 
 ACTION = re.compile(r"(.+)\[(.+)\]")
 SEARCH_ACTION = "search[<your query>]"
@@ -89,7 +73,7 @@ class Shop:
 
     def _search(self, query: str) -> list[int]:
         """Return the numbers of the products found, best first."""
-        return bm25.search(_index(self._data, self._which), query, limit=MAX_HITS)
+        return bm25.search(_index(self._data, self._which), query, limit=pages.MAX_HITS)
 
 
 @cache
@@ -123,8 +107,7 @@ class WebShopEnv:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = _parse(options)
-        # opened by the first reset; all environments of a process share it
-        self._shop: Shop | None = None
+        self._shop: Shop  # opened by the first reset; all environments of a process share it
         self._is_over = True
 
     @classmethod
@@ -140,9 +123,8 @@ class WebShopEnv:
         if not indices:
             raise ValueError(
                 f"webshop has no {official} tasks: {len(shop.goals)} {parsed.instructions} "
-                f"instructions, and {official} ones "
-                f"begin at number {SPLITS[official][0]}; take instructions=synthetic or "
-                "catalogue=full"
+                f"instructions, and {official} ones begin at number {SPLITS[official][0]}; take "
+                "instructions=synthetic or catalogue=full"
             )
         prefix = f"webshop-{parsed.instructions}-{len(shop.catalogue)}-seed{parsed.seed}-{official}"
         return [
@@ -164,7 +146,7 @@ class WebShopEnv:
         return self._observe()
 
     def step(self, action: str) -> Transition:
-        if self._is_over or self._shop is None:
+        if self._is_over:
             raise ValueError("the episode is over: call reset(task) before step")
         match = ACTION.match(action)
         name, target = (match[1], match[2].lower()) if match else ("", "")
@@ -174,7 +156,7 @@ class WebShopEnv:
             self._search(target, page=1)
         elif name != "click" or target == "search" or target not in self._page.buttons:
             is_valid = False
-        elif target == BUY_NOW:
+        elif target == pages.BUY_NOW:
             score = self._buy()
         else:
             self._click(target)
@@ -190,70 +172,66 @@ class WebShopEnv:
         )
 
     def close(self) -> None:
-        self._shop = None
         self._is_over = True
 
     def _leave(self) -> None:
         """Go to the search page, with no product and no options chosen."""
-        self._page: Page = SEARCH_PAGE
+        self._page: pages.Page = pages.SEARCH_PAGE
         self._query, self._result_page = "", 1
         self._product: int | None = None  # number of the product on the page
         self._is_sub_page = False
         self._chosen: dict[str, str] = {}
 
     def _search(self, query: str, *, page: int) -> None:
-        assert self._shop is not None
         hits = self._shop.hits(query)
-        shown = hits[(page - 1) * PAGE_HITS : page * PAGE_HITS]
+        shown = hits[(page - 1) * pages.PAGE_HITS : page * pages.PAGE_HITS]
         products = [self._shop.catalogue[hit] for hit in shown]
         self._leave()
         self._query, self._result_page = query, page
         self._shown = {
             product.asin.lower(): hit for hit, product in zip(shown, products, strict=True)
         }
-        self._page = results_page(products, number=page, n_hits=len(hits))
+        self._page = pages.results_page(products, number=page, n_hits=len(hits))
 
     def _click(self, name: str) -> None:
-        assert self._shop is not None
-        if name == BACK_TO_SEARCH:
+        if name == pages.BACK_TO_SEARCH:
             self._leave()
-        elif self._product is None and name == NEXT:
+        elif self._product is None and name == pages.NEXT:
             self._search(self._query, page=self._result_page + 1)
-        elif self._product is None and name == PREVIOUS:
+        elif self._product is None and name == pages.PREVIOUS:
             self._search(self._query, page=self._result_page - 1)
         elif self._product is None:
             self._show(self._shown[name])
-        elif name == PREVIOUS and not self._is_sub_page:
+        elif name == pages.PREVIOUS and not self._is_sub_page:
             self._search(self._query, page=self._result_page)
-        elif name == PREVIOUS:
+        elif name == pages.PREVIOUS:
             self._show(self._product)
-        elif name in SUB_PAGES:
+        elif name in pages.SUB_PAGES:
             self._is_sub_page = True
-            self._page = sub_page(self._shop.catalogue[self._product], name)
+            self._page = pages.sub_page(self._shop.catalogue[self._product], name)
         else:
             options = self._shop.catalogue[self._product].options
             with_value = [option for option, values in options.items() if name in values]
             self._chosen[with_value[-1]] = name  # like WebShop, the last option with this value
 
     def _show(self, number: int) -> None:
-        assert self._shop is not None
         self._product, self._is_sub_page = number, False
-        self._page = item_page(self._shop.catalogue[number])
+        self._page = pages.item_page(self._shop.catalogue[number])
 
     def _buy(self) -> float:
-        assert self._shop is not None and self._product is not None
+        assert self._product is not None
         score = self._shop.score(self._goal, self._product, self._chosen)
-        self._page = done_page(self._shop.catalogue[self._product], self._chosen, score=score)
+        self._page = pages.done_page(self._shop.catalogue[self._product], self._chosen, score=score)
         self._is_over = True
         return score
 
     def _observe(self) -> Observation:
         page = self._page
-        quoted = SEPARATOR.join(f"'{text}'" for text in page.texts)
+        quoted = pages.SEPARATOR.join(f"'{text}'" for text in page.texts)
         heading = ["WebShop"] if page.has_search_bar else []
         if not self._is_over:
             heading += ["Instruction:", self._goal.instruction]
-        whole = SEPARATOR.join((*heading, *page.texts))
+        whole = pages.SEPARATOR.join((*heading, *page.texts))
         searches = (SEARCH_ACTION,) if page.has_search_bar else ()
         return Observation(
             text=whole if self._is_over or self._options.observation == "whole" else quoted,
@@ -279,8 +257,7 @@ def _parse(options: Mapping[str, object]) -> _Options:
             raise OptionsError(
                 f"webshop option {name}={options[name]!r} must be one of {', '.join(choices)}"
             )
-    for name in NUMBERS:
-        whole_number("webshop", name, options[name], least=0)
+    whole_numbers("webshop", options, dict.fromkeys(NUMBERS, 0))
     if not Path(str(options["data"])).is_dir():
         raise ValueError(
             f"webshop option data={options['data']!r} is no folder; docs/webshop.md says where the "

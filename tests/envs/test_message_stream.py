@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from envs.hosting.message_stream import MessageStream
+from envs.hosting.environment_process import MessageStream
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from actors.prompting.action_parser import parse_action
 from actors.prompting.template import TEMPLATES
 from envs import environment_class
 from envs.search.corpus import bm25_corpus, read_passages
-from envs.search.episode import is_match, normalise, read_reply
+from envs.search.world import is_match, normalise, read_reply
 from tests.support.search_samples import COMMON, CORPUS, LOCAL, a_task, remote, write_lines
 
 Local = environment_class("search_local")

@@ -13,7 +13,7 @@ import pytest
 
 from envs import environment_class
 from envs.search.corpus import bm25_corpus, json_lines
-from envs.search.episode import normalise
+from envs.search.world import normalise
 
 SEVEN = ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]
 # Of an engine that shares no code with ours, bm25s 0.3.16 with PyStemmer 3.1.0 and the same k1 0.9

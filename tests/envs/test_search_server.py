@@ -28,8 +28,8 @@ from envs.hosting import http_requests as http_server
 from envs.search import client
 from envs.search.client import ask_server
 from envs.search.corpus import Corpus, Passage, bm25_corpus
-from envs.search.episode import show_passages
 from envs.search.server import application, load
+from envs.search.world import show_passages
 from tests.support.search_samples import CORPUS, ROOT, a_task, remote
 
 RECORDED = json.loads((ROOT / "tests" / "data" / "search_r1_exchange.json").read_text())
@@ -300,7 +300,7 @@ def test_anybodys_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("no_such_index:make", "my_index:none", "my_index"):
         with pytest.raises(
             ValueError,
-            match=f"--index '{name}': .*; it is module:function, with its folder on PYTHONPATH",
+            match=f"--index='{name}' cannot be loaded: .*; write it module:name, with its folder",
         ):
             load(CORPUS, name)
 

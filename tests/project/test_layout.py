@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -143,6 +144,25 @@ def test_the_public_list_is_sorted_and_importable(folder: str) -> None:
     is_lazy = (ROOT / folder / "__init__.pyi").exists()  # then lazy_loader sorts the names
     assert list(package.__all__) == (sorted(package.__all__) if is_lazy else constants_first)
     assert all(hasattr(package, name) for name in package.__all__)
+
+
+# a module or a folder of the package itself: `envs/base.py` is a path from the root, and none
+IN_A_MAP = re.compile(r"(?<![\w/.-])(\w+(?:\.py\b|/(?!\w)))")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_map_of_a_package_names_its_modules(folder: str) -> None:
+    """The docstring of an `__init__.py` names all modules and folders of it, and no others."""
+    for init in (path for path in sources(folder) if path.name == "__init__.py"):
+        package, place = init.parent, init.relative_to(ROOT)
+        named = set(IN_A_MAP.findall(ast.get_docstring(ast.parse(init.read_text())) or ""))
+        modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+        folders = {f"{path.parent.name}/" for path in package.glob("*/*.py")}
+        unnamed = sorted((modules | folders) - named)
+        assert not unnamed, f"{place} does not name {', '.join(unnamed)}"
+        below = {path.name + "/" * path.is_dir() for path in package.rglob("*")}
+        gone = sorted(named - below)
+        assert not gone, f"{place} names {', '.join(gone)}, which is not there"
 
 
 def test_the_shared_module_imports_nothing_of_ours() -> None:

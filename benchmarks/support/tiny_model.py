@@ -1,0 +1,18 @@
+"""Make a random model of the size of the project's own tiny policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs import TinyModelConfig
+from learner import make_tiny_model, train_tokenizer
+
+CONSONANTS = "bcdfglmnprst"
+
+
+def make_random_tiny(path: Path, *, seed: int) -> None:
+    """Write model and tokenizer, of the default sizes, to a new directory."""
+    words = " ".join(f"{a}{b}{c}" for a in CONSONANTS for b in "aeiou" for c in CONSONANTS)
+    tiny = TinyModelConfig()
+    tokenizer = train_tokenizer([words], vocabulary_size=tiny.vocabulary_size)
+    make_tiny_model(path, tokenizer, tiny, seed=seed)
