@@ -214,6 +214,6 @@ def _existing(directory: Path) -> Path:
 def show_missing(missing: Sequence[str], console: Console) -> None:
     """Show what a start would not find on this machine. The run may be started on another one."""
     if missing:
-        console.print("missing here:\n" + "\n".join(f"  {line}" for line in missing), markup=False)
+        console.print("missing here:\n" + "\n".join(f"  {line}" for line in missing))
     else:
         console.print("nothing is missing here")

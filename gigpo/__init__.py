@@ -39,7 +39,7 @@ from gigpo.diagnostics import (
     step_variance_share,
     token_diagnostics,
 )
-from gigpo.group_filter import GROUP_FILTERS, filtered_groups
+from gigpo.group_filter import GROUP_FILTERS, check_group_filter, filtered_groups
 from gigpo.kl import KL_PENALTIES, kl_k1, kl_k2, kl_k3
 from gigpo.losses import (
     POLICY_LOSSES,
@@ -126,6 +126,7 @@ __all__ = [
     "advantages_macro",
     "anchor_size_histogram",
     "anchor_size_shares",
+    "check_group_filter",
     "compute_advantages",
     "ess",
     "filtered_groups",
