@@ -41,6 +41,7 @@ from store import (
 )
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
+LEASE_S = 120.0  # without a heartbeat of its worker; then another gets the group
 ABANDON_LEASE_S = 1.0  # of a group that is leased only to be abandoned at once
 NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalog keeps all
 
@@ -161,17 +162,16 @@ class Coordinator:
         if any(lease.task.id in suspects for lease in playing):
             return None
         split = None if self._training_is_due() else "heldout"
-        lease_s = self.config.actors.lease_s
 
         def lease_unsuspected() -> Group | None:
             return self.catalog.lease_open_group(
-                worker=worker, lease_s=lease_s, split=split, without=suspects
+                worker=worker, lease_s=LEASE_S, split=split, without=suspects
             )
 
         group = lease_unsuspected()
         if group is None and suspects and not playing:
             group = self.catalog.lease_open_group(
-                worker=worker, lease_s=lease_s, split=split, only=suspects
+                worker=worker, lease_s=LEASE_S, split=split, only=suspects
             )
             self._suspects.release(worker)
         elif (
@@ -405,7 +405,7 @@ class Coordinator:
         if due := self._heartbeats.take_unwritten():
             with self.catalog.unsynced():
                 self.catalog.heartbeats(due)
-                self.catalog.renew_leases(due, lease_s=self.config.actors.lease_s)
+                self.catalog.renew_leases(due, lease_s=LEASE_S)
 
     def _training_is_due(self) -> bool:
         return self.learns and training_is_due(self.config, self.catalog, last_step=self._last_step)

@@ -174,7 +174,7 @@ def run_need(config: Config) -> DiskNeed:
         place=f"run_dir={config.run_dir}",
         directory=Path(config.run_dir),
         n_bytes=configs.disk_bytes(config),
-        remedy="keep less (learner.keep_checkpoints, learner.keep_versions)",
+        remedy="keep less (learner.keep_every, learner.keep_versions)",
     )
 
 

@@ -172,7 +172,7 @@ def _group_rows(engine: Engine, rows: pa.Table, group_uid: bytes) -> _GroupRows:
     batches = micro_batches(
         mine,
         micro_batch_tokens=learner.micro_batch_tokens,
-        merge_steps=learner.merge_steps,
+        merge_steps=True,
         ranks=1,
     )
     return _GroupRows(rows=mine, batches=batches)

@@ -64,7 +64,6 @@ CHANGES_BITS = (
     "learner.zero_stage",
     "learner.micro_batch_tokens",
     "learner.deterministic",
-    "model.lora_tf32",
     "offline.train_on",
 )
 NEWEST_CONFIG = "config.yaml"  # of a run's newest start

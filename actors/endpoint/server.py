@@ -43,7 +43,7 @@ from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, longest_token
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
 from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
-from configs import Config
+from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
 from store import Step, now_us, uid_text
 
@@ -68,7 +68,7 @@ class EndpointSettings:
         return cls(
             model=Path(config.run_dir).name,
             max_response_tokens=config.actors.max_response_tokens,
-            max_model_tokens=config.actors.max_model_tokens,
+            max_model_tokens=max_model_tokens(config),
             chat_variables={} if thinking is None else {"enable_thinking": thinking},
         )
 

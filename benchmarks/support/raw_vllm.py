@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
-from configs import Config
+from configs import Config, max_model_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +63,7 @@ async def _answer(
         model_path=model_path,
         dtype=config.model.dtype,
         actors=config.actors,
+        max_model_tokens=max_model_tokens(config),
         gate=RequestGate(in_flight),
         stop_token_ids=stop_token_ids,
         stop=(),

@@ -25,6 +25,8 @@ from store import uid_text
 BAD_UPDATE = "bad update"
 ALARM, ALARM_ENDED = "alarm", "alarm ended"
 MAX_ROWS_NAMED = 100  # of one bad update; if more rows are bad, the weights are, not the rows
+# Updates in a row that are skipped because loss or gradient is not finite; one more ends the run.
+MAX_BAD_UPDATES = 3
 MAX_EMPTY_BATCHES = 10  # in a row, before the run ends
 SOLVED = 0.99  # success above which batches may be empty: every episode of a group wins
 # Counters recorded with each step's figures, because a resumed run continues them.
@@ -103,7 +105,7 @@ class RunHealth:
                 continue
             self._bad_updates += 1
             yield bad_update_line(update, stats, learner_step=learner_step, number=number)
-            if self._bad_updates > self.config.learner.max_bad_updates:
+            if self._bad_updates > MAX_BAD_UPDATES:
                 raise too_many_bad_updates(
                     self._bad_updates,
                     learner_step=learner_step,
@@ -159,8 +161,7 @@ def too_many_bad_updates(
     query = ROWS_QUERY if rows_named else EVENTS_QUERY
     return BadUpdatesError(
         f"{in_a_row} optimizer updates in a row, the last in learner step {learner_step}, had a "
-        "loss or gradient that is not finite, and learner.max_bad_updates="
-        f"{config.learner.max_bad_updates}; all were skipped. Look at what they have in common, "
+        "loss or gradient that is not finite; all were skipped. Look at what they have in common, "
         "and lower learner.learning_rate if it is nothing: "
         f'gigpo sql {shlex.quote(config.run_dir)} "{query}"'
     )
