@@ -32,11 +32,10 @@ from actors import EngineLostError, EngineMemoryError, EngineStartError, PromptS
 from configs import Config, is_offline, n_workers
 from coordinator import Component, Status
 from driver import processes
-from driver.coordinator_process import CoordinatorProcess
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.health import HealthMonitor, Restarts
 from driver.interrupt import hold_interrupts
-from driver.processes import LEARNER, ManagedProcess
+from driver.processes import LEARNER, CoordinatorProcess, ManagedProcess
 from driver.progress import said_while
 from driver.run_control import wanted_workers
 from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
