@@ -134,15 +134,11 @@ def as_yaml(config: Config) -> str:
 def differences(config: Config) -> str:
     """Return the settings that are not at their defaults, as YAML."""
     defaults = dict(flat(Config()))
-    changed: dict[str, Any] = {}
+    changed = OmegaConf.create({})
     for key, value in flat(config):
         if value != defaults[key]:
-            *sections, name = key.split(".")
-            place = changed
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-    return OmegaConf.to_yaml(OmegaConf.create(changed))
+            OmegaConf.update(changed, key, value)
+    return OmegaConf.to_yaml(changed)
 
 
 def forbidden_changes(recorded: Config, config: Config) -> list[str]:
