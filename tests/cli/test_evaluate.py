@@ -32,7 +32,7 @@ from analysis.evaluation_stats import (
 from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
-from driver import run_lock
+from driver import resume, run_lock
 from driver.evaluate_run import (
     is_evaluated,
     model_as_version_zero,
@@ -121,7 +121,7 @@ def test_an_evaluated_run_is_shown_and_nothing_is_started(
     thrice = replace(twice, evaluation=replace(twice.evaluation, final_episodes_per_task=3))
     assert is_evaluated(twice) and not is_evaluated(thrice)
     assert not is_evaluated(replace(twice, run_dir=str(played.parent / "new")))
-    (played / "config.yaml").write_text(configs.as_yaml(twice))
+    resume.remember(twice)
     assert main(["evaluate", str(played)]) == 0
     assert "all   20     40" in capsys.readouterr().out
 
