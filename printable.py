@@ -1,6 +1,6 @@
 """Make text safe to show in a terminal. Every command prints through this module.
 
-    print(printable(text))                    # one line
+    say(text)                                 # one line
     fail(error)                               # "error: ..." on standard error, in one line
     console = plain_console(soft_wrap=True)   # for rich
     parser = ArgumentParser(...)              # its messages quote what it was given
@@ -79,6 +79,11 @@ def did_you_mean(wrong: object, known: Iterable[object]) -> str:
             found = near[0] if near[0] in names else last_of[near[0]]
             return f", did you mean {found!r}?"
     return ""
+
+
+def say(text: str) -> None:
+    """Print a text in one line."""
+    print(printable(text))
 
 
 def fail(error: object) -> None:

@@ -35,7 +35,7 @@ from actors.prompting.prompt import PromptForm
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
-from configs import Config
+from configs import Config, max_model_tokens
 from coordinator import CoordinatorClient, Heartbeat, capture_output
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
 from store import RunLayout
@@ -84,6 +84,7 @@ class Worker:
                 model_path=Path(setup.model_path),
                 dtype=config.model.dtype,
                 actors=config.actors,
+                max_model_tokens=max_model_tokens(config),
                 gate=concurrency.gate,
                 stop_token_ids=load_stop_token_ids(setup.model_path),
                 stop=config.prompt.stop,

@@ -29,10 +29,10 @@ import store
 from analysis.setting_comparison import show_setting_comparison
 from configs import Config, ConfigError
 from gigpo import (
-    GROUP_FILTERS,
     WHITENED,
     AdvantageSettings,
     anchor_size_histogram,
+    check_group_filter,
     compute_advantages,
     filtered_groups,
     step_variance_share,
@@ -115,11 +115,8 @@ def changed_setting(setting: Setting, assignments: Sequence[str]) -> Setting:
         except ValueError as error:
             raise ConfigError(f"{name}={text!r} is not a {type(known[name]).__name__}") from error
     group_filter = values.pop("group_filter", setting.group_filter)
-    if group_filter not in GROUP_FILTERS:
-        raise ConfigError(
-            f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
-        )
     try:
+        check_group_filter(group_filter)
         advantages = dataclasses.replace(setting.advantages, **values)
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -83,7 +83,6 @@ async def benchmark(
     actors = ActorsConfig(
         cpu_cores=cores,
         max_response_tokens=RESPONSE_TOKENS,
-        max_model_tokens=512,
         kv_cache_gib=0.25,
     )
     start_s = time.perf_counter()
@@ -91,6 +90,7 @@ async def benchmark(
         model_path=directory / "base",
         dtype="float32",
         actors=actors,
+        max_model_tokens=512,
         gate=RequestGate(MAX_IN_FLIGHT),
         stop_token_ids=(),
         stop=(),

@@ -8,7 +8,7 @@ import click
 
 from cli.arguments import Command, run_argument, settings_argument
 from cli.output_file import check_new_file, write_new_file
-from printable import plain_console, printable
+from printable import plain_console, say
 
 # Groups that the run played, and groups that it took from other runs.
 TRAINING = "split = 'train' OR group_uid IN (SELECT group_uid FROM groups WHERE source IS NOT NULL)"
@@ -97,13 +97,13 @@ def audit(
             lambda file: pq.write_table(rows, file, compression="zstd"),
             run=run,
         )
-        print(printable(f"{len(rows)} rows in {output}"))
+        say(f"{len(rows)} rows in {output}")
     if plot is not None:
         drawing = plot_settings(rows, describe_settings(named))
         write_new_file(
             "--plot", plot, lambda file: file.write_text(drawing, encoding="utf-8"), run=run
         )
-        print(printable(f"a plot in {plot}"))
+        say(f"a plot in {plot}")
 
 
 def _check_plot(file: Path, *, is_compared: bool) -> None:

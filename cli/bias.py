@@ -66,7 +66,7 @@ def _kinds(report: BiasReport) -> list[str]:
         rows.append((kind.name, *counts, *means, f"{kind.n_tasks:,}"))
     unseen = ", ".join(f"{n:,} {name}" for name, n in report.n_unseen.items())
     moment = "now" if report.lsn is None else f"at lsn {report.lsn}"
-    lines = [f"{moment}, means per trajectory:", *_aligned(rows)]
+    lines = [f"means per trajectory, {moment}:", *_aligned(rows)]
     if unseen:
         lines.append(f"groups of which no trajectory is stored, or no longer: {unseen}")
     return lines

@@ -14,7 +14,7 @@ from cli.arguments import (
     settings_argument,
     trust_option,
 )
-from printable import UserError, plain_console, printable
+from printable import UserError, plain_console, say
 
 DIFFERENT = 1  # exit status
 EXPORT_EPILOG = """\b
@@ -83,7 +83,7 @@ def export_model(
             exported = f"version {record.version}, of learner step {record.learner_step}"
     except ValueError as error:  # of a model that transformers cannot load, for example
         raise UserError(str(error)) from error
-    print(printable(f"{destination}: {exported} of {layout.root}; digest {digest}"))
+    say(f"{destination}: {exported} of {layout.root}; digest {digest}")
 
 
 @click.command(cls=Command, epilog=REPLAY_EPILOG)

@@ -19,7 +19,7 @@ from cli.arguments import (
     run_argument,
     where_option,
 )
-from printable import printable
+from printable import printable, say
 from store import StoreError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def fsck(run: Path, quick: bool, repair: bool, format: str) -> int:
     n_errors = sum(finding.severity == "error" for finding in findings)
     if format == "table":
         state = f"{n_errors} errors" if n_errors else "whole"
-        print(printable(f"{run}: {state}, {len(findings) - n_errors} warnings"))
+        say(f"{run}: {state}, {len(findings) - n_errors} warnings")
     return FINDINGS if n_errors else 0
 
 
@@ -88,7 +88,7 @@ def _show_findings(findings: Sequence[Finding], *, form: str) -> None:
             print(json.dumps(dataclasses.asdict(finding)))
         else:
             about = f"{finding.severity:<9} {finding.what}: {finding.subject}: {finding.detail}"
-            print(printable(f"{about}; {finding.remedy}"))
+            say(f"{about}; {finding.remedy}")
 
 
 @click.command(cls=Command, epilog="Example: gigpo rebuild runs/a")
@@ -103,7 +103,7 @@ def rebuild(run: Path, force: bool) -> None:
     """
     from store import rebuild_run
 
-    rebuild_run(run, force=force, say=lambda line: print(printable(line)))
+    rebuild_run(run, force=force, say=say)
 
 
 @click.command(cls=Command, epilog="Example: gigpo compact runs/a --keep-versions 50")
@@ -144,14 +144,14 @@ def compact(
         keep_versions=keep_versions,
         snapshot_window_s=snapshot_window,
     )
-    print(printable(f"live files    {done.n_files[0]} -> {done.n_files[1]}"))
-    print(printable(f"live bytes    {done.n_bytes[0]:,} -> {done.n_bytes[1]:,}"))
-    print(printable(f"expired files {done.n_expired}"))
-    print(printable(f"removed files {done.n_removed}"))
+    say(f"live files    {done.n_files[0]} -> {done.n_files[1]}")
+    say(f"live bytes    {done.n_bytes[0]:,} -> {done.n_bytes[1]:,}")
+    say(f"expired files {done.n_expired}")
+    say(f"removed files {done.n_removed}")
     for path in done.left_out:
-        print(printable(f"left out: damaged (see the events view), or too large: {path}"))
+        say(f"left out: damaged (see the events view), or too large: {path}")
     for path in done.foreign:
-        print(printable(f"not ours, left alone: {path}"))
+        say(f"not ours, left alone: {path}")
 
 
 @click.command(cls=Command, epilog=EXPORT_EPILOG)
@@ -183,21 +183,17 @@ def export(
             f"the views of {run} hold what no run has ({error}); gigpo fsck --repair {run}"
         ) from error
     n_bytes = sum(part.n_bytes for part in dataset.parts)
-    print(
-        printable(
-            f"{dataset.n_trajectories:,} trajectories of {len(dataset.groups):,} groups, "
-            f"{dataset.n_steps:,} steps: {len(dataset.parts)} files, {n_bytes:,} bytes in "
-            f"{destination}"
-        )
+    say(
+        f"{dataset.n_trajectories:,} trajectories of {len(dataset.groups):,} groups, "
+        f"{dataset.n_steps:,} steps: {len(dataset.parts)} files, {n_bytes:,} bytes in "
+        f"{destination}"
     )
     n_missing = sum(dataset.groups.values()) - dataset.n_trajectories
     if n_missing:
         why = "they were never played" if groups else "--groups exports whole groups"
-        print(
-            printable(
-                f"{n_missing:,} more trajectories of these groups are not in it, and only whole "
-                f"groups can be trained on; {why}"
-            )
+        say(
+            f"{n_missing:,} more trajectories of these groups are not in it, and only whole "
+            f"groups can be trained on; {why}"
         )
 
 
@@ -214,11 +210,9 @@ def import_(run: Path, source: str) -> None:
     from store import import_selection
 
     report = import_selection(run, source)
-    print(
-        printable(
-            f"{report.n_trajectories:,} trajectories, {report.n_steps:,} steps are new; "
-            f"{report.n_known:,} were known"
-        )
+    say(
+        f"{report.n_trajectories:,} trajectories, {report.n_steps:,} steps are new; "
+        f"{report.n_known:,} were known"
     )
 
 
@@ -238,9 +232,7 @@ def fetch(uri: str, destination: Path) -> None:
     manifest = read_manifest(layout)
     if manifest is None:
         raise StoreError(f"{destination} was removed while the run was fetched; fetch it again")
-    print(
-        printable(
-            f"run {layout.info.run_id} as of lsn {manifest.lsn}: {len(manifest.segments) - 1} "
-            f"segments in {layout.root}"
-        )
+    say(
+        f"run {layout.info.run_id} as of lsn {manifest.lsn}: {len(manifest.segments) - 1} "
+        f"segments in {layout.root}"
     )

@@ -25,10 +25,9 @@ MAY_BE_ZERO = {
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
     "learner.rows_per_update": "; use 0 to cut a batch by learner.updates_per_step",
-    "learner.max_bad_updates": "; use 0 to end the run at the first",
     "learner.zero_stage": "",
     "learner.gpus_per_rank": "; use 0 for a CPU learner",
-    "learner.keep_every": "; use 0 to keep the newest learner.keep_checkpoints only",
+    "learner.keep_every": "; use 0 to keep the newest two only",
     "model.lora_rank": "; use 0 to train all weights",
     "alarms.ess_below": "; use 0 for no such alarm",
     "alarms.entropy_below": "; use 0 for no such alarm",
@@ -63,8 +62,8 @@ TEMPLATES = (  # the files in actors/templates
     "think",
     "webshop",
 )
-HEAD_SIZES = (32, 64, 128)  # vLLM has kernels for these
-MIN_SNAPSHOT_WINDOW_S = 60.0  # a reader needs this long to open a file that it was told of
+DR_GRPO = "sequence_mean_token_sum_norm"  # its aggregation
+HEAD_SIZE = 32  # of the tiny model; the smallest that vLLM has kernels for
 
 
 class ConfigError(UserError, ValueError):
@@ -83,11 +82,10 @@ def check(config: Config) -> None:
     _check_updates(config)
     _check_precision(config)
     _check_tiny_model(config)
-    _check_lengths(config)
+    _check_norm(config)
     _check_prompt(config)
     _check_placement(config)
     _check_endpoint(config)
-    _check_store(config)
     _check_offline(config)
 
 
@@ -188,11 +186,6 @@ def _check_scripted(config: Config) -> None:
 
 def _check_retention(config: Config) -> None:
     learner = config.learner
-    if learner.keep_checkpoints < 2:
-        raise ConfigError(
-            "learner.keep_checkpoints=1 leaves none if the newest turns out to be damaged; keep at "
-            "least 2"
-        )
     if learner.keep_every % learner.checkpoint_every:
         raise ConfigError(
             f"learner.keep_every={learner.keep_every} is no multiple of "
@@ -316,26 +309,21 @@ def _check_precision(config: Config) -> None:
 
 def _check_tiny_model(config: Config) -> None:
     tiny = config.model.tiny
-    if tiny.hidden_size % tiny.heads or tiny.hidden_size // tiny.heads not in HEAD_SIZES:
+    if tiny.hidden_size % HEAD_SIZE:
         raise ConfigError(
-            f"model.tiny.hidden_size={tiny.hidden_size} over model.tiny.heads={tiny.heads} must "
-            "give heads of 32, 64 or 128, the sizes vLLM has kernels for"
+            f"model.tiny.hidden_size={tiny.hidden_size} is no multiple of {HEAD_SIZE}, the size of "
+            "an attention head"
         )
 
 
-def _check_lengths(config: Config) -> None:
-    prompt, response = config.prompt.max_prompt_tokens, config.actors.max_response_tokens
-    if config.actors.max_model_tokens < prompt + response:
+def _check_norm(config: Config) -> None:
+    response = config.actors.max_response_tokens
+    norm = config.loss.numbers.get(DR_GRPO, {}).get("norm_tokens")
+    if config.loss.aggregation == DR_GRPO and norm != response:
         raise ConfigError(
-            f"prompt.max_prompt_tokens={prompt} and actors.max_response_tokens={response} do not "
-            f"fit into actors.max_model_tokens={config.actors.max_model_tokens}; raise the last "
-            f"to {prompt + response}"
-        )
-    norm = config.loss.sequence_mean_token_sum_norm.norm_tokens
-    if config.loss.aggregation == "sequence_mean_token_sum_norm" and norm != response:
-        raise ConfigError(
-            f"loss.sequence_mean_token_sum_norm.norm_tokens={norm:g} is not the longest response, "
-            f"by which Dr.GRPO divides; set it to actors.max_response_tokens={response}"
+            f"loss.aggregation='{DR_GRPO}' divides by the longest response, as Dr.GRPO does; set "
+            f"loss.numbers.{DR_GRPO}.norm_tokens={response}, which is actors.max_response_tokens"
+            + ("" if norm is None else f", not {norm:g}")
         )
 
 
@@ -407,14 +395,6 @@ def _check_endpoint(config: Config) -> None:
         raise ConfigError(
             "endpoint.api_key_env is no variable's name; give the name, e.g. OPENAI_API_KEY, never "
             "the key itself"
-        )
-
-
-def _check_store(config: Config) -> None:
-    if config.store.snapshot_window_s < MIN_SNAPSHOT_WINDOW_S:
-        raise ConfigError(
-            f"store.snapshot_window_s={config.store.snapshot_window_s:g} could remove a file that "
-            f"the learner was just told to read; use at least {MIN_SNAPSHOT_WINDOW_S:g}"
         )
 
 

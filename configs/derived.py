@@ -6,6 +6,8 @@ import math
 
 from configs.schema import Config
 
+# The newest is used, and the one before it if the newest turns out to be damaged.
+KEPT_CHECKPOINTS = 2
 SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1e-4
 
 
@@ -27,6 +29,11 @@ def groups_of_a_step(config: Config) -> tuple[int, int]:
 def n_workers(config: Config) -> int:
     """Return the workers that training needs. An evaluation always needs `actors.workers`."""
     return 0 if is_offline(config) else config.actors.workers
+
+
+def max_model_tokens(config: Config) -> int:
+    """Return the engine's context: the longest prompt and the longest response together."""
+    return config.prompt.max_prompt_tokens + config.actors.max_response_tokens
 
 
 def gpus_needed(config: Config, *, learns: bool) -> int:

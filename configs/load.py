@@ -22,7 +22,18 @@ MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 TEXT_TAG = "tag:yaml.org,2002:str"
 BASE = "base"  # key of a file: the file whose settings it changes
-FREE_KEYS = ("env.options", "endpoint.body.")  # what stands below them is not ours
+FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.")  # what stands below them is not ours
+# Settings of older versions, and what holds now.
+FIXED = {
+    "actors.lease_s": "another worker gets a group after 120 s without a heartbeat",
+    "actors.max_model_tokens": "it is prompt.max_prompt_tokens + actors.max_response_tokens",
+    "learner.keep_checkpoints": "the newest two are kept; learner.keep_every keeps more",
+    "learner.max_bad_updates": "three in a row are skipped",
+    "learner.merge_steps": "steps are always merged",
+    "model.lora_tf32": "adapters of a bfloat16 model multiply in TF32 on a GPU",
+    "model.tiny.heads": "a head has 32 of model.tiny.hidden_size",
+    "store.snapshot_window_s": "replaced files are kept for 900 s",
+}
 LISTS = ("source", "loss.corrections")
 # !!timestamp x is an AttributeError of the YAML library, !!int '' an IndexError
 UNREADABLE = (
@@ -52,7 +63,6 @@ MAY_CHANGE = {
     "actors.kv_cache_gib",
     "actors.cpu_cores",
     "actors.engine_timeout_s",
-    "actors.lease_s",
     "learner.steps",
     "learner.learning_rate",
     "learner.ranks",
@@ -60,13 +70,10 @@ MAY_CHANGE = {
     "learner.zero_stage",
     "learner.offload",
     "learner.deterministic",
-    "model.lora_tf32",
     "learner.micro_batch_tokens",
-    "learner.max_bad_updates",
     "learner.step_timeout_s",
     "learner.starvation_timeout_s",
     "learner.checkpoint_every",
-    "learner.keep_checkpoints",
     "learner.keep_every",
     "learner.keep_versions",
     "learner.threads",
@@ -79,7 +86,6 @@ MAY_CHANGE = {
     "endpoint.requests",
     "endpoint.attempts",
     "endpoint.timeout_s",
-    "store.snapshot_window_s",
     "store.keep_days",
     "store.keep_versions",
     "offline.uses",
@@ -128,15 +134,11 @@ def as_yaml(config: Config) -> str:
 def differences(config: Config) -> str:
     """Return the settings that are not at their defaults, as YAML."""
     defaults = dict(flat(Config()))
-    changed: dict[str, Any] = {}
+    changed = OmegaConf.create({})
     for key, value in flat(config):
         if value != defaults[key]:
-            *sections, name = key.split(".")
-            place = changed
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-    return OmegaConf.to_yaml(OmegaConf.create(changed))
+            OmegaConf.update(changed, key, value)
+    return OmegaConf.to_yaml(changed)
 
 
 def forbidden_changes(recorded: Config, config: Config) -> list[str]:
@@ -378,6 +380,10 @@ def _check_keys(settings: DictConfig) -> None:
                 f"{key!r} is a section, not a setting; give {key}.<setting>=value, see "
                 "configs/schema.py"
             )
+        if key in FIXED:
+            raise ConfigError(f"{key} is no setting any more: {FIXED[key]}; leave it out")
+        if re.fullmatch(r"loss\.\w+\.\w+", key) and not key.startswith(FREE_KEYS):
+            raise ConfigError(f"{key} is now loss.numbers.{key.removeprefix('loss.')}")
         if key not in known and not key.startswith(FREE_KEYS):
             raise ConfigError(
                 f"unknown key {key!r}{did_you_mean(key, known)}; configs/schema.py lists every key"

@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.check import ConfigError
-from configs.derived import gpus_needed, groups_of_a_step, is_offline, n_workers
+from configs.derived import (
+    KEPT_CHECKPOINTS,
+    gpus_needed,
+    groups_of_a_step,
+    is_offline,
+    n_workers,
+)
 from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig
 
 GIB = 1024**3
@@ -147,7 +153,7 @@ def _n_checkpoints(config: Config) -> int:
     """Count checkpoints that exist at once: the kept ones and the one being written."""
     learner = config.learner
     milestones = learner.steps // learner.keep_every if learner.keep_every else 0
-    return learner.keep_checkpoints + 1 + milestones
+    return KEPT_CHECKPOINTS + 1 + milestones
 
 
 def _n_versions(config: Config) -> int:

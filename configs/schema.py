@@ -16,7 +16,6 @@ Within a section, settings that rarely change stand below a line "Rarely changed
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +48,8 @@ class PromptConfig:
     style: str = "window"
     # turns shown besides the current observation, with style "window"; -1 shows all
     history_length: int = 2
-    # longer prompts lose their oldest turns first, then the middle of the rest
+    # longer prompts lose their oldest turns first, then the middle of the rest. The engine's
+    # context is this and actors.max_response_tokens
     max_prompt_tokens: int = 2048
     # where the action stands in a response: "tags", "upstream" (as in the authors' code), "text"
     # (the whole response)
@@ -73,9 +73,8 @@ class TinyModelConfig:
     """
 
     vocabulary_size: int = 1024
-    hidden_size: int = 128
+    hidden_size: int = 128  # a multiple of 32, the size of an attention head
     layers: int = 2
-    heads: int = 4
     clone_steps: int = 30  # learner steps of imitation
 
 
@@ -92,8 +91,6 @@ class ModelConfig:
     gradient_checkpointing: bool = False
 
     # Rarely changed.
-    # on a GPU, adapters beside bfloat16 weights multiply in TF32
-    lora_tf32: bool = True
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
 
@@ -108,7 +105,6 @@ class ActorsConfig:
     max_groups_in_flight: int = 16
     temperature: float = 1.0
     max_response_tokens: int = 512
-    max_model_tokens: int = 2560  # prompt and response together, as the engine allocates them
     # for CPU engines and engines that share a GPU; others use gpu_memory_utilization
     kv_cache_gib: float = 1.0
 
@@ -124,8 +120,6 @@ class ActorsConfig:
     episode_timeout_s: float = 3600.0  # seconds for one episode; then it is truncated
     # seconds without an answer after which an engine is restarted
     engine_timeout_s: float = 20.0
-    # seconds without a heartbeat after which another worker gets a worker's groups
-    lease_s: float = 120.0
     # actions come from the environment's scripted policy (or are random), not from a model;
     # needed to imitate that policy
     scripted: bool = False
@@ -168,60 +162,12 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PpoClipConfig:
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 3.0  # .inf switches it off
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipConfig:
-    clip_low: float
-    clip_high: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DppoTvConfig:
-    delta_low: float = 0.2  # a difference of probabilities
-    delta_high: float = 0.2
-    ratio_cap: float = math.inf  # .inf: no cap
-    quadratic_coef: float = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SapoConfig:
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapConfig:
-    cap: float  # .inf: no cap
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BandConfig:
-    low: float  # 0: no lower bound
-    high: float  # .inf: no upper bound
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LimitConfig:
-    limit: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NormConfig:
-    norm_tokens: float  # tokens; the longest response, actors.max_response_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
     """Choose what an optimizer update minimises.
 
-    gigpo/losses.py, corrections.py and objective.py have the formulas and their sources. The
-    numbers of a loss, a correction or an aggregation stand in the section with its name, with
-    the published values as defaults. A changed number of a part that is not in use is refused.
+    gigpo/losses.py, corrections.py and objective.py have the formulas, their sources, and the
+    numbers of each part with the published values. A number of a part that is not in use is
+    refused.
     """
 
     # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning"
@@ -239,23 +185,9 @@ class LossConfig:
     # "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum_norm" (Dr.GRPO).
     # "auto": sequence_mean_token_mean with gspo and sapo, token_mean with the others
     aggregation: str = "auto"
-    ppo_clip: PpoClipConfig = field(default_factory=PpoClipConfig)
-    gspo: ClipConfig = field(default_factory=lambda: ClipConfig(clip_low=3e-4, clip_high=4e-4))
-    cispo: ClipConfig = field(default_factory=lambda: ClipConfig(clip_low=1.0, clip_high=4.0))
-    dppo_tv: DppoTvConfig = field(default_factory=DppoTvConfig)
-    sapo: SapoConfig = field(default_factory=SapoConfig)
-    token_tis: CapConfig = field(default_factory=lambda: CapConfig(cap=2.0))
-    sequence_tis: CapConfig = field(default_factory=lambda: CapConfig(cap=2.0))
-    token_icepop: BandConfig = field(default_factory=lambda: BandConfig(low=0.5, high=5.0))
-    sequence_mask: BandConfig = field(default_factory=lambda: BandConfig(low=0.5, high=2.0))
-    # bounds of pi / mu; verl's bound mu / pi
-    geometric_mask: BandConfig = field(default_factory=lambda: BandConfig(low=0.999, high=1.001))
-    k3_mask: LimitConfig = field(default_factory=lambda: LimitConfig(limit=0.01))
-    opsm: LimitConfig = field(default_factory=lambda: LimitConfig(limit=1e-4))
-    m2po: LimitConfig = field(default_factory=lambda: LimitConfig(limit=0.04))
-    sequence_mean_token_sum_norm: NormConfig = field(
-        default_factory=lambda: NormConfig(norm_tokens=512.0)
-    )
+    # numbers that differ from the published ones, by the part they belong to, for example
+    # {ppo_clip: {clip_high: 0.28}}. Dr.GRPO's aggregation needs its norm_tokens
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,19 +217,14 @@ class LearnerConfig:
     grad_clip: float = 1.0
     # scales the learning rate by the effective sample size (a fraction), for stale data
     ess_scaled: bool = False
-    # successive updates that may be skipped because loss or gradient is not finite; one more ends
-    # the run
-    max_bad_updates: int = 3
-    # a step whose prompt repeats the previous step's tokens extends that step's sequence
-    merge_steps: bool = True
     offload: bool = False  # keep the optimizer's state in main memory, with ZeRO stages 1 to 3
     # torch threads per rank of a CPU learner; with offload on a GPU, at least its share of cores
     threads: int = 1
     # on a GPU, only operations that give the same bits every time, which are slower; replay then
     # compares bit for bit, as it always does on a CPU
     deterministic: bool = False
-    keep_checkpoints: int = 2
-    keep_every: int = 0  # learner steps; their checkpoints are never removed; 0: no such rule
+    # learner steps whose checkpoints are never removed; 0: the newest two are kept only
+    keep_every: int = 0
     # newest published weights to keep on disk; a checkpoint has a copy of its own
     keep_versions: int = 4
     # how engines get new weights: from published "files", or by a "broadcast" as well, for nodes
@@ -364,8 +291,6 @@ class EndpointConfig:
 class StoreConfig:
     # location of segments, exports and weights, such as s3://bucket/prefix; empty: run directory
     uri: str = ""
-    # seconds that replaced files are kept, so that queries AS OF an earlier lsn can read them
-    snapshot_window_s: float = 900.0
     keep_days: float = 0.0  # days after which consumed trajectories are removed; 0: never
     keep_versions: int = 0  # newest policy versions whose consumed trajectories are kept; 0: all
 

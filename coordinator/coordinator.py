@@ -42,6 +42,7 @@ from store import (
 )
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
+LEASE_S = 120.0  # without a heartbeat of its worker; then another gets the group
 ABANDON_LEASE_S = 1.0  # of a group that is leased only to be abandoned at once
 NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalog keeps all
 
@@ -105,7 +106,7 @@ class Coordinator:
         if due := self._heartbeats.take_unwritten():
             with self.catalog.unsynced():
                 self.catalog.heartbeats(due)
-                self.catalog.renew_leases(due, lease_s=self.config.actors.lease_s)
+                self.catalog.renew_leases(due, lease_s=LEASE_S)
         self._exporter.when_due()
 
     def record_event(self, component: str, what: str, detail: str) -> None:
@@ -166,10 +167,7 @@ class Coordinator:
         )
         split = None if trains else "heldout"
         lease_open = partial(
-            self.catalog.lease_open_group,
-            worker=worker,
-            lease_s=self.config.actors.lease_s,
-            split=split,
+            self.catalog.lease_open_group, worker=worker, lease_s=LEASE_S, split=split
         )
         group = lease_open(without=suspects)
         if group is None and suspects and not playing:

@@ -9,6 +9,9 @@ from configs import StoreConfig
 from store import COMPACTION_POLICY, Catalog, Maintainer, MaintainerSettings, RunLayout, export
 
 MAINTENANCE_PAUSE_S = 5.0
+# Replaced files are kept so long, for queries AS OF an earlier lsn. The learner opens the files
+# that it was told of within a minute.
+SNAPSHOT_WINDOW_S = 900.0
 # Between two exports pass at least EXPORT_INTERVAL_S, and EXPORT_PAUSE times the last export's
 # duration, because no call is answered during an export.
 EXPORT_INTERVAL_S = 1.0
@@ -31,7 +34,7 @@ def start_maintainer(catalog: Catalog, layout: RunLayout, config: StoreConfig) -
 def maintainer_settings(config: StoreConfig) -> MaintainerSettings:
     """Return the maintainer's settings; 0 days or versions in the config keep files for ever."""
     return MaintainerSettings(
-        snapshot_window_s=config.snapshot_window_s,
+        snapshot_window_s=SNAPSHOT_WINDOW_S,
         keep_days=config.keep_days or None,
         keep_versions=config.keep_versions or None,
         pause_s=MAINTENANCE_PAUSE_S,

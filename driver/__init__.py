@@ -12,7 +12,7 @@ supervisor   consumes heartbeats and ended calls, produces restarts and notices;
 
 `train_run.py` and `evaluate_run.py` do what `gigpo train` and `gigpo evaluate` ask
 `supervisor.py` is the loop of the driver itself
-`processes.py` starts and kills one process, `coordinator_process.py` the coordinator's
+`processes.py` starts and kills one process; `CoordinatorProcess` is the coordinator's
 `health.py` decides when a process is lost, and how often it is started again
 `shutdown.py` stops all processes in order, `interrupt.py` handles Ctrl-C and SIGTERM
 `errors.py` has the errors that end a run, and finds the cause in another process's error

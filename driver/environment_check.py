@@ -79,7 +79,7 @@ def try_tasks(config: Config, console: Console) -> list[str]:
     if is_program(name):
         _check_program(config)
     uncounted = f"{name}: its tasks are made when a run starts, so they are not counted here"
-    console.print(uncounted if splits is None else _task_counts(name, splits), markup=False)
+    console.print(uncounted if splits is None else _task_counts(name, splits))
     return missing
 
 

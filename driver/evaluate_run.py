@@ -50,6 +50,14 @@ from store import (
     trust,
     weight_files,
 )
+from store import open_run as open_reader
+
+# A round is opened whole: each episode is a group of its own.
+NEWEST_WEIGHTS = """
+SELECT count(DISTINCT task_id) AS tasks, count(*) AS episodes,
+    count(*) FILTER (state = 'open') AS open
+FROM groups WHERE split = 'heldout' AND purpose_version = (SELECT max(version) FROM versions)
+"""
 
 
 def evaluate(
@@ -77,13 +85,13 @@ def evaluate(
             config, missing, needs = try_model(config)
             missing += disk_faults(needs)
         settings = configs.as_yaml(config) if all_settings else configs.differences(config)
-        console.print(settings, markup=False)
+        console.print(settings)
         show_missing([*missing, *try_tasks(config, console)], console)
         return
     check_writable(config)
     if overrides:
         _evaluate_in_new_run(config, weights, console)
-    else:
+    elif not is_evaluated(config):
         config = with_model(config, console)  # downloads it if the cache has lost it
         check_tasks(config, console)
         _play(config, console, in_new_run=False)
@@ -166,6 +174,8 @@ def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None
         raise ConfigError(
             f"{weights} is evaluated in a directory of its own: give another run_dir, as {error}"
         ) from None
+    if is_evaluated(config):
+        return
     if not is_config(weights) and not config.endpoint.url:
         _copy_weights(*parse_run_step(weights), Path(config.model.path))
     configs.check_model_path(config)
@@ -173,6 +183,17 @@ def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None
     open_run(config)
     resume.remember(config)
     _play(config, console, in_new_run=True)
+
+
+def is_evaluated(config: Config) -> bool:
+    """Return whether every held-out task was played often enough with the run's newest weights."""
+    run = Path(config.run_dir)
+    if not RunLayout.exists(run):
+        return False
+    with open_reader(run) as reader:
+        (of_round,) = reader.rows(NEWEST_WEIGHTS)
+    wanted = config.evaluation.final_episodes_per_task * of_round["tasks"]
+    return bool(wanted) and not of_round["open"] and of_round["episodes"] >= wanted
 
 
 def _weights_name(run: Path, step: int | None) -> str:
@@ -228,7 +249,7 @@ def _check_endpoint(config: Config, console: Console) -> None:
 
     with said_with_spinner(f"asking {config.endpoint.url} once", console):
         asyncio.run(ask())
-    console.print(f"{config.endpoint.model} answers at {config.endpoint.url}", markup=False)
+    console.print(f"{config.endpoint.model} answers at {config.endpoint.url}")
 
 
 def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
@@ -237,22 +258,21 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
     A new run has no weights yet: its version 0 is the model, or the server that plays.
     """
     run = Path(config.run_dir)
-    say = partial(console.print, markup=False)
     # Without model.path a server plays, and no process reads this directory.
     model_path = config.model.path or str(run / "base" / "policy")
     with run_lock.driving(run), ExitStack() as ray:
-        with said_while(lambda: "starting Ray", say):
+        with said_while(lambda: "starting Ray", console.print):
             processes = n_processes(config, learns=False)
             ray.enter_context(ray_cluster(config.run_dir, processes=processes))
         check_gpus(config, learns=False)
         layout = RunLayout.open(run)
         with (
-            tensorboard_files(layout, say) as curves,
+            tensorboard_files(layout, console.print) as curves,
             Supervisor(
                 config,
                 model_path,
                 learns=False,
-                say=say,
+                say=console.print,
                 say_stopping=partial(run_control.say_stopping, run),
             ) as supervisor,
             Progress(config, "evaluating", console) as progress,

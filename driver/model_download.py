@@ -123,7 +123,7 @@ def _download(repository: Repository, console: Console) -> Path:
         repository = replace(repository, commit=answer.commit)
         size = f"{answer.n_files} files, {answer.n_bytes / configs.GIB:.1f} GiB"
         doing = f"downloading {repository}, {size}, to {cache()}"
-        console.print(f"{doing}; if it is stopped, the same command goes on", markup=False)
+        console.print(f"{doing}; if it is stopped, the same command goes on")
         # In a terminal, huggingface_hub shows a progress bar.
         with nullcontext() if console.is_terminal else said_with_spinner(doing, console):
             answer = download()

@@ -38,7 +38,7 @@ def check_sources(config: Config, console: Console) -> None:
         base, theirs = _base_of(text), _config_of(text)
         why = _why_not_compared(text, base, model_path)
         if base is None or why:
-            console.print(f"tokens of {text} were not compared: {why}", markup=False)
+            console.print(f"tokens of {text} were not compared: {why}")
         else:
             check_same_tokens(base, model_path, source=text)
         scripted = theirs is not None and _setting(theirs, "actors.scripted")
@@ -92,7 +92,7 @@ def import_sources(config: Config, console: Console) -> None:
             order=config.offline.order,
         )
     for source in taken:
-        console.print(str(source), markup=False)
+        console.print(str(source))
 
 
 def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:

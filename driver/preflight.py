@@ -174,7 +174,7 @@ def run_need(config: Config) -> DiskNeed:
         place=f"run_dir={config.run_dir}",
         directory=Path(config.run_dir),
         n_bytes=configs.disk_bytes(config),
-        remedy="keep less (learner.keep_checkpoints, learner.keep_versions)",
+        remedy="keep less (learner.keep_every, learner.keep_versions)",
     )
 
 
@@ -214,6 +214,6 @@ def _existing(directory: Path) -> Path:
 def show_missing(missing: Sequence[str], console: Console) -> None:
     """Show what a start would not find on this machine. The run may be started on another one."""
     if missing:
-        console.print("missing here:\n" + "\n".join(f"  {line}" for line in missing), markup=False)
+        console.print("missing here:\n" + "\n".join(f"  {line}" for line in missing))
     else:
         console.print("nothing is missing here")

@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -47,12 +45,7 @@ class Progress:
             self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.live:
             self.live.stop()
 
@@ -78,7 +71,7 @@ class Progress:
         elif time.monotonic() - self.shown_at_s >= LINE_EVERY_S:
             self.shown_at_s = time.monotonic()
             line = "  ".join(f"{name} {value}" for name, value in figures)
-            self.console.print(f"{self.title}  {line}", markup=False)
+            self.console.print(f"{self.title}  {line}")
 
     def _show_notices(self, status: Status) -> None:
         """Show each notice once, in a line of its own; in a terminal above the table."""
@@ -86,7 +79,7 @@ class Progress:
             if number > self.last_notice:
                 if len(text) > NOTICE_CHARACTERS:
                     text = f"{text[:NOTICE_CHARACTERS]} ..."
-                self.console.print(printable(text), style="yellow", markup=False)
+                self.console.print(printable(text), style="yellow")
                 self.last_notice = number
 
     def _table(self, status: Status, figures: list[tuple[str, str]]) -> Table:
@@ -174,7 +167,7 @@ def said_while(
 
 def said_with_spinner(doing: str, console: Console) -> AbstractContextManager[None]:
     """Show what is done, beside a spinner in a terminal."""
-    return said_while(lambda: doing, partial(console.print, markup=False), spinner=console)
+    return said_while(lambda: doing, console.print, spinner=console)
 
 
 def _metric(metrics: Mapping[str, float], name: str, form: str) -> str:

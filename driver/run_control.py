@@ -167,7 +167,7 @@ def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) ->
         ) from error
     console.print(f"{run}: {driven}")
     for line in progress:
-        console.print(line, markup=False)
+        console.print(line)
     counts = ", ".join(f"{row['n']} {row['state']}" for row in groups[:SHOWN_ROWS])
     console.print(f"groups: {printable(counts)}")
     console.print(table)

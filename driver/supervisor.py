@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -32,11 +31,10 @@ from actors import EngineLostError, EngineMemoryError, EngineStartError, PromptS
 from configs import Config, is_offline, n_workers
 from coordinator import Component, Status
 from driver import processes
-from driver.coordinator_process import CoordinatorProcess
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.health import HealthMonitor, Restarts
 from driver.interrupt import hold_interrupts
-from driver.processes import LEARNER, ManagedProcess
+from driver.processes import LEARNER, CoordinatorProcess, ManagedProcess
 from driver.progress import said_while
 from driver.run_control import wanted_workers
 from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
@@ -70,10 +68,8 @@ class Supervisor:
         self.restored = ""  # the learner's line on the checkpoint it started from
         self.due: dict[str, float] = {}  # time.monotonic() at which to start each process
         self.processes: dict[str, ManagedProcess] = {}
-        self.monitor, self.restarts = (
-            HealthMonitor(config.supervision),
-            Restarts(config.supervision),
-        )
+        self.monitor = HealthMonitor(config.supervision)
+        self.restarts = Restarts(config.supervision)
         self.is_up = False  # everything has been started once
         self.components: Mapping[str, Component] = {}  # while they start
         self.is_training = False
@@ -98,12 +94,7 @@ class Supervisor:
         self.is_up = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stop(error)
 
     def train(self, show: Show) -> int:

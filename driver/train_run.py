@@ -94,7 +94,7 @@ def dry_run(config: Config, console: Console, *, all_settings: bool) -> None:
     config, missing, needs = try_model(config)
     check_same_run(config)
     settings = configs.as_yaml(config) if all_settings else configs.differences(config)
-    console.print(settings + configs.describe_plan(config), markup=False)
+    console.print(settings + configs.describe_plan(config))
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
@@ -127,7 +127,7 @@ def train(config: Config, console: Console, *, fork_of: str = "") -> None:
             )
         if not is_finished(config):
             with ExitStack() as ray:
-                with said_while(lambda: "starting Ray", partial(console.print, markup=False)):
+                with said_while(lambda: "starting Ray", console.print):
                     ray.enter_context(
                         ray_cluster(config.run_dir, processes=n_processes(config, learns=True))
                     )
@@ -144,14 +144,14 @@ def _check_new_sources(config: Config, console: Console) -> None:
 def _train_to_the_end(config: Config, console: Console) -> None:
     """Train and evaluate on the Ray cluster that this process is connected to."""
     check_gpus(config, learns=True)
-    with said_while(lambda: f"opening {config.run_dir}", partial(console.print, markup=False)):
+    with said_while(lambda: f"opening {config.run_dir}", console.print):
         layout = open_run(config)  # only now: the directory keeps the settings of this first start
     resume.remember(config)
     model_path = config.model.path or str(_make_base_policy(config, console))
     if config.source:
         offline_sources.import_sources(config, console)
     with (
-        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
+        tensorboard_files(layout, console.print) as curves,
         _supervisor(config, model_path, config, console) as supervisor,
         Progress(config, "training", console) as progress,
     ):
@@ -173,7 +173,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
     In a run of its own it is cloned from a scripted player, so that it plays random but valid
     commands. For an agent program it is the untrained model. A run with sources has theirs.
     """
-    with said_while(lambda: "loading libraries", partial(console.print, markup=False)):
+    with said_while(lambda: "loading libraries", console.print):
         from learner import copy_weights, make_tiny_model, train_tokenizer
 
     directory = Path(config.run_dir) / "base"
@@ -201,9 +201,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
     untrained = directory / "untrained"
     if not untrained.is_dir():
         log = Path(config.run_dir) / "logs" / FAILURE_LOG
-        with said_while(
-            lambda: "making a tokenizer and a tiny model", partial(console.print, markup=False)
-        ):
+        with said_while(lambda: "making a tokenizer and a tiny model", console.print):
             chats = sample_chats(config, log=log)
             tokenizer = train_tokenizer(chats, vocabulary_size=config.model.tiny.vocabulary_size)
             make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
@@ -212,7 +210,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
     )
     layout = open_run(clone)
     with (
-        tensorboard_files(layout, partial(console.print, markup=False)) as curves,
+        tensorboard_files(layout, console.print) as curves,
         _supervisor(clone, str(untrained), config, console) as supervisor,
         Progress(clone, "cloning", console) as progress,
     ):
@@ -220,7 +218,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
         version = supervisor.status().version
     run_control.clear_stopping(Path(config.run_dir))
     copy_weights(layout.weights_dir(version), policy, follow_links=False)
-    console.print(f"the base policy is cloned: {policy}. Next comes the training", markup=False)
+    console.print(f"the base policy is cloned: {policy}. Next comes the training")
     return policy
 
 
@@ -233,6 +231,6 @@ def _supervisor(config: Config, model_path: str, driven: Config, console: Consol
         config,
         model_path,
         learns=True,
-        say=partial(console.print, markup=False),
+        say=console.print,
         say_stopping=partial(run_control.say_stopping, Path(driven.run_dir)),
     )

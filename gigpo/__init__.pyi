@@ -17,6 +17,7 @@ from .diagnostics import singleton_fraction as singleton_fraction
 from .diagnostics import step_variance_share as step_variance_share
 from .diagnostics import token_diagnostics as token_diagnostics
 from .group_filter import GROUP_FILTERS as GROUP_FILTERS
+from .group_filter import check_group_filter as check_group_filter
 from .group_filter import filtered_groups as filtered_groups
 from .losses import KL_PENALTIES as KL_PENALTIES
 from .losses import POLICY_LOSSES as POLICY_LOSSES

@@ -33,10 +33,7 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
 
     `advantages` is the table of compute_advantages. Raises ValueError for an unknown filter.
     """
-    if group_filter not in GROUP_FILTERS:
-        raise ValueError(
-            f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
-        )
+    check_group_filter(group_filter)
     if group_filter == "none":
         return {}
     coded = advantages["group_uid"].combine_chunks().dictionary_encode()
@@ -74,6 +71,14 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
             f"{n} {'trajectory' if n == 1 else 'trajectories'}, {reason}"
         )
     return reasons
+
+
+def check_group_filter(group_filter: str) -> None:
+    """Raise ValueError for an unknown filter."""
+    if group_filter not in GROUP_FILTERS:
+        raise ValueError(
+            f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
+        )
 
 
 def _any(flag: np.ndarray, group: np.ndarray, n_groups: int) -> np.ndarray:

@@ -340,9 +340,8 @@ def _check_clip(clip_low: float, clip_high: float) -> None:
         )
 
 
-# To add a loss: write its class above, add it here, give its usual corrections in `objective.py`
-# (DEFAULT_PAIRING) and its numbers a section in `configs/schema.py` (LossConfig). Combinations that
-# make no sense are refused there.
+# To add a loss: write its class above, add it here, and give its usual corrections in
+# `objective.py` (DEFAULT_PAIRING). Combinations that make no sense are refused there.
 POLICY_LOSSES: Final[Mapping[str, type[Loss]]] = MappingProxyType(
     {
         loss.name: loss

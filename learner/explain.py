@@ -162,8 +162,8 @@ def _figures(gradient: GroupGradient) -> list[str]:
 
 def _group_rows(engine: Engine, rows: pa.Table, group_uid: bytes) -> _GroupRows:
     mine = rows.filter(pc.equal(rows["group_uid"], pa.scalar(group_uid, rows["group_uid"].type)))
-    tokens, merges = engine.learner.micro_batch_tokens, engine.learner.merge_steps
-    batches = micro_batches(mine, micro_batch_tokens=tokens, merge_steps=merges, ranks=1)
+    tokens = engine.learner.micro_batch_tokens
+    batches = micro_batches(mine, micro_batch_tokens=tokens, merge_steps=True, ranks=1)
     return _GroupRows(rows=mine, batches=batches)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from configs import is_offline
+from configs import KEPT_CHECKPOINTS, is_offline
 from coordinator import CoordinatorClient, Heartbeat
 from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
@@ -303,7 +303,7 @@ class Learner:
         prune_checkpoints(
             self.layout.checkpoints,
             live={Path(record.path).name for record in announced},
-            keep=self.config.learner.keep_checkpoints,
+            keep=KEPT_CHECKPOINTS,
             keep_every=self.config.learner.keep_every,
         )
 

@@ -8,7 +8,7 @@ gigpo knows which corrections and aggregation a loss is usually used with, and w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from configs import ConfigError, LossConfig, check_is_list
@@ -16,6 +16,7 @@ from gigpo import AGGREGATIONS, CORRECTIONS, DEFAULT_PAIRING, POLICY_LOSSES, Obj
 from printable import did_you_mean
 
 AUTO = "auto"  # the usual corrections, or the usual aggregation, of the loss
+NUMBERS = "loss.numbers"
 T = TypeVar("T")
 
 
@@ -28,7 +29,8 @@ def objective_of(loss: LossConfig) -> Objective:
     corrections = [_known("corrections", name, CORRECTIONS) for name in names]
     chosen = usual_aggregation if loss.aggregation == AUTO else loss.aggregation
     aggregation = _known("aggregation", chosen, AGGREGATIONS)
-    _check_unread(loss, used=[loss.policy, *names, chosen])
+    kinds = [policy, *corrections, aggregation]
+    _check_numbers(loss, used=dict(zip([loss.policy, *names, chosen], kinds, strict=True)))
     try:
         return Objective(
             policy=_made(policy, loss, loss.policy),
@@ -56,26 +58,40 @@ def _known(key: str, name: str, registry: Mapping[str, type[T]]) -> type[T]:
 
 
 def _made(kind: type[T], loss: LossConfig, name: str) -> T:
-    """Return the part of an objective with the numbers of its section, if it has one."""
-    section: Any = getattr(loss, name, None)
-    numbers = dataclasses.asdict(section) if section is not None else {}
+    """Return the part `name` of an objective, with the config's numbers for it."""
     try:
-        return kind(**numbers)
+        return kind(**loss.numbers.get(name, {}))
     except ValueError as error:
-        raise ConfigError(f"loss.{name}.{error}") from None
+        raise ConfigError(f"{NUMBERS}.{name}.{error}") from None
 
 
-def _check_unread(loss: LossConfig, *, used: Sequence[str]) -> None:
-    """Refuse a changed number that has no effect, because it would be taken for one that has."""
-    defaults = LossConfig()
-    for item in dataclasses.fields(loss):
-        section, default = getattr(loss, item.name), getattr(defaults, item.name)
-        if item.name in used or not dataclasses.is_dataclass(section) or section == default:
-            continue
-        for number in dataclasses.fields(section):
-            value = getattr(section, number.name)
-            if value != getattr(default, number.name):
+def _check_numbers(loss: LossConfig, used: Mapping[str, type]) -> None:
+    """Refuse a number that has no effect, because it would be taken for one that has."""
+    registries: tuple[Mapping[str, Any], ...] = (POLICY_LOSSES, CORRECTIONS, AGGREGATIONS)
+    known = {
+        name: [field.name for field in dataclasses.fields(kind)]
+        for registry in registries
+        for name, kind in registry.items()
+    }
+    for name, numbers in loss.numbers.items():
+        if name not in known:
+            raise ConfigError(
+                f"{NUMBERS}.{name} is no loss, correction or aggregation{did_you_mean(name, known)}"
+            )
+        for number, value in numbers.items():
+            if number not in known[name]:
                 raise ConfigError(
-                    f"loss.{item.name}.{number.name}={value:g} does nothing: {item.name} is not "
-                    f"in use here ({', '.join(used)}); leave it out"
+                    f"{NUMBERS}.{name}.{number} is unknown; {name} has "
+                    f"{', '.join(known[name]) or 'no numbers'}"
                 )
+            if name not in used:
+                raise ConfigError(
+                    f"{NUMBERS}.{name}.{number}={value:g} does nothing: {name} is not in use here "
+                    f"({', '.join(used)}); leave it out"
+                )
+    for name, kind in used.items():
+        for field in dataclasses.fields(kind):
+            if field.default is dataclasses.MISSING and field.name not in loss.numbers.get(
+                name, {}
+            ):
+                raise ConfigError(f"{name} needs {NUMBERS}.{name}.{field.name}")

@@ -64,7 +64,6 @@ CHANGES_BITS = (
     "learner.zero_stage",
     "learner.micro_batch_tokens",
     "learner.deterministic",
-    "model.lora_tf32",
     "offline.train_on",
 )
 SHOWN_FIGURES, SHOWN_DIGITS = 5, 12  # in a difference; digits of a digest

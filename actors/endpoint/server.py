@@ -38,7 +38,7 @@ from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, longest_token
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
 from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
-from configs import Config
+from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
 from store import Step, now_us, uid_text
 
@@ -122,7 +122,7 @@ class Endpoint:
         self.base_url = ""  # known when it listens
         self._model = Path(config.run_dir).name  # as /v1/models names it
         self._max_response_tokens = config.actors.max_response_tokens
-        self._max_model_tokens = config.actors.max_model_tokens  # prompt and response together
+        self._max_model_tokens = max_model_tokens(config)  # prompt and response together
         thinking = config.prompt.thinking
         self._chat_variables = {} if thinking is None else {"enable_thinking": thinking}
         self._secret = secrets.token_bytes(32)

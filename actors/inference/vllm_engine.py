@@ -82,7 +82,12 @@ def engine_call() -> Iterator[None]:
 
 
 def engine_args(
-    *, model_path: Path, dtype: str, actors: ActorsConfig, max_requests: int
+    *,
+    model_path: Path,
+    dtype: str,
+    actors: ActorsConfig,
+    max_model_tokens: int,
+    max_requests: int,
 ) -> AsyncEngineArgs:
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -90,7 +95,7 @@ def engine_args(
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=dtype,
-        max_model_len=actors.max_model_tokens,
+        max_model_len=max_model_tokens,
         max_num_seqs=max_requests,
         # after temperature, as sampled; raw log-probabilities would bias every ratio
         logprobs_mode="processed_logprobs",
@@ -98,11 +103,11 @@ def engine_args(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **(TEXT_ARGUMENTS | image_arguments(model_path)),
-        **placement(actors),
+        **placement(actors, max_model_tokens=max_model_tokens),
     )
 
 
-def placement(actors: ActorsConfig) -> dict[str, Any]:
+def placement(actors: ActorsConfig, *, max_model_tokens: int) -> dict[str, Any]:
     """Return the engine arguments for device and memory."""
     arguments: dict[str, Any]
     if actors.gpus_per_worker:
@@ -123,7 +128,7 @@ def placement(actors: ActorsConfig) -> dict[str, Any]:
             # A seeded request whose prompt is prefilled in two pieces kills a CPU engine: "CPU
             # Generator does not use offset". A batch must then hold at least one whole prompt.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(actors.max_model_tokens, CPU_BATCH_TOKENS),
+            "max_num_batched_tokens": max(max_model_tokens, CPU_BATCH_TOKENS),
             "enforce_eager": True,  # compiling takes longer than a small model gains
             # Prefixes are shared in whole blocks. With vLLM's 128 short prompts share nothing.
             "block_size": 32,

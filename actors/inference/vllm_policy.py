@@ -65,6 +65,7 @@ class VLLMPolicy:
         model_path: Path,
         dtype: str,
         actors: ActorsConfig,
+        max_model_tokens: int,
         gate: RequestGate,
         stop_token_ids: Sequence[int],
         stop: Sequence[str],
@@ -72,6 +73,7 @@ class VLLMPolicy:
         log_path: Path,
     ) -> None:
         self._model_path, self._dtype, self._actors = model_path, dtype, actors
+        self._max_model_tokens = max_model_tokens
         self._gate, self._tokenizer, self._log_path = gate, tokenizer, log_path
         self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
         self._shapes = tensor_shapes(model_path)
@@ -101,6 +103,7 @@ class VLLMPolicy:
                         model_path=self._model_path,
                         dtype=self._dtype,
                         actors=self._actors,
+                        max_model_tokens=self._max_model_tokens,
                         max_requests=self._gate.limit,
                     ),
                     stat_loggers=[lambda config, engine_index: self._preemptions],

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from configs import LearnerConfig, LossConfig, ModelConfig, PpoClipConfig
+from configs import LearnerConfig, LossConfig, ModelConfig
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
 
@@ -41,7 +41,9 @@ class Learner:
             ),
             loss=LossConfig(
                 corrections=[],
-                ppo_clip=PpoClipConfig(clip_low=CLIP, clip_high=CLIP, dual_clip=NO_DUAL_CLIP),
+                numbers={
+                    "ppo_clip": {"clip_low": CLIP, "clip_high": CLIP, "dual_clip": NO_DUAL_CLIP}
+                },
             ),
             temperature=1.0,
             seed=0,

@@ -52,9 +52,8 @@ async def _measure(
     policy = VLLMPolicy(
         model_path=base,
         dtype="float32",
-        actors=ActorsConfig(
-            max_response_tokens=1, max_model_tokens=256, kv_cache_gib=0.25, cpu_cores=cores
-        ),
+        actors=ActorsConfig(max_response_tokens=1, kv_cache_gib=0.25, cpu_cores=cores),
+        max_model_tokens=256,
         gate=RequestGate(8),
         stop_token_ids=(),
         stop=(),

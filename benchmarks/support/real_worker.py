@@ -24,7 +24,7 @@ from actors import WorkerActor, WorkerSetup
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.rollout.episode import request_seed
-from configs import Config
+from configs import Config, max_model_tokens
 from coordinator import CoordinatorActor
 from store import (
     RunLayout,
@@ -156,6 +156,7 @@ async def _answer(
         model_path=model_path,
         dtype=config.model.dtype,
         actors=config.actors,
+        max_model_tokens=max_model_tokens(config),
         gate=RequestGate(in_flight),
         stop_token_ids=[stop_token_id],
         stop=(),

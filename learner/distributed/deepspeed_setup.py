@@ -118,7 +118,7 @@ def adapters_in_tf32(learner: LearnerConfig, model: ModelConfig) -> bool:
     In float32 they take 30 to 40% of a step [estimate]. A float32 base keeps all its bits, and a
     CPU has no TF32.
     """
-    return model.lora_tf32 and model.dtype == "bfloat16" and device_type(learner) == CUDA
+    return model.dtype == "bfloat16" and device_type(learner) == CUDA
 
 
 def check_device(learner: LearnerConfig, *, found: str) -> None:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from configs import TinyModelConfig
+from configs import HEAD_SIZE, TinyModelConfig
 from learner.files.atomic_directory import atomic_directory
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
@@ -33,7 +33,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-HEAD_SIZES = (32, 64, 128)  # those of vLLM's attention kernels that fit small models
 # Times the hidden size h. A gated layer has three matrices: 6 h^2 beside attention's 4 h^2.
 FEED_FORWARD_FACTOR = 2
 MAX_POSITIONS = 4096
@@ -83,19 +82,14 @@ def make_tiny_model(
     dest: Path, tokenizer: PreTrainedTokenizerFast, config: TinyModelConfig, *, seed: int
 ) -> None:
     """Write a model directory: Qwen2 with random float32 weights and tied embeddings."""
-    head_size, remainder = divmod(config.hidden_size, config.heads)
-    if remainder or head_size not in HEAD_SIZES:
-        raise ValueError(
-            f"hidden_size={config.hidden_size} over heads={config.heads} gives head size "
-            f"{config.hidden_size / config.heads:g}; choose them so that it is one of {HEAD_SIZES}"
-        )
+    n_heads = config.hidden_size // HEAD_SIZE
     model_config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=FEED_FORWARD_FACTOR * config.hidden_size,
         num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_heads,
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,

@@ -24,6 +24,8 @@ from store import uid_text
 BAD_UPDATE = "bad update"
 ALARM, ALARM_ENDED = "alarm", "alarm ended"
 MAX_ROWS_NAMED = 100  # of one bad update; if more rows are bad, the weights are, not the rows
+# Updates in a row that are skipped because loss or gradient is not finite; one more ends the run.
+MAX_BAD_UPDATES = 3
 MAX_EMPTY_BATCHES = 10  # in a row, before the run ends
 SOLVED = 0.99  # success above which batches may be empty: every episode of a group wins
 # Counters recorded with each step's figures, because a resumed run continues them.
@@ -102,15 +104,14 @@ class RunHealth:
                 continue
             self._bad_updates += 1
             yield bad_update_line(update, stats, learner_step=learner_step, number=number)
-            limit = self.config.learner.max_bad_updates
-            if self._bad_updates > limit:
+            if self._bad_updates > MAX_BAD_UPDATES:
                 query = ROWS_QUERY if stats.bad_rows else EVENTS_QUERY
                 # The last part is a command line.
                 raise BadUpdatesError(
                     f"{self._bad_updates} optimizer updates in a row, the last in learner step "
-                    f"{learner_step}, had a loss or gradient that is not finite, and "
-                    f"learner.max_bad_updates={limit}; all were skipped. Look at what they have in "
-                    "common, and lower learner.learning_rate if it is nothing: "
+                    f"{learner_step}, had a loss or gradient that is not finite; all were skipped. "
+                    "Look at what they have in common, and lower learner.learning_rate if it is "
+                    "nothing: "
                     f'gigpo sql {shlex.quote(self.config.run_dir)} "{query}"'
                 )
 

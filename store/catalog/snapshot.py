@@ -237,7 +237,7 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
             if not horizon <= lsn <= newest:
                 raise StoreError(
                     f"lsn {lsn} is not between {horizon} and {newest}; files of older snapshots "
-                    "were removed, store.snapshot_window_s says how long they are kept"
+                    "were removed; a training run keeps them for 15 minutes"
                 )
             bounds = {"since": 0, "until": lsn}
             tables = {}

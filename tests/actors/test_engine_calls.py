@@ -62,6 +62,7 @@ def policy_on(error: Exception) -> VLLMPolicy:
         model_path=Path("model"),
         dtype="float32",
         actors=ActorsConfig(max_response_tokens=4),
+        max_model_tokens=64,
         gate=RequestGate(1),
         stop_token_ids=[0],
         stop=[],

@@ -90,7 +90,6 @@ def make_model(path: Path, *, seed: int) -> Path:
 async def start(*, model: Path, log_path: Path) -> VLLMPolicy:
     actors = ActorsConfig(
         max_response_tokens=RESPONSE_TOKENS,
-        max_model_tokens=256,
         kv_cache_gib=0.125,
         cpu_cores="auto",
     )
@@ -98,6 +97,7 @@ async def start(*, model: Path, log_path: Path) -> VLLMPolicy:
         model_path=model,
         dtype="float32",
         actors=actors,
+        max_model_tokens=256,
         gate=RequestGate(16),
         stop_token_ids=[STOP_TOKEN],
         stop=(),

@@ -32,8 +32,13 @@ from analysis.evaluation_stats import (
 from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
-from driver import run_lock
-from driver.evaluate_run import model_as_version_zero, new_run_settings, own_run_settings
+from driver import resume, run_lock
+from driver.evaluate_run import (
+    is_evaluated,
+    model_as_version_zero,
+    new_run_settings,
+    own_run_settings,
+)
 from driver.preflight import check_same_run
 from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
@@ -105,6 +110,25 @@ def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
     console = Console(width=100, record=True)
     evaluation.show_evaluation(played, console)
     assert "all   20     40" in console.export_text()
+
+
+def test_an_evaluated_run_is_shown_and_nothing_is_started(
+    played: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("driver.evaluate_run.ray_cluster")
+    twice = configs.from_yaml(RunLayout.open(played).info.config_yaml)
+    twice = replace(twice, evaluation=replace(twice.evaluation, final_episodes_per_task=2))
+    thrice = replace(twice, evaluation=replace(twice.evaluation, final_episodes_per_task=3))
+    assert is_evaluated(twice) and not is_evaluated(thrice)
+    assert not is_evaluated(replace(twice, run_dir=str(played.parent / "new")))
+    resume.remember(twice)
+    assert main(["evaluate", str(played)]) == 0
+    assert "all   20     40" in capsys.readouterr().out
+
+    coordinator = Coordinator(twice, learns=False)
+    publish(coordinator, 2, 2)
+    coordinator.close()
+    assert not is_evaluated(twice), "newer weights"
 
 
 def graded_round(tmp_path: Path, *, graded_task: int | None) -> Path:

@@ -55,7 +55,7 @@ PLACES_COORDINATORS = """
 import json, os, sys
 import ray
 import configs
-from driver import cluster, coordinator_process
+from driver import cluster, processes
 
 class Coordinator:
     def __init__(self, config, *, learns):
@@ -63,10 +63,10 @@ class Coordinator:
     def place(self):
         return ray.get_runtime_context().get_node_id(), os.getcwd()
 
-coordinator_process.CoordinatorActor = ray.remote(Coordinator)
+processes.CoordinatorActor = ray.remote(Coordinator)
 config = configs.from_yaml("{run_dir: " + sys.argv[1] + "}")
 with cluster.ray_cluster(sys.argv[1], processes=1):
-    calls = [coordinator_process.CoordinatorProcess(config, learns=True) for _ in range(4)]
+    calls = [processes.CoordinatorProcess(config, learns=True) for _ in range(4)]
     places = ray.get([call.handle.place.remote() for call in calls])
     print(json.dumps([ray.get_runtime_context().get_node_id(), len(ray.nodes()), places]))
 """

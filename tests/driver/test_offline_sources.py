@@ -87,7 +87,7 @@ def test_a_dry_run_refuses_what_no_run_could_train_on(
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     played = make_source(tmp_path / "played")
     other = tmp_path / "other"
-    tiny = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2, heads=2)
+    tiny = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2)
     make_tiny_model(
         other, train_tokenizer(["open the chest"] * 9, vocabulary_size=280), tiny, seed=0
     )

@@ -195,7 +195,9 @@ def test_who_waits_long_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("driver.progress.FIRST_LINE_S", 0.01)
     monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.01)
     out = io.StringIO()
-    with said_with_spinner("listing the tasks of [a] world", Console(file=out, width=200)):
+    with said_with_spinner(
+        "listing the tasks of [a] world", Console(file=out, width=200, markup=False)
+    ):
         while out.getvalue().count("so far") < 2:  # again, as long as it lasts
             time.sleep(0.005)
     assert out.getvalue().startswith("listing the tasks of [a] world: 0 s so far\n")

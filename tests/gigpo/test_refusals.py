@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, DppoTvConfig, LimitConfig, LossConfig
+from configs import AlgorithmConfig, Config, LossConfig
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -73,8 +73,8 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
     "`proximal=recomputed` with one update": [lambda: configs.check(config(proximal="recomputed"))],
     "`kl=k1` with `kl_coef`": [lambda: Objective(policy=PpoClip(), kl="k1", kl_coef=0.1)],
     "a number of a loss or correction that is not in use": [
-        lambda: objective_of(LossConfig(dppo_tv=DppoTvConfig(delta_low=0.1))),
-        lambda: objective_of(LossConfig(m2po=LimitConfig(limit=0.1))),
+        lambda: objective_of(LossConfig(numbers={"dppo_tv": {"delta_low": 0.1}})),
+        lambda: objective_of(LossConfig(numbers={"m2po": {"limit": 0.1}})),
     ],
     "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
     "a setting of `algorithm` that is not the default": [

@@ -362,7 +362,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     checkpoint: tuple[Engine, Path], tmp_path: Path
 ) -> None:
     _, source = checkpoint
-    config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=1, heads=2)
+    config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=1)
     make_tiny_model(
         tmp_path / "other", train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0
     )

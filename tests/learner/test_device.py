@@ -109,7 +109,6 @@ def test_adapters_multiply_in_tf32_on_a_gpu_beside_a_bfloat16_base_only() -> Non
     assert adapters_in_tf32(gpu, bf16)
     assert not adapters_in_tf32(LearnerConfig(), bf16)
     assert not adapters_in_tf32(gpu, ModelConfig())
-    assert not adapters_in_tf32(gpu, ModelConfig(dtype="bfloat16", lora_tf32=False))
 
 
 def test_a_learner_whose_gpu_is_full_at_its_start_may_be_started_again(

@@ -12,13 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from configs import (
-    BandConfig,
-    ClipConfig,
     LearnerConfig,
-    LimitConfig,
     LossConfig,
     ModelConfig,
-    NormConfig,
 )
 from learner.data.micro_batch import split_updates
 from learner.distributed import deepspeed_setup
@@ -131,18 +127,18 @@ def test_the_loss_and_the_weights_do_not_depend_on_the_cut(make_engine: MakeEngi
 @pytest.mark.parametrize(
     "loss",
     [
-        {"corrections": ["m2po", "token_tis"], "m2po": LimitConfig(limit=0.2)},
+        {"corrections": ["m2po", "token_tis"], "numbers": {"m2po": {"limit": 0.2}}},
         {
             "corrections": ["sequence_tis", "geometric_mask"],
-            "geometric_mask": BandConfig(low=0.7, high=1.4),
+            "numbers": {"geometric_mask": {"low": 0.7, "high": 1.4}},
         },
         {"corrections": ["m2po"], "proximal": "interpolated"},
-        {"policy": "gspo", "gspo": ClipConfig(clip_low=0.1, clip_high=0.1)},
-        {"policy": "sapo", "corrections": ["k3_mask"], "k3_mask": LimitConfig(limit=0.3)},
+        {"policy": "gspo", "numbers": {"gspo": {"clip_low": 0.1, "clip_high": 0.1}}},
+        {"policy": "sapo", "corrections": ["k3_mask"], "numbers": {"k3_mask": {"limit": 0.3}}},
         {
             "policy": "dppo_tv",
             "aggregation": "sequence_mean_token_sum_norm",
-            "sequence_mean_token_sum_norm": NormConfig(norm_tokens=5.0),
+            "numbers": {"sequence_mean_token_sum_norm": {"norm_tokens": 5.0}},
         },
     ],
     ids=lambda loss: "+".join([loss.get("policy", "ppo_clip"), *loss.get("corrections", [])]),
@@ -165,7 +161,7 @@ def test_m2po_ranks_the_whole_update_and_not_a_micro_batch(make_engine: MakeEngi
     whole rows go.
     """
     rows = far_rows()
-    engine = make_engine(corrections=["m2po"], m2po=LimitConfig(limit=0.01))
+    engine = make_engine(corrections=["m2po"], numbers={"m2po": {"limit": 0.01}})
     (whole,) = cut(rows, WHOLE)
     (logprobs_N,) = engine.score([whole])
     squares = sorted((logprobs_N - whole.behaviour_logprobs_N).square().tolist())

@@ -258,9 +258,8 @@ def test_publishing_and_checkpoints_are_in_the_time_of_a_step(
 def test_bad_updates_in_a_row_are_counted_across_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(
-        tmp_path / "run", max_staleness=0, steps=9, max_bad_updates=2, checkpoint_every=1
-    )
+    config = make_config(tmp_path / "run", max_staleness=0, steps=9, checkpoint_every=1)
+    monkeypatch.setattr("learner.training.alarms.MAX_BAD_UPDATES", 2)
 
     def until_killed(step: int, updates: Any) -> Any:
         if step == 4:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,9 @@ import pytest
 import configs
 from configs import (
     AlgorithmConfig,
-    CapConfig,
-    ClipConfig,
     Config,
     ConfigError,
-    DppoTvConfig,
-    LimitConfig,
     LossConfig,
-    NormConfig,
-    PpoClipConfig,
 )
 from driver.preflight import check_loss
 from gigpo import (
@@ -73,9 +67,8 @@ def test_a_loss_is_what_it_was_published_with(policy: str) -> None:
 def test_a_number_of_the_config_is_the_one_that_counts() -> None:
     loss = LossConfig(
         policy="gspo",
-        gspo=ClipConfig(clip_low=3e-4, clip_high=5e-4),
         corrections=["opsm"],
-        opsm=LimitConfig(limit=1e-3),
+        numbers={"gspo": {"clip_high": 5e-4}, "opsm": {"limit": 1e-3}},
     )
     assert objective_of(loss) == Objective(
         policy=Gspo(clip_high=5e-4),
@@ -86,7 +79,7 @@ def test_a_number_of_the_config_is_the_one_that_counts() -> None:
 
 def test_what_is_switched_off_stays_off() -> None:
     infinite = float("inf")
-    loss = LossConfig(ppo_clip=PpoClipConfig(dual_clip=infinite), token_tis=CapConfig(cap=infinite))
+    loss = LossConfig(numbers={"ppo_clip": {"dual_clip": infinite}, "token_tis": {"cap": infinite}})
     assert objective_of(loss) == Objective(
         policy=PpoClip(dual_clip=infinite), corrections=(TokenTis(cap=infinite),)
     )
@@ -94,25 +87,16 @@ def test_what_is_switched_off_stays_off() -> None:
 
 
 def test_the_constant_length_is_the_longest_response() -> None:
-    config = config_of(aggregation="sequence_mean_token_sum_norm")
+    name = "sequence_mean_token_sum_norm"
+    config = config_of(aggregation=name, numbers={name: {"norm_tokens": 512}})
     configs.check(config)
     shorter = replace(config, actors=replace(config.actors, max_response_tokens=16))
-    with pytest.raises(ConfigError, match=r"norm_tokens=512 is not .*max_response_tokens=16"):
-        configs.check(shorter)
-
-
-def test_published_numbers_are_the_same_in_gigpo_and_in_the_config() -> None:
-    sections = {
-        item.name: getattr(LossConfig(), item.name)
-        for item in fields(LossConfig)
-        if is_dataclass(getattr(LossConfig(), item.name))
-    }
-    assert sections.keys() == {name for name, kind in KINDS.items() if fields(kind)}
-    for name, section in sections.items():
-        numbers = {item.name: item.default for item in fields(KINDS[name])}
-        if name == "sequence_mean_token_sum_norm":  # it has no published number
-            numbers = {"norm_tokens": Config().actors.max_response_tokens}
-        assert asdict(section) == numbers
+    for wrong, words in (
+        (shorter, "norm_tokens=16, .*, not 512"),
+        (config_of(aggregation=name), "norm_tokens=512"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            configs.check(wrong)
 
 
 @pytest.mark.parametrize(
@@ -139,44 +123,66 @@ def test_published_numbers_are_the_same_in_gigpo_and_in_the_config() -> None:
             "loss.corrections=token_tis is not a list; use loss.corrections=[token_tis]",
         ),
         (
-            {"corrections": ["k3_mask"], "k3_mask": LimitConfig(limit=-1.0)},
-            "loss.k3_mask.limit=-1.0 must be finite and above 0",
+            {"corrections": ["k3_mask"], "numbers": {"k3_mask": {"limit": -1.0}}},
+            "loss.numbers.k3_mask.limit=-1.0 must be finite and above 0",
         ),
         (
-            {"corrections": ["k3_mask"], "k3_mask": LimitConfig(limit=float("inf"))},
-            "loss.k3_mask.limit=inf must be finite",
+            {"corrections": ["k3_mask"], "numbers": {"k3_mask": {"limit": float("inf")}}},
+            "loss.numbers.k3_mask.limit=inf must be finite",
         ),
         ({"kl_coef": -1.0}, "loss.kl_coef=-1.0 must be finite and >= 0"),
         ({"entropy_coef": float("nan")}, "loss.entropy_coef=nan must be finite"),
-        ({"token_tis": CapConfig(cap=float("nan"))}, "loss.token_tis.cap=nan must be >= 1"),
         (
-            {"ppo_clip": PpoClipConfig(dual_clip=float("-inf"))},
-            "loss.ppo_clip.dual_clip=-inf must be above 1",
+            {"numbers": {"token_tis": {"cap": float("nan")}}},
+            "loss.numbers.token_tis.cap=nan must be >= 1",
         ),
         (
-            {"token_tis": CapConfig(cap=3.0)},
+            {"numbers": {"ppo_clip": {"dual_clip": float("-inf")}}},
+            "loss.numbers.ppo_clip.dual_clip=-inf must be above 1",
+        ),
+        (
+            {"numbers": {"token_tis": {"cap": 3.0}}},
             "loss.corrections=['token_tis']: ppo_clip leaves no gradient above dual_clip=3",
         ),
-        ({"ppo_clip": PpoClipConfig(clip_low=1.5)}, "loss.ppo_clip.clip_low=1.5 must be in (0, 1]"),
-        ({"ppo_clip": PpoClipConfig(dual_clip=0.5)}, "loss.ppo_clip.dual_clip=0.5 must be above 1"),
-        ({"token_tis": CapConfig(cap=0.5)}, "loss.token_tis.cap=0.5 must be >= 1"),
+        (
+            {"numbers": {"ppo_clip": {"clip_low": 1.5}}},
+            "loss.numbers.ppo_clip.clip_low=1.5 must be in (0, 1]",
+        ),
+        (
+            {"numbers": {"ppo_clip": {"dual_clip": 0.5}}},
+            "loss.numbers.ppo_clip.dual_clip=0.5 must be above 1",
+        ),
+        ({"numbers": {"token_tis": {"cap": 0.5}}}, "loss.numbers.token_tis.cap=0.5 must be >= 1"),
         (
             {"policy": "behaviour_cloning", "corrections": ["opsm"]},
             "loss.corrections=['opsm'] with behaviour_cloning",
         ),
         (
-            {"dppo_tv": DppoTvConfig(delta_low=0.1)},
-            "loss.dppo_tv.delta_low=0.1 does nothing: dppo_tv is not in use here (ppo_clip, "
+            {"numbers": {"dppo_tv": {"delta_low": 0.1}}},
+            "loss.numbers.dppo_tv.delta_low=0.1 does nothing: dppo_tv is not in use here (ppo_clip, "
             "token_tis, token_mean)",
         ),
         (
-            {"corrections": [], "token_tis": CapConfig(cap=4.0)},
-            "loss.token_tis.cap=4 does nothing: token_tis is not in use",
+            {"corrections": [], "numbers": {"token_tis": {"cap": 4.0}}},
+            "loss.numbers.token_tis.cap=4 does nothing: token_tis is not in use",
         ),
         (
-            {"sequence_mean_token_sum_norm": NormConfig(norm_tokens=5.0)},
-            "loss.sequence_mean_token_sum_norm.norm_tokens=5 does nothing",
+            {"numbers": {"sequence_mean_token_sum_norm": {"norm_tokens": 5.0}}},
+            "loss.numbers.sequence_mean_token_sum_norm.norm_tokens=5 does nothing",
         ),
+        (
+            {"aggregation": "sequence_mean_token_sum_norm"},
+            "needs loss.numbers.sequence_mean_token_sum_norm.norm_tokens",
+        ),
+        (
+            {"numbers": {"ppo_clap": {"clip_low": 0.1}}},
+            "loss.numbers.ppo_clap is no loss, correction or aggregation, did you mean 'ppo_clip'",
+        ),
+        (
+            {"numbers": {"ppo_clip": {"clip": 0.1}}},
+            "loss.numbers.ppo_clip.clip is unknown; ppo_clip has clip_low, clip_high, dual_clip",
+        ),
+        ({"numbers": {"topr": {"clip": 0.1}}}, "topr has no numbers"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(loss: dict[str, Any], words: str) -> None:
@@ -201,14 +207,13 @@ def test_a_loss_s_numbers_have_the_bounds_of_its_record_and_no_others(kind: type
         if kind in registry.values():
             parts[name] = [kind.name] if name == "corrections" else kind.name
     for item, value in itertools.product(fields(kind), VALUES):
-        section = replace(getattr(LossConfig(), kind.name), **{item.name: value})
-        loss = LossConfig(**parts, **{kind.name: section})
+        loss = LossConfig(**parts, numbers={kind.name: {item.name: value}})
         if item.name != "norm_tokens":  # which has to be the longest response
             configs.check(Config(loss=loss))
         try:
             expected = kind(**{item.name: value})
         except ValueError as error:
-            with pytest.raises(ConfigError, match=re.escape(f"loss.{kind.name}.{error}")):
+            with pytest.raises(ConfigError, match=re.escape(f"loss.numbers.{kind.name}.{error}")):
                 objective_of(loss)
         else:
             made = objective_of(loss)
@@ -241,7 +246,7 @@ def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(
 
 
 def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
-    config = config_of(policy="dppo_tv", dppo_tv=DppoTvConfig(delta_low=0.1), kl_coef=0.5)
+    config = config_of(policy="dppo_tv", numbers={"dppo_tv": {"delta_low": 0.1}}, kl_coef=0.5)
     assert objective_of(configs.cloning_config(config).loss) == objective_of(
         LossConfig(policy="behaviour_cloning")
     )

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ TEXTS = [
     "open the box",
     "go north\nYou see a door.",
 ] * 20
-CONFIG = TinyModelConfig(vocabulary_size=320, hidden_size=64, layers=2, heads=2)
+CONFIG = TinyModelConfig(vocabulary_size=320, hidden_size=64, layers=2)
 TOKENIZER = train_tokenizer(TEXTS, vocabulary_size=320)
 
 
@@ -81,9 +80,3 @@ def test_the_directory_loads_and_depends_on_the_seed_alone(tmp_path: Path) -> No
         loaded.decode(loaded.encode(text), skip_special_tokens=True)
         == "open the box .<action>go</action>"
     )
-
-
-def test_a_head_size_no_kernel_serves_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="hidden_size=64 over heads=4 gives head size 16"):
-        make_tiny_model(tmp_path / "m", TOKENIZER, dataclasses.replace(CONFIG, heads=4), seed=0)
-    assert list(tmp_path.iterdir()) == []

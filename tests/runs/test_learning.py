@@ -31,7 +31,6 @@ from configs import (
     LearnerConfig,
     LossConfig,
     ModelConfig,
-    PpoClipConfig,
     PromptConfig,
     TinyModelConfig,
 )
@@ -47,7 +46,7 @@ from store import Step, Trajectory, state_hash, to_table
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0  # only for what hangs
 TextWorld = environment_class("textworld")
-SIZE = TinyModelConfig(vocabulary_size=400, hidden_size=64, layers=1, heads=2)
+SIZE = TinyModelConfig(vocabulary_size=400, hidden_size=64, layers=1)
 CLONE_UPDATES = 40
 # as in the quick start; the games are won in 4 and 6 steps at best
 MAX_STEPS, WIN_REWARD = 12, 10.0
@@ -120,7 +119,7 @@ VARIANTS = {
     # gradient if it is to fall.
     "dual_clip": plain(
         # with one, token_tis would have to be below it
-        loss=LossConfig(ppo_clip=PpoClipConfig(dual_clip=1.3), corrections=[]),
+        loss=LossConfig(numbers={"ppo_clip": {"dual_clip": 1.3}}, corrections=[]),
         shows=lambda _, updates, *__: any(
             update.tokens["dropped_negative_high"] > 0 for update in updates
         ),

@@ -42,8 +42,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
 env: {name: key_room, max_steps: 12}
 prompt: {template: compact, history_length: 1, max_prompt_tokens: 120, invalid: admissible}
-actors: {groups_in_flight: 4, max_response_tokens: 12, max_model_tokens: 132, kv_cache_gib: 0.25}
-model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 2, heads: 2, clone_steps: 20}}
+actors: {groups_in_flight: 4, max_response_tokens: 12, kv_cache_gib: 0.25}
+model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 2, clone_steps: 20}}
 algorithm: {group_size: 4}
 learner: {steps: 6, groups_per_step: 4, learning_rate: 1.0e-3, checkpoint_every: 2}
 evaluation: {every: 3, final_episodes_per_task: 1}

@@ -104,7 +104,8 @@ def test_an_engine_takes_its_part_of_the_gpu(
     gpus: float, parallel: int, utilization: float, cache: int | None
 ) -> None:
     arguments = placement(
-        ActorsConfig(gpus_per_worker=gpus, gpu_memory_utilization=0.8, kv_cache_gib=3)
+        ActorsConfig(gpus_per_worker=gpus, gpu_memory_utilization=0.8, kv_cache_gib=3),
+        max_model_tokens=256,
     )
     # a setting of 2 is read as 2.0, which vLLM refuses
     assert isinstance(arguments["tensor_parallel_size"], int)

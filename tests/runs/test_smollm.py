@@ -140,11 +140,12 @@ def generated(
     """By temperature, a completion of each prompt."""
 
     async def run() -> dict[float, list[Completion]]:
-        actors = ActorsConfig(max_response_tokens=48, max_model_tokens=256, kv_cache_gib=0.5)
+        actors = ActorsConfig(max_response_tokens=48, kv_cache_gib=0.5)
         policy = VLLMPolicy(
             model_path=model_path,
             dtype="float32",
             actors=actors,
+            max_model_tokens=256,
             gate=RequestGate(len(prompts)),
             stop_token_ids=[END_OF_TURN],
             stop=(),

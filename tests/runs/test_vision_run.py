@@ -41,7 +41,7 @@ env:
 # Random tokens are an action now and then: a reply is whole with its first space, and " up" is
 # one token.
 prompt: {history_length: 0, max_prompt_tokens: 150, parser: text, stop: [" "]}
-actors: {groups_in_flight: 4, max_response_tokens: 16, max_model_tokens: 166, kv_cache_gib: 0.25}
+actors: {groups_in_flight: 4, max_response_tokens: 16, kv_cache_gib: 0.25}
 algorithm: {group_size: 4, invalid_penalty: 0.5}
 loss: {entropy_coef: 0.1}
 learner: {steps: 3, groups_per_step: 2, learning_rate: 1.0e-2, micro_batch_tokens: 1500,

@@ -22,7 +22,7 @@ LENGTHS = (3, 20)  # of random prompts
 
 
 def make_base(path: Path) -> Path:
-    config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2, heads=2)
+    config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2)
     make_tiny_model(path, train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0)
     return path
 

@@ -56,8 +56,8 @@ class FaultyRoom(KeyRoomEnv):
 CONFIG = """
 env: {name: "faulty_world:FaultyRoom", max_steps: 12, answer_timeout_s: 3}
 prompt: {template: compact, history_length: 1, max_prompt_tokens: 120, invalid: admissible}
-actors: {groups_in_flight: 4, max_response_tokens: 12, max_model_tokens: 132, kv_cache_gib: 0.25, engine_timeout_s: 3}
-model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 1, heads: 2}}
+actors: {groups_in_flight: 4, max_response_tokens: 12, kv_cache_gib: 0.25, engine_timeout_s: 3}
+model: {tiny: {vocabulary_size: 384, hidden_size: 64, layers: 1}}
 algorithm: {group_size: 4}
 learner: {steps: 3000, groups_per_step: 4, keep_versions: 3002, learning_rate: 1.0e-3, checkpoint_every: 5}
 evaluation: {every: 0, final_episodes_per_task: 1}

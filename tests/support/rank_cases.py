@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from configs import ClipConfig, LearnerConfig, LimitConfig, LossConfig, ModelConfig
+from configs import LearnerConfig, LossConfig, ModelConfig
 from learner.data.micro_batch import MicroBatch
 from learner.distributed import deepspeed_setup
 from learner.training.engine import Engine, NonFiniteWeightsError
@@ -51,10 +51,10 @@ LEARNER = LearnerConfig(learning_rate=1e-2, grad_clip=0.1)
 # Whatever a rank needs of the others' tokens: to rank them, to score them first, to average over
 # sequences.
 LOSSES: dict[str, dict[str, Any]] = {
-    "m2po": {"corrections": ["m2po", "token_tis"], "m2po": LimitConfig(limit=0.2)},
+    "m2po": {"corrections": ["m2po", "token_tis"], "numbers": {"m2po": {"limit": 0.2}}},
     "recomputed": {"proximal": "recomputed"},
     "interpolated": {"proximal": "interpolated", "corrections": ["m2po"]},
-    "gspo": {"policy": "gspo", "gspo": ClipConfig(clip_low=0.1, clip_high=0.1)},
+    "gspo": {"policy": "gspo", "numbers": {"gspo": {"clip_low": 0.1, "clip_high": 0.1}}},
 }
 
 

@@ -44,7 +44,6 @@ def config_of(run: Path, *, lora_rank: int = 0, kl_coef: float = 0.0, **learner:
         "ess_scaled": True,
         "micro_batch_tokens": 60,
         "checkpoint_every": 8,
-        "keep_checkpoints": 2,
         "keep_every": 8,
         **learner,
     }
