@@ -1,0 +1,8 @@
+"""List the pages, in the order of the navigation. The first one is the start."""
+
+from __future__ import annotations
+
+from analysis.view.page import Page
+from analysis.view.pages import run
+
+PAGES: tuple[Page, ...] = (run.PAGE,)
