@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -53,7 +54,7 @@ def lines(
     Columns in `points` are drawn as points: values that are there now and then. `names`: how
     columns are called in the legend.
     """
-    data, names = columns_of(table), dict(names or {})
+    data, names = columns_of(table, x=x), dict(names or {})
     drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
     source = ColumnDataSource(data)
     if low and high:
@@ -108,7 +109,7 @@ def bars(
     height: int = HEIGHT,
 ) -> Chart:
     """Draw columns `y` as bars for each value of column `x`, which may be a text."""
-    data, names = columns_of(table), dict(names or {})
+    data, names = columns_of(table, x=x), dict(names or {})
     factors = [plain(value, at_most=30) for value in data[x]]
     numeric = all(isinstance(value, int | float) for value in data[x])
     if not numeric:
@@ -122,18 +123,22 @@ def bars(
     )
     source = ColumnDataSource({**data, **{each: [v or 0 for v in data[each]] for each in y}})
     labels = [names.get(each, each) for each in y]
+    gaps = [after - before for before, after in pairwise(data[x])] if numeric else []
+    width = 0.8 * min((gap for gap in gaps if gap > 0), default=1)
     if is_stacked and len(y) > 1:
         drawn.vbar_stack(
             list(y),
             x=x,
-            width=0.8,
+            width=width,
             source=source,
             color=list(_colours())[: len(y)],
             legend_label=labels,
         )
     else:
         for column, label, colour in zip(y, labels, _colours(), strict=False):
-            drawn.vbar(x=x, top=column, width=0.8, source=source, color=colour, legend_label=label)
+            drawn.vbar(
+                x=x, top=column, width=width, source=source, color=colour, legend_label=label
+            )
     tips = [(names.get(x, x), f"@{{{x}}}")]
     tips += [
         (label, f"@{{{each}}}{_digits(is_fraction)}") for label, each in zip(labels, y, strict=True)
@@ -156,7 +161,7 @@ def steps(
     height: int = HEIGHT,
 ) -> Chart:
     """Draw columns `y` as lines that hold their value until the next `x`."""
-    data, names = columns_of(table), dict(names or {})
+    data, names = columns_of(table, x=x), dict(names or {})
     drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
     source = ColumnDataSource(data)
     for column, colour in zip(y, _colours(), strict=False):
@@ -180,8 +185,13 @@ def steps(
     return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
 
 
-def columns_of(table: pa.Table) -> dict[str, list[Any]]:
-    """Return the columns as lists, thinned to MAX_POINTS rows. Decimals become floats."""
+def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
+    """Return the columns as lists, by `x` if it is a number, thinned to MAX_POINTS rows.
+
+    Decimals become floats.
+    """
+    if not pa.types.is_string(table.schema.field(x).type):
+        table = table.sort_by(x)
     if table.num_rows > MAX_POINTS:
         table = table.take([at * table.num_rows // MAX_POINTS for at in range(MAX_POINTS)])
     return {

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 import pyarrow as pa
 
-from analysis.view.panel import Panel
+from analysis.view.panel import Ask, Panel
 from analysis.view.sql_text import Value
 
 
@@ -28,7 +28,8 @@ class Asked:
     runs: Sequence[str]  # all runs, for pages that compare
     lsn: int  # of the snapshot that the page shows
     is_live: bool  # the address names no lsn, so it shows the newest
-    ask: Callable[[str], pa.Table]  # raises StoreError
+    is_foreign: bool  # a link on another site led here: no query in the address is asked
+    ask: Ask
     ask_run: Callable[[int, str], pa.Table]  # another run's newest snapshot, by its number
 
     def rows(self, query: str) -> list[dict[str, Any]]:
@@ -89,5 +90,6 @@ class Page:
     question: str  # that the page answers, in one sentence
     panels: Callable[[Asked], Sequence[Panel]]
     is_start: bool = True  # it stands in the navigation: it needs no parameter
+    follows: bool = True  # it may be replaced by newer rows while somebody looks at it
     # Parameters with which a test opens the page, from one row of this query: {name: value}.
     example: str | None = None

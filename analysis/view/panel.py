@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 from markupsafe import Markup
@@ -28,9 +28,16 @@ from analysis.view.text import plain, visible
 from printable import UNSAFE
 from store import StoreError
 
-Ask = Callable[[str], pa.Table]  # raises StoreError
+
+class Ask(Protocol):
+    """A function that answers a query, at most its first `n_rows` rows. Raises StoreError."""
+
+    def __call__(self, query: str, n_rows: int | None = None) -> pa.Table: ...
+
+
 TABLE_ROWS = 500  # of a panel; the query gives the rest
 CELL_CHARACTERS = 160
+UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # its first digits are shown
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d{1,6})?")  # as the reader writes them
 
 
@@ -61,7 +68,8 @@ class Panel:
     empty: str = "There is nothing to show yet."  # instead of an answer without rows
     width: str = "half"  # or "whole": of a page that is wide enough for two
     later: bool = False  # fetched after the page stands: for queries that scan all steps
-    hints: Mapping[str, str] = field(default_factory=dict)  # words, and what they mean
+    above: Markup | str = ""  # controls between the explanation and the answer
+    n_rows: int | None = None  # only so many are asked for; None: all
 
     @property
     def name(self) -> str:
@@ -69,11 +77,21 @@ class Panel:
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 
-def render_panel(panel: Panel, ask: Ask, *, run: str = "RUN", lsn: int | None = None) -> Markup:
-    """Return the panel's HTML. An error of the query stands in it as one line."""
+def render_panel(
+    panel: Panel,
+    ask: Ask,
+    *,
+    run: str = "RUN",
+    lsn: int | None = None,
+    downloads: Mapping[str, str] | None = None,
+) -> Markup:
+    """Return the panel's HTML. An error of the query stands in it as one line.
+
+    `downloads`: addresses of the rows as files, by the name of the format.
+    """
     body, error = Markup(""), ""
     try:
-        table = ask(panel.query)
+        table = ask(panel.query) if panel.n_rows is None else ask(panel.query, panel.n_rows)
         body = _body(panel, table)
     except (StoreError, ValueError, OverflowError, pa.ArrowException) as reason:
         error = plain(" ".join(str(reason).split()), at_most=600)
@@ -83,6 +101,7 @@ def render_panel(panel: Panel, ask: Ask, *, run: str = "RUN", lsn: int | None = 
         body=body,
         error=error,
         lsn=lsn,
+        downloads=downloads or {},
         query=panel.query.strip(),
         command=command(panel.query, run=run, lsn=lsn),
     )
@@ -150,6 +169,8 @@ def _cell(
         shown = Markup('<span class="null">–</span>')
     elif is_number:
         shown = Markup("{}").format(_number_cell(value, column))
+    elif isinstance(value, str) and UID.fullmatch(value):
+        shown = Markup('<span class="mono" title="{}">{}</span>').format(value, value[:8])
     elif isinstance(value, str) and TIME.fullmatch(value):
         shown = Markup('<time title="{} UTC">{}</time>').format(value, value[:19])
     else:

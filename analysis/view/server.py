@@ -194,7 +194,16 @@ class Viewer:
             shown = [
                 render_placeholder(panel, _with(request, panel=panel.name, as_of=asked.lsn))
                 if panel.later and only is None
-                else render_panel(panel, asked.ask, run=asked.run, lsn=asked.lsn)
+                else render_panel(
+                    panel,
+                    asked.ask,
+                    run=asked.run,
+                    lsn=asked.lsn,
+                    downloads={
+                        kind: _with(request, panel=panel.name, as_of=asked.lsn, download=kind)
+                        for kind in DOWNLOADS
+                    },
+                )
                 for panel in panels
             ]
         except BadAddressError as error:
@@ -253,6 +262,7 @@ class Viewer:
             runs=self.names,
             lsn=lsn,
             is_live=not text,
+            is_foreign=request.headers.get("sec-fetch-site") in ("cross-site", "same-site"),
             ask=partial(stored.ask, lsn),
             ask_run=lambda other, query: self.stored[other].ask(self.stored[other].look(), query),
         )

@@ -30,6 +30,9 @@ MAX_ROWS = 1_000_000
 MAX_BYTES = 256 << 20  # of one answer
 
 
+_Key = tuple[int, str, int | None, bool]
+
+
 @dataclass(eq=False, slots=True)
 class _Snapshot:
     reader: Reader
@@ -49,7 +52,7 @@ class Snapshots:
         self._lock = threading.Lock()
         self._open_lock = threading.Lock()  # one child is started at a time
         self._snapshots: dict[int, _Snapshot] = {}
-        self._answers: OrderedDict[tuple[int, str, bool], pa.Table | StoreError] = OrderedDict()
+        self._answers: OrderedDict[_Key, pa.Table | StoreError] = OrderedDict()
         self._kept_bytes = 0
         self._looked_at = time.monotonic()
         self._is_closed = threading.Event()
@@ -68,23 +71,17 @@ class Snapshots:
             pass
 
     def ask(
-        self,
-        lsn: int,
-        query: str,
-        *,
-        times_as_text: bool = True,
-        timeout_s: float = QUERY_TIMEOUT_S,
+        self, lsn: int, query: str, n_rows: int | None = None, *, times_as_text: bool = True
     ) -> pa.Table:
         """Return the answer at this lsn, from memory where it was asked before.
 
-        Raises StoreError: the query's own error too is remembered, but not a time-out.
+        `n_rows`: at most its first rows. Raises StoreError: the query's own error too is
+        remembered, but not a time-out.
         """
-        key = (lsn, query, times_as_text)
+        key = (lsn, query, n_rows, times_as_text)
         if (known := self._remembered(key)) is None:
             with self._used(lsn) as reader:
-                known = self._answer(
-                    reader, query, times_as_text=times_as_text, timeout_s=timeout_s
-                )
+                known = self._answer(reader, query, n_rows, times_as_text=times_as_text)
             self._remember(key, known)
         if isinstance(known, StoreError):
             raise known
@@ -101,12 +98,16 @@ class Snapshots:
             reader.close()
 
     def _answer(
-        self, reader: Reader, query: str, *, times_as_text: bool, timeout_s: float
+        self, reader: Reader, query: str, n_rows: int | None, *, times_as_text: bool
     ) -> pa.Table | StoreError:
         try:
-            answer = reader.sql(
+            if n_rows is not None:
+                return reader.first(
+                    query, n_rows=n_rows, timeout_s=QUERY_TIMEOUT_S, times_as_text=times_as_text
+                )[0]
+            return reader.sql(
                 query,
-                timeout_s=timeout_s,
+                timeout_s=QUERY_TIMEOUT_S,
                 max_rows=MAX_ROWS,
                 max_bytes=MAX_BYTES,
                 times_as_text=times_as_text,
@@ -117,15 +118,14 @@ class Snapshots:
             return error
         finally:
             self.left_out = reader.left_out
-        return answer
 
-    def _remembered(self, key: tuple[int, str, bool]) -> pa.Table | StoreError | None:
+    def _remembered(self, key: _Key) -> pa.Table | StoreError | None:
         with self._lock:
             if key in self._answers:
                 self._answers.move_to_end(key)
             return self._answers.get(key)
 
-    def _remember(self, key: tuple[int, str, bool], answer: pa.Table | StoreError) -> None:
+    def _remember(self, key: _Key, answer: pa.Table | StoreError) -> None:
         with self._lock:
             if key in self._answers:
                 return

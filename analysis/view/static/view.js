@@ -78,8 +78,8 @@ async function poll() {
       const { lsn } = await answer.json();
       const isNewer = lsn !== Number(document.body.dataset.lsn);
       newer.textContent = `show LSN ${lsn}`;
-      newer.hidden = !isNewer || follow.checked;
-      if (isNewer && follow.checked && !isReading()) await reload();
+      newer.hidden = !isNewer || follow?.checked;
+      if (isNewer && follow?.checked && !isReading()) await reload();
     }
     document.body.classList.remove("is-away");
   } catch (error) {
@@ -98,6 +98,46 @@ document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (button?.matches(".sql-button")) toggleQuery(button);
   if (button?.matches(".copy")) copy(button);
+});
+
+// A cell of a lane shows its details below the lanes, and marks the cells of the same anchor state.
+function showCell(cell) {
+  const lanes = cell.closest(".lanes");
+  const state = cell.dataset.state;
+  for (const other of lanes.querySelectorAll(".cell")) {
+    other.classList.toggle("same", Boolean(state) && other.dataset.state === state);
+  }
+  const cells = JSON.parse(lanes.querySelector("script.cells").textContent);
+  const details = cells[cell.dataset.cell];
+  const inspector = lanes.querySelector(".inspector");
+  for (const place of inspector.querySelectorAll("[data-field]")) {
+    place.textContent = details[place.dataset.field] ?? "–";
+  }
+  for (const link of inspector.querySelectorAll("a[data-link]")) {
+    link.href = details[link.dataset.link] ?? "";
+    link.hidden = !details[link.dataset.link];
+  }
+  inspector.classList.add("is-filled");
+}
+
+for (const kind of ["mouseover", "focusin"]) {
+  document.addEventListener(kind, (event) => {
+    const cell = event.target.closest?.(".lanes .cell");
+    if (cell) showCell(cell);
+  });
+}
+
+// An example replaces the query that is written.
+document.addEventListener("change", (event) => {
+  if (event.target.matches("select.examples") && event.target.value) {
+    document.getElementById("query").value = event.target.value;
+  }
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.id === "query") {
+    event.target.form.requestSubmit();
+  }
 });
 
 document.addEventListener("DOMContentLoaded", () => {

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from starlette.testclient import TestClient
 
+from analysis.view.page import Page
 from analysis.view.server import make_app
 from configs import Config
 from gigpo import AdvantageSettings, advantages_macro
-from store import Catalog, RunLayout, export, write_open_sql
+from store import Catalog, RunLayout, export, open_run, write_open_sql
 from tests.support.store_runs import make_run
 from tests.support.store_samples import open_train_group, play
 
@@ -55,6 +57,16 @@ def client(layout: RunLayout) -> Iterator[TestClient]:
     app = make_app([layout.root], token=TOKEN)
     with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         yield client
+
+
+def example_addresses(page: Page, run: Path) -> list[str]:
+    """The start of a page, and the page of its example."""
+    found = [page.path] if page.is_start else []
+    if page.example is not None:
+        with open_run(run) as reader:
+            for row in reader.rows(page.example)[:1]:
+                found.append(f"{page.path}?{urlencode(row)}")
+    return found
 
 
 def play_one_more(root: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+import uuid
 from pathlib import Path
-from urllib.parse import urlencode
 
 import pyarrow as pa
 import pytest
@@ -13,20 +14,12 @@ from starlette.testclient import TestClient
 
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
+from analysis.view.pages.sql import EXAMPLES
 from analysis.view.server import make_app
+from analysis.view.sql_text import fill
 from store import RunLayout, open_run
-from tests.analysis.view.conftest import HOSTILE, TOKEN, play_one_more
+from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play_one_more
 from tests.support.store_runs import copy_run, fingerprint
-
-
-def example_addresses(page: Page, run: Path) -> list[str]:
-    """The start of a page, and the page of its example."""
-    found = [page.path] if page.is_start else []
-    if page.example is not None:
-        with open_run(run) as reader:
-            for row in reader.rows(page.example)[:1]:
-                found.append(f"{page.path}?{urlencode(row)}")
-    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
@@ -135,3 +128,71 @@ def test_nothing_is_written_into_the_run(layout: RunLayout, tmp_path: Path) -> N
             for address in example_addresses(page, copy.root):
                 assert client.get(address).status_code == 200
     assert fingerprint(copy.root) == before
+
+
+def test_examples_stand_in_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "sql.md").read_text()
+    explained = " ".join(page.split())
+    for title, query in EXAMPLES:
+        assert " ".join(query.split()) in explained, title
+
+
+def test_the_error_of_a_query_stands_in_its_panel(client: TestClient) -> None:
+    page = client.get("/sql", params={"q": "SELECT nothing FROM groups"})
+    assert page.status_code == 200
+    (error,) = re.findall(r'class="error">([^<]*)', page.text)
+    assert "nothing" in error and "\n" not in error
+
+
+def test_an_answer_is_drawn_and_downloaded(client: TestClient, layout: RunLayout) -> None:
+    query = "SELECT learner_step, value, [1] AS list FROM metrics ORDER BY ALL"
+    wanted = {"q": query, "x": "learner_step", "y": "value"}
+    assert 'class="chart-data"' in client.get("/sql", params=wanted).text
+    own = {"sec-fetch-site": "same-origin"}
+    file = {"q": query, "panel": "answer"}
+    assert client.get("/sql", params={**file, "download": "csv"}).status_code == 401
+    csv = client.get("/sql", params={**file, "download": "csv"}, headers=own)
+    assert csv.text.splitlines()[0] == '"learner_step","value","list"'
+    arrow = client.get("/sql", params={**file, "download": "arrow"}, headers=own)
+    with open_run(layout.root) as reader:
+        assert pa.ipc.open_stream(arrow.content).read_all().equals(reader.sql(query))
+
+
+def test_a_query_that_another_site_brings_is_not_asked(client: TestClient) -> None:
+    visit = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    page = client.get("/sql", params={"q": "SELECT 6 * 7 AS asked"}, headers=visit)
+    assert page.status_code == 200
+    assert "not asked yet" in page.text and ">42<" not in page.text
+
+
+def test_a_group_shows_the_same_advantages_as_the_macro(
+    client: TestClient, layout: RunLayout
+) -> None:
+    with open_run(layout.root) as reader:
+        (row,) = reader.rows(
+            "SELECT group_uid::VARCHAR AS group_uid, max(advantage) AS largest FROM advantages() "
+            "GROUP BY 1 ORDER BY largest DESC LIMIT 1"
+        )
+    page = client.get("/group", params={"group": row["group_uid"]}).text
+    assert page.count('class="lane-name"') == 2
+    (data,) = re.findall(r'class="cells">(.*?)</script>', page)
+    advantages = [float(cell["advantage"].split(" = ")[0]) for cell in json.loads(data)]
+    assert max(advantages) == pytest.approx(row["largest"], abs=0.01)
+
+
+def test_groups_can_be_selected(client: TestClient) -> None:
+    page = client.get("/groups", params={"state": "stale", "from_version": "0"}).text
+    assert page.count('<td><a href="/group?group=') == 1
+    assert "is not a whole number" in client.get("/groups", params={"to_version": "x"}).text
+    assert "No group fits" in client.get("/groups", params={"task": "it's; --"}).text
+
+
+def test_a_value_in_a_query_is_that_value(layout: RunLayout) -> None:
+    values = [None, True, 7, -0.5, float("inf"), "it's $x", HOSTILE, "a\nb\t", uuid.uuid4()]
+    with open_run(layout.root) as reader:
+        for value in values:
+            (row,) = reader.rows(fill("SELECT $value AS value", value=value))
+            assert row["value"] == (str(value) if isinstance(value, uuid.UUID) else value)
+    for bad in ("\0", "\ud800"):
+        with pytest.raises(ValueError, match="holds no NUL"):
+            fill("$value", value=bad)
