@@ -4,6 +4,8 @@ pages/              one module a page: the queries, and how each is shown; PAGES
 page.py             Page and Asked: what a page is, and what its function gets
 panel.py            Panel: one query with a title and an explanation, and its way to HTML
 charts.py           lines, bars and steps with one look
+shades.py           colours of advantages
+group_query.py      one group's steps without scanning the others
 sql_text.py         values placed into a query, so that the query that is shown can be run as it is
 text.py             texts of a run made visible, cut, and safe in HTML
 html.py             the templates and their filters

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Protocol
@@ -54,6 +54,7 @@ def as_table(table: pa.Table) -> Markup:
     return show_rows(table, links={})
 
 
+Link = Callable[[Mapping[str, Any]], str | None]
 Show = Callable[[pa.Table], Markup | Chart]
 
 
@@ -129,11 +130,16 @@ def _shell_word(text: str) -> str:
 def show_rows(
     table: pa.Table,
     *,
-    links: Mapping[str, Callable[[Mapping[str, Any]], str]],
+    links: Mapping[str, Link],
     hints: Mapping[str, str] | None = None,
+    hidden: Collection[str] = (),
 ) -> Markup:
-    """Show an answer as a table. `links`: by column, the address that a row's cell leads to."""
-    columns = table.column_names
+    """Show an answer as a table.
+
+    `links`: by column, the address that a row's cell leads to. Columns in `hidden` are only there
+    for the links.
+    """
+    columns = [name for name in table.column_names if name not in hidden]
     rows = []
     for row in table.slice(0, TABLE_ROWS).to_pylist():
         rows.append([_cell(row, column, links.get(column)) for column in columns])
@@ -158,9 +164,7 @@ def _body(panel: Panel, table: pa.Table) -> Markup:
     return shown
 
 
-def _cell(
-    row: Mapping[str, Any], column: str, link: Callable[[Mapping[str, Any]], str] | None
-) -> Mapping[str, Any]:
+def _cell(row: Mapping[str, Any], column: str, link: Link | None) -> Mapping[str, Any]:
     value = row[column]
     if isinstance(value, Decimal):
         value = int(value) if value == value.to_integral_value() else float(value)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from analysis.view.page import Page
-from analysis.view.pages import funnel, group, groups, run, sql
+from analysis.view.pages import anchor, funnel, group, groups, run, sql
 
-PAGES: tuple[Page, ...] = (run.PAGE, funnel.PAGE, groups.PAGE, group.PAGE, sql.PAGE)
+PAGES: tuple[Page, ...] = (run.PAGE, funnel.PAGE, groups.PAGE, group.PAGE, anchor.PAGE, sql.PAGE)

@@ -1,9 +1,4 @@
-"""One group: its episodes side by side, step by step, coloured by what each step is credited with.
-
-A group is a few hundred steps of maybe millions. Its versions stand in the small table `groups`,
-and every Parquet file says which versions each of its parts holds. So a query that names the
-versions too reads the parts of about that time only.
-"""
+"""One group: its episodes side by side, step by step, coloured by their advantages."""
 
 from __future__ import annotations
 
@@ -16,22 +11,20 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup
 
+from analysis.view.group_query import OF_GROUP, group_versions, of_group
 from analysis.view.html import html, json_script
 from analysis.view.page import Asked, Page
 from analysis.view.panel import Panel, show_rows
+from analysis.view.shades import SHADES, shade_class
 from analysis.view.sql_text import fill
 from analysis.view.text import plain
 
-SHADES = 4  # on each side of zero
 MANY_STEPS = 40  # from here on cells are narrow
 ACTION_CHARACTERS = 300
 MAX_STEPS = 4_000  # that are drawn
 
 NEWEST = """
 SELECT group_uid FROM groups WHERE state = 'trained' ORDER BY completed_at DESC LIMIT 1
-"""
-VERSIONS = """
-SELECT version_min, version_max FROM groups WHERE group_uid = $group
 """
 NEIGHBOURS = """
 WITH alike AS (
@@ -45,11 +38,6 @@ LEFT JOIN (
         AS staleness
     FROM lineage WHERE live GROUP BY group_uid) AS l USING (group_uid)
 WHERE g.group_uid = $group
-"""
-# `steps` of this group only, also for the macro advantages(): it reads the nearest `steps`.
-OF_GROUP = """
-WITH steps AS (
-    FROM steps WHERE group_uid = $group{versions})
 """
 LANES = (
     OF_GROUP
@@ -95,7 +83,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     if group is None:
         newest = asked.rows(NEWEST)
         group = uuid.UUID(newest[0]["group_uid"]) if newest else uuid.UUID(int=0)
-    of_group = partial(_of_group, group=group, versions=_versions(asked, group))
+    ask_group = partial(of_group, group=group, versions=group_versions(asked, group))
     return [
         Panel(
             title="Group",
@@ -110,7 +98,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             title="Episodes step by step",
             explains="A row is an episode, a cell a step. Blue steps become more likely, orange "
             "ones less. Point at a cell: steps in the same state are framed, and compared with it.",
-            query=of_group(LANES, characters=ACTION_CHARACTERS),
+            query=ask_group(LANES, characters=ACTION_CHARACTERS),
             show=partial(show_lanes, asked, group),
             empty="No episode of the group is there yet.",
             width="whole",
@@ -118,7 +106,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
         Panel(
             title="Episodes",
             explains="Outcome and cost of each attempt. A uid leads to the transcript.",
-            query=of_group(EPISODES),
+            query=ask_group(EPISODES),
             show=partial(show_episodes, asked),
             empty="No episode of the group is there yet.",
             width="whole",
@@ -127,7 +115,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             title="Anchor states",
             explains="States that were met more than once can be compared; the spread says how "
             "much the choice of action mattered there.",
-            query=of_group(ANCHORS),
+            query=ask_group(ANCHORS),
             show=partial(show_anchors, asked, group),
             empty="No step of the group has an anchor state.",
             width="whole",
@@ -166,7 +154,7 @@ def show_lanes(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
         lanes=lanes,
         largest=largest,
         is_long=max(len(lane["cells"]) for lane in lanes) > MANY_STEPS,
-        shades=[_shade(shade / SHADES, 1.0) for shade in range(-SHADES, SHADES + 1)],
+        shades=[shade_class(shade / SHADES, 1.0) for shade in range(-SHADES, SHADES + 1)],
         data=json_script([cell["details"] for cell in cells], kind="cells"),
         n_left_out=table.num_rows - len(rows),
     )
@@ -188,22 +176,6 @@ def show_anchors(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
         return asked.link("/anchor", group=group, state=row["state_hash"])
 
     return show_rows(table, links={"state": anchor, "state_hash": anchor})
-
-
-def _versions(asked: Asked, group: uuid.UUID) -> str:
-    """Return the condition on versions that spares most of the files."""
-    found = asked.rows(fill(VERSIONS, group=group))
-    if not found or found[0]["version_min"] is None:
-        return ""
-    return fill(
-        " AND version_min >= $oldest AND version_max <= $newest",
-        oldest=found[0]["version_min"],
-        newest=found[0]["version_max"],
-    )
-
-
-def _of_group(query: str, *, group: uuid.UUID, versions: str, **values: int) -> str:
-    return fill(query.replace("{versions}", versions), group=group, **values)
 
 
 def _lane(asked: Asked, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict:
@@ -231,7 +203,7 @@ def _cell(asked: Asked, group: uuid.UUID, row: Mapping[str, Any], largest: float
         mark = "·" if row["anchor_size"] == 1 or state is None else ""
     return {
         "mark": mark,
-        "shade": _shade(advantage, largest),
+        "shade": shade_class(advantage, largest),
         "state": state or "",
         "link": asked.link("/trajectory", traj=row["traj_uid"], step=row["step_index"]),
         "title": f"step {row['step_index']}: {plain(row['action'], at_most=80)}",
@@ -261,13 +233,6 @@ def _size(row: Mapping[str, Any]) -> str:
     if size is None or row["state_hash"] is None:
         return "nothing"
     return "nothing: no other step was in this state" if size == 1 else f"{size - 1} other steps"
-
-
-def _shade(value: float | None, largest: float) -> str:
-    """Return the class of a colour: orange below zero, blue above."""
-    level = 0 if value is None or not largest else round(value / largest * SHADES)
-    level = max(-SHADES, min(SHADES, level))
-    return f"adv-{'m' if level < 0 else 'p'}{abs(level)}" if level else "adv-0"
 
 
 PAGE = Page(
