@@ -25,6 +25,7 @@ from bokeh.models import (
     WheelZoomTool,
 )
 from bokeh.plotting import figure
+from bokeh.settings import settings as bokeh_settings
 
 from analysis.view.panel import Chart
 from analysis.view.text import plain
@@ -34,6 +35,8 @@ INK = "#7d8590"  # of texts and axes: legible on white and on black
 GRID = "#8b949e"
 HEIGHT = 230
 MAX_POINTS = 5_000  # of a chart; more are thinned evenly
+# Making a chart takes 60 ms of a core. Bokeh's check of it is a sixth of that, and only warns.
+bokeh_settings.perform_document_validation = False
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 
 

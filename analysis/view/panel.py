@@ -37,6 +37,7 @@ class Ask(Protocol):
 
 TABLE_ROWS = 500  # of a panel; the query gives the rest
 CELL_CHARACTERS = 160
+ERROR_MARK = '<p class="error">'  # in the HTML of a panel whose query failed
 UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # its first digits are shown
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d{1,6})?")  # as the reader writes them
 
@@ -71,6 +72,9 @@ class Panel:
     later: bool = False  # fetched after the page stands: for queries that scan all steps
     above: Markup | str = ""  # controls between the explanation and the answer
     n_rows: int | None = None  # only so many are asked for; None: all
+    keeps: bool = (
+        True  # the HTML of an address at an lsn is kept; False: `show` looks elsewhere too
+    )
 
     @property
     def name(self) -> str:

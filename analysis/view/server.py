@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import webbrowser
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from analysis.view.downloads import DOWNLOADS, download
 from analysis.view.html import STATIC, html
 from analysis.view.page import Asked, BadAddressError, Page
 from analysis.view.pages import PAGES
-from analysis.view.panel import render_panel, render_placeholder
+from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder
 from analysis.view.snapshots import Snapshots
 from analysis.view.text import plain
 from printable import printable
@@ -51,6 +52,7 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 BOKEH_SCRIPT = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
 MAX_ADDRESS_BYTES = 64 << 10
 MAX_QUERY_BYTES = 1 << 20
+KEPT_PANELS = 256  # of tens of kB each
 HEADERS = {
     # Bokeh sets styles in the page; scripts come from files of ours only.
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -165,6 +167,8 @@ class Viewer:
         self, stored: Sequence[Snapshots], *, names: Sequence[str], token: str, as_of: int | None
     ) -> None:
         self.stored, self.names, self.token, self.as_of = stored, names, token, as_of
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[int, int, str, str, str], Markup] = OrderedDict()
 
     def start(self, request: Request) -> Response:
         """Lead to the first page."""
@@ -194,16 +198,7 @@ class Viewer:
             shown = [
                 render_placeholder(panel, _with(request, panel=panel.name, as_of=asked.lsn))
                 if panel.later and only is None
-                else render_panel(
-                    panel,
-                    asked.ask,
-                    run=asked.run,
-                    lsn=asked.lsn,
-                    downloads={
-                        kind: _with(request, panel=panel.name, as_of=asked.lsn, download=kind)
-                        for kind in DOWNLOADS
-                    },
-                )
+                else self._panel(panel, asked, request)
                 for panel in panels
             ]
         except BadAddressError as error:
@@ -213,6 +208,33 @@ class Viewer:
         if only is not None:
             return HTMLResponse(shown[0])
         return HTMLResponse(self._frame(page, asked, request, Markup("").join(shown)))
+
+    def _panel(self, panel: Panel, asked: Asked, request: Request) -> Markup:
+        """Return a panel, from memory where the same address was shown at the same lsn.
+
+        Drawing a chart takes 50 ms of a core. A panel with an error is not kept.
+        """
+        key = (asked.run_number, asked.lsn, str(request.url), panel.name, panel.query)
+        with self._lock:
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return known
+        shown = render_panel(
+            panel,
+            asked.ask,
+            run=asked.run,
+            lsn=asked.lsn,
+            downloads={
+                kind: _with(request, panel=panel.name, as_of=asked.lsn, download=kind)
+                for kind in DOWNLOADS
+            },
+        )
+        if ERROR_MARK not in shown and panel.keeps:
+            with self._lock:
+                self._kept[key] = shown
+                while len(self._kept) > KEPT_PANELS:
+                    self._kept.popitem(last=False)
+        return shown
 
     async def sql_for_programs(self, request: Request) -> Response:
         """Answer a SELECT, the body of the request, as an Arrow stream. It needs the token."""

@@ -22,6 +22,7 @@ from store import Reader, RunLayout, StoreError, open_run, read_manifest
 REFRESH_S = 3.0  # between two looks for a newer snapshot
 # A new reader costs a second of a core. It is opened after at least so many times its own cost.
 REFRESH_COST_FACTOR = 4.0
+REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 KEPT_READERS = 3  # of a run, beside the newest
 KEPT_BYTES = 256 << 20  # of all answers of a run
@@ -206,7 +207,10 @@ class Snapshots:
                 continue
             began = time.monotonic()
             try:
-                if self._has_newer():
+                is_remote = RunLayout.open(self.run).info.storage_uri is not None
+                if is_remote:
+                    wait_s = max(wait_s, REMOTE_REFRESH_S)
+                if is_remote or self._has_newer():
                     self.newest_lsn = self._open(None)
                     cost_s = time.monotonic() - began
                     wait_s = max(wait_s, REFRESH_COST_FACTOR * cost_s)
@@ -214,10 +218,7 @@ class Snapshots:
                 continue
 
     def _has_newer(self) -> bool:
-        layout = RunLayout.open(self.run)
-        if layout.info.storage_uri is not None:  # only opening it asks the storage
-            return True
-        manifest = read_manifest(layout)
+        manifest = read_manifest(RunLayout.open(self.run))
         return manifest is not None and manifest.lsn != self.newest_lsn
 
 
