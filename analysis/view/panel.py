@@ -69,6 +69,7 @@ class Panel:
     empty: str = "There is nothing to show yet."  # instead of an answer without rows
     width: str = "half"  # or "whole": of a page that is wide enough for two
     later: bool = False  # fetched after the page stands: for queries that scan all steps
+    alone: bool = False  # asked in a process of its own, as late panels are: no page waits for it
     above: Markup | str = ""  # controls between the explanation and the answer
     n_rows: int | None = None  # only so many are asked for; None: all
     keeps: bool = (
