@@ -219,10 +219,9 @@ class Viewer:
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return known
-        is_long = panel.later or panel.alone
         shown = render_panel(
             panel,
-            partial(self.stored[asked.run_number].ask, asked.lsn, is_long=is_long),
+            partial(self.stored[asked.run_number].ask, asked.lsn, is_long=panel.alone),
             run=asked.run,
             lsn=asked.lsn,
             downloads={

@@ -129,8 +129,8 @@ ordered AS (
         ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
     FROM requests),
 numbered AS (
-    SELECT *, count(*) FILTER (before_us IS NULL OR begin_us > before_us)
-        OVER (ORDER BY begin_us, end_us) AS busy_number
+    SELECT *, sum((before_us IS NULL OR begin_us > before_us)::INT) OVER (
+        ORDER BY begin_us, end_us, before_us NULLS FIRST ROWS UNBOUNDED PRECEDING) AS busy_number
     FROM ordered),
 busy AS (
     SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number),
@@ -255,6 +255,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
                 is_fraction=True,
             ),
             later=True,
+            alone=True,
             width="whole",
         ),
     ]
