@@ -8,6 +8,7 @@ from functools import partial
 import pyarrow as pa
 from markupsafe import Markup
 
+from analysis.run_status import duration
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html, percent
 from analysis.view.page import Asked, Page
@@ -39,7 +40,7 @@ SELECT consumed.*, recent.success AS train_success,
        (SELECT sum(n_steps) FROM groups) AS steps,
        (SELECT count(*) FROM groups WHERE state = 'open') AS open_groups,
        (SELECT max(entered_at) FROM ledger) AS changed_at,
-       epoch(last_at - first_at) / 3600 AS hours
+       epoch(last_at - first_at) AS trained_s
 FROM consumed, recent
 """
 # A batch's success is the mean over its groups. Its interval goes by how much groups differ, since
@@ -264,7 +265,8 @@ def panels(asked: Asked) -> Sequence[Panel]:
 def show_figures(table: pa.Table) -> Markup:
     """Show the key figures."""
     (row,) = table.to_pylist()
-    return html("run_figures.html", row=row)
+    trained = "–" if row["trained_s"] is None else duration(row["trained_s"])
+    return html("run_figures.html", row=row, trained=trained)
 
 
 def show_limits(table: pa.Table) -> Markup:
