@@ -5,6 +5,7 @@ report.py              the summary at the end of a training
 evaluation_stats.py    success on held-out tasks with intervals, and two evaluations compared
 audit.py               advantages of a run under other settings
 setting_comparison.py  which steps two settings train differently, as tables and as a plot
+view/                  pages that show a run in a browser: `gigpo view`
 """
 
 from analysis.audit import (
@@ -19,6 +20,7 @@ from analysis.evaluation_stats import show_evaluation, show_evaluation_compariso
 from analysis.report import is_finished, show_report, trained_to
 from analysis.run_status import duration, progress_lines
 from analysis.setting_comparison import plot_settings
+from analysis.view import serve_view
 
 __all__ = [
     "Setting",
@@ -30,6 +32,7 @@ __all__ = [
     "plot_settings",
     "progress_lines",
     "run_setting",
+    "serve_view",
     "show_audit",
     "show_evaluation",
     "show_evaluation_comparison",

@@ -25,13 +25,14 @@ from cli.run_control import status, stop, workers
 from cli.sql import sql
 from cli.store import compact, export, fetch, fsck, import_, rebuild
 from cli.train import train
+from cli.view import view
 from printable import UserError, fail, printable, protect_terminal
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 SECTIONS = {
     "Train": (train, evaluate, status, stop, workers),
-    "Look": (sql, audit, bias),
+    "Look": (view, sql, audit, bias),
     "Store": (fsck, rebuild, compact, export, import_, fetch),
     "Models": (export_model, replay),
 }

@@ -1,0 +1,29 @@
+"""Show a run in a browser: `gigpo view RUN`. Pages are read in this order:
+
+pages/              one module a page: the queries, and how each is shown; PAGES lists them all
+page.py             Page and Asked: what a page is, and what its function gets
+panel.py            Panel: one query with a title and an explanation, and its way to HTML
+charts.py           lines, bars and steps with one look
+shades.py           colours of advantages
+group_query.py      one group's steps without scanning the others
+sql_text.py         values placed into a query, so that the query that is shown can be run as it is
+text.py             texts of a run made visible, cut, and safe in HTML
+html.py             the templates and their filters
+snapshots.py        readers by (run, lsn), and their answers
+server.py           the application: routes, checks of each request, headers
+
+To add a page: write pages/NAME.py with a `PAGE`, add it to PAGES in pages/__init__.py. Panels need
+no server: `render_panel(panel, ask)` gives the HTML of one, where `ask` answers a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def serve_view(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | None) -> None:
+    """Serve the runs on this machine until Ctrl-C. Raises StoreError if one cannot be read."""
+    from analysis.view.server import serve
+
+    serve(runs, port=port, opens_browser=opens_browser, as_of=as_of)

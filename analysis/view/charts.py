@@ -1,0 +1,311 @@
+"""Charts with one look, for light and dark pages: lines with an interval, bars, steps.
+
+    show=partial(lines, x="learner_step", y=["success"], low="low", high="high", unit="fraction")
+
+Each takes the answer of a query and names of its columns, and returns a Chart. Colours can be told
+apart by people who are colour-blind (Okabe and Ito). Texts of a run become visible escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+from bokeh.embed import json_item
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    DataRange1d,
+    FactorRange,
+    HoverTool,
+    NumeralTickFormatter,
+    Range1d,
+    WheelZoomTool,
+)
+from bokeh.plotting import figure
+from bokeh.settings import settings as bokeh_settings
+
+from analysis.view.panel import Chart
+from analysis.view.text import plain
+
+COLOURS = ("#3b7dd8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
+INK = "#7d8590"  # of texts and axes: legible on white and on black
+GRID = "#8b949e"
+HEIGHT = 230
+MAX_POINTS = 5_000  # of a chart; more are thinned evenly
+# Making a chart takes 60 ms of a core. Bokeh's check of it is a sixth of that, and only warns.
+bokeh_settings.perform_document_validation = False
+FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+
+
+def lines(
+    table: pa.Table,
+    *,
+    x: str,
+    y: Sequence[str],
+    low: str | None = None,
+    high: str | None = None,
+    names: Mapping[str, str] | None = None,
+    points: Sequence[str] = (),
+    is_fraction: bool = False,
+    height: int = HEIGHT,
+) -> Chart:
+    """Draw columns `y` over column `x`, with an interval from `low` to `high` around the first.
+
+    Columns in `points` are drawn as points: values that are there now and then. `names`: how
+    columns are called in the legend.
+    """
+    data, names = columns_of(table, x=x), dict(names or {})
+    drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
+    source = ColumnDataSource(data)
+    if low and high:
+        drawn.varea(
+            x=x,
+            y1=low,
+            y2=high,
+            source=source,
+            fill_color=COLOURS[0],
+            fill_alpha=0.18,
+            level="underlay",
+        )
+    for column, colour in zip([*y, *points], _colours(), strict=False):
+        label = names.get(column, column)
+        if column in points:
+            there = [at for at, value in enumerate(data[column]) if value is not None]
+            some = ColumnDataSource(
+                {each: [data[each][at] for at in there] for each in (x, column)}
+            )
+            marks = drawn.scatter(
+                x=x,
+                y=column,
+                source=some,
+                size=8,
+                color=colour,
+                marker="diamond",
+                legend_label=label,
+            )
+        else:
+            drawn.line(x=x, y=column, source=source, line_width=2, color=colour, legend_label=label)
+            marks = drawn.scatter(
+                x=x, y=column, source=source, size=4, color=colour, legend_label=label
+            )
+        tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(is_fraction)}")]
+        if low and high and column == y[0]:
+            digits = _digits(is_fraction)
+            tips.append(("95 % interval", f"@{{{low}}}{digits} to @{{{high}}}{digits}"))
+        drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
+    _place_legend(drawn, n_entries=len(y) + len(points))
+    named = " and ".join(names.get(each, each) for each in [*y, *points])
+    return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
+
+
+def bars(
+    table: pa.Table,
+    *,
+    x: str,
+    y: Sequence[str],
+    names: Mapping[str, str] | None = None,
+    is_fraction: bool = False,
+    is_stacked: bool = True,
+    height: int = HEIGHT,
+) -> Chart:
+    """Draw columns `y` as bars for each value of column `x`, which may be a text."""
+    data, names = columns_of(table, x=x), dict(names or {})
+    factors = [plain(value, at_most=30) for value in data[x]]
+    numeric = all(isinstance(value, int | float) for value in data[x])
+    if not numeric:
+        factors = _distinct(factors)
+        data = {**data, x: factors}
+    drawn = _figure(
+        x=names.get(x, x),
+        height=height,
+        is_fraction=is_fraction,
+        x_range=None if numeric else FactorRange(factors=factors),
+    )
+    source = ColumnDataSource({**data, **{each: [v or 0 for v in data[each]] for each in y}})
+    labels = [names.get(each, each) for each in y]
+    gaps = [after - before for before, after in pairwise(data[x])] if numeric else []
+    width = 0.8 * min((gap for gap in gaps if gap > 0), default=1)
+    if is_stacked and len(y) > 1:
+        drawn.vbar_stack(
+            list(y),
+            x=x,
+            width=width,
+            source=source,
+            color=list(_colours())[: len(y)],
+            legend_label=labels,
+        )
+    else:
+        for column, label, colour in zip(y, labels, _colours(), strict=False):
+            drawn.vbar(
+                x=x, top=column, width=width, source=source, color=colour, legend_label=label
+            )
+    tips = [(names.get(x, x), f"@{{{x}}}")]
+    tips += [
+        (label, f"@{{{each}}}{_digits(is_fraction)}") for label, each in zip(labels, y, strict=True)
+    ]
+    drawn.add_tools(HoverTool(tooltips=tips))
+    if not is_fraction:
+        drawn.y_range = DataRange1d(start=0)
+    if not numeric and len(factors) > 6:
+        drawn.xaxis.major_label_orientation = 0.8
+    _place_legend(drawn, n_entries=len(y))
+    return _chart(drawn, f"{' and '.join(labels)} by {names.get(x, x)}, {len(data[x])} bars")
+
+
+def steps(
+    table: pa.Table,
+    *,
+    x: str,
+    y: Sequence[str],
+    names: Mapping[str, str] | None = None,
+    is_fraction: bool = False,
+    height: int = HEIGHT,
+) -> Chart:
+    """Draw columns `y` as lines that hold their value until the next `x`."""
+    data, names = columns_of(table, x=x), dict(names or {})
+    drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
+    source = ColumnDataSource(data)
+    for column, colour in zip(y, _colours(), strict=False):
+        label = names.get(column, column)
+        drawn.step(
+            x=x,
+            y=column,
+            source=source,
+            mode="after",
+            line_width=2,
+            color=colour,
+            legend_label=label,
+        )
+        marks = drawn.scatter(
+            x=x, y=column, source=source, size=4, color=colour, legend_label=label
+        )
+        tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(is_fraction)}")]
+        drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
+    _place_legend(drawn, n_entries=len(y))
+    named = " and ".join(names.get(each, each) for each in y)
+    return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
+
+
+def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
+    """Return the columns as lists, by `x` if it is a number, thinned to MAX_POINTS rows.
+
+    Decimals become floats.
+    """
+    if not pa.types.is_string(table.schema.field(x).type):
+        table = table.sort_by(x)
+    if table.num_rows > MAX_POINTS:
+        table = table.take([at * table.num_rows // MAX_POINTS for at in range(MAX_POINTS)])
+    return {
+        name: [_plain_value(value) for value in table.column(at).to_pylist()]
+        for at, name in enumerate(table.column_names)
+    }
+
+
+def draw(drawn: figure, summary: str) -> Chart:
+    """Return a figure of your own as a Chart. Begin it with `new_figure`."""
+    return _chart(drawn, summary)
+
+
+def new_figure(**settings: Any) -> figure:
+    """Return an empty figure with the look of all charts."""
+    return _figure(**settings)
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return plain(value, at_most=60)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return plain(value, at_most=60)
+
+
+def _figure(
+    *, x: str, height: int = HEIGHT, is_fraction: bool = False, x_range: Any = None, **settings: Any
+) -> figure:
+    if x_range is not None:
+        settings["x_range"] = x_range
+    drawn = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        toolbar_location=None,
+        tools="pan,box_zoom,reset",
+        background_fill_alpha=0,
+        border_fill_alpha=0,
+        outline_line_color=None,
+        min_border_left=8,
+        **settings,
+    )
+    drawn.add_tools(WheelZoomTool(modifiers={"ctrl": True}))  # a wheel alone scrolls the page
+    for axis in drawn.axis:
+        axis.axis_line_color = GRID
+        axis.axis_line_alpha = 0.5
+        axis.major_tick_line_color = None
+        axis.minor_tick_line_color = None
+        axis.major_label_text_color = INK
+        axis.major_label_text_font = FONT
+        axis.axis_label_text_color = INK
+        axis.axis_label_text_font = FONT
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = "12px"
+        axis.major_label_text_font_size = "11px"
+    drawn.xgrid.grid_line_color = None
+    drawn.ygrid.grid_line_color = GRID
+    drawn.ygrid.grid_line_alpha = 0.25
+    drawn.xaxis.axis_label = plain(x)
+    if is_fraction:
+        drawn.y_range = Range1d(start=-0.02, end=1.04)
+    if x_range is None:
+        drawn.xaxis.ticker = BasicTicker(min_interval=1)
+    drawn.yaxis.formatter = NumeralTickFormatter(format="0 %" if is_fraction else "0,0.[000]")
+    return drawn
+
+
+def _place_legend(drawn: figure, *, n_entries: int) -> None:
+    (legend,) = drawn.legend
+    if n_entries < 2:
+        legend.visible = False
+        return
+    drawn.add_layout(legend, "above")
+    legend.orientation = "horizontal"
+    legend.background_fill_alpha = 0
+    legend.border_line_color = None
+    legend.label_text_color = INK
+    legend.label_text_font = FONT
+    legend.label_text_font_size = "12px"
+    legend.glyph_height = 14
+    legend.glyph_width = 14
+    legend.click_policy = "hide"
+    legend.ncols = 2 if n_entries > 3 else n_entries  # a narrow page has room for two
+
+
+def _chart(drawn: figure, summary: str) -> Chart:
+    item: Mapping[str, Any] = json_item(drawn)
+    return Chart(item=item, summary=summary)
+
+
+def _colours() -> Sequence[str]:
+    return COLOURS
+
+
+def _digits(is_fraction: bool) -> str:
+    return "{0.0 %}" if is_fraction else "{0,0.[000]}"
+
+
+def _distinct(factors: Sequence[str]) -> list[str]:
+    """Return the names with numbers after repeated ones, as an axis needs them."""
+    seen: dict[str, int] = {}
+    found = []
+    for factor in factors:
+        seen[factor] = seen.get(factor, 0) + 1
+        found.append(factor if seen[factor] == 1 else f"{factor} ({seen[factor]})")
+    return found
+
+
+success_lines = partial(lines, is_fraction=True)

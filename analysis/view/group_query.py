@@ -1,0 +1,39 @@
+"""Ask for one group's steps without scanning the others.
+
+A group is a few hundred steps of maybe millions. Its versions stand in the small table `groups`,
+and every Parquet file says which versions each of its parts holds. So a query that names the
+versions too reads the parts of about that time only.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from analysis.view.page import Asked
+from analysis.view.sql_text import Value, fill
+
+# `steps` of this group only, also for the macro advantages(): it reads the nearest `steps`.
+OF_GROUP = """
+WITH steps AS (
+    FROM steps WHERE group_uid = $group{versions})
+"""
+VERSIONS = """
+SELECT version_min, version_max FROM groups WHERE group_uid = $group
+"""
+
+
+def group_versions(asked: Asked, group: uuid.UUID) -> str:
+    """Return the condition on versions that spares most of the files."""
+    found = asked.rows(fill(VERSIONS, group=group))
+    if not found or found[0]["version_min"] is None:
+        return ""
+    return fill(
+        " AND version_min >= $oldest AND version_max <= $newest",
+        oldest=found[0]["version_min"],
+        newest=found[0]["version_max"],
+    )
+
+
+def of_group(query: str, *, group: uuid.UUID, versions: str, **values: Value) -> str:
+    """Return a query that begins with OF_GROUP, filled for one group."""
+    return fill(query.replace("{versions}", versions), group=group, **values)

@@ -1,0 +1,95 @@
+"""A page: its address, the question that it answers, and the function that makes its panels."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+import pyarrow as pa
+
+from analysis.view.panel import Ask, Panel
+from analysis.view.sql_text import Value
+
+
+class BadAddressError(ValueError):
+    """The address of a page has a parameter that means nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a page's function gets: the parameters of the address, and the snapshot to ask."""
+
+    parameters: Mapping[str, str]
+    run: str  # the run's path as it was given
+    run_number: int  # its place in the command line, from 0
+    runs: Sequence[str]  # all runs, for pages that compare
+    lsn: int  # of the snapshot that the page shows
+    is_live: bool  # the address names no lsn, so it shows the newest
+    is_foreign: bool  # a link on another site led here: no query in the address is asked
+    ask: Ask
+    ask_run: Callable[[int, str], pa.Table]  # another run's newest snapshot, by its number
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        """Return a small answer that decides which panels the page has. Raises StoreError."""
+        found: list[dict[str, Any]] = self.ask(query).to_pylist()
+        return found
+
+    def text(self, name: str) -> str | None:
+        """Return a parameter of the address, None if it is missing or empty."""
+        return self.parameters.get(name) or None
+
+    def whole(self, name: str) -> int | None:
+        """Return a whole number of the address. Raises BadAddressError."""
+        text = self.text(name)
+        try:
+            number = None if text is None else int(text)
+        except ValueError:
+            raise BadAddressError(f"{name} is not a whole number") from None
+        if number is not None and not -(2**63) <= number < 2**63:
+            raise BadAddressError(f"{name} is too large")
+        return number
+
+    def real(self, name: str) -> float | None:
+        """Return a number of the address. Raises BadAddressError."""
+        text = self.text(name)
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            raise BadAddressError(f"{name} is not a number") from None
+
+    def uid(self, name: str) -> uuid.UUID | None:
+        """Return a uid of the address. Raises BadAddressError."""
+        text = self.text(name)
+        try:
+            return None if text is None else uuid.UUID(text)
+        except ValueError:
+            raise BadAddressError(f"{name} is not a uid, such as a group_uid") from None
+
+    def link(self, path: str, **parameters: Value) -> str:
+        """Return the address of a page of this run, at the same moment if this page names one."""
+        kept = {name: value for name, value in parameters.items() if value is not None}
+        if self.run_number:
+            kept["run"] = self.run_number
+        if not self.is_live:
+            kept["as_of"] = self.lsn
+        return f"{path}?{urlencode(kept)}" if kept else path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """One page. `panels` returns its panels in order.
+
+    It asks the run only where the answer decides which panels there are.
+    """
+
+    path: str
+    title: str
+    question: str  # that the page answers, in one sentence
+    panels: Callable[[Asked], Sequence[Panel]]
+    is_start: bool = True  # it stands in the navigation: it needs no parameter
+    follows: bool = True  # it may be replaced by newer rows while somebody looks at it
+    # Parameters with which a test opens the page, from one row of this query: {name: value}.
+    example: str | None = None

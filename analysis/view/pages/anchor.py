@@ -1,0 +1,362 @@
+"""One anchor state: all actions that a group took in the same state, and which of them paid.
+
+GiGPO's step advantages compare the steps of one group that were taken in the same state. This page
+shows the comparison: each visit is a dot, placed by the return that followed it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from markupsafe import Markup
+
+from analysis.view.charts import bars
+from analysis.view.group_query import OF_GROUP, group_versions, of_group
+from analysis.view.html import html
+from analysis.view.page import Asked, Page
+from analysis.view.panel import Chart, Panel, show_rows
+from analysis.view.shades import shade_class
+from analysis.view.sql_text import fill
+
+RECENT_STEPS = 10  # learner steps whose groups the list of states looks at
+LISTED_STATES = 50
+ACTION_CHARACTERS = 300
+STATE_CHARACTERS = 2_000
+SHARE_ACTIONS = 6  # with a colour of their own in the chart over versions; the others are "other"
+VERSION_BUCKETS = 12
+DOT_RADIUS = 4.5
+STRIP_WIDTH = 260.0
+STRIP_MARGIN = 8.0
+OTHER = "other actions"
+
+# The return that the group's episodes lose in a state: they mix actions, and the best of these
+# would have given more. Only groups of the last learner steps say what the policy does now.
+WRONG = """
+WITH trained AS (
+    SELECT DISTINCT group_uid, learner_step FROM lineage
+    WHERE batch_state = 'trained' AND live
+      AND learner_step > (
+          SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps),
+span AS (
+    SELECT min(version_min) AS oldest, max(version_max) AS newest
+    FROM groups SEMI JOIN trained USING (group_uid)),
+steps AS (
+    SELECT s.* FROM steps AS s SEMI JOIN trained USING (group_uid)
+    WHERE version_min >= (SELECT oldest FROM span) AND version_max <= (SELECT newest FROM span)),
+actions AS (
+    SELECT s.group_uid, s.state_hash, any_value(s.task_id) AS task_id,
+           any_value(left(s.anchor_text, $state_characters)) AS state,
+           left(s.action_text, $characters) AS action, count(*) AS visits,
+           avg(a.step_return) AS mean_return, bool_and(s.is_action_valid) AS is_valid
+    FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
+    WHERE s.state_hash IS NOT NULL AND a.anchor_size > 1
+    GROUP BY s.group_uid, s.state_hash, action)
+SELECT any_value(state) AS state, any_value(task_id) AS task, sum(visits) AS visits,
+       arg_max(action, visits) AS usual_action,
+       arg_max(action, mean_return) FILTER (is_valid) AS best_action,
+       arg_max(visits, mean_return) FILTER (is_valid) AS tried,
+       max(mean_return) FILTER (is_valid) * sum(visits) - sum(mean_return * visits) AS lost_return,
+       lost_return / sum(visits) AS lost_per_visit,
+       group_uid, state_hash
+FROM actions GROUP BY group_uid, state_hash HAVING count(*) > 1 AND lost_return > 0
+ORDER BY lost_return DESC LIMIT $rows
+"""
+STATE = (
+    OF_GROUP
+    + """
+SELECT any_value(left(anchor_text, $state_characters)) AS anchor,
+       arg_min(left(obs_text, $state_characters), member * 1000000 + step_index) AS observation,
+       any_value(task_id) AS task_id, count(*) AS visits, count(DISTINCT traj_uid) AS episodes,
+       (SELECT count(DISTINCT traj_uid) FROM steps) AS group_size,
+       count(DISTINCT action_text) AS actions
+FROM steps WHERE state_hash = $state HAVING count(*) > 0
+"""
+)
+ACTIONS = (
+    OF_GROUP
+    + """, visits AS (
+    SELECT left(s.action_text, $characters) AS action, s.traj_uid, s.member, s.step_index,
+           s.won, s.is_action_valid, s.admissible_actions,
+           a.step_return, a.step_advantage, a.advantage
+    FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
+    WHERE s.state_hash = $state),
+tried AS (
+    SELECT action, count(*) AS visits, count(DISTINCT traj_uid) AS episodes,
+           avg(step_return) AS mean_return, avg(step_advantage) AS step_advantage,
+           avg(advantage) AS advantage, avg(won::INT) AS won, bool_and(is_action_valid) AS is_valid,
+           list({'traj_uid': traj_uid, 'member': member, 'step_index': step_index, 'won': won,
+                 'step_return': step_return, 'step_advantage': step_advantage}
+                ORDER BY step_return) AS dots
+    FROM visits GROUP BY action)
+FROM tried
+UNION ALL BY NAME
+SELECT DISTINCT left(action, $characters) AS action, 0 AS visits
+FROM (SELECT unnest(admissible_actions) AS action FROM visits)
+WHERE left(action, $characters) NOT IN (SELECT action FROM tried)
+ORDER BY mean_return DESC NULLS LAST, action LIMIT 200
+"""
+)
+VISITS = (
+    OF_GROUP
+    + """, after AS (
+    SELECT *, lead(left(anchor_text, $state_characters)) OVER by_step AS leads_to,
+           lead(state_hash) OVER by_step AS next_hash
+    FROM steps WINDOW by_step AS (PARTITION BY traj_uid ORDER BY step_index))
+SELECT s.member AS episode, s.step_index AS step, left(s.action_text, $characters) AS action,
+       a.step_return, a.step_advantage, a.episode_advantage, a.advantage, s.won,
+       if(s.terminated OR s.truncated, 'the end', s.leads_to) AS leads_to, s.traj_uid, s.next_hash
+FROM after AS s JOIN advantages() AS a USING (traj_uid, step_index)
+WHERE s.state_hash = $state
+ORDER BY a.step_return DESC, s.member, s.step_index
+"""
+)
+LEARNT = """
+WITH visits AS (
+    SELECT version_min AS version, left(action_text, $characters) AS action FROM steps
+    WHERE state_hash = $state AND split <> 'imported'
+      AND task_id = (SELECT any_value(task_id) FROM groups WHERE group_uid = $group)),
+span AS (
+    SELECT greatest(1, ceil((max(version) - min(version) + 1) / $buckets))::BIGINT AS width
+    FROM visits),
+common AS (
+    SELECT action FROM visits GROUP BY action ORDER BY count(*) DESC, action LIMIT $actions)
+SELECT version // width * width AS version,
+       if(action IN (FROM common), action, $other) AS action, count(*) AS visits
+FROM visits, span GROUP BY ALL ORDER BY version, visits DESC
+"""
+ELSEWHERE = (
+    OF_GROUP
+    + """
+SELECT any_value(left(s.anchor_text, $state_characters)) AS state, s.state_hash,
+       count(*) AS visits, count(DISTINCT s.action_text) AS actions,
+       max(a.step_advantage) - min(a.step_advantage) AS spread
+FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
+WHERE s.state_hash IS NOT NULL
+GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
+"""
+)
+HINTS = {
+    "lost_return": "how much higher the sum of returns would be, had every visit taken the best",
+    "usual_action": "the action that was chosen most often",
+    "best_action": "the action with the highest mean return among those that were tried",
+    "tried": "how often the best action was chosen",
+    "lost_per_visit": "the same for one visit",
+    "step_return": "discounted rewards from this step to the end of its episode, less penalties",
+    "step_advantage": "A_S: how far the return is above the other visits of this state",
+    "episode_advantage": "A_E: how far the episode's return is above the group's other episodes",
+    "advantage": "A = A_E + omega * A_S: above zero the action becomes more likely",
+    "spread": "how much the step advantages in this state differ",
+}
+
+
+def panels(asked: Asked) -> Sequence[Panel]:
+    """Return the panels of one anchor state, or a list of states to look at."""
+    group, state = asked.uid("group"), asked.uid("state")
+    if group is None or state is None:
+        return [wrong_states(asked, rows=LISTED_STATES)]
+    ask_group = partial(
+        of_group,
+        group=group,
+        versions=group_versions(asked, group),
+        state=state,
+        characters=ACTION_CHARACTERS,
+        state_characters=STATE_CHARACTERS,
+    )
+    return [
+        Panel(
+            title="State",
+            explains="What the environment says identifies this state. Steps of one group with "
+            "the same state form an anchor group.",
+            query=ask_group(STATE),
+            show=partial(show_state, asked, group),
+            empty="The group has no step in this state at this moment.",
+            width="whole",
+        ),
+        Panel(
+            title="Which action wins",
+            explains="A row is an action, a dot one visit, placed by the return that followed: "
+            "further right is better. Blue visits become more likely, orange ones less.",
+            query=ask_group(ACTIONS),
+            show=partial(show_actions, asked),
+            empty="Nothing was tried here.",
+            width="whole",
+        ),
+        Panel(
+            title="Has the policy learnt it",
+            explains="How often each action was chosen in this state, by policy version: "
+            "all attempts at this task.",
+            query=fill(
+                LEARNT,
+                group=group,
+                state=state,
+                characters=ACTION_CHARACTERS,
+                buckets=VERSION_BUCKETS,
+                actions=SHARE_ACTIONS,
+                other=OTHER,
+            ),
+            show=show_learnt,
+            later=True,
+        ),
+        Panel(
+            title="Other states of this group",
+            explains="Where the choice of action mattered most comes first.",
+            query=ask_group(ELSEWHERE),
+            show=partial(show_states, asked, group),
+        ),
+        Panel(
+            title="Visits",
+            explains="Each visit of the state: what was done, what it was worth, where it led.",
+            query=ask_group(VISITS),
+            show=partial(show_visits, asked, group),
+            width="whole",
+        ),
+    ]
+
+
+def wrong_states(asked: Asked, *, rows: int) -> Panel:
+    """Return the panel of the states in which the policy still loses most return."""
+    return Panel(
+        title="Where the policy still goes wrong",
+        explains=f"States of the groups of the last {RECENT_STEPS} learner steps in which one "
+        "action gave more than what the policy usually does. The costliest come first.",
+        query=fill(
+            WRONG,
+            steps=RECENT_STEPS,
+            rows=rows,
+            characters=ACTION_CHARACTERS,
+            state_characters=STATE_CHARACTERS,
+        ),
+        show=partial(show_wrong, asked),
+        empty="No state was met more than once with different actions.",
+        width="whole",
+        later=True,
+    )
+
+
+def show_wrong(asked: Asked, table: pa.Table) -> Markup:
+    """Show the costliest states. Each leads to its page."""
+
+    def anchor(row: Mapping[str, Any]) -> str:
+        return asked.link("/anchor", group=row["group_uid"], state=row["state_hash"])
+
+    def task(row: Mapping[str, Any]) -> str:
+        return asked.link("/task", task=row["task"])
+
+    links = {"state": anchor, "task": task}
+    return show_rows(table, links=links, hints=HINTS, hidden=("group_uid", "state_hash"))
+
+
+def show_state(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+    """Show the state, with links to its group and task."""
+    row = table.slice(0, 1).to_pylist()[0]
+    return html(
+        "anchor_state.html",
+        row=row,
+        group=asked.link("/group", group=group),
+        graph=asked.link("/graph", group=group),
+        task=asked.link("/task", task=row["task_id"]),
+    )
+
+
+def show_actions(asked: Asked, table: pa.Table) -> Markup:
+    """Show each action with its visits as dots on a common scale of returns."""
+    rows = table.to_pylist()
+    tried = [row for row in rows if row["visits"]]
+    dots = [dot for row in tried for dot in row["dots"]]
+    returns = [dot["step_return"] for dot in dots]
+    low, high = min(returns), max(returns)
+    largest = max(abs(dot["step_advantage"]) for dot in dots)
+    for row in tried:
+        row["strip"] = [
+            _dot(asked, dot, low=low, high=high, largest=largest) for dot in row["dots"]
+        ]
+        row["mean_at"] = _position(row["mean_return"], low=low, high=high)
+        row["shade"] = shade_class(row["step_advantage"], largest)
+    return html(
+        "anchor_actions.html",
+        tried=tried,
+        untried=[row["action"] for row in rows if not row["visits"]],
+        differ=high > low,
+        low=low,
+        high=high,
+        middle=_position(sum(returns) / len(returns), low=low, high=high),
+        width=STRIP_WIDTH,
+    )
+
+
+def show_learnt(table: pa.Table) -> Chart:
+    """Draw the share of each action over policy versions."""
+    rows = table.to_pylist()
+    by_version: dict[int, dict[str, int]] = {}
+    totals: dict[str, int] = {}
+    for row in rows:
+        by_version.setdefault(row["version"], {})[row["action"]] = row["visits"]
+        totals[row["action"]] = totals.get(row["action"], 0) + row["visits"]
+    actions = sorted(totals, key=lambda action: (action == OTHER, -totals[action]))
+    columns: dict[str, list[Any]] = {"version": [f"{version}" for version in by_version]}
+    names = {"version": "policy version"}
+    for number, action in enumerate(actions):
+        names[f"action_{number}"] = action
+        columns[f"action_{number}"] = [
+            counts.get(action, 0) / sum(counts.values()) for counts in by_version.values()
+        ]
+    shares = [name for name in columns if name != "version"]
+    return bars(pa.table(columns), x="version", y=shares, names=names, is_fraction=True)
+
+
+def show_states(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+    """Show the group's anchor states. Each leads to its page."""
+
+    def anchor(row: Mapping[str, Any]) -> str:
+        return asked.link("/anchor", group=group, state=row["state_hash"])
+
+    return show_rows(table, links={"state": anchor}, hints=HINTS, hidden=("state_hash",))
+
+
+def show_visits(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+    """Show each visit, with links to its transcript and to the state that followed."""
+
+    def trajectory(row: Mapping[str, Any]) -> str:
+        return asked.link("/trajectory", traj=row["traj_uid"], step=row["step"])
+
+    def following(row: Mapping[str, Any]) -> str | None:
+        state = row["next_hash"]
+        return asked.link("/anchor", group=group, state=state) if state else None
+
+    links = {"action": trajectory, "leads_to": following}
+    return show_rows(table, links=links, hints=HINTS, hidden=("traj_uid", "next_hash"))
+
+
+def _dot(
+    asked: Asked, dot: Mapping[str, Any], *, low: float, high: float, largest: float
+) -> dict[str, Any]:
+    outcome = "won" if dot["won"] else "not won"
+    return {
+        "at": _position(dot["step_return"], low=low, high=high),
+        "shade": shade_class(dot["step_advantage"], largest),
+        "link": asked.link("/trajectory", traj=dot["traj_uid"], step=dot["step_index"]),
+        "title": f"episode {dot['member']}, step {dot['step_index']}, {outcome}: return "
+        f"{dot['step_return']:.2f}, step advantage {dot['step_advantage']:+.2f}",
+    }
+
+
+def _position(value: float, *, low: float, high: float) -> float:
+    """Return the place of a return on the strip, in units of its width."""
+    if high == low:
+        return STRIP_WIDTH / 2
+    return STRIP_MARGIN + (value - low) / (high - low) * (STRIP_WIDTH - 2 * STRIP_MARGIN)
+
+
+PAGE = Page(
+    path="/anchor",
+    title="Anchor state",
+    question="Which action wins in this state, and does the policy choose it?",
+    panels=panels,
+    follows=False,
+    example='SELECT group_uid AS "group", state_hash AS state FROM anchor_groups '
+    "ORDER BY n_trajectories DESC, group_uid, state_hash LIMIT 1",
+)

@@ -1,0 +1,85 @@
+"""A list of groups: those in a state, of a split or a task, of some versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from markupsafe import Markup
+
+from analysis.view.html import html
+from analysis.view.page import Asked, Page
+from analysis.view.pages.funnel import MEANINGS, STATES
+from analysis.view.panel import Panel, show_rows
+from analysis.view.sql_text import fill
+
+LIMIT = 500
+SPLITS = ("train", "heldout", "imported")
+
+GROUPS = """
+SELECT group_uid, task_id, split, state, reason, n_won, n_members AS episodes, n_steps AS steps,
+       version_min, version_max, opened_at
+FROM groups WHERE {conditions}
+ORDER BY opened_at DESC LIMIT $limit
+"""
+CONDITIONS = {
+    "state": "state = $state",
+    "split": "split = $split",
+    "task": "task_id = $task",
+    "reason": "regexp_replace(reason, '[0-9]+', 'N', 'g') = $reason",
+    "from_version": "version_min >= $from_version",
+    "to_version": "version_min <= $to_version",
+}
+
+
+def panels(asked: Asked) -> Sequence[Panel]:
+    """Return the list, with the form that selects."""
+    values: dict[str, str | int | None] = {
+        name: asked.whole(name) if name.endswith("_version") else asked.text(name)
+        for name in CONDITIONS
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    conditions = " AND ".join(CONDITIONS[name] for name in given) or "TRUE"
+    return [
+        Panel(
+            title="Groups",
+            explains=f"The newest {LIMIT} groups that fit. A row leads to the group's episodes, a "
+            "task to its groups.",
+            query=fill(GROUPS.format(conditions=conditions), limit=LIMIT, **given),
+            show=partial(show_groups, asked),
+            above=html(
+                "groups_form.html",
+                asked=asked,
+                values=values,
+                states=STATES,
+                meanings=MEANINGS,
+                splits=SPLITS,
+            ),
+            empty="No group fits.",
+            width="whole",
+        )
+    ]
+
+
+def show_groups(asked: Asked, table: pa.Table) -> Markup:
+    """Show the groups. Each leads to its page, and its task to the task's groups."""
+
+    def group(row: Mapping[str, Any]) -> str:
+        return asked.link("/group", group=row["group_uid"])
+
+    def task(row: Mapping[str, Any]) -> str:
+        return asked.link("/groups", task=row["task_id"])
+
+    return show_rows(table, links={"group_uid": group, "task_id": task})
+
+
+PAGE = Page(
+    path="/groups",
+    title="Groups",
+    question="Which groups are in this state, of this task, of these versions?",
+    panels=panels,
+    is_start=False,
+    example="SELECT state, split FROM groups WHERE state = 'trained' LIMIT 1",
+)

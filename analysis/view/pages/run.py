@@ -1,0 +1,329 @@
+"""The run at a glance: is it learning, what limits its speed, is anything wrong?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pyarrow as pa
+from markupsafe import Markup
+
+from analysis.run_status import duration
+from analysis.view.charts import bars, lines, steps
+from analysis.view.html import html, percent
+from analysis.view.page import Asked, Page
+from analysis.view.pages.anchor import wrong_states
+from analysis.view.panel import Panel, show_rows
+from analysis.view.sql_text import fill
+
+RECENT_STEPS = 5  # learner steps that "now" means
+SHOWN_STEPS = 60  # of the chart of times
+SHOWN_EVENTS = 30
+SHOWN_STATES = 8
+Z_95 = 1.959964
+
+FIGURES = """
+WITH consumed AS (
+    SELECT max(learner_step) AS learner_step, count(*) FILTER (outcome <> 'filtered') AS trained,
+           min(claimed_at) AS first_at, max(trained_at) AS last_at
+    FROM lineage WHERE batch_state = 'trained' AND live),
+recent AS (
+    SELECT avg(value) AS success FROM (
+        SELECT value FROM metrics WHERE name IN ('train/success', 'offline/success')
+        ORDER BY learner_step DESC LIMIT $steps)),
+heldout AS (
+    SELECT value AS success, policy_version AS version FROM metrics
+    WHERE name = 'heldout/success' ORDER BY learner_step DESC, policy_version DESC LIMIT 1)
+SELECT consumed.*, recent.success AS train_success,
+       (SELECT success FROM heldout) AS heldout_success,
+       (SELECT version FROM heldout) AS heldout_version,
+       (SELECT max(version) FROM versions) AS version,
+       (SELECT sum(n_members) FROM groups) AS episodes,
+       (SELECT sum(n_steps) FROM groups) AS steps,
+       (SELECT count(*) FROM groups WHERE state = 'open') AS open_groups,
+       (SELECT max(entered_at) FROM ledger) AS changed_at,
+       epoch(last_at - first_at) AS trained_s
+FROM consumed, recent
+"""
+# A batch's success is the mean over its groups. Its interval goes by how much groups differ, since
+# episodes of one task are alike; a batch of few groups has a wide one.
+SUCCESS = """
+WITH batches AS (
+    SELECT learner_step, avg(n_won / n_members) AS success, sum(n_members) AS episodes,
+           coalesce(stddev_samp(n_won / n_members) / sqrt(count(*)), 0) AS error
+    FROM lineage JOIN groups USING (group_uid)
+    WHERE batch_state = 'trained' AND live AND lineage.source IS NULL AND n_members > 0
+    GROUP BY learner_step),
+heldout AS (
+    SELECT learner_step, value AS heldout FROM metrics WHERE name = 'heldout/success'
+    QUALIFY row_number() OVER (PARTITION BY learner_step ORDER BY policy_version DESC) = 1)
+SELECT learner_step, success, greatest(0, success - $z * error) AS low,
+       least(1, success + $z * error) AS high, heldout, episodes
+FROM batches FULL JOIN heldout USING (learner_step) ORDER BY learner_step
+"""
+LIMITS = """
+WITH recent AS (
+    SELECT name, value, learner_step FROM metrics
+    WHERE learner_step >
+        (SELECT max(learner_step) FROM metrics WHERE name = 'time/step_s') - $steps)
+SELECT avg(value) FILTER (name = 'learner/idle_fraction') AS waits_for_groups,
+       sum(value) FILTER (name = 'time/batch_wait_s') AS batch_wait_s,
+       sum(value) FILTER (name = 'time/publish_s') AS publish_s,
+       sum(value) FILTER (name = 'time/checkpoint_s') AS checkpoint_s,
+       sum(value) FILTER (name = 'time/step_s') AS step_s,
+       count(*) FILTER (name = 'time/step_s') AS n_steps,
+       avg(value) FILTER (name = 'tokens/generated_per_s') AS generated_per_s,
+       avg(value) FILTER (name = 'tokens/trained_per_s') AS trained_per_s
+FROM recent
+"""
+TIMES = """
+WITH wide AS (
+    SELECT learner_step, any_value(value) FILTER (name = 'time/step_s') AS step_s,
+           any_value(value) FILTER (name = 'learner/idle_fraction') AS idle,
+           any_value(value) FILTER (name = 'time/batch_wait_s') AS batch_wait_s,
+           any_value(value) FILTER (name = 'time/publish_s') AS publish_s,
+           any_value(value) FILTER (name = 'time/checkpoint_s') AS checkpoint_s
+    FROM metrics
+    WHERE learner_step > (SELECT max(learner_step) FROM metrics WHERE name = 'time/step_s') - $steps
+    GROUP BY learner_step)
+SELECT learner_step, idle * step_s AS groups_s, batch_wait_s, publish_s, checkpoint_s,
+       greatest(0, step_s * (1 - idle) - batch_wait_s - publish_s - checkpoint_s) AS trains_s
+FROM wide WHERE step_s IS NOT NULL ORDER BY learner_step
+"""
+STALENESS = """
+SELECT learner_step, max(staleness) AS oldest, avg(staleness) AS mean, count(*) AS groups
+FROM lineage WHERE batch_state = 'trained' AND live AND staleness IS NOT NULL
+GROUP BY learner_step ORDER BY learner_step
+"""
+ALARMS = """
+SELECT replace(name, 'alarm/', '') AS alarm,
+       arg_max(value, learner_step) = 1 AS is_on,
+       count(*) FILTER (value = 1) AS steps_on,
+       max(learner_step) FILTER (value = 1) AS last_on
+FROM metrics WHERE name LIKE 'alarm/%' GROUP BY name ORDER BY is_on DESC, alarm
+"""
+ALARM_MEANS = {
+    "ess": "few of the sampled tokens still count: the policy has moved far from what played",
+    "entropy": "the policy became almost certain, so it explores little",
+    "mismatch_kl": "actors and learner compute different probabilities for the same tokens",
+    "length": "responses became much longer or shorter than at the start",
+}
+INCIDENTS = """
+SELECT logged_at, component, what, detail FROM (
+    SELECT logged_at, component, what, detail FROM events
+    WHERE what NOT IN ('weights loaded', 'merged')
+      -- groups that became too old are counted in the funnel
+      AND what NOT IN ('stale', 'group given up')
+    UNION ALL
+    SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
+    WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
+ORDER BY logged_at DESC LIMIT $rows
+"""
+COMPONENTS = """
+SELECT name AS process, coalesce(waiting_on, 'working') AS waits_for,
+       epoch((SELECT max(last_beat_at) FROM components) - last_beat_at) AS silent_s
+FROM components ORDER BY name
+"""
+# The view `generation_overlap`, for the newest learner steps: the versions spare the older files.
+OVERLAP = """
+WITH requests AS (
+    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us
+    FROM steps WHERE split <> 'imported' AND version_max >= $version),
+ordered AS (
+    SELECT *, max(end_us) OVER (
+        ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
+    FROM requests),
+numbered AS (
+    SELECT *, sum((before_us IS NULL OR begin_us > before_us)::INT) OVER (
+        ORDER BY begin_us, end_us, before_us NULLS FIRST ROWS UNBOUNDED PRECEDING) AS busy_number
+    FROM ordered),
+busy AS (
+    SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number),
+training AS (
+    SELECT DISTINCT learner_step, epoch_us(claimed_at) AS begin_us, epoch_us(trained_at) AS end_us
+    FROM lineage WHERE batch_state = 'trained' AND version_in >= $version + $margin)
+SELECT learner_step,
+       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us))
+           FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
+FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
+GROUP BY learner_step, t.begin_us, t.end_us ORDER BY learner_step
+"""
+NEWEST_VERSION = "SELECT coalesce(max(version), 0) AS version FROM versions"
+MARGIN = 10  # versions that a request may be older than the training beside it
+
+
+def panels(asked: Asked) -> Sequence[Panel]:
+    """Return the panels of a run."""
+    (newest,) = asked.rows(NEWEST_VERSION)
+    since = max(-MARGIN, newest["version"] - SHOWN_STEPS - MARGIN)
+    return [
+        Panel(
+            title="The run now",
+            explains="How far the training is, and how often the agent succeeds.",
+            query=fill(FIGURES, steps=RECENT_STEPS),
+            show=show_figures,
+            width="whole",
+        ),
+        Panel(
+            title="Success",
+            explains="Share of episodes that reach their goal, batch by batch. The band is a 95 % "
+            "interval over the batch's groups; held-out tasks are never trained on.",
+            query=fill(SUCCESS, z=Z_95),
+            show=partial(
+                lines,
+                x="learner_step",
+                y=["success"],
+                points=["heldout"],
+                low="low",
+                high="high",
+                names={
+                    "learner_step": "learner step",
+                    "success": "training tasks",
+                    "heldout": "held-out tasks",
+                },
+                is_fraction=True,
+                height=260,
+            ),
+            empty="No batch has been trained on yet.",
+        ),
+        Panel(
+            title="What limits the speed",
+            explains=f"Who waits for whom, over the last {RECENT_STEPS} learner steps. Actors play "
+            "episodes; the learner trains on them.",
+            query=fill(LIMITS, steps=RECENT_STEPS),
+            show=show_limits,
+        ),
+        Panel(
+            title="Time of a learner step",
+            explains="From one published version of the weights to the next, in seconds.",
+            query=fill(TIMES, steps=SHOWN_STEPS),
+            show=partial(
+                bars,
+                x="learner_step",
+                y=["trains_s", "groups_s", "batch_wait_s", "publish_s", "checkpoint_s"],
+                names={
+                    "learner_step": "learner step",
+                    "trains_s": "trains",
+                    "groups_s": "waits for groups",
+                    "batch_wait_s": "prepares the batch",
+                    "publish_s": "publishes weights",
+                    "checkpoint_s": "saves a checkpoint",
+                },
+            ),
+            empty="No learner step is done yet.",
+        ),
+        Panel(
+            title="Staleness",
+            explains="How many versions older the weights that played were than those that were "
+            "trained. 0 is on policy.",
+            query=STALENESS,
+            show=partial(
+                steps,
+                x="learner_step",
+                y=["oldest", "mean"],
+                names={"learner_step": "learner step", "oldest": "oldest group", "mean": "mean"},
+            ),
+            empty="No batch of this run's own groups has been trained on yet.",
+        ),
+        wrong_states(asked, rows=SHOWN_STATES),
+        Panel(
+            title="Alarms",
+            explains="Checks of every learner step. An alarm that is on stays until its figure is "
+            "back in its bounds.",
+            query=ALARMS,
+            show=show_alarms,
+            empty="The run has no alarms yet.",
+        ),
+        Panel(
+            title="Processes",
+            explains="What each process waits for, and how long it has been silent.",
+            query=COMPONENTS,
+            empty="No process has reported yet.",
+        ),
+        Panel(
+            title="Incidents",
+            explains="What went wrong or was given up, newest first, with the cause.",
+            query=fill(INCIDENTS, rows=SHOWN_EVENTS),
+            show=partial(show_incidents, asked),
+            empty="Nothing went wrong.",
+            width="whole",
+        ),
+        Panel(
+            title="Generation beside training",
+            explains="Share of each learner step's training in which actors went on generating, "
+            f"for the last {SHOWN_STEPS} steps. 100 % means that training stopped nobody.",
+            query=fill(OVERLAP, version=since, margin=MARGIN),
+            show=partial(
+                lines,
+                x="learner_step",
+                y=["fraction"],
+                names={"learner_step": "learner step", "fraction": "generating"},
+                is_fraction=True,
+            ),
+            later=True,
+            alone=True,
+            width="whole",
+        ),
+    ]
+
+
+def show_figures(table: pa.Table) -> Markup:
+    """Show the key figures."""
+    (row,) = table.to_pylist()
+    trained = "–" if row["trained_s"] is None else duration(row["trained_s"])
+    return html("run_figures.html", row=row, trained=trained)
+
+
+def show_limits(table: pa.Table) -> Markup:
+    """Say in one sentence who waits for whom, and show how the learner spends its time."""
+    (row,) = table.to_pylist()
+    if not row["n_steps"]:
+        return Markup('<p class="empty">No learner step is done yet.</p>')
+    step_s = row["step_s"] or 1.0
+    parts = {
+        "waits for groups": row["waits_for_groups"] or 0.0,
+        "prepares the batch": (row["batch_wait_s"] or 0.0) / step_s,
+        "publishes weights": (row["publish_s"] or 0.0) / step_s,
+        "saves checkpoints": (row["checkpoint_s"] or 0.0) / step_s,
+    }
+    trains = max(0.0, 1.0 - sum(parts.values()))
+    return html(
+        "run_limits.html",
+        row=row,
+        sentence=limit_sentence(parts, trains),
+        parts=[("trains", trains), *parts.items()],
+    )
+
+
+def limit_sentence(parts: dict[str, float], trains: float) -> str:
+    """Return the sentence that says what limits the speed."""
+    waits = parts["waits for groups"]
+    other, share = max(list(parts.items())[1:], key=lambda part: part[1])
+    if waits >= 0.5:
+        return (
+            f"The learner waits for actors {percent(waits)} of the time: the actors are the limit."
+        )
+    if share > max(trains, waits):
+        return f"The learner {other} {percent(share)} of the time: that is the limit."
+    if waits >= 0.1:
+        return f"The learner trains {percent(trains)} of the time, and waits {percent(waits)}."
+    return f"The learner trains {percent(trains)} of the time: the learner is the limit."
+
+
+def show_alarms(table: pa.Table) -> Markup:
+    """Show which alarms are on, and when each last was."""
+    return html("run_alarms.html", rows=table.to_pylist(), means=ALARM_MEANS)
+
+
+def show_incidents(asked: Asked, table: pa.Table) -> Markup:
+    """Show the last incident in a sentence, and the others as a table."""
+    first = table.slice(0, 1).to_pylist()[0]
+    return html("run_incidents.html", first=first, table=show_rows(table, links={}))
+
+
+PAGE = Page(
+    path="/run",
+    title="Run",
+    question="Is it learning, what limits its speed, and is anything wrong?",
+    panels=panels,
+)

@@ -1,0 +1,197 @@
+"""A panel: one query, how its answer is shown, and one sentence that a newcomer understands.
+
+    Panel(
+        title="Staleness",
+        explains="How many versions old the weights were that played what was trained on.",
+        query=fill("SELECT ... FROM lineage WHERE learner_step > $step", step=10),
+        show=partial(lines, x="learner_step", y=["oldest", "mean"]),
+    )
+
+A panel is shown as a table unless `show` says otherwise. `show` gets the answer, an Arrow table in
+which times are text, and returns a chart (charts.py) or Markup (html.py).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Protocol
+
+import pyarrow as pa
+from markupsafe import Markup
+
+from analysis.view.html import html, json_script, number
+from analysis.view.text import plain, visible
+from printable import UNSAFE
+from store import StoreError
+
+
+class Ask(Protocol):
+    """A function that answers a query, at most its first `n_rows` rows. Raises StoreError."""
+
+    def __call__(self, query: str, n_rows: int | None = None) -> pa.Table: ...
+
+
+TABLE_ROWS = 500  # of a panel; the query gives the rest
+CELL_CHARACTERS = 160
+ERROR_MARK = '<p class="error">'  # in the HTML of a panel whose query failed
+UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # its first digits are shown
+TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d{1,6})?")  # as the reader writes them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A Bokeh figure as data. The script of the page draws it."""
+
+    item: Mapping[str, Any]
+    summary: str  # in words, for those who cannot see it
+
+
+def as_table(table: pa.Table) -> Markup:
+    """Show an answer as a table."""
+    return show_rows(table, links={})
+
+
+Link = Callable[[Mapping[str, Any]], str | None]
+Show = Callable[[pa.Table], Markup | Chart]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One query of a page, and how its answer is shown."""
+
+    title: str
+    explains: str
+    query: str
+    show: Show = as_table
+    empty: str = "There is nothing to show yet."  # instead of an answer without rows
+    width: str = "half"  # or "whole": of a page that is wide enough for two
+    later: bool = False  # fetched after the page stands
+    alone: bool = False  # asked of a process of its own: for queries that read all steps
+    above: Markup | str = ""  # controls between the explanation and the answer
+    n_rows: int | None = None  # only so many are asked for; None: all
+    # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
+    keeps: bool = True
+
+    @property
+    def name(self) -> str:
+        """Return the title as it stands in an address."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+
+def render_panel(
+    panel: Panel,
+    ask: Ask,
+    *,
+    run: str = "RUN",
+    lsn: int | None = None,
+    downloads: Mapping[str, str] | None = None,
+) -> Markup:
+    """Return the panel's HTML. An error of the query stands in it as one line.
+
+    `downloads`: addresses of the rows as files, by the name of the format.
+    """
+    body, error = Markup(""), ""
+    try:
+        table = ask(panel.query) if panel.n_rows is None else ask(panel.query, panel.n_rows)
+        body = _body(panel, table)
+    except (StoreError, ValueError, OverflowError, pa.ArrowException) as reason:
+        error = plain(" ".join(str(reason).split()), at_most=600)
+    return html(
+        "panel.html",
+        panel=panel,
+        body=body,
+        error=error,
+        lsn=lsn,
+        downloads=downloads or {},
+        query=panel.query.strip(),
+        command=command(panel.query, run=run, lsn=lsn),
+    )
+
+
+def render_placeholder(panel: Panel, address: str) -> Markup:
+    """Return a panel that the page's script fetches from the address."""
+    return html("later.html", panel=panel, address=address)
+
+
+def command(query: str, *, run: str, lsn: int | None) -> str:
+    """Return the command that asks the same in a shell."""
+    at = "" if lsn is None else f" --as-of {lsn}"
+    return f"gigpo sql {_shell_word(run)}{at} {_shell_word(query.strip())}"
+
+
+def _shell_word(text: str) -> str:
+    """Return the text quoted for a shell. Hidden characters are escapes, as bash and zsh take."""
+    if not UNSAFE.search(text.replace("\n", "")):
+        return shlex.quote(text)
+    text = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + UNSAFE.sub(lambda found: f"\\U{ord(found[0]):08x}", text) + "'"
+
+
+def show_rows(
+    table: pa.Table,
+    *,
+    links: Mapping[str, Link],
+    hints: Mapping[str, str] | None = None,
+    hidden: Collection[str] = (),
+) -> Markup:
+    """Show an answer as a table.
+
+    `links`: by column, the address that a row's cell leads to. Columns in `hidden` are only there
+    for the links.
+    """
+    columns = [name for name in table.column_names if name not in hidden]
+    rows = []
+    for row in table.slice(0, TABLE_ROWS).to_pylist():
+        rows.append([_cell(row, column, links.get(column)) for column in columns])
+    return html(
+        "table.html",
+        columns=columns,
+        hints=hints or {},
+        rows=rows,
+        n_rows=table.num_rows,
+        n_shown=len(rows),
+    )
+
+
+def _body(panel: Panel, table: pa.Table) -> Markup:
+    if not table.num_rows:
+        return Markup('<p class="empty">{}</p>').format(panel.empty)
+    shown = panel.show(table)
+    if isinstance(shown, Chart):
+        return Markup('<div class="chart" role="img" aria-label="{}">{}</div>').format(
+            plain(shown.summary, at_most=300), json_script(shown.item, kind="chart-data")
+        )
+    return shown
+
+
+def _cell(row: Mapping[str, Any], column: str, link: Link | None) -> Mapping[str, Any]:
+    value = row[column]
+    if isinstance(value, Decimal):
+        value = int(value) if value == value.to_integral_value() else float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None:
+        shown = Markup('<span class="null">–</span>')
+    elif is_number:
+        shown = Markup("{}").format(_number_cell(value, column))
+    elif isinstance(value, str) and UID.fullmatch(value):
+        shown = Markup('<span class="mono" title="{}">{}</span>').format(value, value[:8])
+    elif isinstance(value, str) and TIME.fullmatch(value):
+        shown = Markup('<time title="{} UTC">{}</time>').format(value, value[:19])
+    else:
+        shown = visible(value, at_most=CELL_CHARACTERS)
+    return {
+        "shown": shown,
+        "is_number": is_number,
+        "link": link(row) if link and value is not None else None,
+    }
+
+
+def _number_cell(value: float, column: str) -> str:
+    if value != value or value in (float("inf"), float("-inf")):
+        return str(value)
+    is_name = column.endswith(("step", "version", "lsn", "seed", "_id", "version_min"))
+    return str(value) if is_name and isinstance(value, int) else number(value)

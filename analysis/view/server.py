@@ -1,0 +1,412 @@
+"""Serve the pages on this machine. Only the person at it is answered, and nothing is written.
+
+A browser sends any page's requests to any address. So the server listens on the loopback only,
+answers only requests to its own name (Host), and none that another site's page made (Origin,
+Sec-Fetch-Site). Pages run no script but ours and Bokeh's, and nothing leaves the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+import webbrowser
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+import bokeh
+import uvicorn
+from markupsafe import Markup
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from analysis.view.downloads import DOWNLOADS, download
+from analysis.view.html import STATIC, html
+from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.pages import PAGES
+from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder
+from analysis.view.snapshots import Snapshots
+from analysis.view.text import plain
+from printable import printable
+from store import StoreError
+
+LOOPBACK = "127.0.0.1"
+NAMES = ("127.0.0.1", "localhost", "[::1]")
+BOKEH_SCRIPT = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
+MAX_ADDRESS_BYTES = 64 << 10
+MAX_QUERY_BYTES = 1 << 20
+KEPT_PANELS = 256  # of tens of kB each
+HEADERS = {
+    # Bokeh sets styles in the page; scripts come from files of ours only.
+    "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """Refuse requests that the person at this machine did not make, and add the headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = {name.lower() for name, _ in message["headers"]}
+                message["headers"] = [
+                    *message["headers"],
+                    *(
+                        (name.encode(), value.encode())
+                        for name, value in HEADERS.items()
+                        if name.encode() not in own
+                    ),
+                ]
+            await send(message)
+
+        refusal = refusal_of(Request(scope))
+        if refusal:
+            await PlainTextResponse(refusal, status_code=403)(scope, receive, send_with_headers)
+        else:
+            await self.app(scope, receive, send_with_headers)
+
+
+def refusal_of(request: Request) -> str:
+    """Return why a request is refused, "" if it is not."""
+    headers = request.headers
+    if _name_of(headers.get("host", "")) not in NAMES:
+        return "this server answers to 127.0.0.1 and localhost only\n"
+    origin = headers.get("origin")
+    if origin is not None:
+        parts = urlsplit(origin)
+        if parts.scheme != "http" or parts.netloc != headers.get("host"):
+            return "requests of other sites are refused\n"
+    is_visit = headers.get("sec-fetch-mode") == "navigate" and request.method == "GET"
+    if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_visit:
+        return "requests of other sites are refused\n"
+    if len(request.url.query) > MAX_ADDRESS_BYTES:
+        return "the address is too long\n"
+    return ""
+
+
+def make_app(
+    runs: Sequence[Path], *, token: str, as_of: int | None = None, refresh_s: float | None = None
+) -> Starlette:
+    """Return the application. The newest snapshot of each run is opened at once.
+
+    Raises StoreError if a run cannot be read.
+    """
+    settings = {} if refresh_s is None else {"refresh_s": refresh_s}
+    stored: list[Snapshots] = []
+    try:
+        for run in runs:
+            stored.append(Snapshots(run, **settings))
+            if as_of is not None:
+                stored[-1].ensure(as_of)
+    except BaseException:
+        for each in stored:
+            each.close()
+        raise
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        for each in stored:
+            each.close()
+
+    names = [str(run) for run in runs]
+    viewer = Viewer(stored, names=names, token=token, as_of=as_of)
+    app = Starlette(
+        routes=[
+            Route("/", viewer.start),
+            Route("/lsn", viewer.lsn),
+            Route("/sql", viewer.sql_for_programs, methods=["POST"]),
+            Route("/static/bokeh.js", partial(_file, BOKEH_SCRIPT)),
+            *(Route(page.path, partial(viewer.page, page)) for page in PAGES),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[Middleware(Guard)],
+        exception_handlers={404: viewer.not_found},
+        lifespan=lifespan,
+    )
+    app.state.viewer = viewer
+    return app
+
+
+class Viewer:
+    """Answer requests from the snapshots of the runs."""
+
+    def __init__(
+        self, stored: Sequence[Snapshots], *, names: Sequence[str], token: str, as_of: int | None
+    ) -> None:
+        self.stored, self.names, self.token, self.as_of = stored, names, token, as_of
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[int, int, str, str, str], Markup] = OrderedDict()
+
+    def start(self, request: Request) -> Response:
+        """Lead to the first page."""
+        kept = dict(request.query_params.items())
+        if self.as_of is not None:
+            kept.setdefault("as_of", str(self.as_of))
+        query = f"?{urlencode(kept)}" if kept else ""
+        return RedirectResponse(f"{PAGES[0].path}{query}", status_code=303)
+
+    def lsn(self, request: Request) -> Response:
+        """Return the newest lsn of a run: pages ask now and then."""
+        number = _run_number(request, n_runs=len(self.stored))
+        return JSONResponse({"lsn": self.stored[number or 0].look()})
+
+    def page(self, page: Page, request: Request) -> Response:
+        """Return a page, or one panel of it, or the rows of one panel as a file."""
+        try:
+            asked = self._asked(request)
+            if (kind := request.query_params.get("download")) is not None:
+                return self._download(page, asked, kind, request)
+            panels = page.panels(asked)
+            only = request.query_params.get("panel")
+            if only is not None:
+                panels = [panel for panel in panels if panel.name == only]
+                if not panels:
+                    raise BadAddressError(f"the page has no panel {plain(only)}")
+            shown = [
+                render_placeholder(panel, _with(request, panel=panel.name, as_of=asked.lsn))
+                if panel.later and only is None
+                else self._panel(panel, asked, request)
+                for panel in panels
+            ]
+        except BadAddressError as error:
+            return self._error(page, request, str(error), status=400)
+        except StoreError as error:
+            return self._error(page, request, " ".join(str(error).split()), status=410)
+        if only is not None:
+            return HTMLResponse(shown[0])
+        return HTMLResponse(self._frame(page, asked, request, Markup("").join(shown)))
+
+    def _panel(self, panel: Panel, asked: Asked, request: Request) -> Markup:
+        """Return a panel, from memory where the same address was shown at the same lsn.
+
+        Drawing a chart takes 50 ms of a core. A panel with an error is not kept.
+        """
+        key = (asked.run_number, asked.lsn, str(request.url), panel.name, panel.query)
+        with self._lock:
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return known
+        shown = render_panel(
+            panel,
+            partial(self.stored[asked.run_number].ask, asked.lsn, is_long=panel.alone),
+            run=asked.run,
+            lsn=asked.lsn,
+            downloads={
+                kind: _with(request, panel=panel.name, as_of=asked.lsn, download=kind)
+                for kind in DOWNLOADS
+            },
+        )
+        if ERROR_MARK not in shown and panel.keeps:
+            with self._lock:
+                self._kept[key] = shown
+                while len(self._kept) > KEPT_PANELS:
+                    self._kept.popitem(last=False)
+        return shown
+
+    async def sql_for_programs(self, request: Request) -> Response:
+        """Answer a SELECT, the body of the request, as an Arrow stream. It needs the token."""
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            return PlainTextResponse(
+                "give the token that gigpo view printed: Authorization: Bearer TOKEN\n", 401
+            )
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_QUERY_BYTES:
+                return PlainTextResponse("the query is too long\n", status_code=413)
+        return await _in_thread(partial(self._arrow_answer, request, body))
+
+    def not_found(self, request: Request, error: Exception) -> Response:
+        """Say that there is no such page."""
+        return self._error(None, request, "There is no such page.", status=404)
+
+    def _arrow_answer(self, request: Request, body: bytes) -> Response:
+        try:
+            query = body.decode()
+            asked = self._asked(request)
+            table = self.stored[asked.run_number].ask(
+                asked.lsn, query, times_as_text=False, is_long=True
+            )
+        except (StoreError, BadAddressError, UnicodeDecodeError) as error:
+            return PlainTextResponse(f"{plain(error, at_most=2000)}\n", status_code=400)
+        return download(table, "arrow", name="answer", lsn=asked.lsn)
+
+    def _asked(self, request: Request) -> Asked:
+        """Return what the page's function gets. Raises BadAddressError and StoreError."""
+        parameters = dict(request.query_params.items())
+        number = _run_number(request, n_runs=len(self.stored))
+        if number is None:
+            raise BadAddressError(f"run is a number from 0 to {len(self.stored) - 1}")
+        stored = self.stored[number]
+        newest = stored.look()
+        text = parameters.get("as_of", "")
+        if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
+            raise BadAddressError("as_of is the log number (LSN) of a snapshot")
+        lsn = int(text) if text else newest
+        if lsn != newest:
+            stored.ensure(lsn)
+        return Asked(
+            parameters=parameters,
+            run=self.names[number],
+            run_number=number,
+            runs=self.names,
+            lsn=lsn,
+            is_live=not text,
+            is_foreign=request.headers.get("sec-fetch-site") in ("cross-site", "same-site"),
+            ask=partial(stored.ask, lsn),
+            ask_run=lambda other, query: self.stored[other].ask(self.stored[other].look(), query),
+        )
+
+    def _download(self, page: Page, asked: Asked, kind: str, request: Request) -> Response:
+        """Return the rows of a panel as a file, to the page that shows it or with the token."""
+        is_page = request.headers.get("sec-fetch-site") in ("same-origin", "none")
+        given = request.headers.get("authorization", "")
+        if not is_page and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            return PlainTextResponse("give the token that gigpo view printed\n", status_code=401)
+        if kind not in DOWNLOADS:
+            raise BadAddressError(f"download is one of {', '.join(DOWNLOADS)}")
+        wanted = request.query_params.get("panel")
+        panels = [each for each in page.panels(asked) if each.name == wanted]
+        if not panels:
+            raise BadAddressError("the page has no such panel")
+        table = self.stored[asked.run_number].ask(
+            asked.lsn, panels[0].query, times_as_text=kind == "csv", is_long=True
+        )
+        return download(table, kind, name=panels[0].name, lsn=asked.lsn)
+
+    def _frame(self, page: Page, asked: Asked, request: Request, panels: Markup) -> Markup:
+        stored = self.stored[asked.run_number]
+        return html(
+            "page.html",
+            page=page,
+            asked=asked,
+            panels=panels,
+            pages=[each for each in PAGES if each.is_start],
+            runs=[
+                (plain(Path(name).name or name), number, _with(request, run=number, as_of=None))
+                for number, name in enumerate(self.names)
+            ],
+            fixed_link=_with(request, as_of=asked.lsn),
+            live_link=_with(request, as_of=None),
+            left_out=stored.left_out,
+        )
+
+    def _error(self, page: Page | None, request: Request, reason: str, *, status: int) -> Response:
+        shown = html(
+            "error.html",
+            page=page,
+            pages=[each for each in PAGES if each.is_start],
+            reason=reason,
+            live_link=_with(request, as_of=None),
+        )
+        return HTMLResponse(shown, status_code=status)
+
+
+def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | None) -> None:
+    """Serve the runs until Ctrl-C. Raises StoreError if one cannot be read."""
+    token = secrets.token_urlsafe(24)
+    listener = _listen(port)
+    app = make_app(runs, token=token, as_of=as_of)
+    address = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+    print(printable(f"{address}/  (Ctrl-C ends it)"), flush=True)
+    print(
+        printable(
+            f"for programs: curl -H 'Authorization: Bearer {token}' --data 'FROM groups' "
+            f"{address}/sql  answers Arrow"
+        ),
+        flush=True,
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=2,
+            ws="none",
+        )
+    )
+    if opens_browser:
+        threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
+    server.run(sockets=[listener])
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+    except OSError as error:
+        listener.close()
+        raise StoreError(
+            f"cannot listen on port {port} ({error.strerror}); give another --port, "
+            "or 0 for a free one"
+        ) from error
+    return listener
+
+
+async def _in_thread(function: Callable[[], Response]) -> Response:
+    from starlette.concurrency import run_in_threadpool
+
+    return await run_in_threadpool(function)
+
+
+async def _file(path: Path, request: Request) -> Response:
+    return FileResponse(
+        path, media_type="text/javascript", headers={"cache-control": "max-age=86400"}
+    )
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    name, colon, port = host.rpartition(":")
+    return name.lower() if colon and port.isdecimal() else host.lower()
+
+
+def _run_number(request: Request, *, n_runs: int) -> int | None:
+    text = request.query_params.get("run", "0")
+    is_number = text.isascii() and text.isdecimal() and len(text) < 6
+    return int(text) if is_number and int(text) < n_runs else None
+
+
+def _with(request: Request, **changes: object) -> str:
+    """Return the address of the request with some parameters changed, or left out if None."""
+    kept = {name: value for name, value in request.query_params.items() if name not in changes}
+    kept |= {name: str(value) for name, value in changes.items() if value is not None}
+    path = request.url.path
+    return f"{path}?{urlencode(kept)}" if kept else path

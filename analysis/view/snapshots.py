@@ -1,0 +1,237 @@
+"""Keep readers of the runs' snapshots, and their answers.
+
+A reader answers one query at a time. Queries that may take long are asked of a second reader of the
+same snapshot, so that no page waits for them; it is opened when the first of them comes.
+
+The newest snapshot of a run is looked for in the background while somebody looks at the run. A few
+older ones are kept for links. A snapshot never changes, so an answer is kept under its lsn and
+query, also after its reader was closed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from store import Reader, RunLayout, StoreError, open_run, read_manifest
+
+REFRESH_S = 3.0  # between two looks for a newer snapshot
+# A new reader costs a second of a core. It is opened after at least so many times its own cost.
+REFRESH_COST_FACTOR = 4.0
+REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
+LOOKED_AT_S = 30.0  # after the last request nobody looks any more
+KEPT_READERS = 3  # of a run, beside the newest
+KEPT_BYTES = 256 << 20  # of all answers of a run
+QUERY_TIMEOUT_S = 30.0
+MAX_ROWS = 1_000_000
+MAX_BYTES = 256 << 20  # of one answer
+
+
+_Key = tuple[int, str, int | None, bool]
+_Place = tuple[int, bool]  # the lsn, and whether the reader is for long queries
+
+
+@dataclass(eq=False, slots=True)
+class _Snapshot:
+    reader: Reader
+    users: int = 0
+    is_dropped: bool = False
+    used_at: float = field(default_factory=time.monotonic)
+
+
+class Snapshots:
+    """The snapshots of one run. Threads may share it."""
+
+    def __init__(self, run: Path, *, refresh_s: float = REFRESH_S) -> None:
+        """Open the newest snapshot. Raises StoreError."""
+        self.run = run
+        self.left_out = ""  # files that cannot be read and are missing in answers
+        self._refresh_s = refresh_s
+        self._lock = threading.Lock()
+        self._open_lock = threading.Lock()  # one child is started at a time
+        self._snapshots: dict[_Place, _Snapshot] = {}
+        self._answers: OrderedDict[_Key, pa.Table | StoreError] = OrderedDict()
+        self._kept_bytes = 0
+        self._looked_at = time.monotonic()
+        self._is_closed = threading.Event()
+        self.newest_lsn = -1
+        self.newest_lsn = self._open(None)
+        self._thread = threading.Thread(target=self._refresh, name="snapshots", daemon=True)
+        self._thread.start()
+
+    def look(self) -> int:
+        """Return the newest lsn, and keep looking for newer ones for a while."""
+        self._looked_at = time.monotonic()
+        return self.newest_lsn
+
+    def ensure(self, lsn: int) -> None:
+        """Check that the run can be read at this lsn. Raises StoreError."""
+        with self._used((lsn, False)):
+            pass
+
+    def ask(
+        self,
+        lsn: int,
+        query: str,
+        n_rows: int | None = None,
+        *,
+        times_as_text: bool = True,
+        is_long: bool = False,
+    ) -> pa.Table:
+        """Return the answer at this lsn, from memory where it was asked before.
+
+        `n_rows`: at most its first rows. Raises StoreError: the query's own error too is
+        remembered, but not a time-out.
+        """
+        key = (lsn, query, n_rows, times_as_text)
+        if (known := self._remembered(key)) is None:
+            with self._used((lsn, is_long)) as reader:
+                known = self._answer(reader, query, n_rows, times_as_text=times_as_text)
+            self._remember(key, known)
+        if isinstance(known, StoreError):
+            raise known
+        return known
+
+    def close(self) -> None:
+        """End all readers. May be called twice."""
+        self._is_closed.set()
+        self._thread.join(timeout=self._refresh_s + 1.0)
+        with self._lock:
+            readers = [each.reader for each in self._snapshots.values()]
+            self._snapshots.clear()
+        for reader in readers:
+            reader.close()
+
+    def _answer(
+        self, reader: Reader, query: str, n_rows: int | None, *, times_as_text: bool
+    ) -> pa.Table | StoreError:
+        try:
+            if n_rows is not None:
+                return reader.first(
+                    query, n_rows=n_rows, timeout_s=QUERY_TIMEOUT_S, times_as_text=times_as_text
+                )[0]
+            return reader.sql(
+                query,
+                timeout_s=QUERY_TIMEOUT_S,
+                max_rows=MAX_ROWS,
+                max_bytes=MAX_BYTES,
+                times_as_text=times_as_text,
+            )
+        except StoreError as error:
+            if type(error) is not StoreError:  # a time-out, a moved run: not the query's fault
+                raise
+            return error
+        finally:
+            self.left_out = reader.left_out
+
+    def _remembered(self, key: _Key) -> pa.Table | StoreError | None:
+        with self._lock:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+            return self._answers.get(key)
+
+    def _remember(self, key: _Key, answer: pa.Table | StoreError) -> None:
+        with self._lock:
+            if key in self._answers:
+                return
+            self._answers[key] = answer
+            self._kept_bytes += _size(answer)
+            while self._kept_bytes > KEPT_BYTES and len(self._answers) > 1:
+                _, dropped = self._answers.popitem(last=False)
+                self._kept_bytes -= _size(dropped)
+
+    @contextmanager
+    def _used(self, place: _Place) -> Iterator[Reader]:
+        """Hand out the reader of a snapshot, which stays open meanwhile."""
+        snapshot = self._take(place)
+        while snapshot is None:  # another thread may drop it at once
+            self._open(place[0], is_long=place[1])
+            snapshot = self._take(place)
+        try:
+            yield snapshot.reader
+        finally:
+            with self._lock:
+                snapshot.users -= 1
+                closes = snapshot.is_dropped and not snapshot.users
+            if closes:
+                snapshot.reader.close()
+
+    def _take(self, place: _Place) -> _Snapshot | None:
+        with self._lock:
+            snapshot = self._snapshots.get(place)
+            if snapshot is not None:
+                snapshot.users += 1
+                snapshot.used_at = time.monotonic()
+            return snapshot
+
+    def _open(self, lsn: int | None, *, is_long: bool = False) -> int:
+        """Open a snapshot, the newest one if `lsn` is None, and return its lsn."""
+        with self._open_lock:
+            if lsn is not None and (lsn, is_long) in self._snapshots:
+                return lsn
+            if self._is_closed.is_set():
+                raise StoreError("the viewer is being closed")
+            reader = open_run(self.run, as_of=lsn, warn=False)
+            place = (reader.lsn, is_long)
+            with self._lock:
+                is_known = place in self._snapshots
+                if not is_known:
+                    self._snapshots[place] = _Snapshot(reader=reader)
+            if is_known:
+                reader.close()
+        self._drop_old(newest=reader.lsn if lsn is None else self.newest_lsn, just=place)
+        return reader.lsn
+
+    def _drop_old(self, *, newest: int, just: _Place) -> None:
+        """Close the readers that were not used for longest."""
+        with self._lock:
+            old = sorted(
+                (place for place in self._snapshots if place not in ((newest, False), just)),
+                key=lambda place: self._snapshots[place].used_at,
+            )
+            dropped = [
+                self._snapshots.pop(place) for place in old[: max(0, len(old) - KEPT_READERS + 1)]
+            ]
+            for snapshot in dropped:
+                snapshot.is_dropped = True
+            idle = [snapshot.reader for snapshot in dropped if not snapshot.users]
+        for reader in idle:
+            reader.close()
+
+    def _refresh(self) -> None:
+        """Look for a newer snapshot every few seconds, until `close`.
+
+        Reads the manifest; opens a reader if it names a newer lsn and somebody looks. A run that
+        cannot be read just now is tried again.
+        """
+        wait_s = self._refresh_s
+        while not self._is_closed.wait(wait_s):
+            wait_s = self._refresh_s
+            if time.monotonic() - self._looked_at > LOOKED_AT_S:
+                continue
+            began = time.monotonic()
+            try:
+                is_remote = RunLayout.open(self.run).info.storage_uri is not None
+                if is_remote:
+                    wait_s = max(wait_s, REMOTE_REFRESH_S)
+                if is_remote or self._has_newer():
+                    self.newest_lsn = self._open(None)
+                    cost_s = time.monotonic() - began
+                    wait_s = max(wait_s, REFRESH_COST_FACTOR * cost_s)
+            except (StoreError, OSError):
+                continue
+
+    def _has_newer(self) -> bool:
+        manifest = read_manifest(RunLayout.open(self.run))
+        return manifest is not None and manifest.lsn != self.newest_lsn
+
+
+def _size(answer: pa.Table | StoreError) -> int:
+    return 1000 if isinstance(answer, StoreError) else int(answer.nbytes) + 1000

@@ -1,0 +1,65 @@
+"""Make texts of a run visible in HTML: nothing in them is obeyed, nothing in them is hidden.
+
+A model or an environment wrote them. They may hold markup, control characters, marks that turn the
+direction of text, and lines of a megabyte.
+"""
+
+from __future__ import annotations
+
+import re
+
+from markupsafe import Markup, escape
+
+from printable import UNSAFE
+
+SHORT_CHARACTERS = 300  # that are shown at once
+LONG_CHARACTERS = 20_000  # that "show all" shows; the query gives the rest
+ENDS_LINE = "\n"
+
+
+def visible(value: object, *, at_most: int = SHORT_CHARACTERS) -> Markup:
+    """Return a text as HTML in which control and hidden characters are shown as escapes.
+
+    A longer text is cut, with a "show all" that shows up to LONG_CHARACTERS.
+    """
+    text = str(value)
+    if len(text) <= at_most:
+        return _marked(text)
+    shown = text[:LONG_CHARACTERS]
+    rest = "" if len(shown) == len(text) else f", the first {LONG_CHARACTERS:,} are here"
+    return Markup(
+        '<details class="long"><summary>{}<span class="more">… show all ({} characters{})</span>'
+        '</summary><div class="whole-text">{}</div></details>'
+    ).format(_marked(text[:at_most]), f"{len(text):,}", rest, _marked(shown))
+
+
+def plain(value: object, *, at_most: int = 80) -> str:
+    """Return a short text of one line with visible escapes, for titles, charts and attributes."""
+    text = UNSAFE.sub(lambda found: _code(found[0]), str(value)[: at_most + 1])
+    return text if len(text) <= at_most else text[:at_most] + "…"
+
+
+def _marked(text: str) -> Markup:
+    """Return the text escaped, with each unsafe character in a mark of its own.
+
+    Lines stay: a page shows them with `white-space: pre-wrap`.
+    """
+    parts: list[Markup] = []
+    end = 0
+    for found in UNSAFE.finditer(text):
+        if found[0] == ENDS_LINE:
+            continue
+        parts.append(escape(text[end : found.start()]))
+        name = f"U+{ord(found[0]):04X}"
+        parts.append(
+            Markup('<span class="hidden-character" title="{}">{}</span>').format(
+                name, _code(found[0])
+            )
+        )
+        end = found.end()
+    parts.append(escape(text[end:]))
+    return Markup("").join(parts)
+
+
+def _code(character: str) -> str:
+    return re.sub(r"^\\x0?([0-9a-f]{1,2})$", r"\\x\1", ascii(character)[1:-1])

@@ -1,0 +1,198 @@
+"""The viewer answers only its own pages, shows text as text, and one moment under one address."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from starlette.testclient import TestClient
+
+from analysis.view.page import Page
+from analysis.view.pages import PAGES
+from analysis.view.pages.sql import EXAMPLES
+from analysis.view.server import make_app
+from analysis.view.sql_text import fill
+from store import RunLayout, open_run
+from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play_one_more
+from tests.support.store_runs import copy_run, fingerprint
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
+def test_every_page_answers_each_of_its_queries(
+    page: Page, client: TestClient, layout: RunLayout
+) -> None:
+    addresses = example_addresses(page, layout.root)
+    assert addresses, "a page that needs parameters has an example"
+    for address in addresses:
+        answer = client.get(address)
+        assert answer.status_code == 200
+        later = re.findall(r'data-later="([^"]+)"', answer.text)
+        texts = [answer.text, *(client.get(each.replace("&amp;", "&")).text for each in later)]
+        for text in texts:
+            assert re.findall(r'class="error">([^<]*)', text) == []
+            assert "<script>alert" not in text and "run<b>" not in text
+            assert not re.search("[\x00-\x08\x1b\u202a-\u202e\u2066-\u2069\u200b]", text)
+            assert "49" not in re.findall(r"\$x(\S{2})", text), "a text is never a template"
+
+
+def rows_of(page: str) -> str:
+    """A page without the ids that Bokeh gives to the parts of a chart."""
+    return re.sub(r'"p[0-9]+"', '""', re.sub(r'"[0-9a-f-]{36}"', '""', page))
+
+
+def test_hidden_characters_are_shown(client: TestClient) -> None:
+    page = client.get("/run").text
+    assert '<span class="hidden-character" title="U+202E">\\u202e</span>' in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert f"show all ({len(HOSTILE) * 20_000:,} characters" in page
+    assert len(page) < 1_000_000, "a long text is cut"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:8000"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "http://127.0.0.1:8000"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://127.0.0.1:9999"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
+    ],
+)
+def test_requests_of_other_sites_are_refused(
+    headers: dict[str, str], status: int, client: TestClient
+) -> None:
+    answer = client.get("/lsn", headers=headers)
+    assert answer.status_code == status
+    assert "script-src 'self';" in answer.headers["content-security-policy"]
+
+
+def test_an_address_with_an_lsn_shows_the_same_rows_again(
+    layout: RunLayout, tmp_path: Path
+) -> None:
+    copy = copy_run(layout, tmp_path / "copy")
+    app = make_app([copy.root], token=TOKEN, refresh_s=0.2)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        lsn = client.get("/lsn").json()["lsn"]
+        fixed = rows_of(client.get(f"/run?as_of={lsn}").text)
+        play_one_more(copy.root)
+        deadline = time.monotonic() + 30
+        while client.get("/lsn").json()["lsn"] == lsn:
+            assert time.monotonic() < deadline, "the newer snapshot was not found"
+            time.sleep(0.1)
+        assert rows_of(client.get(f"/run?as_of={lsn}").text) == fixed
+        assert rows_of(client.get("/run").text) != fixed
+        gone = client.get("/run?as_of=99999999")
+        assert gone.status_code == 410 and 'class="error"' in gone.text
+    with TestClient(make_app([copy.root], token=TOKEN), base_url="http://127.0.0.1") as client:
+        assert rows_of(client.get(f"/run?as_of={lsn}").text) == fixed, (
+            "another process shows the same"
+        )
+
+
+def test_a_bad_address_is_explained(client: TestClient) -> None:
+    for address in ("/run?run=7", "/run?run=x", "/run?as_of=x", "/run?panel=none", "/nowhere"):
+        answer = client.get(address)
+        assert answer.status_code in (400, 404), address
+        assert 'class="error"' in answer.text or "no such page" in answer.text
+
+
+def test_a_program_needs_the_token(client: TestClient, layout: RunLayout) -> None:
+    query = "SELECT count(*) AS n FROM groups"
+    assert client.post("/sql", content=query).status_code == 401
+    token = {"authorization": f"Bearer {TOKEN}"}
+    answer = client.post("/sql", content=query, headers=token)
+    with open_run(layout.root) as reader:
+        expected = reader.sql(query)
+    assert pa.ipc.open_stream(answer.content).read_all().equals(expected)
+    wrong = client.post("/sql", content="SELECT nothing", headers=token)
+    assert wrong.status_code == 400 and wrong.text.count("\n") == 1
+
+
+def test_nothing_is_written_into_the_run(layout: RunLayout, tmp_path: Path) -> None:
+    copy = copy_run(layout, tmp_path / "copy")
+    before = fingerprint(copy.root)
+    with TestClient(make_app([copy.root], token=TOKEN), base_url="http://127.0.0.1") as client:
+        for page in PAGES:
+            for address in example_addresses(page, copy.root):
+                assert client.get(address).status_code == 200
+    assert fingerprint(copy.root) == before
+
+
+def test_examples_stand_in_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "sql.md").read_text()
+    explained = " ".join(page.split())
+    for title, query in EXAMPLES:
+        assert " ".join(query.split()) in explained, title
+
+
+def test_the_error_of_a_query_stands_in_its_panel(client: TestClient) -> None:
+    page = client.get("/sql", params={"q": "SELECT nothing FROM groups"})
+    assert page.status_code == 200
+    (error,) = re.findall(r'class="error">([^<]*)', page.text)
+    assert "nothing" in error and "\n" not in error
+
+
+def test_an_answer_is_drawn_and_downloaded(client: TestClient, layout: RunLayout) -> None:
+    query = "SELECT learner_step, value, [1] AS list FROM metrics ORDER BY ALL"
+    wanted = {"q": query, "x": "learner_step", "y": "value"}
+    assert 'class="chart-data"' in client.get("/sql", params=wanted).text
+    own = {"sec-fetch-site": "same-origin"}
+    file = {"q": query, "panel": "answer"}
+    assert client.get("/sql", params={**file, "download": "csv"}).status_code == 401
+    csv = client.get("/sql", params={**file, "download": "csv"}, headers=own)
+    assert csv.text.splitlines()[0] == '"learner_step","value","list"'
+    arrow = client.get("/sql", params={**file, "download": "arrow"}, headers=own)
+    with open_run(layout.root) as reader:
+        assert pa.ipc.open_stream(arrow.content).read_all().equals(reader.sql(query))
+
+
+def test_a_query_that_another_site_brings_is_not_asked(client: TestClient) -> None:
+    visit = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    page = client.get("/sql", params={"q": "SELECT 6 * 7 AS asked"}, headers=visit)
+    assert page.status_code == 200
+    assert "not asked yet" in page.text and ">42<" not in page.text
+
+
+def test_a_group_shows_the_same_advantages_as_the_macro(
+    client: TestClient, layout: RunLayout
+) -> None:
+    with open_run(layout.root) as reader:
+        (row,) = reader.rows(
+            "SELECT group_uid::VARCHAR AS group_uid, max(advantage) AS largest FROM advantages() "
+            "GROUP BY 1 ORDER BY largest DESC LIMIT 1"
+        )
+    page = client.get("/group", params={"group": row["group_uid"]}).text
+    assert page.count('class="lane-name"') == 2
+    (data,) = re.findall(r'class="cells">(.*?)</script>', page)
+    advantages = [float(cell["advantage"].split(" = ")[0]) for cell in json.loads(data)]
+    assert max(advantages) == pytest.approx(row["largest"], abs=0.01)
+
+
+def test_groups_can_be_selected(client: TestClient) -> None:
+    page = client.get("/groups", params={"state": "stale", "from_version": "0"}).text
+    assert page.count('<td><a href="/group?group=') == 1
+    assert "is not a whole number" in client.get("/groups", params={"to_version": "x"}).text
+    assert "No group fits" in client.get("/groups", params={"task": "it's; --"}).text
+
+
+def test_a_value_in_a_query_is_that_value(layout: RunLayout) -> None:
+    values = [None, True, 7, -0.5, float("inf"), "it's $x", HOSTILE, "a\nb\t", uuid.uuid4()]
+    with open_run(layout.root) as reader:
+        for value in values:
+            (row,) = reader.rows(fill("SELECT $value AS value", value=value))
+            assert row["value"] == (str(value) if isinstance(value, uuid.UUID) else value)
+    for bad in ("\0", "\ud800"):
+        with pytest.raises(ValueError, match="holds no NUL"):
+            fill("$value", value=bad)
