@@ -6,8 +6,10 @@ Waits for nothing: every call is a short transaction on the catalog. A worker wi
           and a learner without a batch ask again, and name the wait in their heartbeat
 
 The number of outstanding groups, the next task and the newest version are queries on the catalog,
-so a restart has nothing to recover. The state in memory is about processes that a restart loses
-too: heartbeats, groups in play, tasks under suspicion, the notices for the screen.
+so a restart has nothing to recover. Most state in memory is about processes that a restart loses
+too: heartbeats, groups in play, the notices for the screen. Tasks under suspicion are read from the
+catalog. Two counters begin at 0 after a restart: how often a group was played again because it
+became too old (MAX_REQUEUES), and how many groups in a row were abandoned (MAX_ABANDONED).
 """
 
 from __future__ import annotations
@@ -176,7 +178,7 @@ class Coordinator:
         elif (
             group is None
             and self.catalog.has_free_group(suspects, split=split)
-            and self._suspects.drains(worker)
+            and self._suspects.begin_drain(worker)
         ):
             return None
         if group is None and trains:
@@ -238,7 +240,7 @@ class Coordinator:
 
         A group without any is played again, on new weights, up to MAX_REQUEUES times.
         """
-        state = "open" if self._leases.may_requeue(group_uid) else "stale"
+        state = "open" if self._leases.end_too_old(group_uid) else "stale"
         self.catalog.give_up(group_uid, worker=worker, state=state, reason=why)
 
     def abandon(self, worker: str, group_uid: bytes, why: str) -> None:

@@ -1,6 +1,8 @@
 """Keep leases of groups, tasks that lose workers, and the lock on weight updates.
 
-All of it is in memory: it is about processes that are lost together with the coordinator.
+All of it is in memory. Most of it is about processes that are lost together with the coordinator.
+How often a group was played again because it became too old counts from 0 after a restart; which
+tasks lose workers is read from the catalog.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class LeaseTable:
             for number in sorted(entry.numbers)
         ]
 
-    def may_requeue(self, group_uid: bytes) -> bool:
+    def end_too_old(self, group_uid: bytes) -> bool:
         """End a group that became too old in play. Return whether it may be played again."""
         self.end(group_uid)
         self._n_requeued[group_uid] += 1
@@ -161,10 +163,10 @@ class Suspects:
         """Clear a task of suspicion, because a whole group of it was played."""
         self._losses.pop(task_id, None)
 
-    def drains(self, worker: str) -> bool:
-        """Return whether `worker` gets no new group until it can play a suspect alone.
+    def begin_drain(self, worker: str) -> bool:
+        """Give `worker` no new group until it can play a suspect alone. Return whether it drains.
 
-        One worker at a time drains.
+        One worker at a time drains; for another this returns False.
         """
         self._drained = self._drained or worker
         return self._drained == worker
