@@ -36,7 +36,7 @@ def test_stragglers_are_recorded_with_how_far_they_got(tmp_path: Path) -> None:
         assert stage.sql("SELECT count(*) FROM unfinished WHERE begun_at > ended_at") == [(0,)]
         assert stage.sql("SELECT count(*) FROM trajectories") == [(2,)]
 
-    on_stage(tmp_path, body, spare_members=2)
+    on_stage(tmp_path, body, extra_members=2)
 
 
 def test_extra_is_a_trajectory_and_not_unfinished(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_extra_is_a_trajectory_and_not_unfinished(tmp_path: Path) -> None:
         await asyncio.sleep(1.0)
         assert stage.sql(SHOWN) == []
 
-    on_stage(tmp_path, body, spare_members=1)
+    on_stage(tmp_path, body, extra_members=1)
 
 
 def test_a_group_that_becomes_too_old_is_recorded_before_it_is_played_again(tmp_path: Path) -> None:

@@ -74,14 +74,14 @@ class Stage:
 
 
 def on_stage(
-    tmp_path: Path, body: Callable[[Stage], Awaitable[None]], *, spare_members: int = 0
+    tmp_path: Path, body: Callable[[Stage], Awaitable[None]], *, extra_members: int = 0
 ) -> None:
     """Run `body` while the runner runs; raise the errors of both."""
     config = make_config(tmp_path / "run", max_staleness=1)
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     publish(coordinator, 0, 0)
     actors = replace(
-        config.actors, groups_in_flight=1, max_groups_in_flight=3, extra_members=spare_members
+        config.actors, groups_in_flight=1, max_groups_in_flight=3, extra_members=extra_members
     )
     config = replace(config, actors=actors)
 
@@ -158,7 +158,7 @@ def test_with_a_spare_a_group_does_not_wait_for_its_slowest(tmp_path: Path) -> N
         assert stage.sql("SELECT state FROM groups WHERE n_members = 2") == [("complete",)]
         assert stage.sql("SELECT member FROM trajectories ORDER BY 1") == [(0,), (1,)]
 
-    on_stage(tmp_path, body, spare_members=1)
+    on_stage(tmp_path, body, extra_members=1)
 
 
 def test_extra_is_kept_and_marked_and_nobody_trains_on_it(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_extra_is_kept_and_marked_and_nobody_trains_on_it(tmp_path: Path) -> Non
         assert stage.coordinator.claim(0) is None  # one group of two is complete
         assert stage.coordinator.status().counts.trajectories == 2
 
-    on_stage(tmp_path, body, spare_members=1)
+    on_stage(tmp_path, body, extra_members=1)
 
 
 def test_what_is_too_old_to_be_trained_on_is_given_up_and_makes_room(tmp_path: Path) -> None:

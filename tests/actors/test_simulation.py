@@ -92,7 +92,7 @@ class World:
             stragglers=self.random.choice(("drop", "wait")),
             groups_per_step=self.random.randint(1, 2),
             groups_in_flight=self.random.randint(1, 2),
-            spare_members=self.random.choice((0, 0, 1)),
+            extra_members=self.random.choice((0, 0, 1)),
         )
         self.environment, self.generation, self.loading, self.message, self.step_time = (
             Delay(
@@ -208,7 +208,7 @@ def make_config(
     stragglers: str,
     groups_per_step: int,
     groups_in_flight: int,
-    spare_members: int,
+    extra_members: int,
 ) -> Config:
     config = Config(run_dir=str(run_dir), max_staleness=max_staleness, stragglers=stragglers)
     return replace(
@@ -219,7 +219,7 @@ def make_config(
             config.actors,
             workers=MANY,
             groups_in_flight=groups_in_flight,
-            extra_members=spare_members,
+            extra_members=extra_members,
             lease_s=LEASE_S,
         ),
         algorithm=replace(config.algorithm, group_size=GROUP_SIZE),
@@ -245,7 +245,7 @@ def simulated(
             stragglers="drop",
             groups_per_step=1,
             groups_in_flight=1,
-            spare_members=0,
+            extra_members=0,
         ),
         learns=True,
     ).close()

@@ -80,7 +80,7 @@ def test_nor_has_it_any_where_a_batch_is_several_updates(
     assert (ready.rows.num_rows, ready.updates, len(ready.filtered)) == (0, [], 2)
 
 
-def test_to_clone_is_to_need_no_signal(coordinator: Coordinator) -> None:
+def test_cloning_filters_no_group(coordinator: Coordinator) -> None:
     play_all(coordinator, alike=True)
     config = replace(
         coordinator.config, loss=replace(coordinator.config.loss, policy="behaviour_cloning")
