@@ -33,7 +33,7 @@ from driver.preflight import (
     check_same_run,
     check_writable,
     disk_faults,
-    open_run,
+    make_or_open_run,
     show_missing,
 )
 from driver.processes import n_processes
@@ -46,11 +46,11 @@ from store import (
     VersionRecord,
     check_unowned,
     files_digest,
+    open_run,
     parse_run_step,
     trust,
     weight_files,
 )
-from store import open_run as open_reader
 
 # A round is opened whole: each episode is a group of its own.
 NEWEST_WEIGHTS = """
@@ -180,7 +180,7 @@ def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None
         _copy_weights(*parse_run_step(weights), Path(config.model.path))
     configs.check_model_path(config)
     check_tasks(config, console)
-    open_run(config)
+    make_or_open_run(config)
     resume.remember(config)
     _play(config, console, in_new_run=True)
 
@@ -190,7 +190,7 @@ def is_evaluated(config: Config) -> bool:
     run = Path(config.run_dir)
     if not RunLayout.exists(run):
         return False
-    with open_reader(run) as reader:
+    with open_run(run) as reader:
         (of_round,) = reader.rows(NEWEST_WEIGHTS)
     wanted = config.evaluation.final_episodes_per_task * of_round["tasks"]
     return bool(wanted) and not of_round["open"] and of_round["episodes"] >= wanted

@@ -40,7 +40,7 @@ def check_sources(config: Config, console: Console) -> None:
         if base is None or why:
             console.print(f"tokens of {text} were not compared: {why}")
         else:
-            check_same_tokens(base, model_path, source=text)
+            check_same_tokenizer(base, model_path, source=text)
         scripted = theirs is not None and _setting(theirs, "actors.scripted")
         if scripted and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
@@ -95,7 +95,7 @@ def import_sources(config: Config, console: Console) -> None:
         console.print(str(source))
 
 
-def check_same_tokens(base: Path, model_path: Path, *, source: str) -> None:
+def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
     """Raise ConfigError unless both models' vocabularies are equal: stored tokens are ids."""
     from transformers import AutoTokenizer
 

@@ -105,7 +105,7 @@ def check_same_run(config: Config) -> None:
         )
 
 
-def open_run(config: Config) -> RunLayout:
+def make_or_open_run(config: Config) -> RunLayout:
     """Open the run directory, or make it."""
     root = Path(config.run_dir)
     if RunLayout.exists(root):

@@ -31,8 +31,8 @@ from driver.preflight import (
     check_same_run,
     check_writable,
     disk_faults,
+    make_or_open_run,
     missing_gpus,
-    open_run,
     run_need,
     show_missing,
 )
@@ -145,7 +145,9 @@ def _train_to_the_end(config: Config, console: Console) -> None:
     """Train and evaluate on the Ray cluster that this process is connected to."""
     check_gpus(config, learns=True)
     with said_while(lambda: f"opening {config.run_dir}", console.print):
-        layout = open_run(config)  # only now: the directory keeps the settings of this first start
+        layout = make_or_open_run(
+            config
+        )  # only now: the directory keeps the settings of this first start
     resume.remember(config)
     model_path = config.model.path or str(_make_base_policy(config, console))
     if config.source:
@@ -208,7 +210,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
     clone = replace(
         configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri="")
     )
-    layout = open_run(clone)
+    layout = make_or_open_run(clone)
     with (
         tensorboard_files(layout, console.print) as curves,
         _supervisor(clone, str(untrained), config, console) as supervisor,

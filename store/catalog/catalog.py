@@ -15,7 +15,7 @@ from store.catalog import (
     segment_states,
 )
 from store.catalog.database import Database, Transaction, one_transaction
-from store.catalog.snapshot import Part, Snapshot, take_snapshot
+from store.catalog.snapshot import ExportedPart, Snapshot, take_snapshot
 from store.errors import FencedError, StoreError
 from store.layout import RunLayout
 from store.maintenance.backup import write_backup
@@ -146,7 +146,7 @@ class Catalog:
             run_records.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
         self.back_up()
 
-    def snapshot(self, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
+    def snapshot(self, known: Mapping[str, tuple[ExportedPart, ...]]) -> Snapshot:
         """Return the tables that outside readers may see, as of one moment, without `known` parts.
 
         No power cut undoes it afterwards: a catalog older than what was shown is refused.

@@ -34,7 +34,7 @@ TYPES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ExportedPart:
     """One exported file of a table: the rows that changed after lsn `since` and up to `until`."""
 
     path: str  # relative to the run's root
@@ -209,7 +209,7 @@ SEGMENTS_AS_OF = """
     WHERE lsn <= :until AND (retired_lsn IS NULL OR retired_lsn > :until) ORDER BY lsn"""
 
 
-def take_snapshot(tx: Transaction, *, known: Mapping[str, tuple[Part, ...]]) -> Snapshot:
+def take_snapshot(tx: Transaction, *, known: Mapping[str, tuple[ExportedPart, ...]]) -> Snapshot:
     """Return the catalog now: its segments, and all rows that `known` parts do not have.
 
     Tables and segments belong together, because one transaction reads them all.
@@ -266,7 +266,9 @@ def arrow_table(export: Export, rows: Sequence[Iterable[object]]) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _new_part(tx: Transaction, export: Export, *, parts: tuple[Part, ...], until: int) -> NewPart:
+def _new_part(
+    tx: Transaction, export: Export, *, parts: tuple[ExportedPart, ...], until: int
+) -> NewPart:
     if not export.in_parts:
         return NewPart(since=0, table=arrow_table(export, tx.rows(export.query, until=until)))
     since = parts[-1].until if parts else 0

@@ -74,7 +74,7 @@ FROM {matching}"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class DatasetFile:
     """One file of a dataset."""
 
     path: str
@@ -96,7 +96,7 @@ class Dataset:
     n_steps: int
     # group_uid in hex -> its size in its own run, whether all members are here or not
     groups: Mapping[str, int]
-    parts: tuple[Part, ...]
+    parts: tuple[DatasetFile, ...]
     uids: str = BINARY
 
     def size_of(self, group_uid: bytes) -> int:
@@ -308,7 +308,9 @@ def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
         return True
 
 
-def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]) -> Iterator[Part]:
+def _write_parts(
+    layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]
+) -> Iterator[DatasetFile]:
     # a part has the metadata of a segment, so that both are read alike
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}
     for number, table in enumerate(_in_large_tables(tables)):
@@ -316,7 +318,9 @@ def _write_parts(layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]
         # a directory of Parquet files alone, which every tool can read
         path = f"{PARTS}/part-{number:05d}.parquet"
         storage.write(path, data)
-        yield Part(path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows)
+        yield DatasetFile(
+            path=path, digest=file_digest(data), n_bytes=len(data), n_steps=table.num_rows
+        )
 
 
 def _in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
@@ -344,7 +348,7 @@ def read_dataset(storage: Storage) -> Dataset:
         check_format(content, name=name)
         groups = json_values.objects(content, "groups")
         parts = tuple(
-            Part(
+            DatasetFile(
                 path=json_values.text(part, "path"),
                 digest=json_values.text(part, "digest"),
                 n_bytes=json_values.whole(part, "n_bytes"),

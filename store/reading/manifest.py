@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from store.atomic_write import READ_WRITE, write_atomically
 from store.catalog.catalog import Catalog
 from store.catalog.database import columns_of
-from store.catalog.snapshot import EXPORTS, NewPart, Part
+from store.catalog.snapshot import EXPORTS, ExportedPart, NewPart
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError
 from store.layout import EXPORT_PATH, FORMAT, SEGMENT_PATH, RunLayout, check_format, checked_name
@@ -50,7 +50,7 @@ class Manifest:
     lsn: int
     format: str
     segments: tuple[str, ...]  # the first has no rows, only the columns
-    tables: Mapping[str, tuple[Part, ...]]  # by table, oldest part first, at least one
+    tables: Mapping[str, tuple[ExportedPart, ...]]  # by table, oldest part first, at least one
     # by path; they are removed after GRACE_S, once no pinned reader shows them
     superseded: Mapping[str, Superseded]
 
@@ -101,12 +101,12 @@ def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
     )
 
 
-def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[Part, ...]:
+def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[ExportedPart, ...]:
     parts = json_values.entries(tables, table)
     if not parts:
         raise ValueError(f"table {table:.80} has no parts")
     return tuple(
-        Part(
+        ExportedPart(
             path=checked_name(part.get("path"), EXPORT_PATH, where=name),
             since=json_values.whole(part, "since"),
             until=json_values.whole(part, "until"),
@@ -184,9 +184,9 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
 
 
-def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> Part:
+def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> ExportedPart:
     path = _write_table(layout, part.table, name=f"{name}-{part.since}-{until}.parquet")
-    return Part(path=path, since=part.since, until=until, n_rows=part.table.num_rows)
+    return ExportedPart(path=path, since=part.since, until=until, n_rows=part.table.num_rows)
 
 
 def _write_table(layout: RunLayout, table: pa.Table, *, name: str) -> str:
@@ -208,7 +208,7 @@ def _empty_steps(layout: RunLayout) -> str:
 
 def _sweep(
     layout: RunLayout,
-    tables: Mapping[str, tuple[Part, ...]],
+    tables: Mapping[str, tuple[ExportedPart, ...]],
     *,
     superseded: Mapping[str, Superseded],
     lsn: int,

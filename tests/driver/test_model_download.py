@@ -29,7 +29,7 @@ from configs import Config, ConfigError, ModelConfig
 from driver import model_download as hub
 from driver.environment_check import try_tasks
 from driver.model_download import Repository
-from driver.preflight import open_run
+from driver.preflight import make_or_open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_ROOM = str(ROOT / "configs" / "key_room.yaml")
@@ -302,7 +302,7 @@ def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> Non
 
 def test_a_run_goes_on_with_the_commit_it_began_with(server: Hub, tmp_path: Path) -> None:
     begun, _ = with_model(asking())
-    layout = open_run(begun)
+    layout = make_or_open_run(begun)
     server.commit = NEW
     shutil.rmtree(tmp_path / "cache")
     again, _ = with_model(asking())

@@ -319,7 +319,7 @@ def test_a_dry_run_looks_at_the_run_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configs.load(KEY_ROOM, [f"run_dir={tmp_path / 'run'}"])
-    preflight.open_run(config)
+    preflight.make_or_open_run(config)
     assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "--dry-run"]) == 0
     assert main(["train", KEY_ROOM, f"run_dir={config.run_dir}", "seed=1", "--dry-run"]) == 2
     assert "was made by another config (seed: 0 -> 1)" in capsys.readouterr().err

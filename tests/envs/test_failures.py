@@ -19,7 +19,7 @@ import configs
 from cli.__main__ import main
 from configs import Config, ConfigError, EnvConfig
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
-from driver.preflight import check_writable, open_run
+from driver.preflight import check_writable, make_or_open_run
 from envs import (
     ClientSettings,
     EnvironmentDied,
@@ -452,7 +452,7 @@ def test_a_run_that_is_evaluated_tries_its_environment_before_anything_starts(
         "env.options.how=init-exit",
         f"run_dir={tmp_path / 'run'}",
     ]
-    open_run(configs.load(KEY_ROOM, asked))
+    make_or_open_run(configs.load(KEY_ROOM, asked))
     assert main(["evaluate", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     log = tmp_path / "run" / "logs" / FAILURE_LOG

@@ -227,7 +227,7 @@ def test_tests_are_no_package() -> None:
             "import configs; from driver import preflight; from pathlib import Path; "
             "config = configs.from_yaml('{run_dir: ' + RUN + '/it}'); "
             "Path(config.run_dir).mkdir(); "
-            "preflight.open_run(config); preflight.check_same_run(config)",
+            "preflight.make_or_open_run(config); preflight.check_same_run(config)",
             True,
         ),
     ],
