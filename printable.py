@@ -8,7 +8,7 @@
 
 A terminal obeys control characters. They can change what stands on the screen, and even what is in
 the clipboard. Texts of a model, an environment, a file or a server may hold any of them.
-This module imports nothing of the project, so that every folder may import it.
+This module imports nothing of the project, so that every package may import it.
 """
 
 from __future__ import annotations

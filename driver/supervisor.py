@@ -87,7 +87,7 @@ class Supervisor:
                 self._start_due()
                 self.coordinator.wait_until_up()
                 while self._n_starting():
-                    self.components = self._look(lambda status: None).components
+                    self.components = self._watch_once(lambda status: None).components
         except BaseException as error:  # also Ctrl-C: what was started is stopped
             self._stop(error)
             raise
@@ -103,7 +103,7 @@ class Supervisor:
         learner = self.processes[LEARNER]
         learner.call = learner.handle.run.remote()
         while LEARNER not in self.results:
-            self._look(show)
+            self._watch_once(show)
         self.is_training = False
         return int(self.results[LEARNER])
 
@@ -117,7 +117,7 @@ class Supervisor:
         if version < 0:
             raise ComponentFailed(f"{self.config.run_dir} has no weights yet; train it first")
         self.coordinator.answer(self.coordinator.calls.evaluate(version, episodes_per_task))
-        while self._look(show).heldout_open:
+        while self._watch_once(show).heldout_open:
             pass
 
     def status(self) -> Status:
@@ -126,7 +126,7 @@ class Supervisor:
 
     # watching
 
-    def _look(self, show: Show) -> Status:
+    def _watch_once(self, show: Show) -> Status:
         """Handle ended calls, lost processes and due starts once. Raises what ends the run."""
         calls = {
             process.call: process for process in self.processes.values() if process.call is not None

@@ -145,9 +145,8 @@ def _train_to_the_end(config: Config, console: Console) -> None:
     """Train and evaluate on the Ray cluster that this process is connected to."""
     check_gpus(config, learns=True)
     with said_while(lambda: f"opening {config.run_dir}", console.print):
-        layout = make_or_open_run(
-            config
-        )  # only now: the directory keeps the settings of this first start
+        # Only now: the directory keeps the settings of this first start.
+        layout = make_or_open_run(config)
     resume.remember(config)
     model_path = config.model.path or str(_make_base_policy(config, console))
     if config.source:

@@ -138,7 +138,7 @@ def full_traceback(error: BaseException) -> str:
 
 
 def _place(frames: Iterable[Frame]) -> str:
-    """Return the first frame, newest first, of a user; else of this folder; else of a library."""
+    """Return the first frame, newest first, of a user; else of this package; else of a library."""
     called = [frame for frame in frames if not _is_caller(frame[0])]
     outside_libraries = [frame for frame in called if not _is_library(frame[0])]
     users = [frame for frame in outside_libraries if not _is_ours(frame[0])]

@@ -11,7 +11,7 @@ from typing import Any
 from envs.base import Environment, Program
 from envs.errors import describe_error
 
-# To add an environment, write one file in this folder and one line here. Classes are named and not
+# To add an environment, write one file in this package and one line here. Classes are named and not
 # imported, so that an engine loads only when it is used.
 ENVIRONMENTS = {
     "alfworld": "envs.alfworld:AlfWorldEnv",

@@ -12,7 +12,7 @@ losses.py, corrections.py   one entry per published idea, and a registry each; K
 objective.py      puts them together, and refuses parts that do not go together
 diagnostics.py    figures to watch
 
-No I/O, no logging, no trainer. This folder imports lazy_loader, duckdb, pyarrow, numpy, rapidfuzz
+No I/O, no logging, no trainer. This package imports lazy_loader, duckdb, pyarrow, numpy, rapidfuzz
 and, when it first computes a loss, torch (lazy_torch.py).
 """
 

@@ -59,8 +59,8 @@ class WeightSync:
         """Make the engine serve `version` or a newer one; generation pauses for the copy only.
 
         Missing or damaged weights leave the engine on its old version, until the next version comes
-        or another try succeeds. Raises StoreError if the old version is too old
-        to be trained on, and EngineLostError if the engine is gone.
+        or another try succeeds. Raises StoreError if the old version is too old to be trained on,
+        and EngineLostError if the engine is gone.
         """
         while version.version > self.version:
             async with self._one_load:

@@ -60,7 +60,7 @@ class Prefetch:
 
     @property
     def under_way(self) -> bool:
-        """Whether a batch was started and not taken."""
+        """Return whether a batch was started and not taken."""
         return self._coming is not None
 
     def start(self, *, version: int, learner_step: int) -> None:

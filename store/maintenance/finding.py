@@ -9,10 +9,10 @@ from typing import Literal
 Severity = Literal["error", "warning"]
 
 REBUILD = "gigpo rebuild {root}, or put a backup back"
-RIGHT_ONE = "put the right catalog back, or gigpo rebuild {root}"
-FORCE = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
-BACK = "put a backup of catalog.sqlite back, or gigpo rebuild --force {root}"
-NEWEST = "put the newest catalog back, or gigpo rebuild --force {root}"
+PUT_RIGHT_CATALOG = "put the right catalog back, or gigpo rebuild {root}"
+REBUILD_FORCE = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
+PUT_BACKUP_BACK = "put a backup of catalog.sqlite back, or gigpo rebuild --force {root}"
+PUT_NEWEST_CATALOG = "put the newest catalog back, or gigpo rebuild --force {root}"
 REPAIR = "gigpo fsck --repair {root}"
 RESTORE = "restore it from a backup, or gigpo fsck --repair {root}"
 SWEPT = "the running job or `gigpo compact` sweeps it"
@@ -36,20 +36,22 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     # The catalog as a file. Without it nothing else can be judged.
     "catalog_missing": ("error", "there is no catalog.sqlite", REBUILD),
     "catalog_damaged": ("error", "catalog.sqlite is no whole SQLite file", REBUILD),
-    "catalog_foreign": ("error", "the catalog of another run", RIGHT_ONE),
-    "catalog_schema": ("error", "a schema that this code never makes", FORCE),
+    "catalog_foreign": ("error", "the catalog of another run", PUT_RIGHT_CATALOG),
+    "catalog_schema": ("error", "a schema that this code never makes", REBUILD_FORCE),
     # Rows of the catalog that contradict each other.
-    "foreign_key": ("error", "a row refers to one that does not exist", FORCE),
-    "segment_name": ("error", "a segment whose path is another file's", FORCE),
-    "epoch": ("error", "a row of a later epoch than the catalog's", FORCE),
+    "foreign_key": ("error", "a row refers to one that does not exist", REBUILD_FORCE),
+    "segment_name": ("error", "a segment whose path is another file's", REBUILD_FORCE),
+    "epoch": ("error", "a row of a later epoch than the catalog's", REBUILD_FORCE),
     "group_sums": ("error", "a group's sums are not those of its trajectories", REPAIR),
-    "group_not_whole": ("error", "a group's state does not fit its number of members", FORCE),
-    "group_batch": ("error", "a group's state does not fit its batch", FORCE),
-    "doubly_claimed": ("error", "a group is live in two batches", FORCE),
-    "batch_step": ("error", "a batch's state does not fit its learner step", FORCE),
-    "ledger": ("error", "a group's state is not its newest line in the ledger", FORCE),
-    "unknown_version": ("error", "a trained version was never published", FORCE),
-    "future_lsn": ("error", "a row is later than the catalog", FORCE),
+    "group_not_whole": (
+        "error", "a group's state does not fit its number of members", REBUILD_FORCE
+    ),
+    "group_batch": ("error", "a group's state does not fit its batch", REBUILD_FORCE),
+    "doubly_claimed": ("error", "a group is live in two batches", REBUILD_FORCE),
+    "batch_step": ("error", "a batch's state does not fit its learner step", REBUILD_FORCE),
+    "ledger": ("error", "a group's state is not its newest line in the ledger", REBUILD_FORCE),
+    "unknown_version": ("error", "a trained version was never published", REBUILD_FORCE),
+    "future_lsn": ("error", "a row is later than the catalog", REBUILD_FORCE),
     # Segment files against the catalog.
     "segment_missing": ("error", "a live file is gone", RESTORE),
     "segment_damaged": ("error", "a live file is not as committed", RESTORE),
@@ -63,7 +65,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "state_hash": ("error", "a state hash is not that of its text", RESTORE),
     "missing_rows": ("error", "a trajectory is counted and has no row", RESTORE),
     "uncounted_rows": ("error", "a trajectory has rows and is not counted", RESTORE),
-    "figures": ("error", "the catalog and the rows differ in figures", FORCE),
+    "figures": ("error", "the catalog and the rows differ in figures", REBUILD_FORCE),
     "retired_missing": ("warning", "a retired file is gone; older snapshots miss it", RESTORE),
     "retired_damaged": ("warning", "a retired file is not as committed", RESTORE),
     "orphan": ("warning", "a file was never committed", SWEPT),
@@ -74,7 +76,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "manifest_damaged": ("error", "the manifest cannot be read", REPAIR),
     "manifest_foreign": ("error", "the manifest of another run", REPAIR),
     "manifest_segment": ("error", "the manifest names a file that is gone", REPAIR),
-    "manifest_ahead": ("error", "readers saw more than this older catalog has", NEWEST),
+    "manifest_ahead": ("error", "readers saw more than this older catalog has", PUT_NEWEST_CATALOG),
     "open_sql_missing": ("error", "open.sql is gone or not whole", REPAIR),
     "open_sql_changed": ("warning", "the views of open.sql are not those of this code", REPAIR),
     "backup_damaged": ("error", "no rebuild can begin with the backup", BACKUP),
@@ -82,7 +84,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "export_missing": ("error", "an exported table is gone", REPAIR),
     "export_damaged": ("error", "an exported table is not as written", REPAIR),
     "export_unavailable": ("error", "an exported table cannot be reached now", RETRY),
-    "exported_row": ("error", "the catalog and an exported table differ in a row", BACK),
+    "exported_row": ("error", "the catalog and an exported table differ in a row", PUT_BACKUP_BACK),
 }  # fmt: skip
 
 

@@ -6,9 +6,9 @@
 
 run.json is put back from the copy that was made with the run. A new catalog begins with the newest
 sound backup, and the segment files that are newer than it are adopted. Without a backup the
-segments alone tell which groups and trajectories there are. What the catalog learned
-after the backup (claims, trained steps, metrics, events) is gone: the run goes on from the
-checkpoint of the backup.
+segments alone tell which groups and trajectories there are. What the catalog learned after the
+backup (claims, trained steps, metrics, events) is gone: the run goes on from the checkpoint of the
+backup.
 
 Nothing is deleted: the old catalog and files that cannot be used go to quarantine/. The new catalog
 appears in one rename, so an interrupted rebuild is begun again. Memory: about 1 KB per trajectory.
