@@ -1,6 +1,7 @@
 """Settings of a run: what they are, what they may be, and what follows from them.
 
 schema.py           every setting with its unit and its default: start here
+bounded_yaml.py     the events of a YAML text that is not trusted
 check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
 derived.py          live and offline groups, workers, GPUs and updates that follow from settings
@@ -9,6 +10,7 @@ model_directory.py  the directory of the model that a run starts from
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
 """
 
+from configs.bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from configs.check import (
     HEAD_SIZE,
     WITH_STEP_TERM,
@@ -66,6 +68,8 @@ __all__ = [
     "GIB",
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
+    "MAX_CHARACTERS",
+    "TEXT_TAG",
     "VISION_MODEL_TYPES",
     "WITH_STEP_TERM",
     "ActorsConfig",
@@ -82,6 +86,7 @@ __all__ = [
     "SupervisionConfig",
     "TinyModelConfig",
     "as_yaml",
+    "bounded_events",
     "check",
     "check_is_list",
     "check_model_path",

@@ -11,16 +11,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from configs.check import ConfigError, check, check_is_list, flat
 from configs.schema import Config
 from printable import did_you_mean
 
-MAX_CHARACTERS = 2**20  # of a YAML text; the largest of configs/ has 2,000
-# The YAML scanner looks at every open collection of a line for each character behind it.
 MAX_DEPTH = 64  # of open collections; the settings of a run have 5
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
-TEXT_TAG = "tag:yaml.org,2002:str"
 BASE = "base"  # key of a file: the file whose settings it changes
 FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.")  # what stands below them is not ours
 # Settings of older versions, and what holds now.
@@ -212,12 +210,9 @@ def _saved_settings(text: str, *, name: str) -> DictConfig:
 
 def _parse(text: str, *, name: str) -> DictConfig:
     """Return the settings in a YAML text. Raises ConfigError, which calls the text `name`."""
-    if len(text) > MAX_CHARACTERS:
-        raise ConfigError(
-            f"{name} has {len(text):,} characters; settings have at most {MAX_CHARACTERS:,}"
-        )
     try:
-        _check_nesting(text, name=name)
+        for _ in bounded_events(text, max_events=MAX_NODES, max_depth=MAX_DEPTH):
+            pass
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:  # nothing but comments
             return OmegaConf.create({})
@@ -241,18 +236,6 @@ def _parse(text: str, *, name: str) -> DictConfig:
         ) from None
     assert isinstance(settings, DictConfig), "its root is a mapping"
     return settings
-
-
-def _check_nesting(text: str, *, name: str) -> None:
-    """Raise ConfigError for more than a config has, before the text is read to its end."""
-    depth = 0
-    for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ConfigError(f"{name}: not readable as YAML: its values are nested too deeply")
-        if number > MAX_NODES:
-            raise ConfigError(f"{name} has more values than {MAX_NODES:,}, as no settings have")
 
 
 def _expanded_nodes(root: yaml.Node) -> int:

@@ -15,15 +15,14 @@ from typing import Any
 import yaml
 
 from actors.policy import Prompt
+from configs import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from envs import Observation
 
 FOLDER = Path(__file__).parents[1] / "templates"
-# Limits of a template's file. The largest of `templates/` has 2,000 characters, 50 YAML events, and
-# depth 3.
-MAX_CHARACTERS = 2**20
-MAX_EVENTS, MAX_DEPTH = 10_000, 8
+# Limits of a template's file. The largest of `templates/` has 50 YAML events, and depth 3.
+MAX_EVENTS = 10_000
+MAX_DEPTH = 8
 MAX_NUMBER_CHARACTERS = 20
-TEXT_TAG = "tag:yaml.org,2002:str"
 GAP = " ... "  # in place of the middle of a text
 MESSAGE = {"objective", "observation", "actions", "step", "taken"}
 PLACEHOLDERS = {  # allowed names in braces, by key
@@ -218,7 +217,9 @@ def _ends(actions: Sequence[str], limit: int) -> tuple[str, ...]:
 
     Takes one from each end by turns, and reads no more than it keeps: a list may have a million.
     """
-    first, last, characters = 0, len(actions), 0
+    first = 0
+    last = len(actions)
+    characters = 0
     while first < last:
         from_the_end = first > len(actions) - last
         characters += _weight(actions[last - 1 if from_the_end else first])
@@ -266,16 +267,8 @@ def _check_size(text: str) -> None:
     An alias repeats a value. Ten aliases of a list of ten aliases, eight levels deep, make a
     hundred million values. So only a text may be repeated.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
-    resolver, depth = yaml.SafeLoader(""), 0
-    for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if number >= MAX_EVENTS:
-            raise ValueError(f"it has more than {MAX_EVENTS:,} parts")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
+    resolver = yaml.SafeLoader("")
+    for event in bounded_events(text, max_events=MAX_EVENTS, max_depth=MAX_DEPTH):
         if isinstance(event, yaml.CollectionStartEvent) and event.anchor is not None:
             raise ValueError(
                 "it has an anchor (&) of a list or a mapping; only a text may have one"
