@@ -57,6 +57,15 @@ def printable(text: object, *, lines: bool = False) -> str:
     return UNSAFE.sub(_kept_line_feed if lines else _escape, str(text))
 
 
+def counted(n: int, noun: str) -> str:
+    """Return a number and its noun: `1 group`, `2 groups`, `2 trajectories`."""
+    if n == 1:
+        return f"{n} {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeo":
+        return f"{n} {noun[:-1]}ies"
+    return f"{n} {noun}s"
+
+
 def printable_json(text: str) -> str:
     """Return JSON of the same value in which only escapes stand for what a terminal would obey."""
 

@@ -20,6 +20,7 @@ from configs.derived import (
     n_workers,
 )
 from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig
+from printable import counted
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -95,10 +96,10 @@ def describe_plan(config: Config) -> str:
     gradients = "weights, gradients, optimizer" + " and reference" * keeps_reference(config)
     lines = [
         "",
-        f"placement ({gpus} GPU{'' if gpus == 1 else 's'} in all)",
+        f"placement ({counted(gpus, 'GPU')} in all)",
         "  coordinator  1 process, CPU",
         f"  workers      {_workers_line(config)}",
-        f"  learner      {learner.ranks} rank{'' if learner.ranks == 1 else 's'} x "
+        f"  learner      {counted(learner.ranks, 'rank')} x "
         f"{_count(learner.gpus_per_rank)} GPU, DeepSpeed ZeRO {learner.zero_stage}",
         f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the "
         f"{'GPU' if gpus else 'CPU'})",

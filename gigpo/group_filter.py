@@ -25,6 +25,8 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from printable import counted
+
 GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
 
 
@@ -66,10 +68,7 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
             reason = f"all returned {episode_return[number]:g}, they differ in penalties only"
         else:
             reason = f"all returned {episode_return[number]:g}"
-        n = n_trajectories[number]
-        reasons[uids[number].as_py()] = (
-            f"{n} {'trajectory' if n == 1 else 'trajectories'}, {reason}"
-        )
+        reasons[uids[number].as_py()] = f"{counted(n_trajectories[number], 'trajectory')}, {reason}"
     return reasons
 
 

@@ -3,6 +3,7 @@
 In reading order:
 
 learner.py        the loop: batch, train, publish, settle, checkpoint
+restore_report.py  what a restarted learner says it has again
 interface.py      its setup, and the errors that end a run
 ray_actor.py      the Ray actor that the driver starts
 data/             batch_loader: groups to advantages; micro_batch: rows to tensors; prefetch: the
@@ -10,7 +11,7 @@ data/             batch_loader: groups to advantages; micro_batch: rows to tenso
 rank_group.py     one call on all ranks
 training/         engine: one optimizer update with DeepSpeed; step_metrics: its figures; alarms:
                   errors and warnings that end a run
-objective.py      loss and advantage settings from the config
+loss_settings.py  the loss, from the settings of the config
 model/            policy_model: the network; packed_attention and chunked_logprobs: its parts;
                   vision, lora; tiny_model: a base policy without a download
 publishing/       publish: weights as files; broadcast_sender: weights to engines; export: a

@@ -198,7 +198,7 @@ def _gradients(
             )
             # `backward` would add to the gradient that DeepSpeed collects for the step.
             _add(gradient, torch.autograd.grad(loss, parameters, allow_unused=True))
-            logprobs_N, clipped_N = values_6N[0].cpu(), values_6N[4].cpu()
+            logprobs_N, _entropy_N, _loss_N, _factor_N, clipped_N, _kl_N = values_6N.cpu()
             ratio_N = torch.exp(logprobs_N - batch.behaviour_logprobs_N)  # pi / mu
             seen.append(torch.stack([ratio_N, clipped_N]))
         _add(sum_gradient, gradient)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from learner.interface import (
     StarvationError,
 )
 from learner.rank_group import RankGroup
+from learner.restore_report import restored_lines
 from learner.training.alarms import (
     ALARM,
     ALARM_ENDED,
@@ -36,7 +37,6 @@ from learner.training.alarms import (
 from learner.training.step_metrics import StepClock, StepTimes, UpdateStats, step_metrics
 from store import (
     CheckpointRecord,
-    RollBack,
     RunLayout,
     VersionRecord,
     WeightFileError,
@@ -313,55 +313,3 @@ class Learner:
 
     def _notice(self, what: str, detail: str) -> None:
         self.coordinator.notice(what, detail).get()
-
-
-def restored_lines(
-    rolled_back: RollBack,
-    faults: Sequence[str],
-    *,
-    learner_step: int,
-    version: int,
-    max_staleness: int,
-) -> str:
-    """Describe in two lines what a restarted learner has again, and what was thrown away.
-
-    `faults` are those of newer checkpoints; `version` is the new number of the restored weights.
-    Example of a run killed after learner step 9, with a checkpoint at every fourth step:
-
-        continues at learner step 8 as version 11; 8 groups consumed after the checkpoint are
-        available again, 3 unfinished groups are played first; 412 trajectories are kept
-        thrown away: 1 learner step, which is trained again; 4 complete groups, of those or of
-        others, too old for version 11 (max_staleness=1), which stay in the store as stale (fewer
-        with a smaller learner.checkpoint_every)
-    """
-    left_out = f", as newer checkpoints cannot be loaded ({'; '.join(faults)})" if faults else ""
-    oldest_allowed = version - max_staleness
-    too_old = sum(n for oldest, n in rolled_back.complete.items() if oldest < oldest_allowed)
-    lost = []
-    if rolled_back.learner_steps:
-        n = rolled_back.learner_steps
-        lost.append(f"{_counted(n, 'learner step')}, which {_be(n)} trained again")
-    if too_old:
-        stay = "stays" if too_old == 1 else "stay"
-        lost.append(
-            f"{_counted(too_old, 'complete group')}, of those or of others, too old for version "
-            f"{version} (max_staleness={max_staleness}), which {stay} in the store as stale (fewer "
-            "with a smaller learner.checkpoint_every)"
-        )
-    again, n_open, n_kept = rolled_back.groups, rolled_back.open, rolled_back.trajectories
-    kept = f"{n_kept} trajector{'y' if n_kept == 1 else 'ies'}"
-    return (
-        f"continues at learner step {learner_step} as version {version}{left_out}; "
-        f"{_counted(again, 'group')} consumed after the checkpoint {_be(again)} available again, "
-        f"{_counted(n_open, 'unfinished group')} {_be(n_open)} played first; {kept} {_be(n_kept)} "
-        f"kept\nthrown away: {'; '.join(lost) or 'nothing'}"
-    )
-
-
-def _counted(n: int, noun: str) -> str:
-    """Return a number and its noun: `1 group`, `2 groups`."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def _be(n: int) -> str:
-    return "is" if n == 1 else "are"
