@@ -37,10 +37,10 @@ from learner.distributed.deepspeed_setup import (
 )
 from learner.distributed.optimizer_state import trainable
 from learner.interface import NonFiniteWeightsError
+from learner.loss_settings import objective_of
 from learner.model.lora import adapters_off, add_adapters, merged
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import names_to_publish
-from learner.objective import objective_of
 from learner.training.step_metrics import Pass, UpdateStats, gathered, token_values, update_stats
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 QUICK_STARTS = (
-    ("learner/test_objective.py", "no_sense"),
+    ("learner/test_loss_settings.py", "no_sense"),
     ("driver/test_preflight.py", "impossible_wherever or model_that_is_here"),
 )
 
