@@ -36,7 +36,9 @@ class RequestGate:
         self.inside = 0
         self._queue: deque[asyncio.Future[None]] = deque()
         # integral of `inside` over time since the last `mean_inside`
-        self._since_s, self._request_seconds, self._counted_s = time.monotonic(), 0.0, 0.0
+        self._since_s = time.monotonic()
+        self._request_seconds = 0.0
+        self._counted_s = 0.0
 
     @property
     def waiting(self) -> int:

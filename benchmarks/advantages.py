@@ -39,7 +39,9 @@ from support.figures import quick_parser, show_json, show_table
 from gigpo import PUBLISHED_SETTINGS, compute_advantages, similarity_keys
 
 SIZES = (800, 6_400, 64_000, 640_000, 6_400_000)
-LARGE_STEPS, PARTITIONS, FILE_STEPS = 64_000_000, 8, 3_200_000
+LARGE_STEPS = 64_000_000
+PARTITIONS = 8
+FILE_STEPS = 3_200_000
 TEXTS, CHARACTERS = 400, 300
 REQUIRED = {
     "gigpo_ms_6400": "<= 25",

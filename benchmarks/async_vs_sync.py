@@ -33,7 +33,9 @@ from tests.support.simulation import Delay
 ROOT = Path(__file__).resolve().parent.parent
 MAX_STALENESS = 2
 GENERATION, STEP_TIME = 0.5, 42.0  # times the median latency of an environment
-WARM_UP, REAL_STEPS, REAL_WARM_UP = 2, 14, 4
+WARM_UP = 2
+REAL_STEPS = 14
+REAL_WARM_UP = 4
 REQUIRED = {"async_over_sync": ">= 2", "async_over_lockstep": ">= 2.5", "learner_idle": "< 0.1"}
 LAST_LINE = (*REQUIRED, "real_engine_async_over_sync")
 STEP_TIMES = """

@@ -51,7 +51,9 @@ async def measure(policy: VLLMPolicy, *, in_flight: int, seconds: float) -> dict
             latencies_s.append(time.perf_counter() - start_s)
 
     front, engine = psutil.Process(), _engine_process()
-    start_s, front_s, engine_s = time.perf_counter(), _cpu_s(front), _cpu_s(engine)
+    start_s = time.perf_counter()
+    front_s = _cpu_s(front)
+    engine_s = _cpu_s(engine)
     await asyncio.gather(*(client() for _ in range(in_flight)))
     wall_s = time.perf_counter() - start_s
     n = len(latencies_s)

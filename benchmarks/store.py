@@ -53,7 +53,9 @@ from store import (
 )
 from store.reading.query import connect
 
-WRITERS, ROUNDS, EXPORT_INTERVAL_S = 4, 3, 1.0
+WRITERS = 4
+ROUNDS = 3
+EXPORT_INTERVAL_S = 1.0
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 QUERIES = {
     "count": "SELECT count(*) FROM steps",
@@ -84,7 +86,9 @@ class Store:
     """Own the catalog as the coordinator does: answer leases and commits, export once a second."""
 
     def __init__(self, catalog: Catalog, layout: RunLayout) -> None:
-        self.catalog, self.layout, self.exported_at = catalog, layout, 0.0
+        self.catalog = catalog
+        self.layout = layout
+        self.exported_at = 0.0
 
     def answer(self, requests: list[Any]) -> list[Any]:
         replies = [self.answer_one(request) for request in requests]
@@ -135,7 +139,9 @@ class Turn:
 @contextmanager
 def writers() -> Iterator[list[Connection]]:
     """Yield the pipes of WRITERS processes that have made their rows and wait for a job."""
-    context, pipes, processes = mp.get_context("spawn"), [], []
+    context = mp.get_context("spawn")
+    pipes = []
+    processes = []
     for number in range(WRITERS):
         ours, theirs = context.Pipe()
         process = context.Process(target=store_load.work, args=(theirs, f"w{number}"), daemon=True)

@@ -47,7 +47,9 @@ from store import (
 )
 from store.segments import write_rows
 
-FILE_GROUPS, BATCH_GROUPS, GROUP_SIZE = 16, 8, store_load.GROUP_SIZE
+FILE_GROUPS = 16
+BATCH_GROUPS = 8
+GROUP_SIZE = store_load.GROUP_SIZE
 TASKS = 500
 METRICS = (
     *("train/success", "learner/idle_fraction", "time/step_s", "time/batch_wait_s"),

@@ -38,7 +38,9 @@ class Amount(click.ParamType):
     """A finite number from 0, or above 0, to `at_most`."""
 
     def __init__(self, unit: str, *, at_most: float, above_zero: bool) -> None:
-        self.name, self.at_most, self.above_zero = unit, at_most, above_zero
+        self.name = unit
+        self.at_most = at_most
+        self.above_zero = above_zero
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

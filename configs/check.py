@@ -168,7 +168,9 @@ def _check_scripted(config: Config) -> None:
     """Name everything that a scripted policy needs in one message."""
     if not config.actors.scripted or is_offline(config):  # _check_offline refuses the latter
         return
-    last, policy, staleness = config.learner.steps - 1, config.loss.policy, config.max_staleness
+    last = config.learner.steps - 1
+    policy = config.loss.policy
+    staleness = config.max_staleness
     wanted = []
     if policy != "behaviour_cloning":
         wanted.append(f"loss.policy=behaviour_cloning, not {policy!r}")

@@ -154,7 +154,9 @@ def _why_not_joined(address: str, error: Exception) -> str:
 @contextmanager
 def _ray_without_extras() -> Iterator[None]:
     """Patch Ray so that it starts no UNUSED_RAY_SERVICES and leaves signals to the driver."""
-    node, services, utils = ray._private.node.Node, ray._private.services, ray._private.utils
+    node = ray._private.node.Node
+    services = ray._private.services
+    utils = ray._private.utils
     ours: dict[tuple[Any, str], Callable[..., Any]] = {
         (node, name): lambda self, **options: None for name in UNUSED_RAY_SERVICES
     }

@@ -62,7 +62,9 @@ class Supervisor:
         `say` writes to the screen before progress is shown. `say_stopping` tells a waiting
         `gigpo stop` how far the stop is.
         """
-        self.config, self.model_path, self.learns = config, model_path, learns
+        self.config = config
+        self.model_path = model_path
+        self.learns = learns
         self.say, self.say_stopping = say, say_stopping
         self.logs = Path(config.run_dir) / "logs"
         self.restored = ""  # the learner's line on the checkpoint it started from

@@ -129,7 +129,9 @@ class Curves:
         self._file = unfinished.open("wb")
         _write_head(self._file)
         _write_metrics(self._file, rows)
-        now_s, host, number = int(time.time()), socket.gethostname(), next(_number)
+        now_s = int(time.time())
+        host = socket.gethostname()
+        number = next(_number)
         name = EVENT_FILES.replace("*", f"{now_s:010d}.{host}.{os.getpid()}.{number:06d}")
         unfinished.rename(self.directory / name)
         for path in old:

@@ -112,7 +112,10 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
     Documents with equal scores are ranked by name, or by their order here if `names` is None.
     """
     numbers: dict[str, int] = {}
-    terms, documents, counts, lengths = array("I"), array("I"), array("I"), array("I")
+    terms = array("I")
+    documents = array("I")
+    counts = array("I")
+    lengths = array("I")
     for document, text in enumerate(contents):
         found = tokens(text)
         lengths.append(len(found))

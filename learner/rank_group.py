@@ -201,7 +201,9 @@ class RemoteRank:
     """Run one of the other ranks, in a Ray actor."""
 
     def __init__(self, config: Config, model_path: str, rank: int) -> None:
-        self.config, self.model_path, self.rank = config, model_path, rank
+        self.config = config
+        self.model_path = model_path
+        self.rank = rank
         capture_output(RunLayout.open(Path(config.run_dir)).logs / f"{log_name(rank)}.log")
 
     def node(self) -> str:

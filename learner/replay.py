@@ -273,7 +273,9 @@ def _restored(
         for point in restart_points(layout)
         if point.learner_step < before and (layout.root / point.path).is_dir()
     ]
-    learner_step, version, source = 0, 0, f"the base model {model_path}"
+    learner_step = 0
+    version = 0
+    source = f"the base model {model_path}"
     if kept:
         _load(layout, ranks, kept[0])
         learner_step, version = kept[0].learner_step, kept[0].version

@@ -55,7 +55,9 @@ class RequestError(Exception):
 
     def __init__(self, message: str, *, status: int, code: str, param: str | None) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
 
 class _TextPart(BaseModel):

@@ -37,7 +37,9 @@ def cut_reply(
         n = bisect_left(
             range(len(token_ids)), True, key=lambda n: first in _text(tokenizer, token_ids[:n])
         )
-        token_ids, text, reason = token_ids[:n], text[: text.find(first)], "stop"
+        token_ids = token_ids[:n]
+        text = text[: text.find(first)]
+        reason = "stop"
     logprobs = completion.logprobs[: len(token_ids)]
     cut = replace(completion, token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
     return Reply(text=text, completion=cut, ended=ended)

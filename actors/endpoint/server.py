@@ -63,7 +63,10 @@ class Recording:
         *,
         label: str,
     ) -> None:
-        self.ids, self.rules, self.conversation, self.client = ids, rules, conversation, client
+        self.ids = ids
+        self.rules = rules
+        self.conversation = conversation
+        self.client = client
         self.label = label  # for errors
         self.cut_off = ""  # why a request was refused because the episode is too long
         self.failure: Exception | None = None  # of the policy or the chat template
@@ -347,15 +350,22 @@ async def _errors_as_json(
     try:
         return await handler(request)
     except RequestError as error:
-        status, message, code, param = error.status, str(error), error.code, error.param
+        status = error.status
+        message = str(error)
+        code = error.code
+        param = error.param
     except web.HTTPException as error:
-        status, code, param = error.status, "not_supported", None
+        status = error.status
+        code = "not_supported"
+        param = None
         message = f"{request.method} {request.path}: {error.reason}"
         if status in (404, 405):
             message += "; there are POST /v1/chat/completions and GET /v1/models"
     except Exception as error:  # noqa: BLE001 - process border: the program gets the error
         traceback.print_exc()
-        status, code, param = 500, "internal_error", None
+        status = 500
+        code = "internal_error"
+        param = None
         message = f"{type(error).__name__}: {error}"
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

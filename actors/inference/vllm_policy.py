@@ -72,9 +72,13 @@ class VLLMPolicy:
         tokenizer: object,
         log_path: Path,
     ) -> None:
-        self._model_path, self._dtype, self._actors = model_path, dtype, actors
+        self._model_path = model_path
+        self._dtype = dtype
+        self._actors = actors
         self._max_model_tokens = max_model_tokens
-        self._gate, self._tokenizer, self._log_path = gate, tokenizer, log_path
+        self._gate = gate
+        self._tokenizer = tokenizer
+        self._log_path = log_path
         self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
         self._shapes = tensor_shapes(model_path)
         self._images = load_image_form(model_path)

@@ -47,7 +47,9 @@ class WeightSync:
         max_staleness: int,
     ) -> None:
         self.version = NO_VERSION  # the newest version that was loaded
-        self._engine, self._layout, self._max_staleness = engine, layout, max_staleness
+        self._engine = engine
+        self._layout = layout
+        self._max_staleness = max_staleness
         self._newest, self._record = newest, record
         self._update_lock, self._rendezvous = update_lock, rendezvous
         self._has_joined = False  # the engine receives what the learner sends

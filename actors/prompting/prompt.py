@@ -54,7 +54,9 @@ class PromptForm:
     def __init__(
         self, tokenizer: Tokenizer, config: PromptConfig, *, images: ImageForm | None = None
     ) -> None:
-        self.config, self.tokenizer, self.images = config, tokenizer, images
+        self.config = config
+        self.tokenizer = tokenizer
+        self.images = images
         self.template = find_template(config.template)
         self.max_prompt_tokens = config.max_prompt_tokens
         self._longest_token = longest_token(tokenizer)

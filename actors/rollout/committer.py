@@ -26,7 +26,9 @@ class Committer:
     def __init__(
         self, coordinator: CoordinatorClient, layout: RunLayout, pending: PendingOperations
     ) -> None:
-        self._coordinator, self._layout, self._pending = coordinator, layout, pending
+        self._coordinator = coordinator
+        self._layout = layout
+        self._pending = pending
 
     async def commit(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
         """Add trajectories to the leased group. Raises StorageSilent, FencedError."""

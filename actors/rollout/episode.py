@@ -108,7 +108,9 @@ class EnvironmentEpisodes:
     """Play episodes with environments of a pool, which is closed in the end."""
 
     def __init__(self, pool: EnvironmentPool, policy: Policy, form: PromptForm) -> None:
-        self._pool, self._policy, self._form = pool, policy, form
+        self._pool = pool
+        self._policy = policy
+        self._form = form
 
     async def start(self) -> None:
         """Start nothing: the pool starts its processes when they are needed."""

@@ -102,7 +102,9 @@ class GroupRollout:
         self.numbers = (*lease.group.missing, *range(size, size + n_extra))
         self.too_old = ""  # why the learner cannot train on this group any more
         self.stopping = False
-        self._coordinator, self._committer, self._episodes = coordinator, committer, episodes
+        self._coordinator = coordinator
+        self._committer = committer
+        self._episodes = episodes
         self._rules = EpisodeRules.of(config, temperature=lease.temperature)
         self._max_attempts = config.env.attempts
         self._attempts = Attempts(lease)
@@ -211,7 +213,9 @@ class GroupRollout:
     async def _commit(self) -> None:
         """Write the episodes that ended since the last time, and those beside the whole group."""
         finished = sorted(self._finished, key=lambda trajectory: trajectory.member)
-        extra, self._finished, self._extra = self._extra, [], []
+        extra = self._extra
+        self._finished = []
+        self._extra = []
         if finished:
             await self._committer.commit(self.lease, finished)
         if extra:

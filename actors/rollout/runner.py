@@ -49,9 +49,13 @@ class RolloutRunner:
         concurrency: Concurrency,
         pending: PendingOperations,
     ) -> None:
-        self.coordinator, self.config, self.concurrency = coordinator, config, concurrency
+        self.coordinator = coordinator
+        self.config = config
+        self.concurrency = concurrency
         self.pending = pending
-        self._committer, self._episodes, self._weights = committer, episodes, weights
+        self._committer = committer
+        self._episodes = episodes
+        self._weights = weights
         self._groups: dict[asyncio.Task[None], GroupRollout] = {}
         self._stopping = False
         self._idle_since_s: float | None = None  # event loop's clock; None: a group is played

@@ -201,7 +201,9 @@ class Receiver:
     """Take weights piece by piece into memory of its own."""
 
     def __init__(self, link: Link, connection: Connection, *, pid: int) -> None:
-        self.link, self.connection, self.pid = link, connection, pid
+        self.link = link
+        self.connection = connection
+        self.pid = pid
         shared = self._answer(START_S)  # before the group forms, whose time-out is shorter
         self.buffer = link.buffer() if shared is None else shared
         self.group = None if link.way == IPC else join(link, RECEIVER)

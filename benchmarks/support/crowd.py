@@ -75,7 +75,9 @@ class Crowd:
     """Some of the workers, as tasks of one process."""
 
     def __init__(self, load: Load, numbers: range, coordinator: Any) -> None:
-        self.load, self.numbers, self.handle = load, numbers, TimedHandle(coordinator)
+        self.load = load
+        self.numbers = numbers
+        self.handle = TimedHandle(coordinator)
         self.workers: list[SimulatedWorker] = []
 
     async def run(self) -> None:

@@ -53,7 +53,11 @@ def _beside_stock(
 ) -> dict[str, float]:
     translated.cache_clear()  # the memory measurement has played these games
     env, stock = AlfWorldEnv(options), stock_engine()
-    ours_s, stock_s, first_ms, again_ms, stock_load_ms = [], [], [], [], []
+    ours_s = []
+    stock_s = []
+    first_ms = []
+    again_ms = []
+    stock_load_ms = []
     for seed, task in enumerate(tasks):
         name = task.data["game"]
         if options["data"]:

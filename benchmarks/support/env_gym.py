@@ -19,7 +19,10 @@ import configs
 from envs import environment_class
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, QUICK_STEPS, ROUNDS, EPISODE_STEPS = 20_000, 2_000, 5, 20
+STEPS = 20_000
+QUICK_STEPS = 2_000
+ROUNDS = 5
+EPISODE_STEPS = 20
 LAKE = configs.load(ROOT / "configs/frozenlake.yaml").env.options
 TAXI = LAKE | {
     "id": "Taxi-v4",

@@ -95,10 +95,14 @@ def equal_shares(options: dict[str, object], traces: Path) -> dict[str, float]:
         for task in WebShopEnv.tasks(role, {**options, "heldout": split}):
             tasks[int(task.data["goal"])] = task
     env = WebShopEnv(options)
-    steps, rewards, pages = [], [], []
+    steps = []
+    rewards = []
+    pages = []
     for line in lzma.decompress(traces.read_bytes()).splitlines():
         episode = json.loads(line)
-        observation, score, is_over = env.reset(tasks[episode["goal"]]), 0.0, False
+        observation = env.reset(tasks[episode["goal"]])
+        score = 0.0
+        is_over = False
         for step in episode["steps"]:
             if step["action"] is not None:
                 transition = env.step(step["action"])

@@ -24,7 +24,10 @@ from configs import LearnerConfig, LossConfig, ModelConfig
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
 
-LEARNING_RATE, WEIGHT_DECAY, GRAD_CLIP, CLIP = 1e-6, 0.01, 1.0, 0.2
+LEARNING_RATE = 1e-6
+WEIGHT_DECAY = 0.01
+GRAD_CLIP = 1.0
+CLIP = 0.2
 NO_DUAL_CLIP = 1e9  # the others have none
 
 
@@ -32,7 +35,9 @@ class Learner:
     """Run this learner on one rank: pack the rows, make one update with all its statistics."""
 
     def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int, merge_steps: bool) -> None:
-        self.rows, self.pass_tokens, self.merge_steps = rows, pass_tokens, merge_steps
+        self.rows = rows
+        self.pass_tokens = pass_tokens
+        self.merge_steps = merge_steps
         self.engine = Engine(
             model_path=base,
             model=ModelConfig(),
@@ -82,7 +87,10 @@ class HfLoop:
         return float(grad_norm)
 
     def _backward(self, records: Sequence[dict[str, Any]], n_response_tokens: int) -> None:
-        ids, attended, learned, behaviour = [], [], [], []
+        ids = []
+        attended = []
+        learned = []
+        behaviour = []
         for row in records:
             n_prompt, n_response = len(row["prompt_ids"]), len(row["response_ids"])
             ids.append(row["prompt_ids"] + row["response_ids"])

@@ -38,7 +38,9 @@ LONG_PROMPTS, LONG_RESPONSES = (300, 0.7, 64, 2048), (60, 0.8, 8, 512)
 # output layer.
 ROW_TOKENS, MEAN_RESPONSE_TOKENS = 56, 6
 # Of that run too: the first prompt, the mean response, an observation, and the steps of an episode.
-FIRST_PROMPT_TOKENS, OBSERVATION_TOKENS, EPISODE_STEPS = 45, 20, 11
+FIRST_PROMPT_TOKENS = 45
+OBSERVATION_TOKENS = 20
+EPISODE_STEPS = 11
 
 
 def real(rng: np.random.Generator, n_rows: int) -> Lengths:
@@ -73,7 +75,10 @@ def make_rows(lengths: Lengths, *, rng: np.random.Generator, vocabulary: int) ->
 
 def make_histories(n_episodes: int, *, rng: np.random.Generator, vocabulary: int) -> pa.Table:
     """Return episodes in which each prompt begins with the prompt and response before it."""
-    prompts, responses, trajectories, steps = [], [], [], []
+    prompts = []
+    responses = []
+    trajectories = []
+    steps = []
     for _ in range(n_episodes):
         trajectory = rng.bytes(16)
         history = rng.integers(0, vocabulary, FIRST_PROMPT_TOKENS).tolist()

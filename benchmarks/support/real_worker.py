@@ -179,7 +179,9 @@ async def _generate(
     from vllm.sampling_params import RequestOutputKind
 
     waiting = list(enumerate(requests))[::-1]
-    n_tokens, began_s, ended_s = 0, time.perf_counter(), 0.0
+    n_tokens = 0
+    began_s = time.perf_counter()
+    ended_s = 0.0
     run = f"{time.monotonic_ns()}"
 
     async def client() -> None:

@@ -57,7 +57,9 @@ class Barrier:
     """Turns of `n` episodes at once: `wait` returns when all that are still playing wait too."""
 
     def __init__(self, n: int) -> None:
-        self._n, self._playing, self._arrived = n, n, 0
+        self._n = n
+        self._playing = n
+        self._arrived = 0
         self._turn = asyncio.Event()
 
     async def wait(self) -> None:
@@ -83,7 +85,9 @@ class LockStep:
     """An environment whose answers are given when those of all others are there."""
 
     def __init__(self, environment: AsyncEnvironment, barrier: Barrier, *, max_steps: int) -> None:
-        self._environment, self._barrier, self._left = environment, barrier, max_steps
+        self._environment = environment
+        self._barrier = barrier
+        self._left = max_steps
 
     async def reset(self, task: Task) -> Observation:
         observation = await self._environment.reset(task)

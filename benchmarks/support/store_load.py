@@ -32,7 +32,10 @@ from store.segments import encode, write_rows
 GROUP_SIZE, BATCH_GROUPS = 8, 16
 GROUPS_PER_FILE = 64  # of a compacted file: 512 episodes, about 20,000 steps
 POOL_EPISODES, EPISODE_STEPS = 128, (29, 50)
-TEMPLATE_TOKENS, PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 500, (260, 460), (60, 140), 50_000
+TEMPLATE_TOKENS = 500
+PROMPT_TOKENS = (260, 460)
+RESPONSE_TOKENS = (60, 140)
+VOCABULARY = 50_000
 STATES, EXITS = 60, 10
 
 Pool = list[tuple[Step, ...]]

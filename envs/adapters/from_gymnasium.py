@@ -91,7 +91,9 @@ class GymnasiumEnv:
         return self._gymnasium.make(self._options["id"], **kwargs)
 
     def _check_spaces(self) -> None:
-        spaces, names, name = self._gymnasium.spaces, self._options["actions"], self._options["id"]
+        spaces = self._gymnasium.spaces
+        names = self._options["actions"]
+        name = self._options["id"]
         space, seen = self._env.action_space, self._env.observation_space
         if isinstance(space, spaces.Discrete):
             if len(names) != space.n:

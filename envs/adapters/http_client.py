@@ -82,7 +82,9 @@ class RemoteEnv:
         raise ValueError(f"{server}: {env._error(status, answer)}")
 
     async def reset(self, task: Task) -> Observation:
-        fields, status, answer = task_to_json(task), UNKNOWN_ID, b""
+        fields = task_to_json(task)
+        status = UNKNOWN_ID
+        answer = b""
         if self._id is not None:
             status, answer = await self._post("reset", task=fields)
         if status == UNKNOWN_ID:

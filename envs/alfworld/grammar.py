@@ -99,7 +99,9 @@ class _Expansion:
     """Expand one text with the current facts."""
 
     def __init__(self, language: Language, facts: Facts, entities: Mapping[str, Any]) -> None:
-        self._language, self._facts, self._entities = language, facts, entities
+        self._language = language
+        self._facts = facts
+        self._entities = entities
 
     def all(self, symbols: Sequence[Any], binding: Binding) -> str:
         return "".join(self._one(symbol, binding) for symbol in symbols)

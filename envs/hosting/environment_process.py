@@ -82,8 +82,12 @@ class EnvironmentProcess:
         pending: PendingOperations,
         log: Path | None,
     ) -> None:
-        self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
-        self._starting, self._pending, self._log = starting, pending, log
+        self._env_name = env_name
+        self._options = options
+        self._answer_timeout_s = answer_timeout_s
+        self._starting = starting
+        self._pending = pending
+        self._log = log
         self._process: ChildProcess | None = None
         self._channel: socket.socket
         self._messages: MessageStream  # answers come through it

@@ -169,7 +169,9 @@ class _EventLoopHost:
         pending: PendingOperations,
         log: Path | None,
     ) -> None:
-        self._env_name, self._options, self._answer_timeout_s = env_name, options, answer_timeout_s
+        self._env_name = env_name
+        self._options = options
+        self._answer_timeout_s = answer_timeout_s
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, Task] = {}  # task of each environment's newest reset
         self._pending, self._log = pending, log

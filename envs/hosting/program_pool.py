@@ -55,7 +55,9 @@ class ProgramPool:
     def __init__(
         self, name: str, options: Mapping[str, object], *, processes: int, log: Path | None = None
     ) -> None:
-        self.name, self._options, self.log = name, options, log
+        self.name = name
+        self._options = options
+        self.log = log
         self._free_processes = asyncio.Semaphore(processes)
         self._idle: list[_ProgramProcess] = []
         self._busy: set[_ProgramProcess] = set()

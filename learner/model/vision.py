@@ -103,7 +103,9 @@ def places(
     Images come first. An image token after the last of them was sampled by the policy: a word
     without a meaning, for the engine too. Raises ValueError if an image has too few tokens.
     """
-    parts, at, next_position = [], 0, 0
+    parts = []
+    at = 0
+    next_position = 0
     is_image_L = np.zeros_like(is_pad_L)
     for grid in grids_I3:
         n_tokens = int(np.prod(grid))

@@ -69,7 +69,9 @@ class Engine:
         self.objective = objective_of(loss)
         prepare_device(learner)
         torch.manual_seed(seed)
-        self.learner, self.rank, self.ranks = learner, rank, learner.ranks
+        self.learner = learner
+        self.rank = rank
+        self.ranks = learner.ranks
         self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
         self.policy = _load(model_path, model, temperature=temperature)
         self.names = names_to_publish(Path(model_path), self.policy, learner)

@@ -122,7 +122,9 @@ def _check(
         return []
     try:
         if file.n_bytes != committed.n_bytes:  # it may be of any size: its rows are not needed
-            data, n_bytes, digest = None, file.n_bytes, layout.storage.digest(path)
+            data = None
+            n_bytes = file.n_bytes
+            digest = layout.storage.digest(path)
         else:
             data = layout.storage.read(path)
             n_bytes, digest = data.size, file_digest(data)

@@ -52,7 +52,9 @@ class Maintainer:
     """
 
     def __init__(self, catalog: Catalog, layout: RunLayout, settings: MaintainerSettings) -> None:
-        self.catalog, self.layout, self.settings = catalog, layout, settings
+        self.catalog = catalog
+        self.layout = layout
+        self.settings = settings
         self._opened_us = now_us()
         self._stop = threading.Event()
         # A daemon, so that an owner that forgets to close it can end. The catalog is crash safe,
