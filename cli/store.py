@@ -20,13 +20,12 @@ from cli.arguments import (
     where_option,
 )
 from printable import printable, say
-from store import StoreError
+from store import SNAPSHOT_WINDOW_S, StoreError
 
 if TYPE_CHECKING:
     from store import Finding
 
 FINDINGS = 1  # exit status
-DEFAULT_WINDOW_S = 900.0
 EXPORT_EPILOG = """\b
 Examples:
   gigpo export runs/a won_fast --where "won AND n_steps < 20"
@@ -124,7 +123,7 @@ def rebuild(run: Path, force: bool) -> None:
     "--snapshot-window",
     type=SECONDS,
     metavar="S",
-    default=DEFAULT_WINDOW_S,
+    default=SNAPSHOT_WINDOW_S,
     show_default=True,
     help="Keep replaced files for so many seconds, for readers that were told of them.",
 )

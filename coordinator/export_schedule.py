@@ -6,12 +6,17 @@ import sys
 import time
 
 from configs import StoreConfig
-from store import COMPACTION_POLICY, Catalog, Maintainer, MaintainerSettings, RunLayout, export
+from store import (
+    COMPACTION_POLICY,
+    SNAPSHOT_WINDOW_S,
+    Catalog,
+    Maintainer,
+    MaintainerSettings,
+    RunLayout,
+    export,
+)
 
 MAINTENANCE_PAUSE_S = 5.0
-# Replaced files are kept so long, for queries AS OF an earlier lsn. The learner opens the files
-# that it was told of within a minute.
-SNAPSHOT_WINDOW_S = 900.0
 # Between two exports pass at least EXPORT_INTERVAL_S, and EXPORT_PAUSE times the last export's
 # duration, because no call is answered during an export.
 EXPORT_INTERVAL_S = 1.0

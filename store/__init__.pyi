@@ -18,6 +18,7 @@ from .catalog.records import LiveSegment as LiveSegment
 from .catalog.records import RollBack as RollBack
 from .catalog.records import Unfinished as Unfinished
 from .catalog.records import VersionRecord as VersionRecord
+from .clock import SNAPSHOT_WINDOW_S as SNAPSHOT_WINDOW_S
 from .clock import now_us as now_us
 from .errors import DigestError as DigestError
 from .errors import FencedError as FencedError

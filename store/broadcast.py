@@ -30,6 +30,8 @@ from typing import Any
 JOINED = "joined"
 SECRET_BYTES = 16
 N_BYTES = 8  # little-endian
+# For one message, for forming a process group, and for the learner's list of members.
+MESSAGE_TIMEOUT = timedelta(seconds=60)
 CUT_BYTES = 64 * 2**20  # of one message: the memory that a device needs beside the model
 
 

@@ -27,8 +27,6 @@ from blake3 import blake3
 
 from store import SAFETENSORS_DTYPES, TensorEntry, broadcast, decode_safetensors_head
 
-# for one message, for forming a process group, for the learner's list of members
-MESSAGE_TIMEOUT = timedelta(seconds=60)
 LISTEN_TIMEOUT = timedelta(seconds=1)  # how often the thread checks whether it was closed
 DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -106,10 +104,10 @@ class Receiver:
         host_port = (address.host, address.port)
         try:
             with socket.create_connection(
-                host_port, timeout=MESSAGE_TIMEOUT.total_seconds()
+                host_port, timeout=broadcast.MESSAGE_TIMEOUT.total_seconds()
             ) as connection:
                 own_host = connection.getsockname()[0]
-            store = dist.TCPStore(*host_port, is_master=False, timeout=MESSAGE_TIMEOUT)
+            store = dist.TCPStore(*host_port, is_master=False, timeout=broadcast.MESSAGE_TIMEOUT)
             self._join_rounds(broadcast.HiddenKeys(secret=address.secret, store=store), own_host)
         except Exception as error:  # noqa: BLE001 - after any error the engine joins again
             _log.warning(
@@ -161,7 +159,7 @@ class Receiver:
     def _form(self, store: dist.Store, rank: int, size: int, own_host: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
-        options._timeout = MESSAGE_TIMEOUT
+        options._timeout = broadcast.MESSAGE_TIMEOUT
         return dist.ProcessGroupGloo(store, rank, size, options)
 
     def _receive(self, group: Any) -> Received:

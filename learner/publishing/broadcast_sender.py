@@ -29,7 +29,6 @@ from store import broadcast
 MOST_NEW = 10_000  # engines that join between two rounds
 # An engine answers a call at once, or when it has loaded the version before.
 READY_S = 5.0
-MESSAGE_TIMEOUT = timedelta(seconds=60)  # of one message, and of a group to form
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ class Broadcast:
         )
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = MESSAGE_TIMEOUT
+        options._timeout = broadcast.MESSAGE_TIMEOUT
         return dist.ProcessGroupGloo(store, 0, size, options)
 
     def _send_file(self, pieces: Sequence[memoryview]) -> None:
