@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,9 +259,15 @@ def describe_settings(named: dict[str, Setting]) -> list[str]:
         known = setting.fields().items()
         fields.append({k: v for k, v in known if configs.is_read(k, setting.advantages)})
     names = dict.fromkeys(itertools.chain.from_iterable(fields))
-    differing = {name for name in names if len({each.get(name) for each in fields}) > 1}
+    differing = {name for name in names if _differs(name, fields)}
     shown = differing or ("estimator", "gamma", "omega", "normalise", "group_filter")
-    lines = [
-        [f"{name}={value}" for name, value in each.items() if name in shown] for each in fields
-    ]
-    return ["\n".join(each) for each in lines]
+    descriptions = []
+    for each in fields:
+        lines = [f"{name}={value}" for name, value in each.items() if name in shown]
+        descriptions.append("\n".join(lines))
+    return descriptions
+
+
+def _differs(name: str, fields: Sequence[Mapping[str, object]]) -> bool:
+    """Return whether two settings have other values for a name, or one has none."""
+    return len({each.get(name) for each in fields}) > 1

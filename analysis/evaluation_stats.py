@@ -130,9 +130,10 @@ def show_evaluation_comparison(first: Path, second: Path, console: Console) -> N
             f"{first} and {second} have played no task in common; evaluate both on the same split"
         )
     difference_T = np.array([b.won / b.played - a.won / a.played for a, b in pairs])
-    rates = [success([pair[side] for pair in pairs]) for side in (0, 1)]
+    first_rate = success([one for one, _ in pairs])
+    second_rate = success([other for _, other in pairs])
     console.print(
-        f"{len(pairs)} tasks in common: {first} {rates[0]:.3f}, {second} {rates[1]:.3f}; "
+        f"{len(pairs)} tasks in common: {first} {first_rate:.3f}, {second} {second_rate:.3f}; "
         f"difference of the tasks' means {difference_T.mean():+.3f}, "
         f"p = {sign_flip_p(difference_T):.4f} (signs of the tasks' differences flipped)"
     )

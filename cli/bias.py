@@ -140,10 +140,11 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     """Return the rows as lines of a table: words to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     n_words = 2 if rows[0] == COMPARED else 1
-    return [
-        "  ".join(
+    lines = []
+    for row in rows:
+        cells = [
             cell.ljust(width) if place < n_words else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -142,7 +142,9 @@ def _key(value: object, kind: pa.DataType) -> str:
 
 
 def _text(value: object) -> object:
-    return value.hex() if isinstance(value, bytes) else value if value is None else str(value)
+    if value is None:
+        return None
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 WRITERS: Mapping[str, Callable[[pa.Table, TextIO], None]] = {

@@ -101,7 +101,9 @@ def ess(weights: torch.Tensor) -> float:
 
 
 def _class_name(low: int, high: float) -> str:
-    return f"{low}_up" if high == math.inf else str(low) if low == high else f"{low}_{high}"
+    if high == math.inf:
+        return f"{low}_up"
+    return str(low) if low == high else f"{low}_{high}"
 
 
 def anchor_size_histogram(advantages: pa.Table) -> dict[int, int]:

@@ -68,11 +68,10 @@ def _made(kind: type[T], loss: LossConfig, name: str) -> T:
 def _check_numbers(loss: LossConfig, used: Mapping[str, type]) -> None:
     """Refuse a number that has no effect, because it would be taken for one that has."""
     registries: tuple[Mapping[str, Any], ...] = (POLICY_LOSSES, CORRECTIONS, AGGREGATIONS)
-    known = {
-        name: [field.name for field in dataclasses.fields(kind)]
-        for registry in registries
-        for name, kind in registry.items()
-    }
+    known: dict[str, list[str]] = {}
+    for registry in registries:
+        for name, kind in registry.items():
+            known[name] = [field.name for field in dataclasses.fields(kind)]
     for name, numbers in loss.numbers.items():
         if name not in known:
             raise ConfigError(

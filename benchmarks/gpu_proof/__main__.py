@@ -102,7 +102,9 @@ def chosen_device(asked: str) -> str:
         sys.exit(
             f"torch {torch.__version__} sees no CUDA device; see nvidia-smi, or use --device cpu"
         )
-    return asked if asked != "auto" else ("cuda" if found else "cpu")
+    if asked != "auto":
+        return asked
+    return "cuda" if found else "cpu"
 
 
 def run_command(args: argparse.Namespace, *, device: str) -> dict[str, dict[str, Any]]:
