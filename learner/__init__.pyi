@@ -15,7 +15,7 @@ from .interface import StarvationError as StarvationError
 from .learner import Learner as Learner
 from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
-from .objective import objective_of as objective_of
+from .loss_settings import objective_of as objective_of
 from .publishing.export import ExportError as ExportError
 from .publishing.export import export_adapter as export_adapter
 from .publishing.export import export_checkpoint as export_checkpoint
