@@ -4,7 +4,20 @@
 
 The defaults are the published values of the system that each docstring names. `POLICY_LOSSES`
 lists the losses by their names in configs. `objective.py` adds corrections, KL and entropy, and
-takes the mean. Letters are as in `tokens.py`:
+takes the mean.
+
+To add a loss:
+
+1. here: its class, with a worked example, and its place in POLICY_LOSSES
+2. `objective.py`: its usual corrections and aggregation in DEFAULT_PAIRING; a line in
+   _BOUNDED_ALREADY if it takes no factors of single tokens; `check_combination` for whatever else
+   makes no sense with it
+3. `__init__.pyi`: its class
+4. `configs/schema.py`: its name in the comment of LossConfig.policy
+5. `docs/algorithms.md`, section 8: a heading with its name, and its formula
+6. `tests/gigpo/test_losses.py`: the worked example. Its last test fails while 1 to 5 are not whole
+
+Letters are as in `tokens.py`:
 
     rho = pi / mu   every loss compares with the policy that sampled; log mu was recorded then.
                     Only ppo_clip with a recomputed proximal policy needs another forward pass
@@ -340,8 +353,6 @@ def _check_clip(clip_low: float, clip_high: float) -> None:
         )
 
 
-# To add a loss: write its class above, add it here, and give its usual corrections in
-# `objective.py` (DEFAULT_PAIRING). Combinations that make no sense are refused there.
 POLICY_LOSSES: Final[Mapping[str, type[Loss]]] = MappingProxyType(
     {
         loss.name: loss

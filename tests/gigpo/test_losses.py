@@ -5,12 +5,16 @@ on-policy limit.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+import gigpo
 from gigpo import (
+    DEFAULT_PAIRING,
     KL_PENALTIES,
     POLICY_LOSSES,
     BehaviourCloning,
@@ -24,8 +28,10 @@ from gigpo import (
     Tokens,
     Topr,
     interpolated_proximal,
+    losses,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 POLICY_GRADIENTS = [kind() for name, kind in POLICY_LOSSES.items() if name != "behaviour_cloning"]
 ID = {"ids": lambda loss: loss.name}
 
@@ -382,3 +388,19 @@ def test_the_means_and_gradients_of_the_kl_estimates_are_what_their_table_says()
     torch.testing.assert_close(gradient(expected["k1"]), torch.zeros_like(theta_V))
     torch.testing.assert_close(gradient(expected["k2"]), gradient(forward))
     torch.testing.assert_close(gradient(expected["k3"]), gradient(backward))
+
+
+def test_a_loss_is_listed_wherever_a_user_looks_for_it() -> None:
+    """The head of gigpo/losses.py says what to change for a new loss."""
+    with_a_name = {
+        kind for kind in vars(losses).values() if isinstance(kind, type) and hasattr(kind, "name")
+    }
+    assert with_a_name == set(POLICY_LOSSES.values())
+    assert DEFAULT_PAIRING.keys() == POLICY_LOSSES.keys()
+    assert all(getattr(gigpo, kind.__name__) is kind for kind in POLICY_LOSSES.values())
+    schema = (ROOT / "configs/schema.py").read_text()
+    (comment,) = re.findall(r"# (.*)\n    policy: str = ", schema)
+    assert set(re.findall(r'"(\w+)"', comment)) == POLICY_LOSSES.keys()
+    text = (ROOT / "docs/algorithms.md").read_text()
+    section = text.partition("## 8. Policy losses")[2].partition("## 9.")[0]
+    assert set(re.findall(r"^### `(\w+)`", section, re.MULTILINE)) == POLICY_LOSSES.keys()
