@@ -30,6 +30,8 @@ from printable import UserError, fail, printable, protect_terminal
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
+# To add a command: write it in a module of this package, and list it here. Its help needs an
+# example, and docs/README.md says which page answers which question.
 SECTIONS = {
     "Train": (train, evaluate, status, stop, workers),
     "Look": (view, sql, audit, bias),

@@ -8,6 +8,9 @@
 `heartbeats.py` sends and keeps heartbeats
 `export_schedule.py` exports for outside readers, and starts the maintainer thread
 `logs.py` sends the output of a process to its log
+
+A group's way ends here: `Learner.run` publishes, then settles; `settle` in store/catalog/batches.py
+makes the batch's groups trained.
 """
 
 from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply

@@ -23,6 +23,8 @@ replay.py         learner steps again, bit for bit; explain.py shows each group'
 
 A group's way: `Prefetch` claims it, `prepare_batch` reads it and computes advantages, `cut_updates`
 and `micro_batches` make tensors, `RankGroup.train` and `Engine.train` compute the gradient.
+`Learner.run` publishes, then settles; `settle` in store/catalog/batches.py makes the batch's groups
+trained.
 """
 
 import lazy_loader

@@ -1,3 +1,6 @@
+-- To add a view: write it here, describe it in docs/sql.md ("The views"), and list it in VIEWS of
+-- tests/store/test_reader.py and, if a rebuild gives it back, of tests/store/test_rebuild.py.
+
 -- One row per step of every committed trajectory. A segment may hold trajectories that another
 -- segment committed first: those rows are excluded.
 CREATE OR REPLACE VIEW steps AS
