@@ -13,9 +13,9 @@ from .interface import NonFiniteWeightsError as NonFiniteWeightsError
 from .interface import RankError as RankError
 from .interface import StarvationError as StarvationError
 from .learner import Learner as Learner
+from .loss_settings import objective_of as objective_of
 from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
-from .loss_settings import objective_of as objective_of
 from .publishing.export import ExportError as ExportError
 from .publishing.export import export_adapter as export_adapter
 from .publishing.export import export_checkpoint as export_checkpoint
