@@ -1,12 +1,11 @@
-"""Who may import whom (the table in CONTRIBUTING.md), read from the sources without running
-them.
-"""
+"""Who may import whom: CONTRIBUTING.md has the table, and the sources are read without running them."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -20,33 +19,46 @@ from store import Catalog, RunLayout, export, write_open_sql
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = "printable"  # imports nothing of ours, so everybody may import it
-HEAVY = {"ray", "torch", "vllm", "deepspeed"}
-LEAVES = {"configs", "envs", "store", "gigpo"}
-MAY_IMPORT = {
-    "configs": set(),
-    "envs": set(),
-    "store": set(),
-    "gigpo": set(),
-    "coordinator": {"configs", "envs", "store"},
-    "analysis": LEAVES,
-    "actors": {"configs", "envs", "store", "coordinator"},
-    "learner": {"configs", "store", "gigpo", "coordinator"},
-    "driver": LEAVES | {"coordinator", "analysis", "actors", "learner"},
-    "cli": LEAVES | {"coordinator", "analysis", "actors", "learner", "driver"},
-}
+TABLE = "| | configs |"  # how the table of CONTRIBUTING.md begins
+THE_SAME = "the same"  # as in the row above
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+def tables() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Return what each package may import of ours, and what it must never import of others."""
+    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith(TABLE))
+    columns = cells(lines[begin])[:-1]
+    may_import: dict[str, set[str]] = {}
+    never: dict[str, set[str]] = {}
+    above: set[str] = set()
+    for line in itertools.takewhile(bool, lines[begin + 2 :]):
+        package, *marks, forbidden = cells(line)
+        assert len(marks) == len(columns) and set(marks) <= {"✓", "–", ""}, line
+        may_import[package] = {
+            name for name, mark in zip(columns, marks, strict=True) if mark == "✓"
+        }
+        names = {name.strip() for name in re.split(r",| and ", forbidden)} - {"", "–"}
+        if THE_SAME in names:
+            names = names - {THE_SAME} | above
+        never[package] = above = names
+    return may_import, never
+
+
+MAY_IMPORT, NEVER = tables()
 FOLDERS = tuple(MAY_IMPORT)
-NEVER = {
-    "configs": HEAVY,
-    "envs": HEAVY | {"transformers"},
-    "store": HEAVY | {"transformers"},
-    "gigpo": {"ray", "vllm", "deepspeed", "transformers"},
-    "coordinator": HEAVY - {"ray"},
-    "analysis": HEAVY,
-    "actors": {"deepspeed"},
-    "learner": {"vllm"},
-    "driver": set(),
-    "cli": set(),
-}
+
+
+def test_the_table_of_contributing_is_read() -> None:
+    assert MAY_IMPORT["cli"] == set(FOLDERS) - {"cli"}
+    assert MAY_IMPORT["coordinator"] == {"configs", "envs", "store"}
+    assert not any(MAY_IMPORT[leaf] for leaf in ("configs", "envs", "store", "gigpo"))
+    assert NEVER["configs"] == {"ray", "torch", "vllm", "deepspeed"}
+    assert NEVER["envs"] == NEVER["store"] == {*NEVER["configs"], "transformers"}
+    assert NEVER["cli"] == set()
 
 
 def test_every_folder_is_type_checked() -> None:
