@@ -6,6 +6,7 @@ panel.py            Panel: one query with a title and an explanation, and its wa
 charts.py           lines, bars and steps with one look
 shades.py           colours of advantages
 group_query.py      one group's steps without scanning the others
+downloads.py        an answer as a file: CSV or Arrow
 sql_text.py         values placed into a query, so that the query that is shown can be run as it is
 text.py             texts of a run made visible, cut, and safe in HTML
 html.py             the templates and their filters
