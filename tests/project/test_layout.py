@@ -1,4 +1,4 @@
-"""Who may import whom: CONTRIBUTING.md has the table, and the sources are read without running them."""
+"""Who may import whom: the table of CONTRIBUTING.md, against sources that are read and not run."""
 
 from __future__ import annotations
 
