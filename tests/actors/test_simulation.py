@@ -220,7 +220,6 @@ def make_config(
             workers=MANY,
             groups_in_flight=groups_in_flight,
             extra_members=extra_members,
-            lease_s=LEASE_S,
         ),
         algorithm=replace(config.algorithm, group_size=GROUP_SIZE),
         learner=replace(
@@ -253,6 +252,7 @@ def simulated(
     duck = duckdb.connect(config={"threads": 1})  # the tables are tiny
     # at the end is often enough
     monkeypatch.setattr("coordinator.export_schedule.EXPORT_INTERVAL_S", float("inf"))
+    monkeypatch.setattr("coordinator.coordinator.LEASE_S", LEASE_S)
     # so that groups are committed in parts
     monkeypatch.setattr("actors.rollout.group.COMMIT_EVERY_S", 0.2)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is lost here
