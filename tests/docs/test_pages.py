@@ -43,12 +43,13 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
     assert missing == []
 
 
-def test_every_thread_has_a_test() -> None:
-    rows = re.findall(r"^\| \[.*$", (DOCS / "elsewhere.md").read_text(), re.MULTILINE)
-    assert len(rows) == N_THREADS
-    for row in rows:
-        assert re.match(r"\| \[[\w./-]+ #\d+\]\(https://github\.com/[^)]+/\d+\) \|", row), row
-        assert NAMED.search(row), row
+def test_every_thread_has_a_link_what_happened_there_and_here_and_a_test() -> None:
+    _, *threads = re.split(r"^### ", (DOCS / "elsewhere.md").read_text(), flags=re.MULTILINE)
+    assert len(threads) == N_THREADS
+    for thread in threads:
+        assert re.match(r"\[[\w./-]+ #(\d+)\]\(https://github\.com/[\w./-]+/\1\)\n", thread), thread
+        assert "**There:** " in thread and "**Here:** " in thread, thread
+        assert NAMED.search(thread), thread
 
 
 def test_the_example_of_anchor_states_gives_the_output_below_it() -> None:
