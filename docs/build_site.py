@@ -136,6 +136,7 @@ def main() -> None:
     if found := faults():
         raise SystemExit("\n".join([*found, f"error: {len(found)} faults in the site"]))
     print(f"site/index.html: {n_pages} pages, {n_formulas} formulas, every link leads somewhere")
+    print("to search in it: python -m http.server -d site")
 
 
 if __name__ == "__main__":
