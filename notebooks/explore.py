@@ -3,6 +3,7 @@
     pip install -e ".[notebook]"
     marimo edit notebooks/explore.py -- --run runs/key_room    in the browser
     python notebooks/explore.py --run runs/key_room            as a script: a line for each plot
+    python notebooks/explore.py --run RUN --save FOLDER        the plots as SVG files, too
 
 The run may be training. It is only read, with queries as in docs/sql.md.
 """
@@ -140,6 +141,18 @@ def _(staleness):
 @app.cell
 def _(advantages):
     mo.Html(plot_advantages(advantages))
+    return
+
+
+@app.cell
+def _(advantages, staleness, success):
+    if folder := mo.cli_args().get("save"):
+        for name, plot in {
+            "success": plot_success(success),
+            "staleness": plot_staleness(staleness),
+            "advantages": plot_advantages(advantages),
+        }.items():
+            Path(str(folder), f"{name}.svg").write_text(plot + "\n")
     return
 
 

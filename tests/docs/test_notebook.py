@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks/explore.py"
 TIMEOUT_S = 120.0  # only for what hangs
 N_GROUPS = 6
+PLOTS = {"success.svg", "staleness.svg", "advantages.svg"}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return layout.root
 
 
-def test_as_a_script_it_says_a_line_for_each_plot(run: Path) -> None:
+def test_as_a_script_it_says_a_line_for_each_plot(run: Path, tmp_path: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, NOTEBOOK, "--run", run],
+        [sys.executable, NOTEBOOK, "--run", run, "--save", tmp_path],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -54,6 +55,7 @@ def test_as_a_script_it_says_a_line_for_each_plot(run: Path) -> None:
     assert lines[0] == f"success: 2 versions, {2 * N_GROUPS} episodes"
     assert lines[1] == "staleness: 4 groups that were trained on"
     assert lines[2].startswith("step advantages: ")
+    assert {path.name for path in tmp_path.glob("*.svg")} == PLOTS
 
 
 def test_a_run_that_is_none_is_named(tmp_path: Path) -> None:
