@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
 RUN ?= runs/quickstart
 SEED ?= 0
 PY := $(VENV)/bin/python
@@ -10,7 +11,7 @@ EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 GPUS := $(if $(filter cuda,$(EXTRA)),actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-faults test-crash check format bench gpu-proof gpu-proof-wheels clean
+.PHONY: help setup train test test-slow test-faults test-crash check format bench docs gpu-proof gpu-proof-wheels clean
 
 help:
 	@echo "make setup      make the virtual environment, with the gigpo program"
@@ -19,6 +20,7 @@ help:
 	@echo "make test-slow  tests that take minutes: a pretrained model, adapters in vLLM, two ranks"
 	@echo "make test-faults  real runs in which every component is killed, stopped or answers nonsense"
 	@echo "make test-crash the store's crash tests at full length"
+	@echo "make docs       the documentation as a site: site/index.html"
 	@echo "make bench      every benchmark in its quick form"
 	@echo "make gpu-proof  checks on one GPU, without vLLM; tiny shapes on a CPU (docs/gpu.md)"
 	@echo "make gpu-proof-wheels  packages for a GPU machine without network, into gpu_wheels/"
@@ -74,6 +76,17 @@ format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
+# The site needs two small packages and nothing of ours, so it has an environment of its own.
+# Once that is made, no network is used.
+docs: $(DOCS_VENV)/ready
+	$(DOCS_VENV)/bin/python docs/build_site.py
+
+$(DOCS_VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q --upgrade "pip>=25.1"
+	$(DOCS_VENV)/bin/python -m pip install -q --group docs
+	@touch $@
+
 gpu-proof: setup
 	$(PY) benchmarks/gpu_proof all
 
@@ -81,4 +94,4 @@ gpu-proof-wheels: setup
 	$(PY) benchmarks/gpu_proof/wheels.py gpu_wheels
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DOCS_VENV) build site .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache
