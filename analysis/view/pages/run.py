@@ -8,15 +8,18 @@ from functools import partial
 import pyarrow as pa
 from markupsafe import Markup
 
+from analysis.run_status import duration
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html, percent
 from analysis.view.page import Asked, Page
+from analysis.view.pages.anchor import wrong_states
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
 
 RECENT_STEPS = 5  # learner steps that "now" means
 SHOWN_STEPS = 60  # of the chart of times
 SHOWN_EVENTS = 30
+SHOWN_STATES = 8
 Z_95 = 1.959964
 
 FIGURES = """
@@ -39,7 +42,7 @@ SELECT consumed.*, recent.success AS train_success,
        (SELECT sum(n_steps) FROM groups) AS steps,
        (SELECT count(*) FROM groups WHERE state = 'open') AS open_groups,
        (SELECT max(entered_at) FROM ledger) AS changed_at,
-       epoch(last_at - first_at) / 3600 AS hours
+       epoch(last_at - first_at) AS trained_s
 FROM consumed, recent
 """
 # A batch's success is the mean over its groups. Its interval goes by how much groups differ, since
@@ -109,6 +112,8 @@ INCIDENTS = """
 SELECT logged_at, component, what, detail FROM (
     SELECT logged_at, component, what, detail FROM events
     WHERE what NOT IN ('weights loaded', 'merged')
+      -- groups that became too old are counted in the funnel
+      AND what NOT IN ('stale', 'group given up')
     UNION ALL
     SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
     WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
@@ -220,6 +225,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             ),
             empty="No batch of this run's own groups has been trained on yet.",
         ),
+        wrong_states(asked, rows=SHOWN_STATES),
         Panel(
             title="Alarms",
             explains="Checks of every learner step. An alarm that is on stays until its figure is "
@@ -264,7 +270,8 @@ def panels(asked: Asked) -> Sequence[Panel]:
 def show_figures(table: pa.Table) -> Markup:
     """Show the key figures."""
     (row,) = table.to_pylist()
-    return html("run_figures.html", row=row)
+    trained = "–" if row["trained_s"] is None else duration(row["trained_s"])
+    return html("run_figures.html", row=row, trained=trained)
 
 
 def show_limits(table: pa.Table) -> Markup:
