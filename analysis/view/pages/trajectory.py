@@ -46,12 +46,13 @@ SELECT group_uid FROM steps WHERE traj_uid = $traj GROUP BY group_uid
 """
 NEWEST = """
 SELECT group_uid FROM groups WHERE n_steps > 0 AND state <> 'open'
-ORDER BY state = 'trained' DESC, completed_at DESC LIMIT 1
+ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, state = 'trained' DESC, completed_at DESC
+LIMIT 1
 """
-FIRST_OF_GROUP = (
+FIRST_LOST = (
     OF_GROUP
     + """
-SELECT traj_uid FROM steps GROUP BY traj_uid ORDER BY min(member) LIMIT 1
+SELECT traj_uid FROM steps GROUP BY traj_uid ORDER BY bool_or(won), min(member) LIMIT 1
 """
 )
 EPISODE = (
@@ -116,7 +117,10 @@ ORDER BY s.step_index LIMIT $shown_steps
 
 
 def panels(asked: Asked) -> Sequence[Panel]:
-    """Return the panels of one episode, one of the newest group if the address names none."""
+    """Return the panels of one episode.
+
+    An address that names none leads to a lost one of the newest group of mixed outcome.
+    """
     trajectory, group = _found(asked)
     step = asked.whole("step")
     if step is not None and not 0 <= step < 2**31:
@@ -402,7 +406,7 @@ def _found(asked: Asked) -> tuple[uuid.UUID, uuid.UUID]:
     if not newest:
         return uuid.UUID(int=0), uuid.UUID(int=0)
     group = uuid.UUID(newest[0]["group_uid"])
-    query = of_group(FIRST_OF_GROUP, group=group, versions=group_versions(asked, group))
+    query = of_group(FIRST_LOST, group=group, versions=group_versions(asked, group))
     rows = asked.rows(query)
     return uuid.UUID(rows[0]["traj_uid"]) if rows else uuid.UUID(int=0), group
 
