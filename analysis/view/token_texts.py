@@ -73,6 +73,8 @@ class TokenTexts:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of the tokens, with ⟨number⟩ for one without a text."""
+        if self._tokenizer is not None and all(self._name(number) is not None for number in ids):
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
         parts = self.pieces(ids)
         return "".join(
             f"⟨{number}⟩" if part is None else part for number, part in zip(ids, parts, strict=True)

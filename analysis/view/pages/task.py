@@ -118,7 +118,8 @@ lost AS (
     FROM steps WHERE group_uid = $lost{lost_versions} AND NOT won
     QUALIFY member = min(member) OVER ())
 SELECT which, step_index AS step, traj_uid, group_uid, member, version_min, version_max,
-       left(obs_text, $characters) AS observation, left(action_text, $characters) AS action,
+       left(obs_text, $characters) AS observation, len(obs_text) > $characters AS is_cut,
+       left(action_text, $characters) AS action,
        is_action_valid, reward, state_hash, truncated, count(*) OVER (PARTITION BY which) AS steps
 FROM (SELECT 'won' AS which, * FROM won UNION ALL BY NAME SELECT 'lost' AS which, * FROM lost)
 ORDER BY step, which DESC LIMIT $rows
@@ -282,8 +283,8 @@ def two_transcripts(asked: Asked, turns: Mapping[str, Any]) -> Panel:
         query = query.replace(f"{{{name}}}", condition)
     return Panel(
         title="First win and last loss",
-        explains="Two attempts from the same start, action by action. Where they part is where "
-        "the one found what the other did not.",
+        explains="Two attempts from the same start, action by action. The first step at which "
+        "they did different things is marked.",
         query=fill(
             query,
             won=found["won"],

@@ -29,7 +29,7 @@ from analysis.view.token_texts import TokenTexts, token_texts
 SHOWN_STEPS = 300  # of a long episode, around the step of the address
 OPEN_STEPS = 12  # an episode of at most so many steps is shown open
 ACTION_CHARACTERS = 300
-TEXT_CHARACTERS = 20_001  # of an observation: one more than "show all" shows
+TEXT_CHARACTERS = 20_000  # of an observation; the query without it gives the rest
 REPLY_TOKENS = 2_000  # of one reply
 PAGE_REPLY_TOKENS = 3_000  # of all replies; the step of the address is shown beyond that
 PROMPT_TOKENS = 8_000  # of one prompt: its first and its last half
@@ -88,6 +88,7 @@ tried AS (
                 ORDER BY mean_return DESC, action)[:$tried] AS tried
     FROM rated GROUP BY state_hash)
 SELECT s.step_index AS step, left(s.obs_text, $text) AS observation,
+       len(s.obs_text) AS observation_length,
        left(s.anchor_text, $text) AS anchor, s.state_hash,
        left(s.action_text, $text) AS action, s.is_action_valid, s.reward, s.truncated,
        s.terminated, s.finish_reason, s.admissible_actions[:200] AS possible,
@@ -245,6 +246,7 @@ def show_transcript(
         shades=[shade_class(shade / SHADES, 1.0) for shade in range(-SHADES, SHADES + 1)],
         likely=LIKELY,
         texts=texts,
+        shown_characters=TEXT_CHARACTERS,
         open_all=asked.link("/trajectory", traj=trajectory, open="all"),
         n_closed=sum(not each["is_open"] for each in steps),
         is_all=step is None and len(rows) < SHOWN_STEPS,

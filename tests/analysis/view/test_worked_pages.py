@@ -210,7 +210,10 @@ def test_hostile_and_long_texts_are_text(viewer: TestClient, worked: RunLayout) 
         assert "{{7*7}}" in page
         assert not re.search("[\x00-\x08\x1b\u202a-\u202e\u2066-\u2069\u200b]", page)
         assert len(page) < 300_000
-    assert HOSTILE not in page
+        assert HOSTILE not in page
+    page = viewer.get(f"/trajectory?traj={traj}").text
+    # "You are in the ", a million letters, "."
+    assert "The first 20,000 of 1,000,016 characters" in page
 
 
 def test_tasks_that_are_still_lost_come_first(viewer: TestClient) -> None:
@@ -231,7 +234,7 @@ def test_a_task_shows_how_it_was_learnt(viewer: TestClient) -> None:
         in words(page)
     )
     shown = words(panel(page, "first-win-and-last-loss"))
-    assert "They part at step 0: open door won, go back lost." in shown
+    assert "step 0: open door in the attempt that won, go back in the one that lost." in shown
     assert "first win version 1, episode 0, 2 steps" in shown
     assert "last loss version 1, episode 2, 2 steps" in shown
     assert "No attempt at this task has been won yet." in viewer.get("/task?task=cave").text
