@@ -8,6 +8,7 @@ apart by people who are colour-blind (Okabe and Ito). Texts of a run become visi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -60,7 +61,7 @@ def lines(
     """
     data, names = columns_of(table, x=x), dict(names or {})
     drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
-    source = ColumnDataSource(data)
+    source = ColumnDataSource(_with_gaps(data, [*y, *filter(None, (low, high))]))
     if low and high:
         drawn.varea(
             x=x,
@@ -168,7 +169,7 @@ def steps(
     """Draw columns `y` as lines that hold their value until the next `x`."""
     data, names = columns_of(table, x=x), dict(names or {})
     drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
-    source = ColumnDataSource(data)
+    source = ColumnDataSource(_with_gaps(data, y))
     for column, colour in zip(y, _colours(), strict=False):
         label = names.get(column, column)
         drawn.step(
@@ -203,6 +204,14 @@ def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
         name: [_plain_value(value) for value in table.column(at).to_pylist()]
         for at, name in enumerate(table.column_names)
     }
+
+
+def _with_gaps(data: dict[str, list[Any]], columns: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the data with NaN for what is missing: a browser draws null as 0."""
+    gaps = {
+        name: [math.nan if value is None else value for value in data[name]] for name in columns
+    }
+    return {**data, **gaps}
 
 
 def draw(drawn: figure, summary: str) -> Chart:

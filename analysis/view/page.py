@@ -38,8 +38,14 @@ class Asked:
         return found
 
     def text(self, name: str) -> str | None:
-        """Return a parameter of the address, None if it is missing or empty."""
-        return self.parameters.get(name) or None
+        """Return a parameter of the address, None if it is missing or empty.
+
+        Raises BadAddressError for a text that SQL cannot hold.
+        """
+        text = self.parameters.get(name) or None
+        if text is not None and "\0" in text:
+            raise BadAddressError(f"{name} has a null character, which SQL cannot hold")
+        return text
 
     def whole(self, name: str) -> int | None:
         """Return a whole number of the address. Raises BadAddressError."""

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from analysis.view.page import Page
-from analysis.view.pages import anchor, funnel, group, groups, run, sql
+from analysis.view.pages import anchor, funnel, group, groups, run, sql, task, trajectory
 
-PAGES: tuple[Page, ...] = (run.PAGE, funnel.PAGE, groups.PAGE, group.PAGE, anchor.PAGE, sql.PAGE)
+PAGES: tuple[Page, ...] = (
+    run.PAGE,
+    funnel.PAGE,
+    groups.PAGE,
+    group.PAGE,
+    anchor.PAGE,
+    trajectory.PAGE,
+    task.PAGE,
+    sql.PAGE,
+)

@@ -140,7 +140,7 @@ def show_group(asked: Asked, table: pa.Table) -> Markup:
     return html(
         "group_figures.html",
         row=row,
-        task=asked.link("/groups", task=row["task_id"]),
+        task=asked.link("/task", task=row["task_id"]),
         before=row["before"] and asked.link("/group", group=row["before"]),
         after=row["after"] and asked.link("/group", group=row["after"]),
     )

@@ -143,6 +143,7 @@ document.addEventListener("keydown", (event) => {
 document.addEventListener("DOMContentLoaded", () => {
   draw(document);
   fetchLater(document);
+  document.querySelector("[data-scroll-here]")?.scrollIntoView();  // what the address asked for
   const follow = document.getElementById("follow");
   if (follow) {
     follow.checked = sessionStorage.getItem("follow") !== "no";

@@ -1,0 +1,89 @@
+"""Texts of tokens: characters of several tokens, and tokenizers that should not be loaded."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+
+from analysis.view.png import png
+from analysis.view.token_texts import MAX_FILE_BYTES, TokenTexts, decoding_part, token_texts
+from store import RunLayout
+from tests.analysis.view.worked_run import make_tokenizer
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout.create(tmp_path / "run", config_yaml="")
+
+
+def put(layout: RunLayout, name: str, content: str) -> Path:
+    path = layout.root / name / "tokenizer.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+def test_a_character_may_have_several_tokens() -> None:
+    texts = TokenTexts(make_tokenizer(), source="")
+    assert texts.pieces([0, 1, 2, 3, 99, -1, 0]) == ["take", " gold", "", "é", None, None, "take"]
+    assert texts.text([0, 99, 5]) == "take⟨99⟩\n"
+    assert texts.pieces([]) == []
+
+
+def test_the_newest_weights_are_asked_first(layout: RunLayout) -> None:
+    whole = make_tokenizer().to_str()
+    put(layout, "base/policy", whole)
+    assert token_texts(layout.root).source == "base/policy/tokenizer.json"
+    put(layout, "weights/v9", whole)
+    put(layout, "weights/v10", whole)
+    assert token_texts(layout.root).source == "weights/v10/tokenizer.json"
+
+
+def test_without_a_tokenizer_tokens_have_no_text(layout: RunLayout) -> None:
+    texts = token_texts(layout.root)
+    assert not texts.is_known and "lies beside" in texts.source
+    assert texts.pieces([1, 2]) == [None, None]
+
+
+@pytest.mark.parametrize("content", ["", "no json", "[]", "{}", '{"model": 1}', '{"model": {}}'])
+def test_a_damaged_tokenizer_is_named(content: str, layout: RunLayout) -> None:
+    put(layout, "weights/v1", content)
+    texts = token_texts(layout.root)
+    assert not texts.is_known and texts.source.startswith(
+        "weights/v1/tokenizer.json cannot be read"
+    )
+
+
+def test_a_link_and_a_large_file_are_not_read(layout: RunLayout, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.json"
+    outside.write_text(make_tokenizer().to_str())
+    (layout.weights / "v2").mkdir(parents=True)
+    (layout.weights / "v2" / "tokenizer.json").symlink_to(outside)
+    assert not token_texts(layout.root).is_known
+    large = put(layout, "weights/v3", "")
+    with large.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    assert token_texts(layout.root).source == "weights/v3/tokenizer.json is too large"
+
+
+def test_only_what_decodes_is_loaded() -> None:
+    content = json.loads(make_tokenizer().to_str())
+    endless = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    plain = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    content["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}}
+    content["decoder"] = {"type": "Sequence", "decoders": [endless, plain, {"type": "Fuse"}]}
+    kept = decoding_part(content)
+    assert kept["pre_tokenizer"] is None
+    assert kept["decoder"] == {"type": "Sequence", "decoders": [plain, {"type": "Fuse"}]}
+
+
+def test_a_picture_has_the_pixels_that_it_was_given() -> None:
+    data = png([b"\1\2\3\4\5\6"], width=2)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[16:24] == b"\0\0\0\2\0\0\0\1"
+    start = data.index(b"IDAT") + 4
+    assert zlib.decompress(data[start : start + int.from_bytes(data[start - 8 : start - 4])]) == (
+        b"\0\1\2\3\4\5\6"
+    )
