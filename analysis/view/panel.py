@@ -90,6 +90,7 @@ def render_panel(
     run: str = "RUN",
     lsn: int | None = None,
     downloads: Mapping[str, str] | None = None,
+    template: str = "panel.html",
 ) -> Markup:
     """Return the panel's HTML. An error of the query stands in it as one line.
 
@@ -102,7 +103,7 @@ def render_panel(
     except (StoreError, ValueError, OverflowError, pa.ArrowException) as reason:
         error = plain(" ".join(str(reason).split()), at_most=600)
     return html(
-        "panel.html",
+        template,
         panel=panel,
         body=body,
         error=error,
