@@ -190,6 +190,33 @@ def steps(
     return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
 
 
+def intervals(
+    table: pa.Table,
+    *,
+    x: str,
+    y: str,
+    low: str = "low",
+    high: str = "high",
+    names: Mapping[str, str] | None = None,
+    height: int = HEIGHT,
+) -> Chart:
+    """Draw fractions `y` over `x` as points, each with a whisker from `low` to `high`."""
+    data, names = columns_of(table, x=x), dict(names or {})
+    drawn = _figure(x=names.get(x, x), height=height, is_fraction=True)
+    source = ColumnDataSource(data)
+    drawn.segment(x0=x, x1=x, y0=low, y1=high, source=source, color=COLOURS[0], line_width=2)
+    drawn.line(x=x, y=y, source=source, color=COLOURS[0], line_alpha=0.4)
+    marks = drawn.scatter(x=x, y=y, source=source, size=8, color=COLOURS[0])
+    digits = _digits(True)
+    tips = [
+        (names.get(x, x), f"@{{{x}}}"),
+        (names.get(y, y), f"@{{{y}}}{digits}"),
+        ("95 % interval", f"@{{{low}}}{digits} to @{{{high}}}{digits}"),
+    ]
+    drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
+    return _chart(drawn, f"{names.get(y, y)} over {names.get(x, x)}, {len(data[x])} points")
+
+
 def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
     """Return the columns as lists, by `x` if it is a number, thinned to MAX_POINTS rows.
 

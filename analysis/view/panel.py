@@ -122,10 +122,10 @@ def render_placeholder(panel: Panel, address: str) -> Markup:
 def command(query: str, *, run: str, lsn: int | None) -> str:
     """Return the command that asks the same in a shell."""
     at = "" if lsn is None else f" --as-of {lsn}"
-    return f"gigpo sql {_shell_word(run)}{at} {_shell_word(query.strip())}"
+    return f"gigpo sql {shell_word(run)}{at} {shell_word(query.strip())}"
 
 
-def _shell_word(text: str) -> str:
+def shell_word(text: str) -> str:
     """Return the text quoted for a shell. Hidden characters are escapes, as bash and zsh take."""
     if not UNSAFE.search(text.replace("\n", "")):
         return shlex.quote(text)
