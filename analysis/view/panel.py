@@ -73,9 +73,8 @@ class Panel:
     alone: bool = False  # asked of a process of its own: for queries that read all steps
     above: Markup | str = ""  # controls between the explanation and the answer
     n_rows: int | None = None  # only so many are asked for; None: all
-    keeps: bool = (
-        True  # the HTML of an address at an lsn is kept; False: `show` looks elsewhere too
-    )
+    # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
+    keeps: bool = True
 
     @property
     def name(self) -> str:
