@@ -72,6 +72,7 @@ class Panel:
     later: bool = False  # fetched after the page stands
     alone: bool = False  # asked of a process of its own: for queries that read all steps
     above: Markup | str = ""  # controls between the explanation and the answer
+    combine: Callable[[pa.Table], pa.Table] | None = None  # adds another run's rows to the answer
     n_rows: int | None = None  # only so many are asked for; None: all
     # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
     keeps: bool = True
@@ -98,7 +99,7 @@ def render_panel(
     body, error = Markup(""), ""
     try:
         table = ask(panel.query) if panel.n_rows is None else ask(panel.query, panel.n_rows)
-        body = _body(panel, table)
+        body = _body(panel, table if panel.combine is None else panel.combine(table))
     except (StoreError, ValueError, OverflowError, pa.ArrowException) as reason:
         error = plain(" ".join(str(reason).split()), at_most=600)
     return html(

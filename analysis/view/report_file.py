@@ -195,6 +195,7 @@ def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
         is_foreign=False,
         ask=ask,
         ask_run=lambda number, query: ask(query),
+        lsn_of=lambda number: lsn,
     )
     of_run = {panel.title: panel for panel in run_page.panels(asked)}
     return [
