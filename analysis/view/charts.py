@@ -97,7 +97,7 @@ def lines(
             digits = _digits(is_fraction)
             tips.append(("95 % interval", f"@{{{low}}}{digits} to @{{{high}}}{digits}"))
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
-    _place_legend(drawn, n_entries=len(y) + len(points))
+    finish_legend(drawn, n_entries=len(y) + len(points))
     named = " and ".join(names.get(each, each) for each in [*y, *points])
     return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
 
@@ -152,7 +152,7 @@ def bars(
         drawn.y_range = DataRange1d(start=0)
     if not numeric and len(factors) > 6:
         drawn.xaxis.major_label_orientation = 0.8
-    _place_legend(drawn, n_entries=len(y))
+    finish_legend(drawn, n_entries=len(y))
     return _chart(drawn, f"{' and '.join(labels)} by {names.get(x, x)}, {len(data[x])} bars")
 
 
@@ -185,7 +185,7 @@ def steps(
         )
         tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(is_fraction)}")]
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
-    _place_legend(drawn, n_entries=len(y))
+    finish_legend(drawn, n_entries=len(y))
     named = " and ".join(names.get(each, each) for each in y)
     return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
 
@@ -294,7 +294,8 @@ def _figure(
     return drawn
 
 
-def _place_legend(drawn: figure, *, n_entries: int) -> None:
+def finish_legend(drawn: figure, *, n_entries: int) -> None:
+    """Place the legend of a figure above it, or hide it if there is one entry only."""
     (legend,) = drawn.legend
     if n_entries < 2:
         legend.visible = False

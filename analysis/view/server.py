@@ -274,10 +274,10 @@ class Viewer:
         stored = self.stored[number]
         is_live = not parameters.get("as_of")
         lsn = self._moment(number, parameters.get("as_of", ""))
-
-        def lsn_of(other: int) -> int:
-            return self._moment(other, parameters.get(f"as_of_{other}", ""))
-
+        moments = [
+            self._moment(other, parameters.get(f"as_of_{other}", ""))
+            for other in range(len(self.stored))
+        ]
         return Asked(
             parameters=parameters,
             run=self.names[number],
@@ -287,8 +287,8 @@ class Viewer:
             is_live=is_live,
             is_foreign=request.headers.get("sec-fetch-site") in ("cross-site", "same-site"),
             ask=partial(stored.ask, lsn),
-            ask_run=lambda other, query: self.stored[other].ask(lsn_of(other), query),
-            lsn_of=lsn_of,
+            ask_run=lambda other, query: self.stored[other].ask(moments[other], query),
+            lsn_of=moments.__getitem__,
         )
 
     def _moment(self, number: int, text: str) -> int:
