@@ -72,7 +72,7 @@ def test_figures_of_both_runs(client: TestClient) -> None:
     assert "0 were won by run<b>first only and 1 by second only." in shown
     assert "Both won 9, neither won 0." in shown
     assert f"{ONLY_SECOND} training 0 of 1 1 of 1" in shown
-    assert "a 1 2 b – ['1', '<script>alert(1)</script>']" in shown
+    assert "a 1 2 b – [1, '<script>alert(1)</script>']" in shown
 
 
 def test_counts_lead_to_the_groups_of_their_run(client: TestClient) -> None:
