@@ -1,11 +1,11 @@
 """Compute from a stored run what people want to see of it.
 
 run_status.py          how far a run is
-report.py              the summary at the end of a training
+report.py              the summary that is printed at the end of a training
 evaluation_stats.py    success on held-out tasks with intervals, and two evaluations compared
 audit.py               advantages of a run under other settings
 setting_comparison.py  which steps two settings train differently, as tables and as a plot
-view/                  pages that show a run in a browser: `gigpo view`
+view/                  pages that show a run in a browser, and a file of them
 """
 
 from analysis.audit import (
@@ -20,7 +20,7 @@ from analysis.evaluation_stats import show_evaluation, show_evaluation_compariso
 from analysis.report import is_finished, show_report, trained_to
 from analysis.run_status import duration, progress_lines
 from analysis.setting_comparison import plot_settings
-from analysis.view import serve_view
+from analysis.view import serve_view, write_report_file
 
 __all__ = [
     "Setting",
@@ -38,4 +38,5 @@ __all__ = [
     "show_evaluation_comparison",
     "show_report",
     "trained_to",
+    "write_report_file",
 ]

@@ -60,8 +60,8 @@ def is_finished(config: Config) -> bool:
         return bool(_row(reader, EVALUATED.format(config.learner.steps))[0])
 
 
-def show_report(config: Config, console: Console) -> None:
-    """Print the summary of a run."""
+def show_report(config: Config, console: Console, *, report_file: Path | None = None) -> None:
+    """Print the summary of a run. `report_file` is the HTML file that shows more of it."""
     run, metric = config.run_dir, success_metric(config)
     with store.open_run(run) as reader:
         heldout = newest_round(reader)
@@ -95,8 +95,11 @@ def show_report(config: Config, console: Console) -> None:
             f"{n_timed} learner steps took {duration(total_s)}, one of them {step_s:.2f} s (median)"
         )
     curve = f"SELECT learner_step, value FROM metrics WHERE name = '{metric}' ORDER BY learner_step"
+    shown = "" if report_file is None else f"  report     {report_file} (open it in a browser)\n"
     console.print(
         f"{trajectories} trajectories, {steps} steps in {run}\n"
+        f"{shown}"
+        f"  look       gigpo view {run}\n"
         f'  ask        gigpo sql {run} "{curve}"\n'
         f"  curves     tensorboard --logdir {run}/tensorboard\n"
         f"  weights    {run}/weights (Hugging Face directories, newest last)\n"

@@ -21,6 +21,7 @@ from cli.audit import audit
 from cli.bias import bias
 from cli.evaluate import evaluate
 from cli.models import export_model, replay
+from cli.report import report
 from cli.run_control import status, stop, workers
 from cli.sql import sql
 from cli.store import compact, export, fetch, fsck, import_, rebuild
@@ -34,7 +35,7 @@ EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 # example, and docs/README.md says which page answers which question.
 SECTIONS = {
     "Train": (train, evaluate, status, stop, workers),
-    "Look": (view, sql, audit, bias),
+    "Look": (view, report, sql, audit, bias),
     "Store": (fsck, rebuild, compact, export, import_, fetch),
     "Models": (export_model, replay),
 }

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import configs
 from actors import sample_chats
-from analysis import is_finished, show_report, trained_to
+from analysis import is_finished, show_report, trained_to, write_report_file
 from configs import Config, ConfigError
 from driver import offline_sources, resume, run_control, run_lock
 from driver.cluster import ray_cluster
@@ -132,7 +132,20 @@ def train(config: Config, console: Console, *, fork_of: str = "") -> None:
                         ray_cluster(config.run_dir, processes=n_processes(config, learns=True))
                     )
                 _train_to_the_end(config, console)
-    show_report(config, console)
+    show_report(config, console, report_file=_report_file(run, console))
+
+
+def _report_file(run: Path, console: Console) -> Path | None:
+    """Write RUN/report.html. The training is done, so any failure is one line, not its end."""
+    try:
+        return write_report_file(run)
+    except Exception as error:  # noqa: BLE001  # of libraries that only draw: told, not raised
+        why = " ".join(str(error).split()) or type(error).__name__
+        console.print(
+            f"warning: the report of {run} could not be written: {why}; try: gigpo report {run}",
+            markup=False,
+        )
+        return None
 
 
 def _check_new_sources(config: Config, console: Console) -> None:

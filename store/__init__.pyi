@@ -44,6 +44,7 @@ from .layout import DRIVER_FILE as DRIVER_FILE
 from .layout import FORMAT as FORMAT
 from .layout import MADE_BEFORE_RUN_JSON as MADE_BEFORE_RUN_JSON
 from .layout import OUTSIDE_FILE as OUTSIDE_FILE
+from .layout import REPORT_FILE as REPORT_FILE
 from .layout import STOPPING_FILE as STOPPING_FILE
 from .layout import WANTED_WORKERS_FILE as WANTED_WORKERS_FILE
 from .layout import RunLayout as RunLayout

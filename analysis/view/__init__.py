@@ -11,6 +11,9 @@ sql_text.py         values placed into a query, so that the query that is shown 
 text.py             texts of a run made visible, cut, and safe in HTML
 html.py             the templates and their filters
 snapshots.py        readers by (run, lsn), and their answers
+report_file.py      several panels as one HTML file that needs no server: `gigpo report`
+report_summary.py   its sentences: did it learn, is it stable, what limits it
+run_settings.py     a run's settings, and those that differ from others
 server.py           the application: routes, checks of each request, headers
 
 To add a page: write pages/NAME.py with a `PAGE`, add it to PAGES in pages/__init__.py. Panels need
@@ -28,3 +31,19 @@ def serve_view(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: i
     from analysis.view.server import serve
 
     serve(runs, port=port, opens_browser=opens_browser, as_of=as_of)
+
+
+def write_report_file(
+    run: Path,
+    *,
+    output: Path | None = None,
+    as_of: int | None = None,
+    overwrites: bool = False,
+) -> Path:
+    """Write what the run showed into one HTML file, by default RUN/report.html. Return its path.
+
+    A file that is no report is replaced only if `overwrites`. Raises StoreError.
+    """
+    from analysis.view.report_file import write
+
+    return write(run, output=output, as_of=as_of, overwrites=overwrites)

@@ -98,7 +98,7 @@ def lines(
             digits = _digits(is_fraction)
             tips.append(("95 % interval", f"@{{{low}}}{digits} to @{{{high}}}{digits}"))
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
-    _place_legend(drawn, n_entries=len(y) + len(points))
+    finish_legend(drawn, n_entries=len(y) + len(points))
     named = " and ".join(names.get(each, each) for each in [*y, *points])
     return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
 
@@ -153,7 +153,7 @@ def bars(
         drawn.y_range = DataRange1d(start=0)
     if not numeric and len(factors) > 6:
         drawn.xaxis.major_label_orientation = 0.8
-    _place_legend(drawn, n_entries=len(y))
+    finish_legend(drawn, n_entries=len(y))
     return _chart(drawn, f"{' and '.join(labels)} by {names.get(x, x)}, {len(data[x])} bars")
 
 
@@ -186,9 +186,36 @@ def steps(
         )
         tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(is_fraction)}")]
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
-    _place_legend(drawn, n_entries=len(y))
+    finish_legend(drawn, n_entries=len(y))
     named = " and ".join(names.get(each, each) for each in y)
     return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
+
+
+def intervals(
+    table: pa.Table,
+    *,
+    x: str,
+    y: str,
+    low: str = "low",
+    high: str = "high",
+    names: Mapping[str, str] | None = None,
+    height: int = HEIGHT,
+) -> Chart:
+    """Draw fractions `y` over `x` as points, each with a whisker from `low` to `high`."""
+    data, names = columns_of(table, x=x), dict(names or {})
+    drawn = _figure(x=names.get(x, x), height=height, is_fraction=True)
+    source = ColumnDataSource(data)
+    drawn.segment(x0=x, x1=x, y0=low, y1=high, source=source, color=COLOURS[0], line_width=2)
+    drawn.line(x=x, y=y, source=source, color=COLOURS[0], line_alpha=0.4)
+    marks = drawn.scatter(x=x, y=y, source=source, size=8, color=COLOURS[0])
+    digits = _digits(True)
+    tips = [
+        (names.get(x, x), f"@{{{x}}}"),
+        (names.get(y, y), f"@{{{y}}}{digits}"),
+        ("95 % interval", f"@{{{low}}}{digits} to @{{{high}}}{digits}"),
+    ]
+    drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
+    return _chart(drawn, f"{names.get(y, y)} over {names.get(x, x)}, {len(data[x])} points")
 
 
 def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
@@ -276,7 +303,8 @@ def _figure(
     return drawn
 
 
-def _place_legend(drawn: figure, *, n_entries: int) -> None:
+def finish_legend(drawn: figure, *, n_entries: int) -> None:
+    """Place the legend of a figure above it, or hide it if there is one entry only."""
     (legend,) = drawn.legend
     if n_entries < 2:
         legend.visible = False

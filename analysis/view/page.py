@@ -30,7 +30,8 @@ class Asked:
     is_live: bool  # the address names no lsn, so it shows the newest
     is_foreign: bool  # a link on another site led here: no query in the address is asked
     ask: Ask
-    ask_run: Callable[[int, str], pa.Table]  # another run's newest snapshot, by its number
+    ask_run: Callable[[int, str], pa.Table]  # another run, by its number, at `lsn_of` it
+    lsn_of: Callable[[int], int]  # another run's moment: `as_of_NUMBER` of the address, or newest
 
     def rows(self, query: str) -> list[dict[str, Any]]:
         """Return a small answer that decides which panels the page has. Raises StoreError."""
@@ -96,6 +97,7 @@ class Page:
     question: str  # that the page answers, in one sentence
     panels: Callable[[Asked], Sequence[Panel]]
     is_start: bool = True  # it stands in the navigation: it needs no parameter
+    compares: bool = False  # it shows other runs too: an address names their moments as well
     follows: bool = True  # it may be replaced by newer rows while somebody looks at it
     # Parameters with which a test opens the page, from one row of this query: {name: value}.
     example: str | None = None

@@ -72,6 +72,7 @@ class Panel:
     later: bool = False  # fetched after the page stands
     alone: bool = False  # asked of a process of its own: for queries that read all steps
     above: Markup | str = ""  # controls between the explanation and the answer
+    combine: Callable[[pa.Table], pa.Table] | None = None  # adds another run's rows to the answer
     n_rows: int | None = None  # only so many are asked for; None: all
     # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
     keeps: bool = True
@@ -89,6 +90,7 @@ def render_panel(
     run: str = "RUN",
     lsn: int | None = None,
     downloads: Mapping[str, str] | None = None,
+    template: str = "panel.html",
 ) -> Markup:
     """Return the panel's HTML. An error of the query stands in it as one line.
 
@@ -97,11 +99,11 @@ def render_panel(
     body, error = Markup(""), ""
     try:
         table = ask(panel.query) if panel.n_rows is None else ask(panel.query, panel.n_rows)
-        body = _body(panel, table)
+        body = _body(panel, table if panel.combine is None else panel.combine(table))
     except (StoreError, ValueError, OverflowError, pa.ArrowException) as reason:
         error = plain(" ".join(str(reason).split()), at_most=600)
     return html(
-        "panel.html",
+        template,
         panel=panel,
         body=body,
         error=error,
@@ -120,10 +122,10 @@ def render_placeholder(panel: Panel, address: str) -> Markup:
 def command(query: str, *, run: str, lsn: int | None) -> str:
     """Return the command that asks the same in a shell."""
     at = "" if lsn is None else f" --as-of {lsn}"
-    return f"gigpo sql {_shell_word(run)}{at} {_shell_word(query.strip())}"
+    return f"gigpo sql {shell_word(run)}{at} {shell_word(query.strip())}"
 
 
-def _shell_word(text: str) -> str:
+def shell_word(text: str) -> str:
     """Return the text quoted for a shell. Hidden characters are escapes, as bash and zsh take."""
     if not UNSAFE.search(text.replace("\n", "")):
         return shlex.quote(text)

@@ -272,24 +272,34 @@ class Viewer:
         if number is None:
             raise BadAddressError(f"run is a number from 0 to {len(self.stored) - 1}")
         stored = self.stored[number]
-        newest = stored.look()
-        text = parameters.get("as_of", "")
-        if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
-            raise BadAddressError("as_of is the log number (LSN) of a snapshot")
-        lsn = int(text) if text else newest
-        if lsn != newest:
-            stored.ensure(lsn)
+        is_live = not parameters.get("as_of")
+        lsn = self._moment(number, parameters.get("as_of", ""))
+        moments = [
+            self._moment(other, parameters.get(f"as_of_{other}", ""))
+            for other in range(len(self.stored))
+        ]
         return Asked(
             parameters=parameters,
             run=self.names[number],
             run_number=number,
             runs=self.names,
             lsn=lsn,
-            is_live=not text,
+            is_live=is_live,
             is_foreign=request.headers.get("sec-fetch-site") in ("cross-site", "same-site"),
             ask=partial(stored.ask, lsn),
-            ask_run=lambda other, query: self.stored[other].ask(self.stored[other].look(), query),
+            ask_run=lambda other, query: self.stored[other].ask(moments[other], query),
+            lsn_of=moments.__getitem__,
         )
+
+    def _moment(self, number: int, text: str) -> int:
+        """Return the lsn that an address names, or a run's newest. Raises BadAddressError."""
+        newest = self.stored[number].look()
+        if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
+            raise BadAddressError("as_of is the log number (LSN) of a snapshot")
+        lsn = int(text) if text else newest
+        if lsn != newest:
+            self.stored[number].ensure(lsn)
+        return lsn
 
     def _download(self, page: Page, asked: Asked, kind: str, request: Request) -> Response:
         """Return the rows of a panel as a file, to the page that shows it or with the token."""
@@ -310,6 +320,13 @@ class Viewer:
 
     def _frame(self, page: Page, asked: Asked, request: Request, panels: Markup) -> Markup:
         stored = self.stored[asked.run_number]
+        others: dict[str, object] = {}
+        if page.compares:
+            others = {
+                f"as_of_{number}": asked.lsn_of(number)
+                for number in range(len(self.stored))
+                if number != asked.run_number
+            }
         return html(
             "page.html",
             page=page,
@@ -320,8 +337,8 @@ class Viewer:
                 (plain(Path(name).name or name), number, _with(request, run=number, as_of=None))
                 for number, name in enumerate(self.names)
             ],
-            fixed_link=_with(request, as_of=asked.lsn),
-            live_link=_with(request, as_of=None),
+            fixed_link=_with(request, as_of=asked.lsn, **others),
+            live_link=_with(request, as_of=None, **dict.fromkeys(others)),
             left_out=stored.left_out,
         )
 

@@ -199,6 +199,9 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(
     )
     assert "the base policy is cloned: " in output
     assert "Traceback" not in output
+    report = (finished[0].run / "report.html").read_text()
+    assert f"report     {finished[0].run}/report.html" in output
+    assert "Held-out tasks: " in report and 'class="error"' not in report
 
 
 def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) -> None:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from analysis.view.page import Page
-from analysis.view.pages import anchor, funnel, group, groups, run, sql, task, trajectory
+from analysis.view.pages import (
+    anchor,
+    compare,
+    funnel,
+    group,
+    groups,
+    run,
+    sql,
+    task,
+    trajectory,
+)
 
 PAGES: tuple[Page, ...] = (
     run.PAGE,
@@ -13,5 +23,6 @@ PAGES: tuple[Page, ...] = (
     anchor.PAGE,
     trajectory.PAGE,
     task.PAGE,
+    compare.PAGE,
     sql.PAGE,
 )

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 
+from analysis import write_report_file
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.server import make_app
@@ -133,3 +134,24 @@ def test_pointing_at_a_step_shows_it_and_marks_the_same_state(
     assert tab.locator(".cell.same").count() >= 1
     assert "/trajectory?traj=" in tab.locator("a[data-link=trajectory]").get_attribute("href")
     tab.close()
+
+
+def test_a_report_opens_from_a_file_and_asks_nothing(
+    layout: RunLayout, browser: Any, pictures: Path, tmp_path: Path
+) -> None:
+    report = write_report_file(layout.root, output=tmp_path / "report.html")
+    for width in WIDTHS:
+        tab = browser.new_page(viewport={"width": width, "height": 900})
+        wrong = watch(tab)
+        asked: list[str] = []
+        tab.on("request", lambda request, asked=asked: asked.append(request.url))
+        tab.goto(report.as_uri())
+        tab.locator(".chart .bk-Figure").first.wait_for()
+        n_charts = tab.locator(".chart").count()
+        assert n_charts >= 4 and tab.locator(".chart .bk-Figure").count() == n_charts
+        assert asked == [report.as_uri()] and wrong == []
+        assert tab.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        tab.screenshot(path=pictures / f"report-{width}.png", full_page=True)
+        tab.locator("details.query summary").first.click()
+        assert "gigpo sql" in tab.locator("details.query pre").first.inner_text()
+        tab.close()

@@ -1,0 +1,482 @@
+"""Write what a run showed into one HTML file that needs no network and no server: `gigpo report`.
+
+The file holds the panels, their queries, and Bokeh's script, which draws the charts. Its policy
+lets a browser run these scripts only and load nothing. At the end of a training the driver writes
+it to RUN/report.html.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import bokeh
+import pyarrow as pa
+from markupsafe import Markup
+
+from analysis.evaluation_stats import interval, success
+from analysis.view.charts import intervals, lines
+from analysis.view.html import STATIC, html
+from analysis.view.page import Asked
+from analysis.view.pages import run as run_page
+from analysis.view.pages.anchor import ACTION_CHARACTERS, HINTS, WRONG
+from analysis.view.pages.funnel import FUNNEL, REASONS, UNFINISHED
+from analysis.view.panel import (
+    Ask,
+    Chart,
+    Panel,
+    as_table,
+    render_panel,
+    shell_word,
+    show_rows,
+)
+from analysis.view.report_summary import END_STEPS, SUMMARY, heldout_tasks, show_summary
+from analysis.view.run_settings import SETTINGS, default_settings, differing, settings_of
+from analysis.view.sql_text import fill
+from analysis.view.text import plain
+from store import (
+    READ_WRITE,
+    REPORT_FILE,
+    Reader,
+    StoreError,
+    open_file,
+    open_run,
+    write_atomically,
+)
+
+MAX_BYTES = 5_000_000  # of a report
+MAX_PANEL_BYTES = 120_000  # of the HTML of a panel; 1.3 MB are Bokeh's script
+GENERATOR = "gigpo report"
+MARK = f'<meta name="generator" content="{GENERATOR}">'
+MARK_WITHIN_BYTES = 4096  # of the begin of the file
+BOKEH_SCRIPT = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
+MAX_ROWS = 100_000  # of an answer
+MAX_ANSWER_BYTES = 64 << 20
+ALL_STEPS = 10**12  # learner steps
+WRONG_STEPS = 10  # learner steps in whose groups the costliest states are looked for
+WRONG_STATES = 12
+STATE_CHARACTERS = 400
+CAUSE_CHARACTERS = 2_000
+NEWEST = 20  # rows of tables that grow with the run
+
+METRIC = "SELECT learner_step, value FROM metrics WHERE name = $name ORDER BY learner_step"
+STABILITY = {
+    "loss/entropy": (
+        "Entropy",
+        "How open the policy's choice of tokens still is, in nats. Near 0 it explores nothing.",
+    ),
+    "loss/mismatch_kl": (
+        "Mismatch",
+        "How far the learner's probabilities are from those the tokens were sampled with, in "
+        "nats (an estimate of the KL divergence).",
+    ),
+    "loss/ess": (
+        "Effective sample size",
+        "The share of sampled tokens that still counts after importance weights. 100 % is on "
+        "policy.",
+    ),
+    "loss/grad_norm": ("Gradient norm", "Before clipping, mean over the updates of a step."),
+}
+FRACTIONS = ("loss/ess",)
+HELDOUT = """
+SELECT purpose_version AS version, task_id, sum(n_won)::BIGINT AS won,
+       sum(n_members)::BIGINT AS played
+FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0
+GROUP BY ALL ORDER BY version, task_id
+"""
+# A long run gives up hundreds of groups for the same reason: numbers in the causes are left out.
+INCIDENTS = """
+WITH found AS (
+    SELECT logged_at, component, what, detail FROM events
+    WHERE what NOT IN ('weights loaded', 'merged')
+    UNION ALL
+    SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
+    WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
+SELECT component, what, count(*) AS times, min(logged_at) AS first_at, max(logged_at) AS last_at,
+       arg_max(left(detail, $characters), logged_at) AS last_cause
+FROM found GROUP BY ALL ORDER BY last_at DESC LIMIT $rows
+"""
+CHECKPOINTS = """
+SELECT learner_step, version, saved_at, path FROM checkpoints WHERE live
+ORDER BY learner_step DESC LIMIT $rows
+"""
+VERSIONS = """
+SELECT version, learner_step, published_at, left(digest, 16) AS digest_begin
+FROM versions ORDER BY version DESC LIMIT $rows
+"""
+IDENTITY = """
+SELECT (SELECT max(entered_at) FROM ledger) AS changed_at,
+       (SELECT max(learner_step) FROM checkpoints WHERE live) AS checkpoint
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """Some panels under one heading."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+def write(run: Path, *, output: Path | None, as_of: int | None, overwrites: bool) -> Path:
+    """Write the report of a run, by default to RUN/report.html, and return its path.
+
+    An existing file is replaced if it is a report, or if `overwrites`. Raises StoreError.
+    """
+    path = (run / REPORT_FILE if output is None else output).absolute()
+    _check_place(path, run=run.absolute(), overwrites=overwrites)
+    with open_run(run, as_of=as_of, warn=False) as reader:
+        text = compose(reader, name=str(run))
+    _check_place(path, run=run.absolute(), overwrites=overwrites)  # the queries took a while
+    data = text.encode(errors="backslashreplace")
+    write_atomically(path, data, mode=READ_WRITE, beneath=path.parent)
+    return path
+
+
+def compose(reader: Reader, *, name: str) -> str:
+    """Return the text of the report. `name` is the run's path as it was given. Raises StoreError.
+
+    A panel whose query fails shows the error.
+    """
+
+    def ask(query: str, n_rows: int | None = None) -> pa.Table:
+        if n_rows is not None:
+            return reader.first(query, n_rows=n_rows, times_as_text=True)[0]
+        return reader.sql(query, max_rows=MAX_ROWS, max_bytes=MAX_ANSWER_BYTES, times_as_text=True)
+
+    lsn = reader.lsn
+    assert lsn is not None, "an open reader shows some lsn"
+    (identity,) = ask(IDENTITY).to_pylist()
+    scripts = [BOKEH_SCRIPT.read_text("utf-8"), (STATIC / "report.js").read_text("utf-8")]
+    assert all("</script" not in script and "\r" not in script for script in scripts)
+    style = "".join((STATIC / each).read_text("utf-8") for each in ("view.css", "report.css"))
+    found = sections(name, lsn, ask)
+    text = html(
+        "report.html",
+        policy=_policy(scripts),
+        generator=GENERATOR,
+        style=Markup(style),
+        bokeh=Markup(scripts[0]),
+        script=Markup(scripts[1]),
+        name=plain(Path(name).resolve().name, at_most=120),
+        run_id=reader.layout.info.run_id[:8],
+        lsn=lsn,
+        changed_at=str(identity["changed_at"] or "")[:19],
+        left_out=reader.left_out,
+        sections=[
+            {
+                "title": section.title,
+                "name": section.title.lower().replace(" ", "-"),
+                "panels": Markup("").join(
+                    _bounded(panel, ask, run=name, lsn=lsn) for panel in section.panels
+                ),
+            }
+            for section in found
+        ],
+        commands=commands(name, lsn, checkpoint=identity["checkpoint"]),
+    )
+    assert len(text.encode(errors="backslashreplace")) <= MAX_BYTES
+    return text
+
+
+def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
+    """Return the panels of the report, in order."""
+    asked = Asked(
+        parameters={},
+        run=run,
+        run_number=0,
+        runs=[run],
+        lsn=lsn,
+        is_live=False,
+        is_foreign=False,
+        ask=ask,
+        ask_run=lambda number, query: ask(query),
+        lsn_of=lambda number: lsn,
+    )
+    of_run = {panel.title: panel for panel in run_page.panels(asked)}
+    return [
+        Section(
+            title="In short",
+            panels=[
+                Panel(
+                    title="What the run did",
+                    explains="Intervals are of 95 %. The figures below say how they came about.",
+                    query=fill(SUMMARY, steps=END_STEPS),
+                    show=show_summary,
+                    width="whole",
+                )
+            ],
+        ),
+        Section(
+            title="Learning",
+            panels=[
+                replace(of_run["The run now"], title="Key figures"),
+                of_run["Success"],
+                _heldout(),
+            ],
+        ),
+        Section(title="Stability", panels=[*map(_metric, STABILITY), of_run["Alarms"]]),
+        Section(
+            title="Speed",
+            panels=[
+                replace(
+                    of_run["What limits the speed"],
+                    explains="Who waited for whom, over all learner steps. Actors play episodes; "
+                    "the learner trains on them.",
+                    query=fill(run_page.LIMITS, steps=ALL_STEPS),
+                ),
+                replace(
+                    of_run["Time of a learner step"], query=fill(run_page.TIMES, steps=ALL_STEPS)
+                ),
+            ],
+        ),
+        Section(
+            title="Dropped",
+            panels=[
+                Panel(
+                    title="What became of the groups",
+                    explains="A group is several attempts at one task, and the unit of training.",
+                    query=FUNNEL,
+                    empty="No group was handed out.",
+                    width="whole",
+                ),
+                Panel(
+                    title="Why groups were not trained on",
+                    explains="The recorded reasons, with numbers left out. Filtered groups teach "
+                    "nothing; stale ones were played by weights that are too old.",
+                    query=REASONS,
+                    empty="Every group was trained on, or still can be.",
+                ),
+                Panel(
+                    title="Attempts that gave no episode",
+                    explains="They were begun and not finished: why, and how far they got.",
+                    query=UNFINISHED,
+                    empty="Every attempt that was begun gave an episode.",
+                ),
+                replace(of_run["Staleness"], width="whole"),
+            ],
+        ),
+        Section(
+            title="Incidents",
+            panels=[
+                Panel(
+                    title="What went wrong",
+                    explains="What failed or was given up, how often, and the cause of the last "
+                    "time.",
+                    query=fill(INCIDENTS, rows=NEWEST, characters=CAUSE_CHARACTERS),
+                    empty="Nothing went wrong.",
+                    width="whole",
+                )
+            ],
+        ),
+        Section(
+            title="Mistakes",
+            panels=[
+                Panel(
+                    title="Where the policy still goes wrong",
+                    explains=f"States of the groups of the last {WRONG_STEPS} learner steps in "
+                    "which one action gave more than what the policy usually does. The costliest "
+                    "come first. gigpo view shows each with all that was tried in it.",
+                    query=fill(
+                        WRONG,
+                        steps=WRONG_STEPS,
+                        rows=WRONG_STATES,
+                        characters=ACTION_CHARACTERS,
+                        state_characters=STATE_CHARACTERS,
+                    ),
+                    show=partial(
+                        show_rows, links={}, hints=HINTS, hidden=("group_uid", "state_hash")
+                    ),
+                    empty="No state was met more than once with different actions.",
+                    width="whole",
+                )
+            ],
+        ),
+        Section(
+            title="Weights",
+            panels=[
+                Panel(
+                    title="Checkpoints",
+                    explains="A run can go on, or be forked, from each that is kept. The newest "
+                    f"{NEWEST}.",
+                    query=fill(CHECKPOINTS, rows=NEWEST),
+                    empty="No checkpoint was saved.",
+                ),
+                Panel(
+                    title="Versions",
+                    explains=f"The newest {NEWEST} published sets of weights, with the begin of "
+                    "their digests. Most files are removed later.",
+                    query=fill(VERSIONS, rows=NEWEST),
+                    empty="No weights were published.",
+                ),
+            ],
+        ),
+        Section(
+            title="Settings",
+            panels=[
+                Panel(
+                    title="Settings that differ from the defaults",
+                    explains="Of the newest start of the run, also if the report is of an earlier "
+                    "moment.",
+                    query=SETTINGS,
+                    show=show_settings,
+                    empty="The run's settings are not there.",
+                    width="whole",
+                )
+            ],
+        ),
+    ]
+
+
+def show_settings(table: pa.Table) -> Markup:
+    """Show the settings that are not at their defaults. Raises ConfigError."""
+    settings = settings_of(table)
+    # A run of an earlier version lacks some.
+    known = {key: value for key, value in default_settings().items() if key in settings}
+    found = differing(settings, known)
+    if not found:
+        return Markup('<p class="empty">All settings are at their defaults.</p>')
+    names = ("setting", "value", "default")
+    return as_table(pa.table(dict(zip(names, map(list, zip(*found, strict=True)), strict=True))))
+
+
+def show_heldout(table: pa.Table) -> Chart:
+    """Draw the success of each evaluation with its interval."""
+    rounds: dict[int, list[dict[str, object]]] = {}
+    for row in table.to_pylist():
+        rounds.setdefault(row["version"], []).append(row)
+    columns: dict[str, list[float]] = {"version": [], "success": [], "low": [], "high": []}
+    for version, rows in rounds.items():
+        tasks = heldout_tasks(rows)
+        low, high = interval(tasks)
+        for name, value in zip(columns, (version, success(tasks), low, high), strict=True):
+            columns[name].append(value)
+    return intervals(
+        pa.table(columns),
+        x="version",
+        y="success",
+        names={"version": "policy version", "success": "held-out success"},
+        height=260,
+    )
+
+
+def commands(run: str, lsn: int, *, checkpoint: int | None) -> list[tuple[str, str]]:
+    """Return (what for, command) pairs that repeat the run and look further."""
+    word, file = shell_word(run), shell_word(f"{run}/config.yaml")
+    fork = "STEP" if checkpoint is None else checkpoint
+    again = shell_word(f"run_dir={run}-again")
+    return [
+        ("train it again from the begin", f"gigpo train {file} {again}"),
+        ("go on with it", f"gigpo train --resume {word} learner.steps=STEPS"),
+        (
+            "train another way from its newest checkpoint",
+            f"gigpo train --fork {shell_word(f'{run}@{fork}')} {again} KEY=VALUE",
+        ),
+        ("look at every group, state and episode", f"gigpo view {word}"),
+        ("see this moment again", f"gigpo view {word} --as-of {lsn}"),
+        ("make this report again", f"gigpo report {word} --as-of {lsn}"),
+        ("play the held-out tasks again", f"gigpo evaluate {word}"),
+        ("are the dropped groups different?", f"gigpo bias {word} --as-of {lsn}"),
+        ("what would another setting have trained?", f"gigpo audit {word} omega=0 --against"),
+        ("is the run whole?", f"gigpo fsck {word}"),
+    ]
+
+
+def is_report(path: Path) -> bool:
+    """Return whether a report of ours is there, which may be replaced."""
+    try:
+        with open(open_file(path, root=path.parent), "rb") as file:
+            return MARK.encode() in file.read(MARK_WITHIN_BYTES)
+    except OSError:
+        return False
+
+
+def _check_place(path: Path, *, run: Path, overwrites: bool) -> None:
+    is_own = path == run / REPORT_FILE
+    if not is_own and path.resolve().is_relative_to(run.resolve()):
+        raise StoreError(
+            f"{path} is inside the run, which belongs to its writers; write it elsewhere, or leave "
+            f"out --output for {REPORT_FILE}"
+        )
+    if path.is_dir():
+        raise StoreError(f"{path} is a directory; name a file")
+    if not path.parent.is_dir():
+        if is_own:
+            return  # there is no run: its reader says so
+        raise StoreError(f"{path}: there is no directory {path.parent}; make it first")
+    if (path.exists() or path.is_symlink()) and not overwrites and not is_report(path):
+        raise StoreError(
+            f"{path} is there and is no report; name another file, or give --overwrite"
+        )
+
+
+def _bounded(panel: Panel, ask: Ask, *, run: str, lsn: int) -> Markup:
+    """Return the panel's HTML, with fewer rows if it would be too long.
+
+    A chart keeps every n-th row, a table the first ones.
+    """
+    render = partial(render_panel, run=run, lsn=lsn, template="report_panel.html")
+    shown = render(panel, ask)
+    kept = n_rows = None
+    while len(shown.encode(errors="backslashreplace")) > MAX_PANEL_BYTES and kept != 0:
+        if kept is None:
+            kept = n_rows = ask(panel.query).num_rows
+        kept //= 2
+        fewer = replace(
+            panel, explains=f"{panel.explains} Too long to be whole: {kept} of {n_rows} rows."
+        )
+        shown = render(fewer, partial(_thinned, ask, kept, is_chart='class="chart"' in shown))
+    return shown
+
+
+def _thinned(
+    ask: Ask, kept: int, query: str, n_rows: int | None = None, *, is_chart: bool
+) -> pa.Table:
+    table = ask(query) if n_rows is None else ask(query, n_rows)
+    if not is_chart or not kept:
+        return table.slice(0, kept)
+    return table.take([at * table.num_rows // kept for at in range(min(kept, table.num_rows))])
+
+
+def _metric(name: str) -> Panel:
+    title, explains = STABILITY[name]
+    return Panel(
+        title=title,
+        explains=explains,
+        query=fill(METRIC, name=name),
+        show=partial(
+            lines,
+            x="learner_step",
+            y=["value"],
+            names={"learner_step": "learner step", "value": title.lower()},
+            is_fraction=name in FRACTIONS,
+        ),
+        empty="No learner step has this figure.",
+    )
+
+
+def _heldout() -> Panel:
+    return Panel(
+        title="Held-out success",
+        explains="Tasks that are never trained on, by the weights that played them. Whiskers are "
+        "95 % intervals (Wilson); episodes of one task count for less than independent ones.",
+        query=HELDOUT,
+        show=show_heldout,
+        empty="Nothing was played on held-out tasks.",
+    )
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Return the policy of the file: its own scripts may run, and nothing is loaded."""
+    digests = [
+        base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts
+    ]
+    allowed = " ".join(f"'sha256-{each}'" for each in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )

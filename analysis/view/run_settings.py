@@ -1,0 +1,67 @@
+"""Read a run's settings through its reader, and compare them with others or with the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+from omegaconf import OmegaConf
+
+import configs
+from configs import Config
+
+# config.yaml has the settings of the newest start, run.json those of the first. Only these two
+# files of a run have such names. The settings are no part of a snapshot: they are as they are now.
+SETTINGS = """
+SELECT parse_filename(filename) AS file,
+       if(filename LIKE '%.json', TRY_CAST(content AS JSON) ->> 'config_yaml', content) AS settings
+FROM read_text(getvariable('run') || '/[cr]*.[jy]*') ORDER BY file
+"""
+UNSET = "–"
+NOT_COMPARED = ("run_dir",)  # where a run lies is no setting of its training
+
+
+def settings_of(table: pa.Table) -> dict[str, object]:
+    """Return the settings in an answer to SETTINGS, by dotted key. Raises ConfigError."""
+    texts = {row["file"]: row["settings"] for row in table.to_pylist()}
+    text = texts.get("config.yaml") or texts.get("run.json") or ""
+    parsed = configs.parse_saved(text, name="the run's settings")
+    return dict(_flat(OmegaConf.to_container(parsed)))
+
+
+def default_settings() -> dict[str, object]:
+    """Return every setting at its default, by dotted key."""
+    return dict(_flat(OmegaConf.to_container(OmegaConf.structured(Config()))))
+
+
+def differing(
+    first: Mapping[str, object], second: Mapping[str, object]
+) -> list[tuple[str, str, str]]:
+    """Return (key, value in the first, value in the second) where they differ, by key."""
+    keys = sorted({*first, *second} - {*NOT_COMPARED})
+    return [
+        (key, _shown(first, key), _shown(second, key))
+        for key in keys
+        if _comparable(first.get(key)) != _comparable(second.get(key))
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for name, below in value.items():
+            yield from _flat(below, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value
+
+
+def _comparable(value: object) -> object:
+    """Return a text in which 1 and 1.0 are the same, and nothing set is the same as nothing."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return repr(float(value))
+    return None if value in (None, "", [], {}) else repr(value)
+
+
+def _shown(settings: Mapping[str, object], key: str) -> str:
+    value = settings.get(key)
+    return UNSET if value in (None, "", [], {}) else str(value)
