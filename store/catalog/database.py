@@ -356,8 +356,8 @@ def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
     fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if fault != "ok":
         raise FormatError(
-            f"{layout.catalog} is damaged ({' '.join(str(fault).split())[:200]}); restore it from a backup, or "
-            f"gigpo rebuild {layout.root}"
+            f"{layout.catalog} is damaged ({' '.join(str(fault).split())[:200]}); "
+            f"restore it from a backup, or gigpo rebuild {layout.root}"
         )
 
 
