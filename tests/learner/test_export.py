@@ -391,7 +391,7 @@ def test_an_index_beside_a_version_names_only_what_the_digest_covers(
     (version / "model.safetensors").rename(version / "other.safetensors")
     index = {"weight_map": dict.fromkeys(names, place.format(tmp_path))}
     (version / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert main(["export-model", str(run), str(tmp_path / "out")]) == 1
+    assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "safetensors" in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
