@@ -38,7 +38,16 @@ from configs.load import (
     load_saved,
     parse_saved,
 )
-from configs.model_directory import VISION_MODEL_TYPES, check_model_path, loaded, model_type
+from configs.model_directory import (
+    FROM_FILES,
+    INDEX_FILES,
+    VISION_MODEL_TYPES,
+    check_model_directory,
+    check_model_path,
+    indexed_files,
+    loaded,
+    model_type,
+)
 from configs.plan import (
     BUCKET_ELEMENTS,
     GIB,
@@ -65,8 +74,10 @@ from configs.schema import (
 
 __all__ = [
     "BUCKET_ELEMENTS",
+    "FROM_FILES",
     "GIB",
     "HEAD_SIZE",
+    "INDEX_FILES",
     "KEPT_CHECKPOINTS",
     "MAX_CHARACTERS",
     "TEXT_TAG",
@@ -89,6 +100,7 @@ __all__ = [
     "bounded_events",
     "check",
     "check_is_list",
+    "check_model_directory",
     "check_model_path",
     "cloning_config",
     "describe_plan",
@@ -98,6 +110,7 @@ __all__ = [
     "from_yaml",
     "gpus_needed",
     "groups_of_a_step",
+    "indexed_files",
     "is_offline",
     "is_read",
     "load",

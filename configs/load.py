@@ -158,12 +158,7 @@ def parse_saved(text: str, *, name: str) -> DictConfig:
     such as ${oc.env:HOME}. `as_yaml` writes none, and it would read the environment of whoever
     opens the run.
     """
-    settings = _parse(text, name=name)
-    if interpolated := next(_interpolations(OmegaConf.to_container(settings)), None):
-        raise ConfigError(
-            f"{name}: {interpolated} stands for another value; a run's settings are written out"
-        )
-    return settings
+    return _parse(text, name=name, is_saved=True)
 
 
 def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
@@ -173,7 +168,7 @@ def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
-    content = OmegaConf.to_container(_parse(text, name=str(path)))
+    content = OmegaConf.to_container(_parse(text, name=str(path), is_saved=False))
     assert isinstance(content, dict), "_parse returns a mapping"
     base = content.pop(BASE, None)
     settings = OmegaConf.create(content)
@@ -208,8 +203,12 @@ def _saved_settings(text: str, *, name: str) -> DictConfig:
     return settings
 
 
-def _parse(text: str, *, name: str) -> DictConfig:
-    """Return the settings in a YAML text. Raises ConfigError, which calls the text `name`."""
+def _parse(text: str, *, name: str, is_saved: bool) -> DictConfig:
+    """Return the settings in a YAML text. Raises ConfigError, which calls the text `name`.
+
+    No value of a saved text may stand for another. That is known before OmegaConf reads it: its
+    parser takes the longer, the deeper such values are nested.
+    """
     try:
         for _ in bounded_events(text, max_events=MAX_NODES, max_depth=MAX_DEPTH):
             pass
@@ -224,6 +223,10 @@ def _parse(text: str, *, name: str) -> DictConfig:
         if (n_nodes := _expanded_nodes(root)) > MAX_NODES:
             raise ConfigError(
                 f"{name} stands for {n_nodes:,} values; settings have at most {MAX_NODES:,}"
+            )
+        if is_saved and (interpolated := next(_interpolations(root), None)):
+            raise ConfigError(
+                f"{name}: {interpolated} stands for another value; a run's settings are written out"
             )
         settings = OmegaConf.create(text)
     except ConfigError:
@@ -263,17 +266,19 @@ def _expanded_nodes(root: yaml.Node) -> int:
     return count(root)
 
 
-def _interpolations(content: object, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of the values that stand for another value."""
-    pairs: Any = ()
-    if isinstance(content, dict):
-        pairs = content.items()
-    elif isinstance(content, list):
-        pairs = enumerate(content)
-    for key, value in pairs:
-        if isinstance(value, str) and "${" in value:
-            yield f"{prefix}{key}"
-        yield from _interpolations(value, f"{prefix}{key}.")
+def _interpolations(node: yaml.Node, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of the texts that stand for another value."""
+    pairs: list[tuple[Any, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _interpolations(key, f"{prefix}(key).")
+            pairs.append((str(key.value)[:MAX_NUMBER_CHARACTERS], value))
+    elif isinstance(node, yaml.SequenceNode):
+        pairs = list(enumerate(node.value))
+    elif "${" in node.value:
+        yield prefix[:-1]
+    for name, value in pairs:
+        yield from _interpolations(value, f"{prefix}{name}.")
 
 
 def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Config:

@@ -29,7 +29,7 @@ from configs import Config, ConfigError
 from driver.hub_process import GO, Answer
 from driver.preflight import DiskNeed, disk_faults
 from driver.progress import said_with_spinner
-from store import RunLayout, objects, parse_object
+from store import RunLayout
 
 ROOT = Path(__file__).resolve().parents[1]
 # The files that the learner and vLLM read. Repositories also have the weights in other formats.
@@ -41,7 +41,6 @@ NO_OWNERS = ("datasets", "models", "runs", "spaces")
 SNAPSHOT = re.compile(
     r".*models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/?"
 )
-SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")  # weights that an index names
 NEEDED = ("config.json", "tokenizer_config.json", "*.safetensors")
 
 
@@ -202,21 +201,16 @@ def lacks(model: Path) -> str | None:
     """Return a file that a model's directory lacks, None if it is whole."""
     index = model / "model.safetensors.index.json"
     try:
-        names = []
+        names: set[str] = set()
         if index.is_file():
-            names = list(objects(parse_object(index.read_bytes()), "weight_map").values())
-        shards = {name for name in names if isinstance(name, str) and SHARD.fullmatch(name)}
-        if strange := [name for name in names if name not in shards]:
-            raise ValueError(
-                f"weight_map names {strange[0]!r:.80}, not a .safetensors file beside it"
-            )
-    except (OSError, ValueError, TypeError) as error:  # TypeError: a list or a number for a name
+            names = configs.indexed_files(index)
+    except (OSError, ValueError) as error:
         return f"a readable {index.name} ({' '.join(str(error).split())[:200]})"
     for pattern in NEEDED:
         if not any(path.is_file() for path in model.glob(pattern)):
             return pattern
     # The index may be a stranger's: its names are looked up, and never used as patterns.
-    return next((name for name in sorted(shards) if not (model / name).is_file()), None)
+    return next((name for name in sorted(names) if not (model / name).is_file()), None)
 
 
 @contextmanager

@@ -100,10 +100,8 @@ def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
     from transformers import AutoTokenizer
 
     def vocabulary(path: Path) -> dict[str, int]:
-        # a model's own code never runs here
-        from_files = {"local_files_only": True, "trust_remote_code": False}
         tokenizer = configs.loaded(
-            "tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, **from_files)
+            "tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, **configs.FROM_FILES)
         )
         return dict(tokenizer.get_vocab())
 

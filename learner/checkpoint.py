@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from learner.distributed.deepspeed_setup import from_all_ranks
 from learner.distributed.optimizer_state import (
@@ -207,9 +207,20 @@ def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.
     where: dict[tuple[str, str], Any] = {}
     for files in content.files:
         for name in files.names:
-            file = safe_open(source / name, framework="pt")
+            try:
+                file = safe_open(source / name, framework="pt")
+            except SafetensorError as error:
+                raise CheckpointError(f"{source / name} is damaged ({error}); {OLDER}") from error
             names = file.keys()  # not a mapping: it cannot be iterated itself
             where |= {(parameter, files.kind): file for parameter in names}
+    for name, shape in content.parameters.items():
+        for kind in KINDS:
+            held = where.get((name, kind))
+            found = None if held is None else held.get_slice(name)
+            if found is None or found.get_shape() != shape or found.get_dtype() != "F32":
+                raise CheckpointError(
+                    f"{source} has no {kind} of {name} in its shape {shape}; {OLDER}"
+                )
     return lambda parameter, kind: where[parameter, kind].get_tensor(parameter)
 
 
@@ -234,9 +245,13 @@ def prune_checkpoints(
 def _parse_content(record: dict[str, Any]) -> Content:
     point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
     for of_kind in files:
+        if of_kind.kind not in KINDS or not isinstance(of_kind.names, list) or not of_kind.names:
+            raise ValueError(f"it has files {str(of_kind)[:80]} of no kind, or without a name")
         for name in of_kind.names:
             if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
                 raise ValueError(f"it names {name!r:.80}, and no checkpoint has such a file")
+    if not isinstance(record["parameters"], dict):
+        raise TypeError("its parameters are no mapping")
     states = [RandomStates(**item) for item in record["random_states"]]
     return Content(**record | {"point": point, "files": files, "random_states": states})
 

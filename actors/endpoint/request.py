@@ -75,7 +75,7 @@ def _as_list(stop: object) -> object:
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_TextPart], BeforeValidator(_as_parts)]
+    content: Annotated[list[_TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
     # The endpoint takes no tool calls; a program writes them into the text instead.
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
@@ -94,7 +94,8 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    # One error is enough: each would be an object of hundreds of bytes.
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None

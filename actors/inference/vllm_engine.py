@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.inference.vllm_images import image_arguments
 from actors.policy import EngineLostError
-from configs import ActorsConfig
+from configs import ActorsConfig, check_model_directory
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -92,6 +92,7 @@ def engine_args(
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
+    check_model_directory(model_path)
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=dtype,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
-from configs import loaded
+from configs import FROM_FILES, loaded
 from envs import run_in_thread
 
 # Smallest bound of a token's characters: a normaliser may shorten text too.
@@ -57,7 +57,7 @@ def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
         tokenizer: Tokenizer = loaded(
             "tokenizer",
             model_path,
-            lambda: AutoTokenizer.from_pretrained(model_path, trust_remote_code=False),
+            lambda: AutoTokenizer.from_pretrained(model_path, **FROM_FILES),
         )
         return tokenizer
 

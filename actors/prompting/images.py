@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.policy import Image
-from configs import VISION_MODEL_TYPES, loaded, model_type
+from configs import FROM_FILES, VISION_MODEL_TYPES, loaded, model_type
 
 if TYPE_CHECKING:
     import torch
@@ -77,12 +77,10 @@ def load_image_form(model_path: str | Path) -> ImageForm | None:
     # Imported here: the driver and the coordinator import this module, and never need it.
     from transformers import AutoImageProcessor
 
-    # A model's own code never runs here.
-    from_files = {"local_files_only": True, "trust_remote_code": False}
     processor = loaded(
         "image processor",
         model_path,
-        lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **from_files),
+        lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **FROM_FILES),
     )
     config = json.loads((Path(model_path) / "config.json").read_text())
     return ImageForm(processor, image_token_id=config["image_token_id"])

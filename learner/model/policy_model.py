@@ -10,7 +10,6 @@ the hidden size.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from configs import ConfigError, loaded
+from configs import FROM_FILES, ConfigError, loaded
 from learner.data.micro_batch import MicroBatch
 from learner.model.chunked_logprobs import OutputLayer
 from learner.model.packed_attention import (
@@ -34,11 +33,9 @@ from learner.model.packed_attention import (
     trim_last_layer,
     use_packed_attention,
 )
-from learner.model.vision import FROM_FILES, Vision, load_vision
+from learner.model.vision import Vision, load_vision
 
 _log = logging.getLogger(__name__)
-
-ADAPTER_FILE = "adapter_config.json"  # of peft
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Configuration entries that scale or cap the logits after the output layer. `PolicyModel` calls
@@ -168,13 +165,6 @@ def load_policy(
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
             f"{path} holds no config.json; model.path must be a Hugging Face model directory"
-        )
-    if os.path.lexists(path / ADAPTER_FILE):
-        # transformers passes it to peft, which may import modules that it names. No argument of
-        # from_pretrained prevents that.
-        raise ConfigError(
-            f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
-            "first"
         )
     config: Any = loaded(
         "configuration", path, lambda: AutoConfig.from_pretrained(path, **FROM_FILES)

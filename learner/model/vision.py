@@ -26,12 +26,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers import AutoImageProcessor, PreTrainedModel
 
-from configs import VISION_MODEL_TYPES, LearnerConfig, loaded, model_type
+from configs import FROM_FILES, VISION_MODEL_TYPES, LearnerConfig, loaded, model_type
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import PARTITIONED
 
-# Arguments of from_pretrained. A model's own code never runs here.
-FROM_FILES = {"local_files_only": True, "trust_remote_code": False}
 # Prefix of a parameter -> its prefix in files written before transformers had one scheme for all
 # vision models, such as those of Qwen2.5-VL.
 OLDER_PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))

@@ -78,7 +78,16 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
             for path in source.iterdir():
                 if path.name != "complete.json":  # it only marks a finished download
                     shutil.copyfile(path, unfinished / path.name)
-            digest = files_digest([unfinished / path.name for path in weight_files(source)])
+            configs.check_model_directory(unfinished)
+            names = [path.name for path in weight_files(source)]
+            for index in [unfinished / name for name in configs.INDEX_FILES]:
+                indexed = configs.indexed_files(index) if index.exists() else set()
+                if others := sorted(indexed - {*names}):
+                    raise ExportError(
+                        f"{source / index.name} names {others[0]}, which the version's digest does "
+                        "not cover; export another version, or a checkpoint"
+                    )
+            digest = files_digest([unfinished / name for name in names])
             if digest != version.digest:
                 raise ExportError(
                     f"{source} has digest {digest}, published was {version.digest}: it was changed "

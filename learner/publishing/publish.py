@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
+from configs import check_model_directory
 from learner.files.atomic_directory import (
     BackgroundFsync,
     atomic_directory,
@@ -77,8 +78,10 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     """Copy a model directory. `dest` appears whole or not at all.
 
     Links are followed only from a directory that this user chose: the Hub's cache consists of
-    links. Otherwise a link raises StoreError.
+    links. Otherwise a link raises StoreError. Raises ConfigError for a directory that names other
+    files or models.
     """
+    check_model_directory(source)
     with atomic_directory(dest) as unfinished:
         shutil.copytree(source, unfinished, symlinks=not follow_links, dirs_exist_ok=True)
         # Look at the copy: links were copied as links, so nobody can put one in the source after

@@ -142,6 +142,11 @@ class Database:
             os.close(self._lock_fd)
             if isinstance(error, sqlite3.OperationalError):
                 raise _no_room(self._path, error) from error
+            if isinstance(error, sqlite3.DatabaseError):
+                raise FormatError(
+                    f"{self._path} has cells that contradict its schema: {error}; restore it from "
+                    f"a backup, or gigpo rebuild {layout.root}"
+                ) from error
             raise
 
     @contextmanager
@@ -339,6 +344,21 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
+    """Raise FormatError for a stranger's catalog whose tables share pages.
+
+    A query of such a table would go on for ever, and fill memory or disk.
+    """
+    if made_by_this_user(layout.root):
+        return
+    fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if fault != "ok":
+        raise FormatError(
+            f"{layout.catalog} is damaged ({' '.join(str(fault).split())[:200]}); "
+            f"restore it from a backup, or gigpo rebuild {layout.root}"
+        )
 
 
 def _let_ctrl_c_end_queries(connection: sqlite3.Connection) -> None:

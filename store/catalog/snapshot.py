@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from store.catalog.database import Transaction, connect_read_only
+from store.catalog.database import Transaction, check_pages, connect_read_only
 from store.errors import FormatError, StoreError
 from store.layout import SEGMENT_PATH, RunLayout, checked_name
 from store.records import UID_TYPE
@@ -232,6 +232,7 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
     """
     try:
         with closing(connect_read_only(layout)) as connection:
+            check_pages(connection, layout)
             connection.execute("BEGIN")  # one moment for all queries
             newest, horizon = connection.execute("SELECT lsn, horizon_lsn FROM meta").fetchone()
             if not horizon <= lsn <= newest:

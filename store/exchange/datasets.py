@@ -57,6 +57,7 @@ One row per step, whole trajectories only; `dataset.json` has the details.
 
 or take it into another run: `gigpo import RUN {here}`.
 """
+MAX_GROUP_SIZE = 1 << 16  # members; the published runs have 8
 PARTS = "data"  # the directory of a dataset's files
 # Decoded rows of a file, which an import holds in memory; the file has 40 to 60 MB.
 PART_BYTES = 256 * 1024**2
@@ -358,7 +359,7 @@ def read_dataset(storage: Storage) -> Dataset:
         )
         checked = {
             "run_id": json_values.text(content, "run_id"),
-            "groups": {uid: json_values.whole(groups, uid) for uid in groups},
+            "groups": {uid: _size(groups, uid) for uid in groups},
             "parts": parts,
         }
         dataset = Dataset(**{**content, **checked})
@@ -370,6 +371,14 @@ def read_dataset(storage: Storage) -> Dataset:
             "export it again without --text-uids to use it in a run"
         )
     return dataset
+
+
+def _size(groups: Mapping[str, Any], uid: str) -> int:
+    """Return the size of a group. Raises ValueError for one that no run has."""
+    size = json_values.whole(groups, uid)
+    if not 1 <= size <= MAX_GROUP_SIZE:
+        raise ValueError(f"group {uid:.40} has {size:.3g} members")
+    return size
 
 
 def part_tables(storage: Storage, dataset: Dataset) -> Iterator[tuple[str, pa.Table]]:

@@ -19,7 +19,7 @@ from os import link as link_file  # a test stands in for it, as for a file syste
 from pathlib import Path
 
 from store.atomic_write import make_directory, sync_directory
-from store.catalog.database import Transaction, connect_read_only, is_damage
+from store.catalog.database import Transaction, check_pages, connect_read_only, is_damage
 from store.catalog.groups import recompute
 from store.catalog.schema_check import SCHEMA
 from store.clock import now_us
@@ -202,6 +202,7 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
         closing(connect_read_only(source)) as original,
         closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,
     ):
+        check_pages(original, source)
         original.backup(copy)
         copy.row_factory = sqlite3.Row
         copy.create_function("now_us", 0, now_us)

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from store.catalog.batches import segments_of_batch
-from store.catalog.database import Transaction, connect_read_only, pick
+from store.catalog.database import Transaction, check_pages, connect_read_only, pick
 from store.catalog.groups import as_group
 from store.catalog.records import Batch, CheckpointRecord, Group, VersionRecord
 from store.catalog.run_records import VERSIONS, checked_version, live_checkpoints
@@ -145,6 +145,7 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
         )
     try:
         with closing(connect_read_only(layout)) as connection:
+            check_pages(connection, layout)
             connection.row_factory = sqlite3.Row
             connection.execute("BEGIN")
             yield Transaction(connection, run_id=layout.info.run_id, epoch=0, lsn=0)

@@ -22,7 +22,6 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.catalog.database import check_consent
@@ -34,6 +33,7 @@ from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read
 from store.reading.open_sql import placed
 from store.reading.pins import oldest_pinned_lsn
 from store.storage import Storage, open_storage
+from store.untrusted.bounded_parquet import open_parquet
 from store.untrusted.file_access import is_directory, is_file, open_file, read_text, status
 from store.untrusted.signatures import user_directory
 
@@ -192,7 +192,9 @@ def _fetch(storage: Storage, copy: RunLayout, path: str, n_rows: int | None) -> 
             "backup"
         )
     try:
-        found = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
+        found = open_parquet(
+            pa.BufferReader(data), n_bytes=data.size, name=storage.locate(path), verify=False
+        ).metadata.num_rows
     except (pa.ArrowException, OSError) as error:
         raise FormatError(
             f"{storage.locate(path)} is no Parquet file ({error}); restore it from a backup"

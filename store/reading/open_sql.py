@@ -39,8 +39,8 @@ PLACE_UNCHANGED = re.compile(
     .replace("LITERAL", _LITERAL)
 )
 STALENESS_LINE = "SET VARIABLE max_staleness = 0;"
-BOUND = re.compile(r"SET VARIABLE max_staleness = (\d+);")
-CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d+)$", re.MULTILINE)
+BOUND = re.compile(r"SET VARIABLE max_staleness = (\d{1,9});")
+CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d{1,9})$", re.MULTILINE)
 VIEWS_MARK = "-- The views."
 MACROS_MARK = "-- The macros."
 # A comment before a statement ends with its line. DuckDB ends a line at a carriage return too.

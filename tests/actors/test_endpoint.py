@@ -12,7 +12,9 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from pydantic import ValidationError
 
+from actors.endpoint.request import ChatRequest
 from actors.endpoint.server import Endpoint, Recording
 from actors.policy import Completion, EngineLostError, Prompt
 from actors.rollout.episode import Progress, request_seed
@@ -472,6 +474,15 @@ def test_a_request_beyond_measure_is_refused_and_the_next_one_answered(
     assert bool(cut_off) == (code == "context_length_exceeded"), (
         "so that the episode counts as truncated"
     )
+
+
+@pytest.mark.parametrize("around", ["%s", '[{"role": "user", "content": %s}]'])
+def test_one_wrong_message_is_enough_for_an_error(around: str) -> None:
+    """The attack: each of a million numbers in place of a message made an error of its own."""
+    body = '{"messages": %s}' % (around % ("[" + "1," * 200 + "1]"))
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate_json(body)
+    assert raised.value.error_count() == 1
 
 
 def test_an_error_quotes_no_more_than_a_line() -> None:

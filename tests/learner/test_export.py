@@ -376,3 +376,22 @@ def test_a_strangers_run_brings_no_model_of_the_reader_into_an_export(
     assert "--trust" in capsys.readouterr().err
     assert not dest.exists()
     assert main([*words, "--trust"]) == 0
+
+
+@pytest.mark.parametrize("place", ["{}/private.safetensors", "unpublished.safetensors"])
+def test_an_index_beside_a_version_names_only_what_the_digest_covers(
+    run: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: the digest covers all .safetensors files, whatever their names."""
+    version = sorted((run / "weights").glob("v*"))[-1]
+    for path in (version, *version.iterdir()):
+        path.chmod(0o755)
+    shutil.copy(version / "model.safetensors", tmp_path / "private.safetensors")
+    names = load_file(version / "model.safetensors")
+    (version / "model.safetensors").rename(version / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(names, place.format(tmp_path))}
+    (version / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "safetensors" in error and "Traceback" not in error
+    assert not (tmp_path / "out").exists()

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -34,7 +35,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from configs import ConfigError, LearnerConfig, LossConfig, ModelConfig
+from configs import ConfigError, LearnerConfig, LossConfig, ModelConfig, loaded
 from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.model import packed_attention as attention
 from learner.model.lora import merged
@@ -47,6 +48,7 @@ from learner.model.packed_attention import (
     use_packed_attention,
 )
 from learner.model.policy_model import PolicyModel, load_policy
+from learner.publishing.publish import copy_weights
 from learner.training.engine import Engine
 from tests.support.learner_samples import table
 
@@ -684,3 +686,52 @@ def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(name: str, tmp_path:
     save_file({**whole, lost: torch.zeros(3, 3)}, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"lack {re.escape(lost)} .* download the model again"):
         load_policy(tmp_path, **load)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "dpt", "backbone": "owner/any-name"}, "model_type 'dpt' is no"),
+        ({"backbone": "owner/any-name"}, "the key 'backbone'"),
+        ({"text_config": [{"a": {"use_pretrained_backbone": True}}]}, "use_pretrained_backbone"),
+        ({"vision_config": {"auto_map": {"AutoConfig": "code.New"}}}, "the key 'auto_map'"),
+        ({"transformers_weights": "x.safetensors.index.json"}, "the key 'transformers_weights'"),
+    ],
+)
+def test_a_configuration_that_names_other_models_is_refused_before_the_hub_is_asked(
+    tmp_path: Path, change: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_exists", lambda *_: pytest.fail("asked"))
+    with pytest.raises(ConfigError, match=words) as refused:
+        load_policy(tmp_path, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_hub_is_not_asked_while_files_are_loaded(tmp_path: Path) -> None:
+    def is_offline() -> bool:
+        return bool(constants.HF_HUB_OFFLINE)
+
+    before = is_offline()
+    assert loaded("anything", tmp_path, is_offline)
+    assert is_offline() == before
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("place", ["{}/private.safetensors", "../private.safetensors"])
+def test_weights_outside_of_the_directory_are_not_read(
+    tmp_path: Path, index: str, place: str
+) -> None:
+    model = tmp_path / "model"
+    random_model(LlamaConfig(**SIZES)).save_pretrained(model)
+    (model / "model.safetensors").rename(tmp_path / "private.safetensors")
+    names = load_file(tmp_path / "private.safetensors")
+    named = dict.fromkeys(names, place.format(tmp_path))
+    (model / index).write_text(json.dumps({"metadata": {}, "weight_map": named}))
+    with pytest.raises(ConfigError, match="weight_map names .*private"):
+        load_policy(model, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    with pytest.raises(ConfigError, match="weight_map names .*private"):
+        copy_weights(model, tmp_path / "copy", follow_links=True)
+    assert not (tmp_path / "copy").exists()

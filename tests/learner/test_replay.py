@@ -301,3 +301,12 @@ def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
         done.stdout + done.stderr
     )
     assert fingerprint(run) == before
+
+
+@pytest.mark.parametrize("setting", ["learner.ranks=5000", "learner.threads=1000000"])
+def test_a_strangers_run_starts_no_more_processes_than_there_are_cores(
+    copy: Path, replay: Replay, setting: str
+) -> None:
+    (copy / "signed.json").unlink()
+    status, _, error = replay(copy, STEPS, setting)
+    assert status == 1 and "add --trust" in error and "Traceback" not in error

@@ -309,3 +309,16 @@ def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFi
     assert "3 trajectories, 9 steps are new; 0 were known" in capsys.readouterr().out
     assert main(["export", str(source.root), str(tmp_path / "out")]) == 2
     assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [2_000_000_000, 0])
+def test_a_group_of_a_size_that_no_run_has_is_refused(tmp_path: Path, size: int) -> None:
+    """The attack: an import lists the members of each group."""
+    source, into = make_run(tmp_path / "source"), make_run(tmp_path / "into")
+    export_selection(source.root, tmp_path / "dataset", where=None, as_of=None)
+    file = tmp_path / "dataset" / "dataset.json"
+    content = json.loads(file.read_text())
+    content["groups"] = dict.fromkeys(content["groups"], size)
+    file.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match="members"):
+        import_selection(into.root, tmp_path / "dataset")

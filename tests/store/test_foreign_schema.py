@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.__main__ import main
-from store import Catalog, RunLayout
+from store import Catalog, RunLayout, restart_points
 from store.catalog.database import connect_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
@@ -385,3 +385,26 @@ def test_a_backup_with_a_wrong_cell_of_meta_is_not_taken(layout: RunLayout) -> N
     layout.backup.write_bytes(data)
     with pytest.raises(FormatError, match="malformed table meta"):
         read_backup(layout)
+
+
+def test_a_strangers_table_whose_pages_share_their_children_is_not_read(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a sort of such a table fills the disk."""
+    monkeypatch.setattr("store.catalog.database.made_by_this_user", lambda _: False)
+    assert restart_points(layout) is not None
+    share_pages(layout, "checkpoint", levels=3)
+    for read in (lambda: restart_points(layout), lambda: read_as_of(layout, 1)):
+        with pytest.raises(FormatError, match="is damaged"):
+            read()
+
+
+def test_a_cell_that_contradicts_the_schema_is_one_line_for_an_owner(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contradict(*_: object, **__: object) -> int:
+        raise sqlite3.IntegrityError("datatype mismatch")
+
+    monkeypatch.setattr("store.catalog.database.Database._take_over", contradict)
+    with pytest.raises(FormatError, match="contradict its schema: datatype mismatch"):
+        Catalog.open(layout)
