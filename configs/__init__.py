@@ -15,6 +15,7 @@ from configs.check import (
     ConfigError,
     check,
     check_is_list,
+    flat,
     is_read,
     read_with,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "describe_plan",
     "differences",
     "disk_bytes",
+    "flat",
     "forbidden_changes",
     "from_yaml",
     "gpus_needed",
