@@ -39,7 +39,7 @@ from driver.preflight import (
 from driver.processes import n_processes
 from driver.progress import Progress, said_while, said_with_spinner
 from driver.prometheus import prometheus_endpoint
-from driver.screen import Screen
+from driver.screen import shown_in
 from driver.supervisor import Supervisor
 from driver.trackers.follow import follow_metrics
 from driver.trackers.tracker import check_trackers
@@ -280,7 +280,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
                 say_stopping=partial(run_control.say_stopping, run),
             ) as supervisor,
             prometheus_endpoint(config, supervisor.engine_metrics) as figures,
-            Progress(config, "evaluating", Screen(console=console, end=console)) as progress,
+            Progress(config, "evaluating", shown_in(console)) as progress,
         ):
             show: Callable[[Status], None] = progress.show_evaluation
             has_weights = supervisor.status().version >= 0

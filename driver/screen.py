@@ -36,8 +36,7 @@ class Screen:
     @classmethod
     def full(cls) -> Screen:
         """Show everything. In a terminal lines are broken at its width, elsewhere not."""
-        console = plain_console(soft_wrap=not sys.stdout.isatty())
-        return cls(console=console, end=console)
+        return shown_in(plain_console(soft_wrap=not sys.stdout.isatty()))
 
     @classmethod
     def quiet(cls) -> Screen:
@@ -62,6 +61,11 @@ class Screen:
         """Write a line of JSON, if lines of JSON are wanted."""
         if self.lines is not None:
             self.lines.write(event, **values)
+
+
+def shown_in(console: Console) -> Screen:
+    """Return a screen that shows everything in one console."""
+    return Screen(console=console, end=console)
 
 
 class JsonLines:

@@ -58,24 +58,36 @@ def wanted(run: Run) -> dict[str, list[int]]:
     return {"loss/loss": [*range(1, 6)], "heldout/success": [2]}
 
 
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a wandb file: LevelDB's log format, after a head of 7 bytes."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:  # a block ends with zeros where no head has room
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
 def in_wandb(run: Run) -> dict[str, list[int]]:
     """Return the learner steps of each metric, in the offline files of one wandb run."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     found: dict[str, list[int]] = {}
     files = sorted((run.layout.root / "trackers/wandb").glob("offline-run-*/run-*.wandb"))
     assert {path.name for path in files} == {f"run-{run.layout.info.run_id}.wandb"}
     steps: list[int] = []
     for path in files:
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        for data in wandb_records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
                 items = {
-                    (item.key or item.nested_key[0]): json.loads(item.value_json)
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
                     for item in record.history.item
                 }
                 steps.append(items.pop("_step", record.history.step.num))
