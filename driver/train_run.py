@@ -164,7 +164,7 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
     if config.alarms.webhook_env:
         beside.append(AlarmWebhook(config, layout, screen.warn))
     with (
-        follow_metrics(config, layout, screen.warn, beside=beside) as metrics,
+        follow_metrics(config, layout, screen.warn, tell=console.print, beside=beside) as metrics,
         _supervisor(config, model_path, config, screen) as supervisor,
         prometheus_endpoint(config, supervisor.engine_metrics) as figures,
         Progress(config, "training", screen) as progress,

@@ -80,11 +80,12 @@ def follow_metrics(
     layout: RunLayout,
     say: Callable[[str], None],
     *,
+    tell: Callable[[str], None] | None = None,
     beside: Sequence[Consumer] = (),
 ) -> Iterator[Metrics]:
     """Yield the metrics of a run, followed by its trackers and by the consumers `beside` them.
 
-    At the end, give them the rows that the processes recorded while they stopped.
+    `say` shows what failed, `tell` (by default the same) what is waited for. At the end, give them the rows that the processes recorded while they stopped.
     """
     check_trackers(config)
     with ExitStack() as stack:
@@ -92,29 +93,44 @@ def follow_metrics(
         if TENSORBOARD in config.trackers:
             curves = stack.enter_context(tensorboard_files(layout, say))
         trackers: list[TrackerProcess] = []
+        tell = tell or say
+        stack.enter_context(_closed_at_the_end(trackers, tell))
         for name in config.trackers:
             if name != TENSORBOARD:
                 trackers.append(TrackerProcess(name, config, layout, say))
-                stack.callback(trackers[-1].close)
         for consumer in beside:
             stack.callback(consumer.close)
         metrics = Metrics(layout, [*trackers, *beside], curves)
         try:
             yield metrics
-        except BaseException:
-            _follow_a_last_time(metrics, trackers, say)
-            raise
-        _follow_a_last_time(metrics, trackers, say)
+        finally:
+            _follow_a_last_time(metrics, trackers, say=say, tell=tell)
+
+
+@contextmanager
+def _closed_at_the_end(
+    trackers: Sequence[TrackerProcess], tell: Callable[[str], None]
+) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with ExitStack() as each, said_while(lambda: "sending the last metrics to trackers", tell):
+            for tracker in trackers:
+                each.callback(tracker.close)
 
 
 def _follow_a_last_time(
-    metrics: Metrics, trackers: Sequence[TrackerProcess], say: Callable[[str], None]
+    metrics: Metrics,
+    trackers: Sequence[TrackerProcess],
+    *,
+    say: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> None:
     """Give the last rows. An error that ends the run is never replaced by another."""
     if not metrics.follows:
         return
     try:
-        with said_while(lambda: "waiting for the trackers", say):
+        with said_while(lambda: "waiting for the trackers", tell):
             for tracker in trackers:
                 tracker.wait_until_ready()
         metrics.follow()

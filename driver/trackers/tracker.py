@@ -90,8 +90,7 @@ class TrackerProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "driver.trackers.tracker_process"),
-                    *(name, json.dumps(asdict(setup))),
+                    *(sys.executable, "-P", "-m", "driver.trackers.tracker_process", name),
                 ],
                 env={
                     **os.environ,
@@ -108,7 +107,8 @@ class TrackerProcess:
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         for pipe in (self._in, self._out):
             os.set_blocking(pipe, False)
-        self._unread = b""  # lines that it has not taken yet
+        # Lines that it has not taken yet. The settings are no argument: `ps` would show them.
+        self._unread = json.dumps(asdict(setup)).encode() + b"\n"
         self._answers = b""
         self.is_ready = self.has_failed = False
 

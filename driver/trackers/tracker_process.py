@@ -1,9 +1,9 @@
-"""The process of one tracker: `python -m driver.trackers.tracker_process NAME SETUP`.
+"""The process of one tracker: `python -m driver.trackers.tracker_process NAME`.
 
-Each line on its standard input has a learner step and its values. The end of the input ends it.
-Its standard output says in lines of JSON that it is ready, and what failed; a failure ends it. What
-the tracker itself prints goes to standard error. It is a process, because trackers print, set
-environment variables, hang without a network, and may crash.
+The first line on its standard input is the setup, each other has a learner step and its values. The
+end of the input ends it. Its standard output says in lines of JSON that it is ready, and what
+failed; a failure ends it. What the tracker itself prints goes to standard error. It is a process,
+because trackers print, set environment variables, hang without a network, and may crash.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from driver.trackers.services import TRACKERS, TrackerSetup
 READY = "ready"
 
 
-def main(name: str, setup: TrackerSetup) -> None:
+def main(name: str) -> None:
     """Log until the input ends, or until the tracker fails."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # the tracker's own lines
     try:
-        tracker = TRACKERS[name](setup)
+        given: dict[str, Any] = json.loads(sys.stdin.readline())
+        tracker = TRACKERS[name](TrackerSetup(**given))
         answers.write(json.dumps({READY: True}) + "\n")
         for line in sys.stdin:
             learner_step, values = json.loads(line)
@@ -36,5 +37,4 @@ def main(name: str, setup: TrackerSetup) -> None:
 
 
 if __name__ == "__main__":
-    given: dict[str, Any] = json.loads(sys.argv[2])
-    main(sys.argv[1], TrackerSetup(**given))
+    main(sys.argv[1])
