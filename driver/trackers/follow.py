@@ -85,7 +85,8 @@ def follow_metrics(
 ) -> Iterator[Metrics]:
     """Yield the metrics of a run, followed by its trackers and by the consumers `beside` them.
 
-    `say` shows what failed, `tell` (by default the same) what is waited for. At the end, give them the rows that the processes recorded while they stopped.
+    `say` shows what failed, `tell` (by default the same) what is waited for. At the end, give them
+    the rows that the processes recorded while they stopped.
     """
     check_trackers(config)
     with ExitStack() as stack:
