@@ -131,7 +131,7 @@ class PrintableStream:
         return self._stream.write(printable(text, lines=True))
 
 
-def plain_console(*, soft_wrap: bool) -> Console:
+def plain_console(*, soft_wrap: bool, stderr: bool = False) -> Console:
     """Return a console that shows plain text as it is: no markup, no emoji, no control characters.
 
     A `rich.text.Text` is shown unchanged: make it of `printable(...)`.
@@ -145,7 +145,9 @@ def plain_console(*, soft_wrap: bool) -> Console:
             plain = {**settings, "markup": False, "emoji": False}
             return super().render_str(printable(text, lines=True), **plain)
 
-    return PlainConsole(highlight=False, soft_wrap=soft_wrap, markup=False, emoji=False)
+    return PlainConsole(
+        highlight=False, soft_wrap=soft_wrap, markup=False, emoji=False, stderr=stderr
+    )
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -18,6 +18,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -26,6 +27,7 @@ from actors.concurrency import ADAPT_EVERY_S, Concurrency
 from actors.inference.codepoint_tokenizer import codepoint_form
 from actors.inference.engine_process import preload_vllm
 from actors.inference.openai_policy import ChatPolicy
+from actors.inference.vllm_engine import prometheus_figures
 from actors.inference.vllm_policy import VLLMPolicy, load_stop_token_ids
 from actors.inference.weight_sync import WeightSync
 from actors.policy import EngineLostError, Policy, ScriptedPolicy
@@ -127,6 +129,10 @@ class Worker:
             await self.runner.run()
             for task in beside:
                 task.cancel()
+
+    async def engine_metrics(self) -> list[Any]:
+        """Return vLLM's own figures, as Prometheus names them. None without an engine."""
+        return prometheus_figures() if self.engine is not None else []
 
     async def stop(self) -> None:
         """Make `run` end; see `RolloutRunner.stop`."""

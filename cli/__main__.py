@@ -156,7 +156,9 @@ def _show_interruption(error: KeyboardInterrupt, arguments: Sequence[str]) -> No
         return
     ended = str(error) or "stopped; no process of the run was up"
     again = shlex.join(["gigpo", *(word for word in arguments if word != "--trust")])
-    print(printable(f"\n{ended}. Go on with:  {again}", lines=True))
+    # Standard output has lines of JSON only, if they were asked for.
+    file = sys.stderr if "--json" in arguments else sys.stdout
+    print(printable(f"\n{ended}. Go on with:  {again}", lines=True), file=file)
 
 
 if __name__ == "__main__":

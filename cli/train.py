@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from cli.arguments import ALL_NEEDS, Command, all_option, settings_argument, trust_option
-from printable import plain_console
 
 NEEDS = "give a config, e.g. configs/quickstart.yaml, or --resume RUN, or --fork RUN@STEP"
 EPILOG = """\b
@@ -25,6 +24,13 @@ Examples:
 @settings_argument
 @click.option("--resume", metavar="RUN", help="Go on with a run, with its own settings.")
 @click.option("--fork", metavar="RUN@STEP", help="Make a new run from a checkpoint of another run.")
+@click.option("--quiet", is_flag=True, help="Show errors, warnings and the report at the end only.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Write one line of JSON per learner step and per event, and nothing else, to stdout.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what a start would do, and start nothing.")
 @all_option
 @trust_option
@@ -33,6 +39,8 @@ def train(
     settings: tuple[str, ...],
     resume: str | None,
     fork: str | None,
+    quiet: bool,
+    as_json: bool,
     dry_run: bool,
     all_settings: bool,
     trust: bool,
@@ -49,13 +57,23 @@ def train(
         raise click.UsageError(ALL_NEEDS)
     if resume and fork:
         raise click.UsageError("--resume and --fork exclude each other; give one of them")
+    if quiet and as_json:
+        raise click.UsageError("--quiet and --json exclude each other; give one of them")
+    if dry_run and (quiet or as_json):
+        raise click.UsageError("--dry-run only shows; leave --quiet and --json out")
     if (resume or fork) and config:  # then the first word is a setting too
         settings = (config, *settings)
 
     import driver
 
     driver.Interrupt().listen()
-    console = plain_console(soft_wrap=True)
+    screen = (
+        driver.Screen.json()
+        if as_json
+        else driver.Screen.quiet()
+        if quiet
+        else driver.Screen.full()
+    )
     if resume:
         resolved = driver.settings_to_resume(Path(resume), settings, trusts=trust)
     elif fork:
@@ -64,6 +82,6 @@ def train(
         assert config is not None
         resolved = driver.settings_to_train(config, settings, trusts=trust)
     if dry_run:
-        driver.dry_run(resolved, console, all_settings=all_settings)
+        driver.dry_run(resolved, screen, all_settings=all_settings)
     else:
-        driver.train(resolved, console, fork_of=fork or "")
+        driver.train(resolved, screen, fork_of=fork or "")

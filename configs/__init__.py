@@ -17,6 +17,7 @@ from configs.check import (
     ConfigError,
     check,
     check_is_list,
+    flat,
     is_read,
     read_with,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "describe_plan",
     "differences",
     "disk_bytes",
+    "flat",
     "forbidden_changes",
     "from_yaml",
     "gpus_needed",

@@ -16,6 +16,7 @@ from printable import UserError, did_you_mean
 MAY_BE_ZERO = {
     "seed": "",
     "max_staleness": "; use 0 for synchronous training",
+    "metrics_port": "; use 0 for no figures for Prometheus",
     "actors.gpus_per_worker": "; use 0 for a CPU engine",
     "actors.extra_members": "; use 0 for none",
     "algorithm.gamma": "; the paper uses 0.95",
@@ -37,6 +38,9 @@ MAY_BE_ZERO = {
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+LAST_PORT = 65535
+VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
 WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo")
 ESTIMATORS = ("gigpo", *WITHOUT_STEP_TERM, "hgpo", "graphgpo")
@@ -77,6 +81,7 @@ def check(config: Config) -> None:
     _check_scripted(config)
     _check_retention(config)
     _check_alarms(config)
+    _check_trackers(config)
     _check_algorithm(config)
     _check_unread(config.algorithm)
     _check_updates(config)
@@ -214,6 +219,30 @@ def _check_alarms(config: Config) -> None:
         raise ConfigError(
             f"alarms.ess_below={alarms.ess_below:g} would always warn: it is a fraction of the "
             "tokens; use at most 1, e.g. 0.1"
+        )
+    if alarms.webhook_env and not VARIABLE.fullmatch(alarms.webhook_env):
+        raise ConfigError(  # the value is not shown: it may be the URL itself
+            "alarms.webhook_env is no variable's name; give the name, e.g. GIGPO_WEBHOOK, never "
+            "the URL itself"
+        )
+
+
+def _check_trackers(config: Config) -> None:
+    check_is_list("trackers", config.trackers)
+    for name in config.trackers:
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"trackers={name!r} is not one of {', '.join(map(repr, TRACKERS))}"
+                f"{did_you_mean(name, TRACKERS)}"
+            )
+    if len(set(config.trackers)) < len(config.trackers):
+        raise ConfigError(
+            f"trackers={config.trackers} has a tracker twice, which would show all points twice; "
+            "name each once"
+        )
+    if config.metrics_port > LAST_PORT:
+        raise ConfigError(
+            f"metrics_port={config.metrics_port} is no port; use at most {LAST_PORT}, e.g. 9400"
         )
 
 
@@ -393,7 +422,7 @@ def _check_endpoint(config: Config) -> None:
         )
     if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", endpoint.url):
         raise ConfigError(f"endpoint.url={endpoint.url!r} is no URL like http://localhost:8000/v1")
-    if endpoint.api_key_env and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", endpoint.api_key_env):
+    if endpoint.api_key_env and not VARIABLE.fullmatch(endpoint.api_key_env):
         raise ConfigError(
             "endpoint.api_key_env is no variable's name; give the name, e.g. OPENAI_API_KEY, never "
             "the key itself"

@@ -32,7 +32,7 @@ FIXED = {
     "model.tiny.heads": "a head has 32 of model.tiny.hidden_size",
     "store.snapshot_window_s": "replaced files are kept for 900 s",
 }
-LISTS = ("source", "loss.corrections")
+LISTS = ("source", "loss.corrections", "trackers")
 # !!timestamp x is an AttributeError of the YAML library, !!int '' an IndexError
 UNREADABLE = (
     OmegaConfBaseException,
@@ -49,6 +49,8 @@ UNFIT = (OmegaConfBaseException, TypeError)
 # place, devices, end, deadlines and retention. Any other change would make it another run.
 MAY_CHANGE = {
     "run_dir",
+    "trackers",
+    "metrics_port",
     "env.processes",
     "env.answer_timeout_s",
     "env.attempts",

@@ -249,6 +249,8 @@ class AlarmsConfig:
     mismatch_kl_above: float = 0.2
     # how many times longer or shorter the mean response is than in the run's first 5 steps
     length_factor: float = 4.0
+    # environment variable with the URL that each alarm is posted to, which is never stored
+    webhook_env: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,6 +323,9 @@ class Config:
     # runs, or directories written by `gigpo export`, whose groups are trained on: "RUN" or
     # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group
     source: list[str] = field(default_factory=list)
+    # who shows the metrics: any of "tensorboard", "wandb", "trackio", "mlflow"
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    metrics_port: int = 0  # for Prometheus, on 127.0.0.1; 0 for none
     env: EnvConfig = field(default_factory=EnvConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -23,7 +23,9 @@ supervisor   consumes heartbeats and ended calls, produces restarts and notices;
 `offline_sources.py` checks and imports `source=RUN[@where]`
 `resume.py` has the settings of a run that goes on, and of a fork
 `run_lock.py` keeps a run to one driver, `run_control.py` steers it from another process
-`progress.py` shows a run on the screen, `tensorboard_writer.py` in TensorBoard
+`progress.py` shows a run on the screen, `screen.py` says how much of it, or in lines of JSON
+`tensorboard_writer.py` shows it in TensorBoard, `trackers/` in Weights & Biases, trackio and MLflow
+`prometheus.py` serves its figures, `webhook.py` posts its alarms
 """
 
 import lazy_loader

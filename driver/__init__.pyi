@@ -3,6 +3,7 @@ from .interrupt import Interrupt as Interrupt
 from .run_control import ask_for_workers as ask_for_workers
 from .run_control import status as status
 from .run_control import stop as stop
+from .screen import Screen as Screen
 from .train_run import dry_run as dry_run
 from .train_run import settings_to_fork as settings_to_fork
 from .train_run import settings_to_resume as settings_to_resume

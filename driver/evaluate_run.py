@@ -38,8 +38,11 @@ from driver.preflight import (
 )
 from driver.processes import n_processes
 from driver.progress import Progress, said_while, said_with_spinner
+from driver.prometheus import prometheus_endpoint
+from driver.screen import shown_in
 from driver.supervisor import Supervisor
-from driver.tensorboard_writer import tensorboard_files
+from driver.trackers.follow import follow_metrics
+from driver.trackers.tracker import check_trackers
 from store import (
     RunLayout,
     StoreError,
@@ -78,6 +81,7 @@ def evaluate(
         trust(_trusted_run(weights, overrides))
     config = new_run_settings(weights, overrides) if overrides else own_run_settings(weights)
     check_run_dir(config)
+    check_trackers(config)
     _check_endpoint(config, console)
     if dry_run:
         missing: list[str] = []
@@ -267,7 +271,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
         check_gpus(config, learns=False)
         layout = RunLayout.open(run)
         with (
-            tensorboard_files(layout, console.print) as curves,
+            follow_metrics(config, layout, console.print) as metrics,
             Supervisor(
                 config,
                 model_path,
@@ -275,7 +279,8 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
                 say=console.print,
                 say_stopping=partial(run_control.say_stopping, run),
             ) as supervisor,
-            Progress(config, "evaluating", console) as progress,
+            prometheus_endpoint(config, supervisor.engine_metrics) as figures,
+            Progress(config, "evaluating", shown_in(console)) as progress,
         ):
             show: Callable[[Status], None] = progress.show_evaluation
             has_weights = supervisor.status().version >= 0
@@ -285,8 +290,8 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
             else:
                 if in_new_run and not has_weights:
                     supervisor.publish(model_as_version_zero(layout, Path(model_path)))
-                show = curves.beside(show)
-            supervisor.evaluate(config.evaluation.final_episodes_per_task, show)
+                show = metrics.beside(show)
+            supervisor.evaluate(config.evaluation.final_episodes_per_task, figures.beside(show))
 
 
 def model_as_version_zero(layout: RunLayout, model: Path) -> VersionRecord:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -19,20 +20,25 @@ from analysis import duration
 from configs import Config, is_offline
 from coordinator import Status
 from driver.health import STARVING_S
+from driver.screen import Screen
 from learner import LEARNER_STEP
 from printable import printable
 
 LINE_EVERY_S = 10.0  # where there is no terminal
 FIRST_LINE_S = 3.0  # a shorter wait needs no line
+LOOKS_COUNTED = 60  # half a minute: the share of the workers that wait is a mean over them
+LEAST_SHARE = 0.1  # of waiting; a side that waits less is not slowed down
 NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
 
 
 class Progress:
-    """Shows the status of a run: `with Progress(config, title, console) as progress`."""
+    """Shows the status of a run: `with Progress(config, title, screen) as progress`."""
 
-    def __init__(self, config: Config, title: str, console: Console) -> None:
-        self.config, self.title, self.console = config, title, console
-        is_live = console.is_terminal
+    def __init__(self, config: Config, title: str, screen: Screen) -> None:
+        self.config, self.title, self.screen = config, title, screen
+        self.console = console = screen.console
+        self.waiting: deque[float] = deque(maxlen=LOOKS_COUNTED)  # share of the workers, per look
+        is_live = console.is_terminal and not console.quiet
         self.live = Live(console=console, auto_refresh=False, transient=True) if is_live else None
         self.started_s = time.monotonic()
         self.first_step: int | None = None  # None: nothing was shown yet
@@ -53,6 +59,7 @@ class Progress:
         """Show the figures of training."""
         if self.first_step is None:
             self.first_step = status.learner_step
+        self._count_waiting(status)
         self._show(status, self._figures(status))
 
     def show_evaluation(self, status: Status) -> None:
@@ -79,7 +86,7 @@ class Progress:
             if number > self.last_notice:
                 if len(text) > NOTICE_CHARACTERS:
                     text = f"{text[:NOTICE_CHARACTERS]} ..."
-                self.console.print(printable(text), style="yellow")
+                self.screen.warn(text)
                 self.last_notice = number
 
     def _table(self, status: Status, figures: list[tuple[str, str]]) -> Table:
@@ -114,7 +121,27 @@ class Progress:
             ("trained", _metric(metrics, "tokens/trained_per_s", "{:.0f} tok/s")),
             ("learner idle", _metric(metrics, "learner/idle_fraction", "{:.0%}")),
             ("learner step", _metric(metrics, "time/step_s", "{:.2f} s")),
+            ("limited by", self._limit(metrics)),
         ]
+
+    def _count_waiting(self, status: Status) -> None:
+        """Count the workers that wait for the learner: admission is closed to them."""
+        workers = [each for name, each in status.components.items() if name.startswith("worker-")]
+        if workers:
+            n_waiting = sum(worker.waiting_on == "admission" for worker in workers)
+            self.waiting.append(n_waiting / len(workers))
+
+    def _limit(self, metrics: Mapping[str, float]) -> str:
+        """Return which side the other waits for, and for what share of its time."""
+        idle = metrics.get("learner/idle_fraction")
+        if idle is None or not self.waiting:  # before the first step, or without workers
+            return "-"
+        waiting = sum(self.waiting) / len(self.waiting)
+        if max(idle, waiting) < LEAST_SHARE:
+            return "neither side"
+        if idle >= waiting:
+            return f"actors (the learner waits {idle:.0%})"
+        return f"learner (the workers wait {waiting:.0%})"
 
     def _evaluation_figures(self, status: Status) -> list[tuple[str, str]]:
         done = self.heldout_groups - status.heldout_open

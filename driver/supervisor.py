@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from store import VersionRecord
 POLL_S = 0.5
 UNPLACED_S = 20.0  # a process that Ray has not begun by then is reported
 PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all processes at the start
+ENGINE_METRICS_S = 2.0  # for the answers of the workers; Prometheus waits 10 s by default
 MAX_NAMED = 4  # processes in one line
 STAGGER_S = 0.5  # between the starts of two workers, which load the same files
 
@@ -55,17 +56,25 @@ class Supervisor:
     """The processes of one run, as a context manager."""
 
     def __init__(
-        self, config: Config, model_path: str, *, learns: bool, say: Say, say_stopping: Say
+        self,
+        config: Config,
+        model_path: str,
+        *,
+        learns: bool,
+        say: Say,
+        say_stopping: Say,
+        warn: Say | None = None,
     ) -> None:
         """Start the coordinator.
 
-        `say` writes to the screen before progress is shown. `say_stopping` tells a waiting
-        `gigpo stop` how far the stop is.
+        `say` writes to the screen before progress is shown, and `warn` what went wrong, by default
+        the same way. `say_stopping` tells a waiting `gigpo stop` how far the stop is.
         """
         self.config = config
         self.model_path = model_path
         self.learns = learns
         self.say, self.say_stopping = say, say_stopping
+        self.warn = warn or say
         self.logs = Path(config.run_dir) / "logs"
         self.restored = ""  # the learner's line on the checkpoint it started from
         self.due: dict[str, float] = {}  # time.monotonic() at which to start each process
@@ -125,6 +134,22 @@ class Supervisor:
     def status(self) -> Status:
         """Return the coordinator's status."""
         return self.coordinator.answer(self.coordinator.calls.status())
+
+    def engine_metrics(self) -> Mapping[str, Sequence[Any]]:
+        """Return vLLM's own figures of each worker that answers. Any thread may call it."""
+        calls = {
+            process.handle.engine_metrics.remote(): process.name
+            for process in list(self.processes.values())
+            if process.has_started and process.name != LEARNER
+        }
+        if not calls:
+            return {}
+        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ENGINE_METRICS_S)
+        found = {}
+        for call in done:
+            with suppress(RayError):  # it has just died, which the supervisor finds too
+                found[calls[call]] = ray.get(call)
+        return found
 
     # watching
 
@@ -359,7 +384,7 @@ class Supervisor:
         if self.is_up:
             self.coordinator.answer(self.coordinator.calls.notice(what, detail))
         else:  # progress is not shown yet, and a notice would be shown a second time then
-            self.say(f"{what}: {detail}")
+            self.warn(f"{what}: {detail}")
             self.coordinator.answer(self.coordinator.calls.record(what, detail))
 
     def _log(self, name: str) -> str:

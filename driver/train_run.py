@@ -8,7 +8,7 @@ what `train` would do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -38,8 +38,12 @@ from driver.preflight import (
 )
 from driver.processes import n_processes
 from driver.progress import Progress, said_while
+from driver.prometheus import prometheus_endpoint
+from driver.screen import Screen
 from driver.supervisor import Supervisor
-from driver.tensorboard_writer import tensorboard_files
+from driver.trackers.follow import Consumer, follow_metrics
+from driver.trackers.tracker import check_trackers
+from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
 from store import RunLayout, trust
 
@@ -81,16 +85,19 @@ def _checked(config: Config) -> Config:
             "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
         )
     check_loss(config)
+    check_trackers(config)
+    webhook_url(config)
     check_run_dir(config)
     return config
 
 
-def dry_run(config: Config, console: Console, *, all_settings: bool) -> None:
+def dry_run(config: Config, screen: Screen, *, all_settings: bool) -> None:
     """Show what `train` would do and what is missing on this machine. Make nothing.
 
     Show the settings that differ from the defaults, or all of them if `all_settings`. Raise the
     errors of `train`, as far as they are known here.
     """
+    console = screen.console
     config, missing, needs = try_model(config)
     check_same_run(config)
     settings = configs.as_yaml(config) if all_settings else configs.differences(config)
@@ -102,11 +109,12 @@ def dry_run(config: Config, console: Console, *, all_settings: bool) -> None:
     show_missing(missing, console)
 
 
-def train(config: Config, console: Console, *, fork_of: str = "") -> None:
+def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     """Train a run from wherever it stands to its end, and show its report.
 
     `fork_of` is the RUN@STEP that a new run begins from. Raises UserError.
     """
+    console = screen.console
     config = with_model(config, console)
     if fork_of:
         resume.make_fork(fork_of, config)
@@ -131,20 +139,19 @@ def train(config: Config, console: Console, *, fork_of: str = "") -> None:
                     ray.enter_context(
                         ray_cluster(config.run_dir, processes=n_processes(config, learns=True))
                     )
-                _train_to_the_end(config, console)
-    show_report(config, console, report_file=_report_file(run, console))
+                _train_to_the_end(config, screen)
+    report_file = _report_file(run, screen.warn)
+    screen.event("end", run=config.run_dir, learner_step=trained_to(config))
+    show_report(config, screen.end, report_file=report_file)
 
 
-def _report_file(run: Path, console: Console) -> Path | None:
+def _report_file(run: Path, warn: Callable[[str], None]) -> Path | None:
     """Write RUN/report.html. The training is done, so any failure is one line, not its end."""
     try:
         return write_report_file(run)
     except Exception as error:  # noqa: BLE001  # of libraries that only draw: told, not raised
         why = " ".join(str(error).split()) or type(error).__name__
-        console.print(
-            f"warning: the report of {run} could not be written: {why}; try: gigpo report {run}",
-            markup=False,
-        )
+        warn(f"the report of {run} could not be written: {why}; try: gigpo report {run}")
         return None
 
 
@@ -154,23 +161,30 @@ def _check_new_sources(config: Config, console: Console) -> None:
         offline_sources.check_sources(config, console)
 
 
-def _train_to_the_end(config: Config, console: Console) -> None:
+def _train_to_the_end(config: Config, screen: Screen) -> None:
     """Train and evaluate on the Ray cluster that this process is connected to."""
+    console = screen.console
     check_gpus(config, learns=True)
     with said_while(lambda: f"opening {config.run_dir}", console.print):
         # Only now: the directory keeps the settings of this first start.
         layout = make_or_open_run(config)
     resume.remember(config)
-    model_path = config.model.path or str(_make_base_policy(config, console))
+    model_path = config.model.path or str(_make_base_policy(config, screen))
     if config.source:
         offline_sources.import_sources(config, console)
+    beside: list[Consumer] = [screen.lines] if screen.lines else []
+    if config.alarms.webhook_env:
+        beside.append(AlarmWebhook(config, layout, screen.warn))
     with (
-        tensorboard_files(layout, console.print) as curves,
-        _supervisor(config, model_path, config, console) as supervisor,
-        Progress(config, "training", console) as progress,
+        follow_metrics(config, layout, screen.warn, tell=console.print, beside=beside) as metrics,
+        _supervisor(config, model_path, config, screen) as supervisor,
+        prometheus_endpoint(config, supervisor.engine_metrics) as figures,
+        Progress(config, "training", screen) as progress,
     ):
         console.print(f"{layout.root}: {supervisor.restored}")
-        learner_step = supervisor.train(curves.beside(progress.show))
+        screen.event("start", run=config.run_dir, run_id=layout.info.run_id)
+        metrics.follow()  # those of earlier starts
+        learner_step = supervisor.train(figures.beside(metrics.beside(progress.show)))
         if learner_step < config.learner.steps:
             console.print(
                 f"offline rollouts are used up after learner step {learner_step}; raise "
@@ -178,15 +192,17 @@ def _train_to_the_end(config: Config, console: Console) -> None:
             )
         if not configs.is_offline(config):
             episodes_per_task = config.evaluation.final_episodes_per_task
-            supervisor.evaluate(episodes_per_task, curves.beside(progress.show_evaluation))
+            show = figures.beside(metrics.beside(progress.show_evaluation))
+            supervisor.evaluate(episodes_per_task, show)
 
 
-def _make_base_policy(config: Config, console: Console) -> Path:
+def _make_base_policy(config: Config, screen: Screen) -> Path:
     """Make the tiny model that the training begins with, and return its directory.
 
     In a run of its own it is cloned from a scripted player, so that it plays random but valid
     commands. For an agent program it is the untrained model. A run with sources has theirs.
     """
+    console = screen.console
     with said_while(lambda: "loading libraries", console.print):
         from learner import copy_weights, make_tiny_model, train_tokenizer
 
@@ -220,15 +236,19 @@ def _make_base_policy(config: Config, console: Console) -> Path:
             tokenizer = train_tokenizer(chats, vocabulary_size=config.model.tiny.vocabulary_size)
             make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
     clone = replace(
-        configs.cloning_config(config), run_dir=str(directory), store=replace(config.store, uri="")
+        configs.cloning_config(config),
+        run_dir=str(directory),
+        store=replace(config.store, uri=""),
+        # The others would show it as another run beside the one that matters.
+        trackers=[name for name in config.trackers if name == "tensorboard"],
     )
     layout = make_or_open_run(clone)
     with (
-        tensorboard_files(layout, console.print) as curves,
-        _supervisor(clone, str(untrained), config, console) as supervisor,
-        Progress(clone, "cloning", console) as progress,
+        follow_metrics(clone, layout, screen.warn) as metrics,
+        _supervisor(clone, str(untrained), config, screen) as supervisor,
+        Progress(clone, "cloning", screen) as progress,
     ):
-        supervisor.train(curves.beside(progress.show))
+        supervisor.train(metrics.beside(progress.show))
         version = supervisor.status().version
     run_control.clear_stopping(Path(config.run_dir))
     copy_weights(layout.weights_dir(version), policy, follow_links=False)
@@ -236,7 +256,7 @@ def _make_base_policy(config: Config, console: Console) -> Path:
     return policy
 
 
-def _supervisor(config: Config, model_path: str, driven: Config, console: Console) -> Supervisor:
+def _supervisor(config: Config, model_path: str, driven: Config, screen: Screen) -> Supervisor:
     """Return the supervisor of one training.
 
     `driven` has the run that this process drives. It is another one while a base policy is cloned.
@@ -245,6 +265,7 @@ def _supervisor(config: Config, model_path: str, driven: Config, console: Consol
         config,
         model_path,
         learns=True,
-        say=console.print,
+        say=screen.console.print,
+        warn=screen.warn,
         say_stopping=partial(run_control.say_stopping, Path(driven.run_dir)),
     )

@@ -26,3 +26,4 @@ from .publishing.publish import copy_weights as copy_weights
 from .publishing.publish import write_weights as write_weights
 from .ray_actor import LearnerActor as LearnerActor
 from .replay import replay_steps as replay_steps
+from .training.alarms import describe_alarm as describe_alarm

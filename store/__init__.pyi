@@ -42,6 +42,7 @@ from .hashing import whole_text as whole_text
 from .layout import CONFIG_FILE as CONFIG_FILE
 from .layout import DRIVER_FILE as DRIVER_FILE
 from .layout import FORMAT as FORMAT
+from .layout import GIVEN_FILE as GIVEN_FILE
 from .layout import MADE_BEFORE_RUN_JSON as MADE_BEFORE_RUN_JSON
 from .layout import OUTSIDE_FILE as OUTSIDE_FILE
 from .layout import REPORT_FILE as REPORT_FILE

@@ -58,17 +58,19 @@ CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps thos
 OUTSIDE_FILE = "outside.json"  # digests of the files that a run uses outside its directory
 DRIVER_FILE = "driver.json"  # the process that drives the run
 WANTED_WORKERS_FILE = "workers.wanted"  # the number of workers that was asked for
+GIVEN_FILE = "given.json"  # the metrics that trackers and the webhook have been given
 STOPPING_FILE = "stopping"  # the driver's last line while it stops the run
 REPORT_FILE = "report.html"  # what the run showed, for people; the end of a training writes it
 
 # Every name at the top of a run's directory. `base` holds another run.
 DIRECTORIES_OF_A_RUN = (
     *("segments", "export", "weights", "checkpoints", "readers", "quarantine", "backup", "logs"),
-    *("tensorboard", "untrained"),  # the model with which a behaviour cloning run began
+    *("tensorboard", "trackers", "untrained"),  # the model with which a behaviour cloning run began
 )
 FILES_OF_A_RUN = (
     *("run.json", "signed.json", "manifest.json", "published.json", "open.sql", "mirror.lock"),
-    *(CONFIG_FILE, OUTSIDE_FILE, DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE, REPORT_FILE),
+    *(CONFIG_FILE, OUTSIDE_FILE, DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE, GIVEN_FILE),
+    REPORT_FILE,
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
 # Names in a run's directory whose first start was killed before it wrote run.json, or that is the

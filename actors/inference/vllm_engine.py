@@ -152,6 +152,16 @@ def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
             process.join()
 
 
+def prometheus_figures() -> list[Any]:
+    """Return the figures that vLLM keeps in this process for Prometheus.
+
+    vLLM keeps them for every engine with a counter of its own, such as PreemptionCounter.
+    """
+    from prometheus_client import REGISTRY
+
+    return [family for family in REGISTRY.collect() if family.name.startswith("vllm:")]
+
+
 class PreemptionCounter:
     """Count preempted requests. It has the methods that vLLM calls on its `StatLoggerBase`."""
 

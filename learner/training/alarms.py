@@ -214,6 +214,21 @@ def collapse_alarms(
     return Alarms(values=values, began=began, ended=ended)
 
 
+def describe_alarm(
+    name: str, figures: Mapping[str, float], *, learner_step: int, config: Config
+) -> tuple[str, float | None]:
+    """Return a line on an alarm of a recorded learner step, and the figure that it watches.
+
+    Example: "learner step 7: loss/ess 0.05 is below alarms.ess_below=0.1", 0.05.
+    """
+    checks = _checks(
+        figures, start_length=figures[START_LENGTH], learner_step=learner_step, config=config
+    )
+    figure, bound = next((figure, bound) for each, _, figure, bound in checks if each == name)
+    now = "is" if figures[name] else "is no longer"
+    return f"learner step {learner_step}: {figure} {now} {bound}", figures.get(figure.split()[0])
+
+
 def length_at_start(length: float, *, before: float | None, learner_step: int) -> float:
     """Return the mean response tokens per row over the run's first START_STEPS learner steps.
 

@@ -12,6 +12,7 @@ from rich.console import Console
 import driver
 from analysis import report
 from configs import Config, EnvConfig, ModelConfig, as_yaml
+from driver.screen import shown_in
 from store import Catalog, RunLayout, export, write_open_sql
 from store.reading.query import connect
 from tests.support.store_samples import play
@@ -67,7 +68,7 @@ def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
         said = StringIO()
         driver.train(
             replace(config, learner=replace(config.learner, steps=steps)),
-            Console(file=said, width=500),
+            shown_in(Console(file=said, width=500)),
         )
         assert (line in said.getvalue()) == is_said
 

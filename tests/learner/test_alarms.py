@@ -23,6 +23,7 @@ import configs
 from configs import Config, ConfigError
 from coordinator import Status
 from driver.progress import Progress
+from driver.screen import shown_in
 from learner import BadUpdatesError, CollapseError, NonFiniteWeightsError
 from learner.checkpoint import CheckpointError
 from learner.training.alarms import Alarms, collapse_alarms, length_at_start
@@ -451,7 +452,7 @@ def test_notices_are_lines_of_their_own_each_shown_once(tmp_path: Path) -> None:
     coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=0))
     out = io.StringIO()
     with Progress(
-        coordinator.config, "training", Console(file=out, width=400, markup=False)
+        coordinator.config, "training", shown_in(Console(file=out, width=400, markup=False))
     ) as progress:
         progress.show(coordinator.status())
         coordinator.notice("learner", "alarm", "learner step 2: loss/ess 0.05 is below [bound]")
@@ -475,7 +476,7 @@ def test_in_a_terminal_a_notice_stays_above_the_table(tmp_path: Path) -> None:
     coordinator.close()
     out = io.StringIO()
     with Progress(
-        coordinator.config, "training", Console(file=out, width=100, force_terminal=True)
+        coordinator.config, "training", shown_in(Console(file=out, width=100, force_terminal=True))
     ) as progress:
         progress.show(status)
         progress.show(status)

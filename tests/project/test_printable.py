@@ -24,6 +24,7 @@ from cli.store import _show_findings
 from cli.table_output import WRITERS
 from configs import Config
 from driver.progress import Progress, said_with_spinner
+from driver.screen import shown_in
 from gigpo import PUBLISHED_SETTINGS, advantages_macro
 from printable import plain_console, printable, printable_json
 from store import Catalog, Group, RunLayout, export, write_open_sql, write_segment
@@ -205,7 +206,7 @@ def test_lines_while_it_runs_are_harmless() -> None:
     config = replace(Config(), run_dir=ALL)
 
     def show(console: object) -> None:
-        with said_with_spinner(ALL, console), Progress(config, ALL, console) as progress:  # type: ignore[arg-type]
+        with said_with_spinner(ALL, console), Progress(config, ALL, shown_in(console)) as progress:  # type: ignore[arg-type]
             status = type("Status", (), {"notices": {1: ALL}})
             progress._show_notices(status)  # type: ignore[arg-type]
             component = type("Component", (), {"waiting_on": ALL, "waits_s": 1.0})

@@ -1,0 +1,137 @@
+"""Serve a run's newest figures to Prometheus, on 127.0.0.1.
+
+    with prometheus_endpoint(config, supervisor.engine_metrics) as figures:
+        supervisor.train(figures.beside(progress.show))
+
+`gigpo_*` are our figures, as of the supervisor's last look. `vllm:*` are the engines' own, asked
+of the workers at each scrape: without a scrape they cost nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from configs import Config, ConfigError
+from coordinator import Status
+
+ADDRESS = "127.0.0.1"
+EngineMetrics = Callable[[], Mapping[str, Sequence[Family]]]  # by worker
+GROUP_STATES = ("open", "leased", "complete", "claimed", "trained", "stale", "filtered")
+
+
+class RunFigures(Collector):
+    """The figures of one run, as Prometheus collects them."""
+
+    def __init__(self, run: str, engine_metrics: EngineMetrics) -> None:
+        self._run, self._engine_metrics = run, engine_metrics
+        self._status: Status | None = None  # before the first look
+
+    def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
+        """Return a `show` that also keeps the status for the next scrape."""
+
+        def show_and_keep(status: Status) -> None:
+            show(status)
+            self._status = status
+
+        return show_and_keep
+
+    def collect(self) -> Iterator[Family]:
+        """Yield all figures. Called by the server's thread at each scrape."""
+        status = self._status
+        if status is not None:
+            yield from self._ours(status)
+        yield from self._engines()
+
+    def _ours(self, status: Status) -> Iterator[Family]:
+        for name, value in sorted(status.metrics.items()):
+            yield self._gauge(metric_name(name), f"{name}, see docs/metrics.md", value)
+        yield self._gauge("gigpo_learner_step", "learner steps trained", status.learner_step)
+        yield self._gauge("gigpo_policy_version", "newest published version", status.version)
+        yield self._gauge(
+            "gigpo_heldout_open_groups", "held-out groups to be played", status.heldout_open
+        )
+        counts = {each.name: getattr(status.counts, each.name) for each in fields(status.counts)}
+        groups = GaugeMetricFamily(
+            "gigpo_groups", "training groups by state", labels=("run", "state")
+        )
+        for state in GROUP_STATES:
+            groups.add_metric((self._run, state), counts[state])
+        yield groups
+        for name in ("trajectories", "steps"):
+            counter = CounterMetricFamily(
+                f"gigpo_{name}", f"{name} committed since the run began", labels=("run",)
+            )
+            counter.add_metric((self._run,), counts[name])
+            yield counter
+        waits = GaugeMetricFamily(
+            "gigpo_component_waits_seconds", "how long it has waited, 0 while it works",
+            labels=("run", "component"),
+        )  # fmt: skip
+        silent = GaugeMetricFamily(
+            "gigpo_component_silent_seconds", "seconds since its last heartbeat",
+            labels=("run", "component"),
+        )  # fmt: skip
+        for name, component in status.components.items():
+            waits_s = component.waits_s if component.waiting_on is not None else 0.0
+            waits.add_metric((self._run, name), waits_s)
+            silent.add_metric((self._run, name), component.silent_s)
+        yield waits
+        yield silent
+
+    def _engines(self) -> Iterator[Family]:
+        """Yield each figure of vLLM once, with the samples of all workers."""
+        families: dict[str, Family] = {}
+        for worker, found in sorted(self._engine_metrics().items()):
+            for one in found:
+                family = families.setdefault(
+                    one.name, Family(one.name, one.documentation, one.type)
+                )
+                family.samples.extend(
+                    sample._replace(labels={**sample.labels, "run": self._run, "worker": worker})
+                    for sample in one.samples
+                )
+        yield from families.values()
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Family:
+        gauge = GaugeMetricFamily(name, help_text, labels=("run",))
+        gauge.add_metric((self._run,), value)
+        return gauge
+
+
+def metric_name(name: str) -> str:
+    """Return the name that Prometheus allows: loss/ess is gigpo_loss_ess."""
+    return f"gigpo_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
+
+
+@contextmanager
+def prometheus_endpoint(config: Config, engine_metrics: EngineMetrics) -> Iterator[RunFigures]:
+    """Serve the figures on `metrics_port`, or only keep them if it is 0.
+
+    Raises ConfigError if the port is taken.
+    """
+    figures = RunFigures(config.run_dir, engine_metrics)
+    if not config.metrics_port:
+        yield figures
+        return
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(figures)
+    try:
+        server, thread = start_http_server(config.metrics_port, addr=ADDRESS, registry=registry)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics_port={config.metrics_port}: {error.strerror or error}; give another port"
+        ) from error
+    try:
+        yield figures
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,140 @@
+"""Follow a run's metrics, and give each row once to everyone that shows them.
+
+    with follow_metrics(config, layout, say, beside=[webhook]) as metrics:
+        supervisor.train(metrics.beside(progress.show))
+
+Consumes  the catalog's metrics, at every look of the supervisor
+Produces  rows for the trackers, the webhook and the lines of JSON
+Waits for nothing while the run goes on. At its end a tracker gets START_S and CLOSE_S
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+from configs import Config
+from coordinator import Status
+from driver.progress import said_while
+from driver.tensorboard_writer import Curves, tensorboard_files
+from driver.trackers.tracker import TrackerProcess, check_trackers
+from store import Metric, RunLayout, metrics_since
+
+TENSORBOARD = "tensorboard"
+Show = Callable[[Status], None]
+
+
+class Consumer(Protocol):
+    """One that is given a run's metrics."""
+
+    def wants(self) -> bool:
+        """Return whether it takes metrics now. What it does not take comes later."""
+
+    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+        """Take rows, ordered by learner step: the new ones, or all that the run has now.
+
+        All come first, and after a roll-back.
+        """
+
+    def close(self) -> None:
+        """End. The last rows have come."""
+
+
+class Metrics:
+    """The metrics of one run, and those that are given them."""
+
+    def __init__(
+        self, layout: RunLayout, consumers: Sequence[Consumer], curves: Curves | None
+    ) -> None:
+        self._layout, self._curves = layout, curves
+        self._lsn = dict.fromkeys(consumers, 0)  # of the catalog: metrics up to here were given
+        self.follows = False  # the catalog was read once, so its owner has opened it
+
+    def follow(self) -> None:
+        """Give the new rows. Raises StoreError if they cannot be read."""
+        self.follows = True
+        for consumer, lsn in self._lsn.items():
+            if consumer.wants():
+                changes = metrics_since(self._layout, lsn)
+                is_whole = not lsn or not changes.is_append
+                if lsn and is_whole:  # rolled back
+                    changes = metrics_since(self._layout, 0)
+                if changes.rows or is_whole:
+                    consumer.take(changes.rows, is_whole=is_whole)
+                self._lsn[consumer] = changes.lsn
+
+    def beside(self, show: Show) -> Show:
+        """Return a `show` that also follows the metrics."""
+
+        def show_and_follow(status: Status) -> None:
+            show(status)
+            self.follow()
+
+        return self._curves.beside(show_and_follow) if self._curves else show_and_follow
+
+
+@contextmanager
+def follow_metrics(
+    config: Config,
+    layout: RunLayout,
+    say: Callable[[str], None],
+    *,
+    tell: Callable[[str], None] | None = None,
+    beside: Sequence[Consumer] = (),
+) -> Iterator[Metrics]:
+    """Yield the metrics of a run, followed by its trackers and by the consumers `beside` them.
+
+    `say` shows what failed, `tell` (by default the same) what is waited for. At the end, give them
+    the rows that the processes recorded while they stopped.
+    """
+    check_trackers(config)
+    with ExitStack() as stack:
+        curves = None
+        if TENSORBOARD in config.trackers:
+            curves = stack.enter_context(tensorboard_files(layout, say))
+        trackers: list[TrackerProcess] = []
+        tell = tell or say
+        stack.enter_context(_closed_at_the_end(trackers, tell))
+        for name in config.trackers:
+            if name != TENSORBOARD:
+                trackers.append(TrackerProcess(name, config, layout, say))
+        for consumer in beside:
+            stack.callback(consumer.close)
+        metrics = Metrics(layout, [*trackers, *beside], curves)
+        try:
+            yield metrics
+        finally:
+            _follow_a_last_time(metrics, trackers, say=say, tell=tell)
+
+
+@contextmanager
+def _closed_at_the_end(
+    trackers: Sequence[TrackerProcess], tell: Callable[[str], None]
+) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with ExitStack() as each, said_while(lambda: "sending the last metrics to trackers", tell):
+            for tracker in trackers:
+                each.callback(tracker.close)
+
+
+def _follow_a_last_time(
+    metrics: Metrics,
+    trackers: Sequence[TrackerProcess],
+    *,
+    say: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Give the last rows. An error that ends the run is never replaced by another."""
+    if not metrics.follows:
+        return
+    try:
+        with said_while(lambda: "waiting for the trackers", tell):
+            for tracker in trackers:
+                tracker.wait_until_ready()
+        metrics.follow()
+    # Nothing may take the place of the error in flight.
+    except Exception as error:  # noqa: BLE001
+        say(f"trackers lack the last metrics: {' '.join(str(error).split())}")

@@ -1,0 +1,214 @@
+"""Give a run's metrics to a tracker in a process of its own, and never wait for it.
+
+    tracker = TrackerProcess("wandb", config, layout, say)
+    tracker.take(rows)      # at every look
+    tracker.close()
+
+A tracker that fails or hangs is said once, and gets no more in this start. The next start goes on
+where it was left.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from configs import Config, ConfigError, flat
+from driver.run_lock import RUN_MARK
+from driver.trackers.given import Given
+from driver.trackers.services import PACKAGES, TrackerSetup
+from driver.trackers.tracker_process import READY
+from store import Metric, RunLayout, StoreError
+
+ROOT = Path(__file__).resolve().parents[2]
+DIRECTORY = "trackers"  # in the run, for local files
+N_LOGGED = "n_logged"
+START_S = 60.0  # of a tracker, while the run ends; it starts beside a run
+CLOSE_S = 60.0  # for what is left to send
+POLL_S = 0.05
+MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
+FAULT_CHARACTERS = 300
+FREE_KEYS = ("env.options", "endpoint.body")  # what stands in them is not ours
+SECRET = re.compile("key|token|secret|passw|auth|credential", re.IGNORECASE)
+IN_A_URL = re.compile(r"(?<=://)[^/@\s]+@")  # a name and a password
+HIDDEN = "(not shown)"
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError for a tracker whose package is not installed."""
+    for name in config.trackers:
+        missing = [package for package in PACKAGES.get(name, ()) if not _is_there(package)]
+        if missing:
+            raise ConfigError(
+                f"trackers={name} needs the package {missing[0]}, which is not installed: "
+                "pip install 'async-gigpo[trackers]'"
+            )
+
+
+def shown_settings(config: Config) -> dict[str, Any]:
+    """Return every setting by its name, without what may be a secret.
+
+    A secret may stand in the options of an environment, or as a password in a URL.
+    """
+    shown: dict[str, Any] = {}
+    for key, value in flat(config):
+        inside = _leaves(value, key) if key in FREE_KEYS else [(key, value)]
+        shown |= {name: _without_password(each) for name, each in inside}
+    return shown
+
+
+class TrackerProcess:
+    """The process of one tracker, and what it was given."""
+
+    def __init__(
+        self, name: str, config: Config, layout: RunLayout, say: Callable[[str], None]
+    ) -> None:
+        """Start the process. It loads its libraries beside the run's own start."""
+        self.name, self._say = name, say
+        self._given = Given(layout, name)
+        self.log = layout.logs / f"{name}.log"
+        directory = layout.root / DIRECTORY
+        directory.mkdir(exist_ok=True)
+        setup = TrackerSetup(
+            run_id=layout.info.run_id,
+            run_name=layout.root.resolve().name,
+            directory=str(directory.resolve()),
+            settings=shown_settings(config),
+            n_logged=self._given.notes.get(N_LOGGED, 0),
+        )
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.log.parent.mkdir(exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "driver.trackers.tracker_process", name),
+                ],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "HF_HUB_DISABLE_TELEMETRY": "1",
+                    RUN_MARK: str(layout.root.resolve()),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends that one
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        for pipe in (self._in, self._out):
+            os.set_blocking(pipe, False)
+        # Lines that it has not taken yet. The settings are no argument: `ps` would show them.
+        self._unread = json.dumps(asdict(setup)).encode() + b"\n"
+        self._answers = b""
+        self.is_ready = self.has_failed = False
+
+    def wants(self) -> bool:
+        """Return whether it takes metrics now. Reads its answers and sends what is left."""
+        self._look()
+        return self.is_ready and not self.has_failed
+
+    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+        """Send the rows that it was not given before."""
+        try:
+            new = self._given.new(rows, counted=N_LOGGED)
+        except StoreError as error:  # a full disk
+            self.fail(str(error))
+            return
+        self._unread += b"".join(json.dumps(each).encode() + b"\n" for each in new)
+        self._look()
+
+    def wait_until_ready(self) -> None:
+        """Wait for its start, START_S at most."""
+        deadline_s = time.monotonic() + START_S
+        while not (self.is_ready or self.has_failed):
+            if time.monotonic() > deadline_s:
+                self.fail(f"it has not started for {START_S:g} s")
+            time.sleep(POLL_S)
+            self._look()
+
+    def close(self) -> None:
+        """Have it write what is left, CLOSE_S at most. Leaves no process."""
+        deadline_s = time.monotonic() + CLOSE_S
+        try:
+            while self._unread and not self.has_failed and time.monotonic() < deadline_s:
+                time.sleep(POLL_S)
+                self._look()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            while not self.has_failed and time.monotonic() < deadline_s:
+                if self._process.poll() is not None:
+                    self._look()
+                    break
+                time.sleep(POLL_S)
+            else:
+                self.fail(f"it has not ended for {CLOSE_S:g} s")
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+    def fail(self, why: str) -> None:
+        """Say once that it shows no more, and why."""
+        if self.has_failed:
+            return
+        self.has_failed, self._unread = True, b""
+        self._say(
+            f"the tracker {self.name} failed: {why[:FAULT_CHARACTERS]}; it shows no more of this "
+            f"start. The run goes on, and the store has all metrics; see {self.log}"
+        )
+
+    def _look(self) -> None:
+        if self.has_failed:
+            return
+        ended = self._process.poll()
+        try:
+            while part := os.read(self._out, 65536):
+                self._answers += part
+        except BlockingIOError:
+            pass
+        *lines, self._answers = self._answers.split(b"\n")
+        for line in lines:
+            answer: Mapping[str, Any] = json.loads(line)
+            self.is_ready = self.is_ready or READY in answer
+            if "fault" in answer:
+                self.fail(str(answer["fault"]))
+        if ended:
+            self.fail(f"its process ended with status {ended}")
+        elif self._unread and not self.has_failed:
+            self._send()
+
+    def _send(self) -> None:
+        try:
+            n_sent = os.write(self._in, self._unread)
+        except BlockingIOError:
+            n_sent = 0
+        except BrokenPipeError:  # its last answer, or its status, says why at the next look
+            return
+        self._unread = self._unread[n_sent:]
+        if len(self._unread) > MAX_UNREAD_BYTES:
+            self.fail(f"it has {len(self._unread):,} bytes of metrics to read")
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _leaves(value: Any, key: str) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [leaf for name, each in value.items() for leaf in _leaves(each, f"{key}.{name}")]
+    return [(key, HIDDEN if SECRET.search(key) else value)]
+
+
+def _without_password(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_password(each) for each in value]
+    return IN_A_URL.sub("", value) if isinstance(value, str) else value

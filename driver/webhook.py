@@ -1,0 +1,145 @@
+"""Post alarms to a URL, once when one turns on and once when it turns off.
+
+    webhook = AlarmWebhook(config, layout, say)
+    webhook.take(rows)          # a consumer of the metrics, see trackers/follow.py
+    webhook.close()
+
+A thread posts, with a time-out and a short queue, so that no server delays a run. The URL may hold
+a secret: it comes from the environment variable `alarms.webhook_env`, and nothing shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from configs import Config, ConfigError
+from driver.trackers.given import Given, by_step
+from learner import describe_alarm
+from store import Metric, RunLayout, StoreError
+
+ALARM = "alarm/"  # the begin of the metrics that are alarms
+TIMEOUT_S = 10.0
+MAX_QUEUED = 100  # posts
+CLOSE_S = 15.0  # for the posts that are queued when the run ends
+FAULT_CHARACTERS = 200
+
+
+def webhook_url(config: Config) -> str:
+    """Return the URL, "" if there is no webhook. Raises ConfigError, which does not show it."""
+    name = config.alarms.webhook_env
+    if not name:
+        return ""
+    url = os.environ.get(name, "")
+    if not url.startswith(("http://", "https://")):
+        state = "is not set" if not url else "holds no URL"
+        raise ConfigError(
+            f"alarms.webhook_env={name}: this environment variable {state}; set it to "
+            "http(s)://..., or leave the setting out"
+        )
+    return url
+
+
+class AlarmWebhook:
+    """The webhook of one run. It knows, also after a restart, what was posted."""
+
+    def __init__(self, config: Config, layout: RunLayout, say: Callable[[str], None]) -> None:
+        self._config, self._say, self._url = config, say, webhook_url(config)
+        self._run = str(layout.root)
+        self._given = Given(layout, "webhook")  # its notes: 1 for an alarm that was posted as on
+        self._is_first = True
+        self._is_said = False  # a failure, once
+        self._posts: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED)
+        self._thread = threading.Thread(target=self._post_all, name="webhook", daemon=True)
+        self._thread.start()
+
+    def wants(self) -> bool:
+        return True
+
+    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+        """Queue a post for each alarm that is not as the last post said.
+
+        Of the rows of earlier starts only the newest count: what turned on and off meanwhile is no
+        news.
+        """
+        steps = list(by_step(rows))
+        if self._is_first:
+            self._is_first = False
+            newest = [
+                step for step, values in steps if any(name.startswith(ALARM) for name in values)
+            ]
+            steps = [(step, values) for step, values in steps if step in newest[-1:]]
+        changed = False
+        for learner_step, values in steps:
+            for name in (name for name in values if name.startswith(ALARM)):
+                is_on = bool(values[name])
+                if is_on != bool(self._given.notes.get(name, 0)):
+                    self._given.notes[name] = int(is_on)
+                    changed = True
+                    self._queue(name, learner_step, values)
+        if changed:
+            try:
+                self._given.save()
+            except StoreError as error:  # a full disk
+                self._fail(str(error))
+
+    def close(self) -> None:
+        """Wait for the queued posts, CLOSE_S at most."""
+        try:
+            self._posts.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S)
+
+    def _queue(self, name: str, learner_step: int, values: dict[str, float]) -> None:
+        text, value = describe_alarm(name, values, learner_step=learner_step, config=self._config)
+        post = {
+            "run": self._run,
+            "learner_step": learner_step,
+            "alarm": name.removeprefix(ALARM),
+            "state": "on" if values[name] else "off",
+            "value": value,
+            "text": text,
+        }
+        try:
+            self._posts.put_nowait(post)
+        except queue.Full:
+            self._fail(f"{MAX_QUEUED} posts wait already")
+
+    def _post_all(self) -> None:
+        while (post := self._posts.get()) is not None:
+            try:
+                self._post(post)
+            except Exception as error:  # noqa: BLE001  # the border to the network: said once
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _post(self, post: dict[str, Any]) -> None:
+        request = urllib.request.Request(
+            self._url,
+            data=json.dumps(post).encode(),
+            headers={"Content-Type": "application/json"},
+            method="POST",
+        )
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
+            pass
+
+    def _fail(self, why: str) -> None:
+        """Say once that a post failed. The URL is in no message."""
+        if not self._is_said:
+            self._is_said = True
+            text = " ".join(why.replace(self._url, "(the URL)").split())[:FAULT_CHARACTERS]
+            name = self._config.alarms.webhook_env
+            self._say(
+                f"an alarm could not be posted to the URL in {name}: {text}. The run goes on, and "
+                "this is said once"
+            )
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *request: Any, **others: Any) -> None:
+        """Follow no redirect: the post would become another request, elsewhere."""
