@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -73,6 +73,8 @@ class Panel:
     alone: bool = False  # asked of a process of its own: for queries that read all steps
     above: Markup | str = ""  # controls between the explanation and the answer
     n_rows: int | None = None  # only so many are asked for; None: all
+    # Further files that the rows can be saved as, by the ending of the name.
+    files: Mapping[str, Callable[[pa.Table], bytes]] = field(default_factory=dict)
     keeps: bool = (
         True  # the HTML of an address at an lsn is kept; False: `show` looks elsewhere too
     )
