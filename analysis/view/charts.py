@@ -205,8 +205,13 @@ def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
     }
 
 
-def draw(drawn: figure, summary: str) -> Chart:
-    """Return a figure of your own as a Chart. Begin it with `new_figure`."""
+def draw(drawn: figure, summary: str, *, n_entries: int | None = None) -> Chart:
+    """Return a figure of your own as a Chart. Begin it with `new_figure`.
+
+    `n_entries` of its legend: it stands above the figure, or is hidden below two.
+    """
+    if n_entries is not None:
+        _place_legend(drawn, n_entries=n_entries)
     return _chart(drawn, summary)
 
 

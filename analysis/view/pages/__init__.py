@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from analysis.view.page import Page
-from analysis.view.pages import anchor, funnel, group, groups, run, sql
+from analysis.view.pages import anchor, funnel, group, groups, run, sql, staleness
 
-PAGES: tuple[Page, ...] = (run.PAGE, funnel.PAGE, groups.PAGE, group.PAGE, anchor.PAGE, sql.PAGE)
+PAGES: tuple[Page, ...] = (
+    run.PAGE,
+    funnel.PAGE,
+    groups.PAGE,
+    group.PAGE,
+    anchor.PAGE,
+    staleness.PAGE,
+    sql.PAGE,
+)
