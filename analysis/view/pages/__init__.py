@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from analysis.view.page import Page
-from analysis.view.pages import anchor, funnel, group, groups, run, sql, staleness
+from analysis.view.pages import anchor, funnel, group, groups, run, sql, staleness, timeline
 
 PAGES: tuple[Page, ...] = (
     run.PAGE,
@@ -12,5 +12,6 @@ PAGES: tuple[Page, ...] = (
     group.PAGE,
     anchor.PAGE,
     staleness.PAGE,
+    timeline.PAGE,
     sql.PAGE,
 )

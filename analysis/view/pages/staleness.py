@@ -22,7 +22,7 @@ from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import fill
 from analysis.view.text import plain
 
-SHOWN_STEPS = 40  # learner steps of the map, unless the address names others
+SHOWN_STEPS = 24  # learner steps of the map, unless the address names others
 MOST_MARKS = 4_000  # of the map; the newest are drawn
 TREND_BUCKETS = 40
 CELL = 0.84  # of a learner step's width, over which its groups are spread
