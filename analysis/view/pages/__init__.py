@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from analysis.view.page import Page
-from analysis.view.pages import anchor, funnel, group, groups, run, sql, staleness, timeline
+from analysis.view.pages import (
+    anchor,
+    funnel,
+    group,
+    groups,
+    lineage,
+    run,
+    sql,
+    staleness,
+    timeline,
+)
 
 PAGES: tuple[Page, ...] = (
     run.PAGE,
@@ -12,6 +22,7 @@ PAGES: tuple[Page, ...] = (
     group.PAGE,
     anchor.PAGE,
     staleness.PAGE,
+    lineage.PAGE,
     timeline.PAGE,
     sql.PAGE,
 )
