@@ -33,6 +33,10 @@ STAGES = {
     5: ("weights it published", "the version that this learner step made"),
     6: ("first checkpoint with it", "the first one that was saved after the learner step"),
 }
+VERSION_COLUMNS = (
+    *("version", "version_min", "version_max", "version_in", "published"),
+    *("oldest_version", "newest_version"),
+)
 DIGEST = re.compile(r"([0-9a-f]{32})\.parquet$")
 
 OF_TRAJECTORY = """
@@ -144,7 +148,7 @@ SELECT learner_step, outcome, live, staleness, version_in, version_in + 1 AS pub
 FROM lineage WHERE group_uid = $group ORDER BY batch_id
 """
 GROUPS = """
-SELECT learner_step, group_uid, task_id, outcome, staleness, n_steps AS steps,
+SELECT learner_step, group_uid, l.task_id, outcome, staleness, n_steps AS steps,
        l.version_min AS oldest_version, l.version_max AS newest_version,
        oldest_weights_digest AS oldest_digest, newest_weights_digest AS newest_digest, trained_at
 FROM lineage AS l LEFT JOIN groups AS g USING (group_uid)
@@ -395,9 +399,7 @@ def _linked(asked: Asked, table: pa.Table) -> Markup:
     def trajectory(row: Mapping[str, Any]) -> str:
         return asked.link("/trajectory", traj=row["traj_uid"])
 
-    versions = ("version", "version_min", "version_max", "version_in", "published")
-    versions += ("oldest_version", "newest_version")
-    links = {name: to("version", name) for name in versions}
+    links = {name: to("version", name) for name in VERSION_COLUMNS}
     links |= {"learner_step": to("learner_step", "learner_step")}
     links |= {"checkpoint": to("checkpoint", "checkpoint")}
     links |= {"group_uid": group, "traj_uid": trajectory}

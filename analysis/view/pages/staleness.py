@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any
 
 import pyarrow as pa
-from bokeh.models import ColumnDataSource, HoverTool, OpenURL, Range1d, TapTool
+from bokeh.models import (
+    ColumnDataSource,
+    HoverTool,
+    NumeralTickFormatter,
+    OpenURL,
+    Range1d,
+    TapTool,
+)
 from markupsafe import Markup
 
 from analysis.view.charts import COLOURS, INK, bars, draw, new_figure
@@ -224,7 +231,7 @@ def show_map(asked: Asked, table: pa.Table, *, bound: int, behind: bool) -> Char
             TapTool(renderers=[marks], callback=OpenURL(url="@link", same_tab=True)),
         )
     drawn.yaxis.axis_label = "versions behind" if behind else "policy version"
-    drawn.yaxis.formatter.format = "0"
+    drawn.yaxis.formatter = NumeralTickFormatter(format="0")
     if behind:
         highest = max([bound, *(row["behind"] for row in rows)])
         drawn.y_range = Range1d(start=highest + 0.7, end=-0.7)  # fresh groups are on top

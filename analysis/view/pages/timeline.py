@@ -273,8 +273,9 @@ def panels(asked: Asked) -> Sequence[Panel]:
         slices=MOST_SLICES,
     )
     seconds = int((end - begin).total_seconds())
-    trace = {"until": str(end), "seconds": seconds, "panel": "slices", "download": TRACE}
-    address = asked.link("/timeline", **trace)
+    address = asked.link(
+        "/timeline", until=str(end), seconds=seconds, panel="slices", download=TRACE
+    )
     if asked.is_live:
         address += f"&as_of={asked.lsn}"
     return [
@@ -316,7 +317,8 @@ def window(asked: Asked) -> tuple[datetime, datetime, datetime, datetime]:
 
     Without one: the last minutes, or those around a learner step.
     """
-    seconds = asked.whole("seconds") or WINDOW_S
+    seconds = asked.whole("seconds")
+    seconds = WINDOW_S if seconds is None else seconds
     if not 1 <= seconds <= MOST_S:
         raise BadAddressError(f"seconds is from 1 to {MOST_S}")
     length = timedelta(seconds=seconds)
@@ -389,8 +391,11 @@ def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime)
         if kind not in kinds:
             continue
         source = ColumnDataSource(kinds[kind])
-        label = {} if kind == "heldout" else {"legend_label": MEANING_OF.get(kind, kind)}
+        label: dict[str, Any] = (
+            {} if kind == "heldout" else {"legend_label": MEANING_OF.get(kind, kind)}
+        )
         shown += bool(label)
+        marks: Any
         if kind == "event":
             marks = drawn.scatter(
                 x="left",
