@@ -175,6 +175,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
                     "waited": "while it waited",
                 },
             ),
+            later=True,
             empty="No group of this run was consumed yet.",
         ),
         Panel(
@@ -183,6 +184,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             "easily, so a bound also selects.",
             query=BY_STALENESS,
             show=partial(show_rows, links={}, hints=HINTS),
+            later=True,
             empty="No group of this run was consumed yet.",
         ),
         Panel(

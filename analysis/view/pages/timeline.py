@@ -285,7 +285,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             "of engine and environments say how many requests and actions ran at once.",
             query=ask(LANES),
             show=partial(show_lanes, asked, begin=begin, end=end),
-            above=_form(asked, begin=begin, end=end, first=first, last=last),
+            above=_form(asked, begin=begin, end=end, first=first, last=last, trace=address),
             empty="Nothing happened in this window.",
             width="whole",
         ),
@@ -295,6 +295,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             "generating: the view generation_overlap, for the learner steps of this window.",
             query=ask(OVERLAP),
             show=partial(show_overlap, asked),
+            later=True,
         ),
         Panel(
             title="Slices",
@@ -302,12 +303,10 @@ def panels(asked: Asked) -> Sequence[Panel]:
             "ui.perfetto.dev or chrome://tracing.",
             query=ask(TRACED),
             show=partial(show_slices, asked),
-            above=Markup(
-                '<p><a class="download" href="{}" download>Download as a trace</a></p>'
-            ).format(address),
             empty="Nothing happened in this window.",
             n_rows=LISTED_SLICES,
             files={TRACE: to_trace},
+            later=True,
         ),
     ]
 
@@ -522,7 +521,13 @@ def to_trace(table: pa.Table) -> bytes:
 
 
 def _form(
-    asked: Asked, *, begin: datetime, end: datetime, first: datetime, last: datetime
+    asked: Asked,
+    *,
+    begin: datetime,
+    end: datetime,
+    first: datetime,
+    last: datetime,
+    trace: str,
 ) -> Markup:
     seconds = int((end - begin).total_seconds())
     half = (end - begin) / 2
@@ -537,6 +542,7 @@ def _form(
         begin=begin,
         until=end,
         seconds=seconds,
+        trace=trace,
         earlier=at(begin + half) if begin > first else None,
         later=at(end + half) if end < last else None,
         closer=at(middle + half / 2, max(1, seconds // 2)) if seconds > 1 else None,
