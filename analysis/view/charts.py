@@ -241,8 +241,13 @@ def _with_gaps(data: dict[str, list[Any]], columns: Sequence[str]) -> dict[str, 
     return {**data, **gaps}
 
 
-def draw(drawn: figure, summary: str) -> Chart:
-    """Return a figure of your own as a Chart. Begin it with `new_figure`."""
+def draw(drawn: figure, summary: str, *, n_entries: int | None = None) -> Chart:
+    """Return a figure of your own as a Chart. Begin it with `new_figure`.
+
+    `n_entries` of its legend: it stands above the figure, or is hidden below two.
+    """
+    if n_entries is not None:
+        finish_legend(drawn, n_entries=n_entries)
     return _chart(drawn, summary)
 
 

@@ -1,8 +1,9 @@
-"""Give an answer as a file: CSV or Arrow."""
+"""Give an answer as a file: CSV, Arrow, or a format of the panel's own."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import pyarrow as pa
 import pyarrow.csv
@@ -13,11 +14,23 @@ from store import StoreError
 DOWNLOADS = {"csv": "text/csv; charset=utf-8", "arrow": "application/vnd.apache.arrow.stream"}
 
 
-def download(table: pa.Table, kind: str, *, name: str, lsn: int) -> Response:
-    """Return the rows as a file to save. Raises StoreError for rows that CSV cannot hold."""
+def download(
+    table: pa.Table,
+    kind: str,
+    *,
+    name: str,
+    lsn: int,
+    write: Callable[[pa.Table], bytes] | None = None,
+) -> Response:
+    """Return the rows as a file to save. Raises StoreError for rows that CSV cannot hold.
+
+    `write` gives the bytes of a kind that is not in DOWNLOADS.
+    """
     sink = io.BytesIO()
     try:
-        if kind == "csv":
+        if write is not None:
+            sink.write(write(table))
+        elif kind == "csv":
             pyarrow.csv.write_csv(_flat(table), sink)
         else:
             with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -26,7 +39,7 @@ def download(table: pa.Table, kind: str, *, name: str, lsn: int) -> Response:
         raise StoreError(f"these rows do not fit into {kind}: {error}") from error
     return Response(
         sink.getvalue(),
-        media_type=DOWNLOADS[kind],
+        media_type=DOWNLOADS.get(kind, "application/octet-stream"),
         headers={
             "content-disposition": f'attachment; filename="{name}-lsn{lsn}.{kind}"',
             "x-lsn": str(lsn),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -74,6 +74,8 @@ class Panel:
     above: Markup | str = ""  # controls between the explanation and the answer
     combine: Callable[[pa.Table], pa.Table] | None = None  # adds another run's rows to the answer
     n_rows: int | None = None  # only so many are asked for; None: all
+    # Further files that the rows can be saved as, by the ending of the name.
+    files: Mapping[str, Callable[[pa.Table], bytes]] = field(default_factory=dict)
     # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
     keeps: bool = True
 

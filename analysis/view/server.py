@@ -226,7 +226,7 @@ class Viewer:
             lsn=asked.lsn,
             downloads={
                 kind: _with(request, panel=panel.name, as_of=asked.lsn, download=kind)
-                for kind in DOWNLOADS
+                for kind in (*DOWNLOADS, *panel.files)
             },
         )
         if ERROR_MARK not in shown and panel.keeps:
@@ -307,16 +307,17 @@ class Viewer:
         given = request.headers.get("authorization", "")
         if not is_page and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             return PlainTextResponse("give the token that gigpo view printed\n", status_code=401)
-        if kind not in DOWNLOADS:
-            raise BadAddressError(f"download is one of {', '.join(DOWNLOADS)}")
         wanted = request.query_params.get("panel")
         panels = [each for each in page.panels(asked) if each.name == wanted]
         if not panels:
             raise BadAddressError("the page has no such panel")
+        (panel,) = panels
+        if kind not in DOWNLOADS and kind not in panel.files:
+            raise BadAddressError(f"download is one of {', '.join([*DOWNLOADS, *panel.files])}")
         table = self.stored[asked.run_number].ask(
-            asked.lsn, panels[0].query, times_as_text=kind == "csv", is_long=True
+            asked.lsn, panel.query, times_as_text=kind != "arrow", is_long=True
         )
-        return download(table, kind, name=panels[0].name, lsn=asked.lsn)
+        return download(table, kind, name=panel.name, lsn=asked.lsn, write=panel.files.get(kind))
 
     def _frame(self, page: Page, asked: Asked, request: Request, panels: Markup) -> Markup:
         stored = self.stored[asked.run_number]

@@ -7,12 +7,17 @@ from analysis.view.pages import (
     anchor,
     compare,
     funnel,
+    graph,
     group,
     groups,
+    lineage,
     run,
     sql,
+    staleness,
     task,
+    timeline,
     trajectory,
+    whatif,
 )
 
 PAGES: tuple[Page, ...] = (
@@ -21,8 +26,13 @@ PAGES: tuple[Page, ...] = (
     groups.PAGE,
     group.PAGE,
     anchor.PAGE,
+    graph.PAGE,
     trajectory.PAGE,
     task.PAGE,
+    whatif.PAGE,
+    staleness.PAGE,
+    lineage.PAGE,
+    timeline.PAGE,
     compare.PAGE,
     sql.PAGE,
 )
