@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from starlette.testclient import TestClient
 
 from analysis.view.pages import PAGES
@@ -33,6 +34,7 @@ from store import (
     RunLayout,
     TrajectoryMeta,
     export,
+    now_us,
     open_run,
     to_table,
     write_open_sql,
@@ -132,6 +134,11 @@ def _commit(
         field = SEGMENT_SCHEMA.field(name)
         column = pa.array(values, field.type).take(pa.array(places))
         rows = rows.set_column(SEGMENT_SCHEMA.get_field_index(name), field, column)
+    place = SEGMENT_SCHEMA.get_field_index("t_start")
+    begun = rows.column(place)
+    now = pa.scalar(now_us(), pa.int64()).cast(begun.type)
+    moved = pc.add(begun, pc.subtract(now, pc.min(begun)))
+    rows = rows.set_column(place, SEGMENT_SCHEMA.field(place), moved)
     catalog.commit(
         write_rows(layout, rows, trajectories=tuple(metas), worker="w0", epoch=catalog.epoch),
         epoch=catalog.epoch,

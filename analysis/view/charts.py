@@ -22,6 +22,7 @@ from bokeh.models import (
     FactorRange,
     HoverTool,
     NumeralTickFormatter,
+    Range1d,
     WheelZoomTool,
 )
 from bokeh.plotting import figure
@@ -147,7 +148,8 @@ def bars(
         (label, f"@{{{each}}}{_digits(is_fraction)}") for label, each in zip(labels, y, strict=True)
     ]
     drawn.add_tools(HoverTool(tooltips=tips))
-    drawn.y_range = DataRange1d(start=0)
+    if not is_fraction:
+        drawn.y_range = DataRange1d(start=0)
     if not numeric and len(factors) > 6:
         drawn.xaxis.major_label_orientation = 0.8
     _place_legend(drawn, n_entries=len(y))
@@ -257,6 +259,8 @@ def _figure(
     drawn.ygrid.grid_line_color = GRID
     drawn.ygrid.grid_line_alpha = 0.25
     drawn.xaxis.axis_label = plain(x)
+    if is_fraction:
+        drawn.y_range = Range1d(start=-0.02, end=1.04)
     if x_range is None:
         drawn.xaxis.ticker = BasicTicker(min_interval=1)
     drawn.yaxis.formatter = NumeralTickFormatter(format="0 %" if is_fraction else "0,0.[000]")

@@ -69,7 +69,8 @@ class Panel:
     show: Show = as_table
     empty: str = "There is nothing to show yet."  # instead of an answer without rows
     width: str = "half"  # or "whole": of a page that is wide enough for two
-    later: bool = False  # fetched after the page stands: for queries that scan all steps
+    later: bool = False  # fetched after the page stands
+    alone: bool = False  # asked of a process of its own: for queries that read all steps
     above: Markup | str = ""  # controls between the explanation and the answer
     n_rows: int | None = None  # only so many are asked for; None: all
     keeps: bool = (

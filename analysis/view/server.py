@@ -221,7 +221,7 @@ class Viewer:
                 return known
         shown = render_panel(
             panel,
-            asked.ask,
+            partial(self.stored[asked.run_number].ask, asked.lsn, is_long=panel.alone),
             run=asked.run,
             lsn=asked.lsn,
             downloads={
@@ -258,7 +258,9 @@ class Viewer:
         try:
             query = body.decode()
             asked = self._asked(request)
-            table = self.stored[asked.run_number].ask(asked.lsn, query, times_as_text=False)
+            table = self.stored[asked.run_number].ask(
+                asked.lsn, query, times_as_text=False, is_long=True
+            )
         except (StoreError, BadAddressError, UnicodeDecodeError) as error:
             return PlainTextResponse(f"{plain(error, at_most=2000)}\n", status_code=400)
         return download(table, "arrow", name="answer", lsn=asked.lsn)
@@ -302,7 +304,7 @@ class Viewer:
         if not panels:
             raise BadAddressError("the page has no such panel")
         table = self.stored[asked.run_number].ask(
-            asked.lsn, panels[0].query, times_as_text=kind == "csv"
+            asked.lsn, panels[0].query, times_as_text=kind == "csv", is_long=True
         )
         return download(table, kind, name=panels[0].name, lsn=asked.lsn)
 

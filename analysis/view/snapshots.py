@@ -1,5 +1,8 @@
 """Keep readers of the runs' snapshots, and their answers.
 
+A reader answers one query at a time. Queries that may take long are asked of a second reader of the
+same snapshot, so that no page waits for them; it is opened when the first of them comes.
+
 The newest snapshot of a run is looked for in the background while somebody looks at the run. A few
 older ones are kept for links. A snapshot never changes, so an answer is kept under its lsn and
 query, also after its reader was closed.
@@ -32,6 +35,7 @@ MAX_BYTES = 256 << 20  # of one answer
 
 
 _Key = tuple[int, str, int | None, bool]
+_Place = tuple[int, bool]  # the lsn, and whether the reader is for long queries
 
 
 @dataclass(eq=False, slots=True)
@@ -52,11 +56,12 @@ class Snapshots:
         self._refresh_s = refresh_s
         self._lock = threading.Lock()
         self._open_lock = threading.Lock()  # one child is started at a time
-        self._snapshots: dict[int, _Snapshot] = {}
+        self._snapshots: dict[_Place, _Snapshot] = {}
         self._answers: OrderedDict[_Key, pa.Table | StoreError] = OrderedDict()
         self._kept_bytes = 0
         self._looked_at = time.monotonic()
         self._is_closed = threading.Event()
+        self.newest_lsn = -1
         self.newest_lsn = self._open(None)
         self._thread = threading.Thread(target=self._refresh, name="snapshots", daemon=True)
         self._thread.start()
@@ -68,11 +73,17 @@ class Snapshots:
 
     def ensure(self, lsn: int) -> None:
         """Check that the run can be read at this lsn. Raises StoreError."""
-        with self._used(lsn):
+        with self._used((lsn, False)):
             pass
 
     def ask(
-        self, lsn: int, query: str, n_rows: int | None = None, *, times_as_text: bool = True
+        self,
+        lsn: int,
+        query: str,
+        n_rows: int | None = None,
+        *,
+        times_as_text: bool = True,
+        is_long: bool = False,
     ) -> pa.Table:
         """Return the answer at this lsn, from memory where it was asked before.
 
@@ -81,7 +92,7 @@ class Snapshots:
         """
         key = (lsn, query, n_rows, times_as_text)
         if (known := self._remembered(key)) is None:
-            with self._used(lsn) as reader:
+            with self._used((lsn, is_long)) as reader:
                 known = self._answer(reader, query, n_rows, times_as_text=times_as_text)
             self._remember(key, known)
         if isinstance(known, StoreError):
@@ -137,13 +148,12 @@ class Snapshots:
                 self._kept_bytes -= _size(dropped)
 
     @contextmanager
-    def _used(self, lsn: int) -> Iterator[Reader]:
+    def _used(self, place: _Place) -> Iterator[Reader]:
         """Hand out the reader of a snapshot, which stays open meanwhile."""
-        snapshot = self._take(lsn)
-        if snapshot is None:
-            self._open(lsn)
-            snapshot = self._take(lsn)
-            assert snapshot is not None
+        snapshot = self._take(place)
+        while snapshot is None:  # another thread may drop it at once
+            self._open(place[0], is_long=place[1])
+            snapshot = self._take(place)
         try:
             yield snapshot.reader
         finally:
@@ -153,40 +163,41 @@ class Snapshots:
             if closes:
                 snapshot.reader.close()
 
-    def _take(self, lsn: int) -> _Snapshot | None:
+    def _take(self, place: _Place) -> _Snapshot | None:
         with self._lock:
-            snapshot = self._snapshots.get(lsn)
+            snapshot = self._snapshots.get(place)
             if snapshot is not None:
                 snapshot.users += 1
                 snapshot.used_at = time.monotonic()
             return snapshot
 
-    def _open(self, lsn: int | None) -> int:
+    def _open(self, lsn: int | None, *, is_long: bool = False) -> int:
         """Open a snapshot, the newest one if `lsn` is None, and return its lsn."""
         with self._open_lock:
-            if lsn in self._snapshots:
+            if lsn is not None and (lsn, is_long) in self._snapshots:
                 return lsn
+            if self._is_closed.is_set():
+                raise StoreError("the viewer is being closed")
             reader = open_run(self.run, as_of=lsn, warn=False)
+            place = (reader.lsn, is_long)
             with self._lock:
-                if reader.lsn in self._snapshots or self._is_closed.is_set():
-                    twin: Reader | None = reader
-                else:
-                    twin = None
-                    self._snapshots[reader.lsn] = _Snapshot(reader=reader)
-            if twin is not None:
-                twin.close()
-        self._drop_old(newest=reader.lsn if lsn is None else self.newest_lsn, just=reader.lsn)
+                is_known = place in self._snapshots
+                if not is_known:
+                    self._snapshots[place] = _Snapshot(reader=reader)
+            if is_known:
+                reader.close()
+        self._drop_old(newest=reader.lsn if lsn is None else self.newest_lsn, just=place)
         return reader.lsn
 
-    def _drop_old(self, *, newest: int, just: int) -> None:
+    def _drop_old(self, *, newest: int, just: _Place) -> None:
         """Close the readers that were not used for longest."""
         with self._lock:
             old = sorted(
-                (lsn for lsn in self._snapshots if lsn not in (newest, just)),
-                key=lambda lsn: self._snapshots[lsn].used_at,
+                (place for place in self._snapshots if place not in ((newest, False), just)),
+                key=lambda place: self._snapshots[place].used_at,
             )
             dropped = [
-                self._snapshots.pop(lsn) for lsn in old[: max(0, len(old) - KEPT_READERS + 1)]
+                self._snapshots.pop(place) for place in old[: max(0, len(old) - KEPT_READERS + 1)]
             ]
             for snapshot in dropped:
                 snapshot.is_dropped = True

@@ -8,6 +8,7 @@ from functools import partial
 import pyarrow as pa
 from markupsafe import Markup
 
+from analysis.run_status import duration
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html, percent
 from analysis.view.page import Asked, Page
@@ -39,7 +40,7 @@ SELECT consumed.*, recent.success AS train_success,
        (SELECT sum(n_steps) FROM groups) AS steps,
        (SELECT count(*) FROM groups WHERE state = 'open') AS open_groups,
        (SELECT max(entered_at) FROM ledger) AS changed_at,
-       epoch(last_at - first_at) / 3600 AS hours
+       epoch(last_at - first_at) AS trained_s
 FROM consumed, recent
 """
 # A batch's success is the mean over its groups. Its interval goes by how much groups differ, since
@@ -119,13 +120,38 @@ SELECT name AS process, coalesce(waiting_on, 'working') AS waits_for,
        epoch((SELECT max(last_beat_at) FROM components) - last_beat_at) AS silent_s
 FROM components ORDER BY name
 """
+# The view `generation_overlap`, for the newest learner steps: the versions spare the older files.
 OVERLAP = """
-SELECT learner_step, fraction FROM generation_overlap ORDER BY learner_step
+WITH requests AS (
+    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us
+    FROM steps WHERE split <> 'imported' AND version_max >= $version),
+ordered AS (
+    SELECT *, max(end_us) OVER (
+        ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
+    FROM requests),
+numbered AS (
+    SELECT *, sum((before_us IS NULL OR begin_us > before_us)::INT) OVER (
+        ORDER BY begin_us, end_us, before_us NULLS FIRST ROWS UNBOUNDED PRECEDING) AS busy_number
+    FROM ordered),
+busy AS (
+    SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number),
+training AS (
+    SELECT DISTINCT learner_step, epoch_us(claimed_at) AS begin_us, epoch_us(trained_at) AS end_us
+    FROM lineage WHERE batch_state = 'trained' AND version_in >= $version + $margin)
+SELECT learner_step,
+       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us))
+           FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
+FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
+GROUP BY learner_step, t.begin_us, t.end_us ORDER BY learner_step
 """
+NEWEST_VERSION = "SELECT coalesce(max(version), 0) AS version FROM versions"
+MARGIN = 10  # versions that a request may be older than the training beside it
 
 
 def panels(asked: Asked) -> Sequence[Panel]:
     """Return the panels of a run."""
+    (newest,) = asked.rows(NEWEST_VERSION)
+    since = max(-MARGIN, newest["version"] - SHOWN_STEPS - MARGIN)
     return [
         Panel(
             title="The run now",
@@ -219,9 +245,9 @@ def panels(asked: Asked) -> Sequence[Panel]:
         ),
         Panel(
             title="Generation beside training",
-            explains="Share of each learner step's training in which actors went on generating. "
-            "1 means that training stopped nobody.",
-            query=OVERLAP,
+            explains="Share of each learner step's training in which actors went on generating, "
+            f"for the last {SHOWN_STEPS} steps. 100 % means that training stopped nobody.",
+            query=fill(OVERLAP, version=since, margin=MARGIN),
             show=partial(
                 lines,
                 x="learner_step",
@@ -230,6 +256,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
                 is_fraction=True,
             ),
             later=True,
+            alone=True,
             width="whole",
         ),
     ]
@@ -238,7 +265,8 @@ def panels(asked: Asked) -> Sequence[Panel]:
 def show_figures(table: pa.Table) -> Markup:
     """Show the key figures."""
     (row,) = table.to_pylist()
-    return html("run_figures.html", row=row)
+    trained = "–" if row["trained_s"] is None else duration(row["trained_s"])
+    return html("run_figures.html", row=row, trained=trained)
 
 
 def show_limits(table: pa.Table) -> Markup:

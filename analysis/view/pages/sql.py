@@ -92,7 +92,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             '<p class="warning">Another site brought this query. Read it before you run it.</p>'
         )
         return [_answer(form + waits, query="SELECT 'not asked yet' AS answer")]
-    found = [_answer(form, query=query)]
+    found = [_answer(form, query=query, alone=query != FIRST)]
     if x and y:
         found.append(
             Panel(
@@ -101,6 +101,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
                 query=query,
                 show=partial(show_chart, kind=kind, x=x, y=y),
                 n_rows=SHOWN_ROWS,
+                alone=True,
                 width="whole",
             )
         )
@@ -126,7 +127,7 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
 
 
-def _answer(form: Markup, *, query: str) -> Panel:
+def _answer(form: Markup, *, query: str, alone: bool = False) -> Panel:
     return Panel(
         title="Answer",
         explains="One SELECT over the run, asked in a process that can read the run and nothing "
@@ -134,6 +135,7 @@ def _answer(form: Markup, *, query: str) -> Panel:
         query=query,
         above=form,
         n_rows=SHOWN_ROWS,
+        alone=alone,
         empty="The answer has no rows.",
         width="whole",
     )
