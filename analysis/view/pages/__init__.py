@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from analysis.view.page import Page
-from analysis.view.pages import anchor, funnel, group, groups, run, sql
+from analysis.view.pages import anchor, funnel, graph, group, groups, run, sql, what_if
 
-PAGES: tuple[Page, ...] = (run.PAGE, funnel.PAGE, groups.PAGE, group.PAGE, anchor.PAGE, sql.PAGE)
+PAGES: tuple[Page, ...] = (
+    run.PAGE,
+    funnel.PAGE,
+    groups.PAGE,
+    group.PAGE,
+    anchor.PAGE,
+    graph.PAGE,
+    what_if.PAGE,
+    sql.PAGE,
+)
