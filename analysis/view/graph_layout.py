@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SWEEPS = 8  # over the rows, down and up in turn
 BOW = 16.0  # between a bow and the nodes beside it
 LANE = 7.0  # between two bows of the same rows
 LOOP = 26.0
+LABEL = 116.0  # room of a label beside a bow
 ARROW = 7.0
 
 
@@ -29,7 +30,7 @@ class Sizes:
     row_at_most: int  # nodes; a longer row is broken
 
 
-ROOMY = Sizes(width=158, height=42, gap_x=40, gap_y=46, row_at_most=5)
+ROOMY = Sizes(width=158, height=42, gap_x=110, gap_y=56, row_at_most=3)
 DENSE = Sizes(width=36, height=22, gap_x=18, gap_y=30, row_at_most=14)
 
 Point = tuple[float, float]
@@ -203,7 +204,9 @@ def _same_row(begin: Point, end: Point, sizes: Sizes) -> Curve:
     if end[0] < begin[0]:  # the way back runs below
         first, last = (first[0], begin[1] - top), (last[0], end[1] - top)
     height = sizes.gap_y * (0.55 if end[0] > begin[0] else -0.55)
-    return _curve(first, (first[0], first[1] - height), (last[0], last[1] - height), last)
+    curve = _curve(first, (first[0], first[1] - height), (last[0], last[1] - height), last)
+    x, y = curve.label_at
+    return replace(curve, label_at=(x, y - 7 if height > 0 else y + 8))
 
 
 def _loop(at: Point, sizes: Sizes) -> Curve:
@@ -234,7 +237,7 @@ def _curve(begin: Point, one: Point, two: Point, end: Point, *, anchor: str = "m
         arrow=" ".join(_at(corner) for corner in corners),
         label_at=(middle[0] + (4 if anchor == "start" else 0), middle[1]),
         label_anchor=anchor,
-        right=max(sides) + 4,
+        right=max(sides) + (LABEL if anchor == "start" else 4),
         left=min(sides) - 4,
     )
 

@@ -249,7 +249,7 @@ def show_moves(asked: Asked, table: pa.Table) -> Markup:
             "visits": row["visits"],
             "episodes": row["episodes"],
             "mean_return": row["mean_return"],
-            "step_advantage": row["step_advantage"],
+            "step_advantage": round(row["step_advantage"], 6),
             "won": row["won"],
             "begin": _anchor(asked, by_node.get(row["node"])),
             "end": _anchor(asked, by_node.get(row["leads_to"])),
@@ -419,7 +419,9 @@ def _turn(
     asked: Asked, rows: Sequence[Mapping[str, Any]], by_node: Mapping[str, State], *, sign: int
 ) -> dict[str, Any] | None:
     """Return the move that loses (sign -1) or gains most, over its visits."""
-    some = [row for row in rows if row["step_advantage"] * sign > 0 and row["node"] not in MERGED]
+    some = [
+        row for row in rows if row["step_advantage"] * sign > 1e-6 and row["node"] not in MERGED
+    ]
     if not some:
         return None
     row = max(some, key=lambda row: sign * row["step_advantage"] * row["visits"])

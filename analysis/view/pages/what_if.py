@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from bokeh.models import ColumnDataSource, HoverTool, Span
+from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
+from bokeh.models.annotations import Span
 from markupsafe import Markup
 
 from analysis.run_status import config_of
@@ -200,7 +201,7 @@ def show_scatter(table: pa.Table) -> Chart:
     """Draw each step's old advantage against the new one."""
     data = columns_of(table, x="own")
     drawn = new_figure(x="advantage with the run's setting", height=320)
-    drawn.xaxis.ticker.min_interval = 0
+    drawn.xaxis.ticker = BasicTicker()
     drawn.yaxis.axis_label = "with the changed setting"
     for flips, colour in ((False, COLOURS[0]), (True, COLOURS[1])):
         kept = [at for at, value in enumerate(data["flips"]) if value is flips]
