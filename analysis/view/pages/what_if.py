@@ -21,7 +21,7 @@ from analysis.view.page import Asked, BadAddressError, Page
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import Value, fill
 from configs import ConfigError
-from gigpo.settings import ESTIMATORS, NORMALISATIONS, WHITENED
+from gigpo import ESTIMATORS, NORMALISATIONS, WHITENED
 from store import StoreError
 
 NUMBERS = ("gamma", "omega")
