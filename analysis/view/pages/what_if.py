@@ -74,7 +74,8 @@ SUMMARY = """
 SELECT count(*) AS steps, count(*) FILTER (own_sign * changed_sign < 0) AS flips,
        count(*) FILTER (own_sign <> 0 AND changed_sign = 0) AS silenced,
        count(*) FILTER (own_sign = 0 AND changed_sign <> 0) AS awakened,
-       corr(own, changed) AS correlation, avg(abs(changed - own)) AS mean_change,
+       if(isnan(corr(own, changed)), NULL, corr(own, changed)) AS correlation,
+       avg(abs(changed - own)) AS mean_change,
        count(DISTINCT group_uid) AS groups,
        count(DISTINCT group_uid) FILTER (own_sign * changed_sign < 0) AS groups_with_flips
 FROM both_settings HAVING count(*) > 0
@@ -97,7 +98,7 @@ GROUPS = """
 SELECT group_uid, any_value(s.task_id) AS task, count(DISTINCT traj_uid) FILTER (s.won) AS won,
        count(DISTINCT traj_uid) AS episodes, count(*) AS steps,
        count(*) FILTER (own_sign * changed_sign < 0) AS flips, flips / count(*) AS share,
-       corr(own, changed) AS correlation
+       if(isnan(corr(own, changed)), NULL, corr(own, changed)) AS correlation
 FROM both_settings JOIN steps AS s USING (traj_uid, step_index, group_uid)
 GROUP BY group_uid ORDER BY flips DESC, group_uid LIMIT $rows
 """
