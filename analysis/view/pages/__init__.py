@@ -17,7 +17,7 @@ from analysis.view.pages import (
     task,
     timeline,
     trajectory,
-    whatif,
+    what_if,
 )
 
 PAGES: tuple[Page, ...] = (
@@ -29,7 +29,7 @@ PAGES: tuple[Page, ...] = (
     graph.PAGE,
     trajectory.PAGE,
     task.PAGE,
-    whatif.PAGE,
+    what_if.PAGE,
     staleness.PAGE,
     lineage.PAGE,
     timeline.PAGE,

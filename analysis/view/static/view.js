@@ -100,12 +100,13 @@ document.addEventListener("click", (event) => {
   if (button?.matches(".copy")) copy(button);
 });
 
-// A cell of a lane shows its details below the lanes, and marks the cells of the same anchor state.
+// A cell of a lane, or a part of a graph, shows its details, and marks what has the same state.
 function showCell(cell) {
-  const lanes = cell.closest(".lanes");
+  const lanes = cell.closest(".lanes, .graph");
   const state = cell.dataset.state;
-  for (const other of lanes.querySelectorAll(".cell")) {
-    other.classList.toggle("same", Boolean(state) && other.dataset.state === state);
+  for (const other of lanes.querySelectorAll("[data-cell]")) {
+    const joins = other.dataset.state === state || other.dataset.to === state;
+    other.classList.toggle("same", Boolean(state) && joins);
   }
   const cells = JSON.parse(lanes.querySelector("script.cells").textContent);
   const details = cells[cell.dataset.cell];
@@ -122,7 +123,7 @@ function showCell(cell) {
 
 for (const kind of ["mouseover", "focusin"]) {
   document.addEventListener(kind, (event) => {
-    const cell = event.target.closest?.(".lanes .cell");
+    const cell = event.target.closest?.("[data-cell]");
     if (cell) showCell(cell);
   });
 }

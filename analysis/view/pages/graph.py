@@ -1,0 +1,472 @@
+"""The state graph: where the episodes of a group went, and which ways paid.
+
+States are nodes, merged over the episodes; actions are edges. A node's colour is the mean return
+that followed from there, an edge's colour the mean step advantage of what was done.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from markupsafe import Markup
+
+from analysis.view.graph_layout import DENSE, ROOMY, Layout, lay_out
+from analysis.view.group_query import OF_GROUP, group_versions, of_group
+from analysis.view.html import html, json_script, number
+from analysis.view.page import Asked, Page
+from analysis.view.panel import Panel, show_rows
+from analysis.view.shades import SHADES, shade_class
+from analysis.view.sql_text import fill
+from analysis.view.text import plain
+
+MAX_STATES = 150  # nodes of their own: the most visited ones; the rest is one node
+MAX_EDGES = 400  # that are drawn
+MAX_MOVES = 4_000  # rows of the query
+TASK_GROUPS = 40  # the newest ones of a task
+ROOMY_STATES = 24  # up to here nodes have room for a text
+VALUES = 4  # shades of a node
+TEXT_CHARACTERS = 300
+LINE_CHARACTERS = 25
+LABEL_CHARACTERS = 20
+THINNEST, THICKEST = 1.2, 8.0
+WON, LOST, CUT_OFF = "won", "lost", "cut off"
+ENDINGS = (WON, LOST, CUT_OFF)
+NO_ANCHOR, OTHER = "none", "other"
+MERGED = {NO_ANCHOR: "steps without an anchor state", OTHER: "all other states"}
+
+NEWEST = """
+SELECT group_uid FROM groups WHERE state = 'trained'
+ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, completed_at DESC LIMIT 1
+"""
+ABOUT = """
+SELECT task_id, n_won, n_members, state FROM groups WHERE group_uid = $group
+"""
+# `steps` of the task's newest groups only, also for advantages(): it reads the nearest `steps`.
+OF_TASK = """
+WITH chosen AS (
+    SELECT group_uid, version_min, version_max FROM groups
+    WHERE task_id = $task AND n_steps > 0 ORDER BY opened_at DESC, group_uid LIMIT $groups),
+steps AS (
+    SELECT s.* FROM steps AS s SEMI JOIN chosen USING (group_uid)
+    WHERE version_min >= (SELECT min(version_min) FROM chosen)
+      AND version_max <= (SELECT max(version_max) FROM chosen))
+"""
+MOVES = """, ranked AS (
+    SELECT state_hash, row_number() OVER (
+        ORDER BY count(*) DESC, min(step_index), state_hash) AS place
+    FROM steps WHERE state_hash IS NOT NULL GROUP BY state_hash),
+named AS (
+    SELECT s.*, CASE WHEN s.state_hash IS NULL THEN 'none' WHEN place > $states THEN 'other'
+                ELSE s.state_hash::VARCHAR END AS node
+    FROM steps AS s LEFT JOIN ranked AS r ON s.state_hash = r.state_hash),
+moves AS (
+    SELECT *, coalesce(
+        lead(node) OVER (PARTITION BY traj_uid ORDER BY step_index),
+        CASE WHEN won THEN 'won' WHEN truncated THEN 'cut off' ELSE 'lost' END) AS leads_to
+    FROM named)
+SELECT m.node, min(left(m.anchor_text, $characters)) AS state,
+       left(m.action_text, $characters) AS action, m.leads_to, count(*) AS visits,
+       count(DISTINCT m.traj_uid) AS episodes, avg(a.step_return) AS mean_return,
+       avg(a.step_advantage) AS step_advantage, avg(m.won::INT) AS won,
+       min(m.step_index) AS first_step, count(*) FILTER (m.step_index = 0) AS starts,
+       bool_and(m.is_action_valid) AS is_valid,
+       max(m.group_uid::VARCHAR) AS group_uid
+FROM moves AS m JOIN advantages() AS a USING (traj_uid, step_index)
+GROUP BY m.node, action, m.leads_to
+ORDER BY visits DESC, first_step, m.node, action, m.leads_to LIMIT $rows
+"""
+HINTS = {
+    "mean_return": "discounted rewards from this step to the end of its episode, less penalties",
+    "step_advantage": "A_S: how far the return is above that of the other visits of the state",
+    "won": "fraction of these visits whose episode was won",
+    "leads_to": "the state after the action, or how the episode ended",
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """A node that is no ending: the visits of one state."""
+
+    node: str
+    text: str
+    group: str
+    number: int = 0  # by first visit, from 1
+    first_step: int = 0
+    visits: int = 0
+    starts: int = 0
+    return_sum: float = 0.0
+    won_sum: float = 0.0
+    actions: set[str] = field(default_factory=set)
+
+    @property
+    def mean_return(self) -> float:
+        """Return the mean return that followed."""
+        return self.return_sum / self.visits
+
+    @property
+    def won(self) -> float:
+        """Return the fraction of visits whose episode was won."""
+        return self.won_sum / self.visits
+
+    @property
+    def is_merged(self) -> bool:
+        """Tell whether it is not one state."""
+        return self.node in MERGED
+
+
+@dataclass(kw_only=True, slots=True)
+class Edge:
+    """All actions that led from one node to another."""
+
+    begin: str
+    end: str
+    moves: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def visits(self) -> int:
+        """Return how often it was gone."""
+        return sum(move["visits"] for move in self.moves)
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a figure over the visits."""
+        total: float = sum(move[name] * move["visits"] for move in self.moves)
+        return total / self.visits
+
+
+def panels(asked: Asked) -> Sequence[Panel]:
+    """Return the graph of a group or of a task: the newest mixed group if none is named."""
+    group, task = asked.uid("group"), asked.text("task")
+    values = {"states": MAX_STATES, "characters": TEXT_CHARACTERS, "rows": MAX_MOVES}
+    if group is None and task is not None:
+        query = fill(OF_TASK + MOVES, task=task, groups=TASK_GROUPS, **values)
+    else:
+        if group is None:
+            newest = asked.rows(NEWEST)
+            group = uuid.UUID(newest[0]["group_uid"]) if newest else uuid.UUID(int=0)
+        versions = group_versions(asked, group)
+        query = of_group(OF_GROUP + MOVES, group=group, versions=versions, **values)
+    is_task = group is None
+    empty = "No step of it is there at this moment."
+    return [
+        Panel(
+            title="Graph",
+            explains="From top to bottom: states by their first visit. A greener state is worth "
+            "more; a blue way was better than the others from its state, an orange one worse.",
+            query=query,
+            show=partial(show_graph, asked),
+            empty=empty,
+            width="whole",
+            above=_scope(asked, group, task),
+            later=is_task,
+            alone=is_task,
+        ),
+        Panel(
+            title="Moves",
+            explains="The same in words: what was done in each state, where it led, and what the "
+            "return was. States in the order of the graph, better moves first.",
+            query=query,
+            show=partial(show_moves, asked),
+            empty=empty,
+            width="whole",
+            later=is_task,
+            alone=is_task,
+        ),
+    ]
+
+
+def show_graph(asked: Asked, table: pa.Table) -> Markup:
+    """Draw the graph, with its states as a table beside it."""
+    rows = table.to_pylist()
+    states, edges = states_of(rows), edges_of(rows)
+    loops = [edge for edge in edges if edge.begin == edge.end and edge.begin in MERGED]
+    drawn = sorted((edge for edge in edges if edge not in loops), key=lambda edge: -edge.visits)[
+        :MAX_EDGES
+    ]
+    ended = [ending for ending in ENDINGS if any(edge.end == ending for edge in edges)]
+    layout, is_roomy = _layout(states, drawn, ended)
+    largest = max((abs(edge.mean("step_advantage")) for edge in drawn), default=0.0)
+    returns = [state.mean_return for state in states]
+    details: list[Mapping[str, str]] = []
+    by_node = {state.node: state for state in states}
+    shown_edges = [
+        _edge(asked, edge, layout, by_node, details, largest=largest, edges=drawn)
+        for edge in reversed(drawn)
+    ]
+    shown_nodes = [
+        _node(asked, state, layout, details, low=min(returns), high=max(returns))
+        for state in states
+    ]
+    shown_ends = [_ending(ending, edges, layout, details) for ending in ended]
+    n_ended = sum(edge.visits for edge in edges if edge.end in ENDINGS)
+    return html(
+        "graph.html",
+        layout=layout,
+        sizes=ROOMY if is_roomy else DENSE,
+        is_roomy=is_roomy,
+        edges=shown_edges,
+        nodes=shown_nodes,
+        ends=shown_ends,
+        data=json_script(details, kind="cells"),
+        shades=[shade_class(level, SHADES) for level in range(-SHADES, SHADES + 1)],
+        values=range(VALUES + 1),
+        largest=largest,
+        low=min(returns),
+        high=max(returns),
+        n_states=sum(not state.is_merged for state in states),
+        n_moves=len(rows),
+        n_won=sum(edge.visits for edge in edges if edge.end == WON),
+        n_ended=n_ended,
+        n_edges_left_out=len(edges) - len(loops) - len(drawn),
+        has_other=OTHER in by_node,
+        max_states=MAX_STATES,
+        is_cut=len(rows) >= MAX_MOVES,
+        worst=_turn(asked, rows, by_node, sign=-1),
+        best=_turn(asked, rows, by_node, sign=1),
+    )
+
+
+def show_moves(asked: Asked, table: pa.Table) -> Markup:
+    """Show each action of each state as a row."""
+    rows = table.to_pylist()
+    by_node = {state.node: state for state in states_of(rows)}
+
+    def order(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (by_node[row["node"]].number, -row["mean_return"], row["action"], row["leads_to"])
+
+    def name(node: str) -> str:
+        return node if node not in by_node else f"{by_node[node].number} {by_node[node].text}"
+
+    listed = [
+        {
+            "state": name(row["node"]),
+            "action": row["action"] + ("" if row["is_valid"] else "  (invalid)"),
+            "leads_to": name(row["leads_to"]),
+            "visits": row["visits"],
+            "episodes": row["episodes"],
+            "mean_return": row["mean_return"],
+            "step_advantage": round(row["step_advantage"], 6),
+            "won": row["won"],
+            "begin": _anchor(asked, by_node.get(row["node"])),
+            "end": _anchor(asked, by_node.get(row["leads_to"])),
+        }
+        for row in sorted(rows, key=order)
+    ]
+    return show_rows(
+        pa.Table.from_pylist(listed),
+        links={"state": lambda row: row["begin"], "leads_to": lambda row: row["end"]},
+        hints=HINTS,
+        hidden=("begin", "end"),
+    )
+
+
+def states_of(rows: Sequence[Mapping[str, Any]]) -> list[State]:
+    """Return the states of the moves, numbered by their first visit."""
+    found: dict[str, State] = {}
+    for row in rows:
+        node = row["node"]
+        if node not in found:
+            text = MERGED.get(node) or row["state"] or "a state without a text"
+            found[node] = State(
+                node=node, text=text, group=row["group_uid"], first_step=row["first_step"]
+            )
+        state = found[node]
+        state.first_step = min(state.first_step, row["first_step"])
+        state.visits += row["visits"]
+        state.starts += row["starts"]
+        state.return_sum += row["mean_return"] * row["visits"]
+        state.won_sum += (row["won"] or 0.0) * row["visits"]
+        state.actions.add(row["action"])
+    states = sorted(
+        found.values(),
+        key=lambda state: (state.node == OTHER, state.first_step, -state.visits, state.node),
+    )
+    for place, state in enumerate(states, start=1):
+        state.number = place
+    return states
+
+
+def edges_of(rows: Sequence[Mapping[str, Any]]) -> list[Edge]:
+    """Return the edges: moves with the same ends are one."""
+    found: dict[tuple[str, str], Edge] = {}
+    for row in rows:
+        ends = row["node"], row["leads_to"]
+        found.setdefault(ends, Edge(begin=ends[0], end=ends[1])).moves.append(row)
+    return list(found.values())
+
+
+def _layout(
+    states: Sequence[State], edges: Sequence[Edge], ended: Sequence[str]
+) -> tuple[Layout, bool]:
+    """Return the layout, and whether its nodes have room for texts."""
+    by_step: dict[int, list[str]] = {}
+    for state in states:
+        step = state.first_step if state.node != OTHER else 1 << 62
+        by_step.setdefault(step, []).append(state.node)
+    rows = [by_step[step] for step in sorted(by_step)]
+    is_roomy = len(states) <= ROOMY_STATES and max(len(row) for row in rows) <= ROOMY.row_at_most
+    if ended:
+        rows.append(list(ended))
+    ends = {(edge.begin, edge.end) for edge in edges}
+    return lay_out(rows, ends, sizes=ROOMY if is_roomy else DENSE), is_roomy
+
+
+def _edge(
+    asked: Asked,
+    edge: Edge,
+    layout: Layout,
+    by_node: Mapping[str, State],
+    details: list[Mapping[str, str]],
+    *,
+    largest: float,
+    edges: Sequence[Edge],
+) -> dict[str, Any]:
+    most = max(each.visits for each in edges)
+    curve = layout.edges[edge.begin, edge.end]
+    usual = max(edge.moves, key=lambda move: move["visits"])
+    others = f" and {len(edge.moves) - 1} more" if len(edge.moves) > 1 else ""
+    advantage, begin = edge.mean("step_advantage"), by_node[edge.begin]
+    goal = f"state {by_node[edge.end].number}" if edge.end in by_node else edge.end
+    action = plain(usual["action"], at_most=80)
+    link = _anchor(asked, begin)
+    details.append(
+        {
+            "what": f"{action}{others}, from state {begin.number} to {goal}",
+            "text": "; ".join(
+                f"{plain(move['action'], at_most=60)}"
+                f"{'' if move['is_valid'] else ' (invalid)'} × {move['visits']}"
+                for move in sorted(edge.moves, key=lambda move: -move["visits"])[:12]
+            ),
+            "visits": f"{edge.visits}",
+            "return": f"{edge.mean('mean_return'):.3g} on average",
+            "advantage": f"{advantage:+.2f} on average",
+            "won": f"{edge.mean('won'):.0%} of the visits",
+            "anchor": link or "",
+        }
+    )
+    return {
+        "cell": len(details) - 1,
+        "curve": curve,
+        "begin": edge.begin,
+        "end": edge.end,
+        "link": link,
+        "shade": shade_class(advantage, largest),
+        "thickness": THINNEST + (THICKEST - THINNEST) * (edge.visits / most) ** 0.5,
+        "is_invalid": not any(move["is_valid"] for move in edge.moves),
+        "label": plain(usual["action"], at_most=LABEL_CHARACTERS)
+        + (f" +{len(edge.moves) - 1}" if len(edge.moves) > 1 else ""),
+        "title": f"{action}{others}: state {begin.number} to {goal}, {edge.visits} visits, mean "
+        f"return {edge.mean('mean_return'):.3g}, step advantage {advantage:+.2f}",
+    }
+
+
+def _node(
+    asked: Asked,
+    state: State,
+    layout: Layout,
+    details: list[Mapping[str, str]],
+    *,
+    low: float,
+    high: float,
+) -> dict[str, Any]:
+    text = plain(state.text, at_most=TEXT_CHARACTERS).replace("\\n", " ")
+    value = round((state.mean_return - low) / (high - low) * VALUES) if high > low else 0
+    details.append(
+        {
+            "what": f"state {state.number}, first met at step {state.first_step}",
+            "text": text,
+            "visits": f"{state.visits}, with {len(state.actions)} different actions"
+            + (f", {state.starts} episodes begin here" if state.starts else ""),
+            "return": f"{state.mean_return:.3g} on average from here",
+            "advantage": "is that of its actions",
+            "won": f"{state.won:.0%} of the visits",
+            "anchor": _anchor(asked, state) or "",
+        }
+    )
+    return {
+        "cell": len(details) - 1,
+        "state": state,
+        "at": layout.nodes[state.node],
+        "link": _anchor(asked, state),
+        "value": value,
+        "lines": _lines(text),
+        "text": text,
+        "title": f"state {state.number}: {text[:120]}, {state.visits} visits, mean return "
+        f"{number(state.mean_return)}",
+    }
+
+
+def _ending(
+    ending: str, edges: Sequence[Edge], layout: Layout, details: list[Mapping[str, str]]
+) -> dict[str, Any]:
+    n_ended = sum(edge.visits for edge in edges if edge.end == ending)
+    details.append(
+        {"what": f"the end of {n_ended} episodes: {ending}", "visits": f"{n_ended}", "anchor": ""}
+    )
+    return {
+        "cell": len(details) - 1,
+        "name": ending,
+        "at": layout.nodes[ending],
+        "episodes": n_ended,
+    }
+
+
+def _turn(
+    asked: Asked, rows: Sequence[Mapping[str, Any]], by_node: Mapping[str, State], *, sign: int
+) -> dict[str, Any] | None:
+    """Return the move that loses (sign -1) or gains most, over its visits."""
+    some = [
+        row for row in rows if row["step_advantage"] * sign > 1e-6 and row["node"] not in MERGED
+    ]
+    if not some:
+        return None
+    row = max(some, key=lambda row: sign * row["step_advantage"] * row["visits"])
+    state = by_node[row["node"]]
+    return {**row, "number": state.number, "link": _anchor(asked, state)}
+
+
+def _anchor(asked: Asked, state: State | None) -> str | None:
+    if state is None or state.is_merged:
+        return None
+    return asked.link("/anchor", group=state.group, state=state.node)
+
+
+def _lines(text: str) -> list[str]:
+    """Break a text into two lines for a node."""
+    if len(text) <= LINE_CHARACTERS:
+        return [text]
+    space = text.rfind(" ", 0, LINE_CHARACTERS + 1)
+    at = space if space > LINE_CHARACTERS // 2 else LINE_CHARACTERS
+    rest = text[at:].strip()
+    return [text[:at], rest if len(rest) <= LINE_CHARACTERS else rest[: LINE_CHARACTERS - 1] + "…"]
+
+
+def _scope(asked: Asked, group: uuid.UUID | None, task: str | None) -> Markup:
+    """Return what the graph is of, with links to the alternatives."""
+    found = asked.rows(fill(ABOUT, group=group)) if group is not None else []
+    about = found[0] if found else None
+    of_task = task if about is None else about["task_id"]
+    return html(
+        "graph_scope.html",
+        about=about,
+        task=of_task,
+        n_groups=TASK_GROUPS,
+        group_link=asked.link("/group", group=group) if about else None,
+        what_if=asked.link("/whatif", group=group) if about else None,
+        whole_task=asked.link("/graph", task=of_task) if about else None,
+        task_link=asked.link("/task", task=of_task) if of_task is not None else None,
+    )
+
+
+PAGE = Page(
+    path="/graph",
+    title="State graph",
+    question="Which ways did the attempts take, where do they part, and which ones pay?",
+    panels=panels,
+    follows=False,
+    example='SELECT group_uid AS "group" FROM groups WHERE n_steps > 0 ORDER BY opened_at LIMIT 1',
+)
