@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from actors.endpoint.server import Endpoint
 from actors.policy import Completion, Policy, Prompt
 from actors.rollout.episode import EpisodeIds, EpisodeRules
-from configs import ActorsConfig, Config
+from configs import ActorsConfig, Config, PromptConfig
 from learner import train_tokenizer
 from store import Step
 
@@ -111,8 +111,11 @@ def rules(**changes: object) -> EpisodeRules:
 
 def endpoint_config(model: str, *, max_response: int, max_model: int) -> Config:
     """Return the config of an endpoint whose model has this name and these limits in tokens."""
-    actors = ActorsConfig(max_response_tokens=max_response, max_model_tokens=max_model)
-    return Config(run_dir=model, actors=actors)
+    return Config(
+        run_dir=model,
+        prompt=PromptConfig(max_prompt_tokens=max_model - max_response),
+        actors=ActorsConfig(max_response_tokens=max_response),
+    )
 
 
 def served(
