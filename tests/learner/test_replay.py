@@ -282,18 +282,8 @@ def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
     ]
     subprocess.run(making, cwd=ROOT, timeout=DEADLINE_S, check=True, capture_output=True)
     before = fingerprint(run)
-    asking = [
-        sys.executable,
-        "-m",
-        "learner",
-        "replay",
-        str(run),
-        "--step",
-        "1",
-        "--to",
-        "5",
-        "--explain",
-    ]
+    replay = [sys.executable, "-m", "cli", "replay"]
+    asking = [*replay, str(run), "1", "--to", "5", "--explain"]
     done = subprocess.run(
         asking, cwd=ROOT, timeout=DEADLINE_S, check=False, capture_output=True, text=True
     )

@@ -1,4 +1,12 @@
-"""List the pages, in the order of the navigation. The first one is the start."""
+"""List the pages, in the order of the navigation. The first one is the start.
+
+run.py     is it learning, what limits its speed, is anything wrong?
+funnel.py  what became of the groups that were handed out
+groups.py  a list of groups
+group.py   one group: its episodes side by side
+anchor.py  one anchor state, and which actions paid there
+sql.py     any SELECT
+"""
 
 from __future__ import annotations
 
