@@ -33,7 +33,8 @@ VALUES = 4  # shades of a node
 TEXT_CHARACTERS = 300
 LINE_CHARACTERS = 25
 LABEL_CHARACTERS = 20
-THINNEST, THICKEST = 1.2, 8.0
+THINNEST, THICKEST = 1.0, 8.0
+FREQUENT = 20  # visits of a way as thick as can be, or more if the graph has more
 WON, LOST, CUT_OFF = "won", "lost", "cut off"
 ENDINGS = (WON, LOST, CUT_OFF)
 NO_ANCHOR, OTHER = "none", "other"
@@ -325,7 +326,8 @@ def _edge(
     largest: float,
     edges: Sequence[Edge],
 ) -> dict[str, Any]:
-    most = max(each.visits for each in edges)
+    # With few visits all ways are thin: thickness is for what is gone often.
+    most = max(max(each.visits for each in edges), FREQUENT)
     curve = layout.edges[edge.begin, edge.end]
     usual = max(edge.moves, key=lambda move: move["visits"])
     others = f" and {len(edge.moves) - 1} more" if len(edge.moves) > 1 else ""
