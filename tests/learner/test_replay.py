@@ -299,4 +299,4 @@ def test_a_strangers_run_starts_no_more_processes_than_there_are_cores(
 ) -> None:
     (copy / "signed.json").unlink()
     status, _, error = replay(copy, STEPS, setting)
-    assert status == 1 and "add --trust" in error and "Traceback" not in error
+    assert status == 2 and "add --trust" in error and "Traceback" not in error
