@@ -75,9 +75,8 @@ class Panel:
     n_rows: int | None = None  # only so many are asked for; None: all
     # Further files that the rows can be saved as, by the ending of the name.
     files: Mapping[str, Callable[[pa.Table], bytes]] = field(default_factory=dict)
-    keeps: bool = (
-        True  # the HTML of an address at an lsn is kept; False: `show` looks elsewhere too
-    )
+    # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
+    keeps: bool = True
 
     @property
     def name(self) -> str:

@@ -157,7 +157,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     """Return the panels of one anchor state, or a list of states to look at."""
     group, state = asked.uid("group"), asked.uid("state")
     if group is None or state is None:
-        return [wrong_states(asked)]
+        return [wrong_states(asked, rows=LISTED_STATES)]
     ask_group = partial(
         of_group,
         group=group,
@@ -217,7 +217,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def wrong_states(asked: Asked) -> Panel:
+def wrong_states(asked: Asked, *, rows: int) -> Panel:
     """Return the panel of the states in which the policy still loses most return."""
     return Panel(
         title="Where the policy still goes wrong",
@@ -226,7 +226,7 @@ def wrong_states(asked: Asked) -> Panel:
         query=fill(
             WRONG,
             steps=RECENT_STEPS,
-            rows=LISTED_STATES,
+            rows=rows,
             characters=ACTION_CHARACTERS,
             state_characters=STATE_CHARACTERS,
         ),

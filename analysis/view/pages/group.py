@@ -24,7 +24,8 @@ ACTION_CHARACTERS = 300
 MAX_STEPS = 4_000  # that are drawn
 
 NEWEST = """
-SELECT group_uid FROM groups WHERE state = 'trained' ORDER BY completed_at DESC LIMIT 1
+SELECT group_uid FROM groups WHERE state = 'trained'
+ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, completed_at DESC LIMIT 1
 """
 NEIGHBOURS = """
 WITH alike AS (
@@ -78,7 +79,10 @@ SELECT entered_at, state, reason FROM ledger WHERE group_uid = $group ORDER BY l
 
 
 def panels(asked: Asked) -> Sequence[Panel]:
-    """Return the panels of a group, the newest trained one if the address names none."""
+    """Return the panels of a group.
+
+    An address that names none leads to the newest trained group of mixed outcome.
+    """
     group = asked.uid("group")
     if group is None:
         newest = asked.rows(NEWEST)

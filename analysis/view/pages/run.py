@@ -12,12 +12,14 @@ from analysis.run_status import duration
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html, percent
 from analysis.view.page import Asked, Page
+from analysis.view.pages.anchor import wrong_states
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
 
 RECENT_STEPS = 5  # learner steps that "now" means
 SHOWN_STEPS = 60  # of the chart of times
 SHOWN_EVENTS = 30
+SHOWN_STATES = 8
 Z_95 = 1.959964
 
 FIGURES = """
@@ -110,6 +112,8 @@ INCIDENTS = """
 SELECT logged_at, component, what, detail FROM (
     SELECT logged_at, component, what, detail FROM events
     WHERE what NOT IN ('weights loaded', 'merged')
+      -- groups that became too old are counted in the funnel
+      AND what NOT IN ('stale', 'group given up')
     UNION ALL
     SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
     WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
@@ -221,6 +225,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             ),
             empty="No batch of this run's own groups has been trained on yet.",
         ),
+        wrong_states(asked, rows=SHOWN_STATES),
         Panel(
             title="Alarms",
             explains="Checks of every learner step. An alarm that is on stays until its figure is "
