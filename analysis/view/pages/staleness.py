@@ -205,6 +205,7 @@ def show_map(asked: Asked, table: pa.Table, *, bound: int, behind: bool) -> Char
     batches = {row["learner_step"]: row["version_in"] for row in rows}
     drawn = new_figure(x="learner step", height=440)
     _draw_bounds(drawn, batches, bound=bound, behind=behind)
+    linked: list[Any] = []
     for kind, (marker, colour, is_filled) in KINDS.items():
         places = _places(asked, rows, kind=kind, behind=behind)
         if not places["x"]:
@@ -221,6 +222,7 @@ def show_map(asked: Asked, table: pa.Table, *, bound: int, behind: bool) -> Char
             fill_alpha=0.75 if is_filled else 0.0,
             legend_label=f"{kind} ({len(places['x']):,})",
         )
+        linked.append(marks)
         tips = [
             ("group", "@group"),
             ("task", "@task"),
@@ -230,8 +232,9 @@ def show_map(asked: Asked, table: pa.Table, *, bound: int, behind: bool) -> Char
         ]
         drawn.add_tools(
             HoverTool(renderers=[marks], tooltips=tips),
-            TapTool(renderers=[marks], callback=OpenURL(url="@link", same_tab=True)),
         )
+    # Of several such tools Bokeh obeys the first alone.
+    drawn.add_tools(TapTool(renderers=linked, callback=OpenURL(url="@link", same_tab=True)))
     drawn.yaxis.axis_label = "versions behind" if behind else "policy version"
     drawn.yaxis.formatter = NumeralTickFormatter(format="0")
     if behind:

@@ -386,6 +386,7 @@ def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime)
         places["more"].append(more)
         places["link"].append(asked.link("/lineage", learner_step=step) if step is not None else "")
     shown = 0
+    linked: list[Any] = []
     for kind, colour in {**COLOUR_OF, "event": "#b3261e"}.items():
         if kind not in kinds:
             continue
@@ -424,14 +425,15 @@ def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime)
             )
         )
         if kind in ("trains", "waits", "publishes", "saves"):
-            link = OpenURL(url="@link", same_tab=True)
-            drawn.add_tools(TapTool(renderers=[marks], callback=link))
+            linked.append(marks)
+    # Of several such tools Bokeh obeys the first alone.
+    drawn.add_tools(TapTool(renderers=linked, callback=OpenURL(url="@link", same_tab=True)))
     drawn.y_range = Range1d(start=-0.15, end=len(lanes))
     drawn.yaxis.ticker = [base[name] + 0.4 for name in lanes]
     drawn.yaxis.major_label_overrides = {
         base[name] + 0.4: plain(name, at_most=16) for name in lanes
     }
-    drawn.xaxis.ticker = DatetimeTicker(desired_num_ticks=6)
+    drawn.xaxis.ticker = DatetimeTicker(desired_num_ticks=4)
     drawn.xaxis.formatter = DatetimeTickFormatter(
         milliseconds="%H:%M:%S.%3N",
         seconds="%H:%M:%S",

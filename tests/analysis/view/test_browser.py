@@ -155,3 +155,30 @@ def test_a_report_opens_from_a_file_and_asks_nothing(
         tab.locator("details.query summary").first.click()
         assert "gigpo sql" in tab.locator("details.query pre").first.inner_text()
         tab.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "leads_to"), [("/staleness", "/group"), ("/timeline", "/lineage")]
+)
+def test_a_mark_of_a_chart_leads_on(path: str, leads_to: str, address: str, browser: Any) -> None:
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(address + path)
+    tab.wait_for_function("Bokeh.documents.length > 0 && Bokeh.documents[0].is_idle")
+    # The place of the first linked mark on the screen, from the chart's own scales.
+    place = tab.evaluate(
+        """() => {
+          const root = Object.values(Bokeh.index.roots ?? Bokeh.index)[0];
+          const view = root.plot_view ?? root;
+          const tap = view.model.toolbar.tools.find((tool) => tool.type === "TapTool");
+          const data = tap.renderers[0].data_source.data;
+          const middle = (a, b) => (a[0] + b[0]) / 2;
+          const x = data.x ? data.x[0] : middle(data.left, data.right);
+          const y = data.y ? data.y[0] : middle(data.bottom, data.top);
+          const frame = view.el.getBoundingClientRect();
+          const area = (view.frame_view ?? view.frame);
+          return [frame.x + area.x_scale.compute(x), frame.y + area.y_scale.compute(y)];
+        }"""
+    )
+    tab.mouse.click(*place)
+    tab.wait_for_url(f"**{leads_to}?*")
+    tab.close()
