@@ -72,9 +72,9 @@ class TinyModelConfig:
     It starts from random weights and then imitates the environment's scripted policy.
     """
 
-    vocabulary_size: int = 1024
+    vocabulary_size: int = 1024  # tokens of the tokenizer that is trained for it
     hidden_size: int = 128  # a multiple of 32, the size of an attention head
-    layers: int = 2
+    layers: int = 2  # transformer layers
     clone_steps: int = 30  # learner steps of imitation
 
 
@@ -88,7 +88,7 @@ class ModelConfig:
     # merged when weights are published
     lora_rank: int = 0
     lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # less memory, a forward pass more
 
     # Rarely changed.
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
@@ -103,8 +103,8 @@ class ActorsConfig:
     groups_in_flight: int = 8
     # upper limit while the engine has room and episodes wait for their environments
     max_groups_in_flight: int = 16
-    temperature: float = 1.0
-    max_response_tokens: int = 512
+    temperature: float = 1.0  # of sampling while training
+    max_response_tokens: int = 512  # a longer response is cut
     # for CPU engines and engines that share a GPU; others use gpu_memory_utilization
     kv_cache_gib: float = 1.0
 
@@ -176,7 +176,7 @@ class LossConfig:
     # m2po; [] for none. [auto]: [token_tis] with ppo_clip and reinforce, [] with the others
     corrections: list[str] = field(default_factory=lambda: ["auto"])
     kl_coef: float = 0.0  # weight of the KL to the base model; 0 keeps no reference model
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # weight of the entropy bonus
 
     # Rarely changed.
     kl: str = "k3"  # estimator of that KL: "k2" or "k3"
@@ -193,11 +193,11 @@ class LossConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
     steps: int = 100  # learner steps of the run
-    groups_per_step: int = 8
-    learning_rate: float = 1e-6
+    groups_per_step: int = 8  # groups of one batch
+    learning_rate: float = 1e-6  # at its highest, after the warm-up
     # "constant", or "linear": down to a tenth at the last step; both after the warm-up
     schedule: str = "constant"
-    warmup_updates: int = 0
+    warmup_updates: int = 0  # optimizer updates until the full learning rate
     # optimizer updates per learner step, on parts of its rows of equal size
     updates_per_step: int = 1
     # rows (steps) per optimizer update, as verl's mini-batches; the last update of a learner step
@@ -213,8 +213,8 @@ class LearnerConfig:
     checkpoint_every: int = 10  # learner steps
 
     # Rarely changed.
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
+    weight_decay: float = 0.01  # of AdamW
+    grad_clip: float = 1.0  # largest norm of the gradient; larger ones are scaled down
     # scales the learning rate by the effective sample size (a fraction), for stale data
     ess_scaled: bool = False
     offload: bool = False  # keep the optimizer's state in main memory, with ZeRO stages 1 to 3
@@ -267,7 +267,7 @@ class EvaluationConfig:
     every: int = 20  # learner steps between evaluations; 0: only at the start and the end
     at_start: bool = False  # evaluate version 0 before anything is trained
     episodes_per_task: int = 1  # in evaluations before the last
-    final_episodes_per_task: int = 5
+    final_episodes_per_task: int = 5  # in the evaluation at the end
     temperature: float = 0.4  # as in the paper
 
 
@@ -313,8 +313,8 @@ class OfflineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    run_dir: str = "runs/default"
-    seed: int = 0
+    run_dir: str = "runs/default"  # directory of the run
+    seed: int = 0  # of tasks, sampling, and a new base policy
     # versions between the learner and the oldest token that it trains on; 0 is synchronous
     max_staleness: int = 1
     # groups that reach that limit while they are played: "drop" retries or leaves them out,
