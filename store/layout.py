@@ -226,10 +226,12 @@ class RunLayout:
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
                 layout._take_storage(content)
+            # Signed first: a run that is killed here is this user's, and can be continued.
+            sign_run(root, run_json=content)
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
             make_directory(layout.run_json_backup.parent, beneath=root)
             write_atomically(layout.run_json_backup, content, mode=READ_ONLY, beneath=root)
-            is_signed = sign_run(root, config=None)
+            is_signed = sign_run(root)  # again: another start may have replaced the signatures
         except FileExistsError as error:
             raise StoreError(
                 f"{root} already holds a run; continue it, or choose another run directory"

@@ -1,6 +1,6 @@
 """Sign the runs that this user made. Settings are followed in signed runs only.
 
-    sign_run(run, config=None)         # by the process that makes a run, or trusts one
+    sign_run(run)                      # by the process that makes a run, or trusts one
     made_by_this_user(run)             # True, also for a copy, and after a move
 
 The owner of a file proves nothing, because a run that was unpacked belongs to the user who unpacked
@@ -59,8 +59,8 @@ def made_by_this_user(run: Path) -> bool:
     return all(_signature(key, name, text) in signed for name, text in texts)
 
 
-def sign_run(run: Path, *, config: bytes | None) -> bool:
-    """Sign run.json, config.yaml, and the text `config` that is about to become config.yaml.
+def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None = None) -> bool:
+    """Sign run.json, config.yaml, and texts that are about to become the one or the other.
 
     Return False if this user can have no key. Raises StoreError.
     """
@@ -69,7 +69,7 @@ def sign_run(run: Path, *, config: bytes | None) -> bool:
         return False
     run = run.absolute()
     try:
-        texts = _texts(run)
+        texts = _texts(run) if run_json is None else [(RUN_JSON, run_json)]
     except UnsafePathError:
         raise
     except OSError as error:

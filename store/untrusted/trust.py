@@ -44,7 +44,7 @@ def trust(run: Path) -> None:
         text = f"{run} is not a run directory, so --trust says nothing about it"
         raise FormatError(f"{text}; leave it out")
     try:
-        is_signed = sign_run(run, config=None)
+        is_signed = sign_run(run)
     except UnsafePathError:
         raise
     except OSError:  # on read-only media, or in another user's run
