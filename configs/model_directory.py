@@ -30,8 +30,14 @@ ADAPTER_FILE = "adapter_config.json"  # of peft
 # They map tensors to weight files. transformers reads no others.
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.(safetensors|bin)")
-# Keys of config.json, at any depth, by which transformers looks for a model elsewhere.
-FOLLOWED_KEYS = ("backbone", "use_pretrained_backbone", "transformers_weights")
+# Keys of config.json, at any depth, by which transformers looks for a model or a configuration
+# elsewhere.
+FOLLOWED_KEYS = (
+    "backbone",
+    "configuration_files",
+    "transformers_weights",
+    "use_pretrained_backbone",
+)
 CODE_KEY = "auto_map"  # of a model's own code; at the top it is ignored
 Loaded = TypeVar("Loaded")
 _offline = threading.RLock()

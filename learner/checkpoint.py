@@ -246,7 +246,7 @@ def _parse_content(record: dict[str, Any]) -> Content:
     point, files = CheckpointPoint(**record["point"]), [Files(**item) for item in record["files"]]
     for of_kind in files:
         if of_kind.kind not in KINDS or not isinstance(of_kind.names, list) or not of_kind.names:
-            raise ValueError(f"it has files {str(of_kind)[:80]} of no kind, or without a name")
+            raise ValueError(f"its files of kind {of_kind.kind!r:.40} are of no kind or unnamed")
         for name in of_kind.names:
             if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
                 raise ValueError(f"it names {name!r:.80}, and no checkpoint has such a file")

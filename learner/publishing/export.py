@@ -75,10 +75,11 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
             # Version 0 of an evaluation is a link to a model outside of the run.
             if source.is_symlink():
                 check_trusted(layout.root)
+            configs.check_model_directory(source)
             for path in source.iterdir():
                 if path.name != "complete.json":  # it only marks a finished download
                     shutil.copyfile(path, unfinished / path.name)
-            configs.check_model_directory(unfinished)
+            configs.check_model_directory(unfinished)  # somebody may have changed the source
             names = [path.name for path in weight_files(source)]
             for index in [unfinished / name for name in configs.INDEX_FILES]:
                 indexed = configs.indexed_files(index) if index.exists() else set()

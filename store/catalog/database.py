@@ -347,14 +347,14 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
 
 
 def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
-    """Raise FormatError for a stranger's catalog whose tables share pages.
+    """Raise FormatError for a catalog whose tables share pages.
 
-    A query of such a table would go on for ever, and fill memory or disk.
+    A query of such a table would go on for ever, and fill memory or disk. A signature does not
+    cover the catalog, so this user's own runs are checked too: 0.08 s for 80,000 trajectories.
     """
-    if made_by_this_user(layout.root):
-        return
     fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if fault != "ok":
+    # A cell that contradicts its column ends no query, and the reads name it themselves.
+    if "reference to page" in fault or (fault != "ok" and not made_by_this_user(layout.root)):
         raise FormatError(
             f"{layout.catalog} is damaged ({' '.join(str(fault).split())[:200]}); "
             f"restore it from a backup, or gigpo rebuild {layout.root}"

@@ -478,7 +478,7 @@ def test_a_request_beyond_measure_is_refused_and_the_next_one_answered(
 
 @pytest.mark.parametrize("around", ["%s", '[{"role": "user", "content": %s}]'])
 def test_one_wrong_message_is_enough_for_an_error(around: str) -> None:
-    """The attack: each of a million numbers in place of a message made an error of its own."""
+    """Stop at the first wrong message, where a million would make an error each."""
     body = '{"messages": %s}' % (around % ("[" + "1," * 200 + "1]"))
     with pytest.raises(ValidationError) as raised:
         ChatRequest.model_validate_json(body)

@@ -636,7 +636,7 @@ def test_only_what_differs_from_the_defaults_is_shown(empty: Path, tmp_path: Pat
 def test_nested_interpolations_of_a_saved_config_are_not_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The attack: OmegaConf's parser takes 0.4 ms for each character of them."""
+    """Refuse them before OmegaConf's parser, which takes 0.4 ms for each character."""
     monkeypatch.setattr(OmegaConf, "create", lambda *_: pytest.fail("it was parsed"))
     nested = "${" * 8000 + "a" + "}" * 8000
     for text in (f"run_dir: '{nested}'", f"a: [1, {{b: '{nested}'}}]", f"? '{nested}'\n: 1"):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
 from learner.checkpoint import (
@@ -38,6 +39,7 @@ from learner.model.lora import add_adapters
 from learner.model.policy_model import load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
+from store import files_digest
 from tests.support.engine_samples import copied, cut, make_base, random_rows
 from tests.support.store_damage import mounted
 
@@ -413,6 +415,63 @@ def test_a_checkpoint_json_that_somebody_made_up_is_one_line(tmp_path: Path, tex
     (tmp_path / "checkpoint.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged") as refused:
         read_content(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "parameters are a list": lambda content: content.update(parameters=[]),
+    "parameters are null": lambda content: content.update(parameters=None),
+    "a shape is text": lambda content: content.update(
+        parameters=dict.fromkeys(content["parameters"], "x")
+    ),
+    "a kind is a list": lambda content: content["files"][0].update(kind=[]),
+    "a kind is unknown": lambda content: content["files"][0].update(kind="slave"),
+    "names are empty": lambda content: content["files"][0].update(names=[]),
+    "names are text": lambda content: content["files"][0].update(names="x"),
+    "no files": lambda content: content.update(files=[]),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed_fields_beside_files_with_fitting_digests_are_one_line(
+    checkpoint: tuple[Engine, Path], tmp_path: Path, what: str
+) -> None:
+    source = tmp_path / "step000001"
+    shutil.copytree(checkpoint[1], source)
+    content = json.loads((source / "checkpoint.json").read_text())
+    MALFORMED[what](content)
+    (source / "checkpoint.json").write_text(json.dumps(content))
+    assert_refused_in_one_line(source)
+
+
+@pytest.mark.parametrize("change", ["shape", "missing", "integers", "no tensors"])
+def test_tensors_that_are_not_the_parameters_are_one_line_although_their_digest_fits(
+    checkpoint: tuple[Engine, Path], tmp_path: Path, change: str
+) -> None:
+    source = tmp_path / "step000001"
+    shutil.copytree(checkpoint[1], source)
+    content = json.loads((source / "checkpoint.json").read_text())
+    files = content["files"][0]
+    (path,) = (source / name for name in files["names"])
+    tensors = load_file(path)
+    first = min(tensors)
+    if change == "shape":
+        tensors[first] = tensors[first].flatten()[1:].clone()
+    elif change == "missing":
+        del tensors[first]
+    elif change == "integers":
+        tensors[first] = tensors[first].to(torch.int32)
+    save_file(tensors, path)
+    if change == "no tensors":
+        path.write_bytes(b"x" * 50)
+    files.update(n_bytes=path.stat().st_size, digest=files_digest([path]))
+    (source / "checkpoint.json").write_text(json.dumps(content))
+    assert_refused_in_one_line(source)
+
+
+def assert_refused_in_one_line(source: Path) -> None:
+    with pytest.raises(CheckpointError, match="use an older checkpoint") as refused:
+        saved_tensors(source, read_content(source))
     assert "\n" not in str(refused.value)
 
 

@@ -382,7 +382,7 @@ def test_a_strangers_run_brings_no_model_of_the_reader_into_an_export(
 def test_an_index_beside_a_version_names_only_what_the_digest_covers(
     run: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The attack: the digest covers all .safetensors files, whatever their names."""
+    """Refuse an index of other files: the digest covers .safetensors files of any name."""
     version = sorted((run / "weights").glob("v*"))[-1]
     for path in (version, *version.iterdir()):
         path.chmod(0o755)

@@ -671,7 +671,7 @@ def test_an_adapter_beside_a_model_is_not_followed(
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])  # with tied weights, and without
 def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
-    """The attack: a tensor is left out, and transformers fills it with random numbers."""
+    """Load no model that lacks a tensor: transformers would fill it with random numbers."""
     random_model(CONFIGS[name]).save_pretrained(tmp_path)
     load = {"dtype": "float32", "gradient_checkpointing": False, "temperature": TEMPERATURE}
     load_policy(tmp_path, **load)  # type: ignore[arg-type]
@@ -696,6 +696,7 @@ def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(name: str, tmp_path:
         ({"text_config": [{"a": {"use_pretrained_backbone": True}}]}, "use_pretrained_backbone"),
         ({"vision_config": {"auto_map": {"AutoConfig": "code.New"}}}, "the key 'auto_map'"),
         ({"transformers_weights": "x.safetensors.index.json"}, "the key 'transformers_weights'"),
+        ({"configuration_files": ["config.4.0.0.json"]}, "the key 'configuration_files'"),
     ],
 )
 def test_a_configuration_that_names_other_models_is_refused_before_the_hub_is_asked(

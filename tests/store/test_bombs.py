@@ -27,6 +27,7 @@ from store import (
     write_segment,
 )
 from store.hashing import file_digest
+from store.reading import mirror
 from store.records import SEGMENT_SCHEMA
 from store.segments import SegmentMeta
 from store.storage import LocalStorage
@@ -173,6 +174,17 @@ def test_rows_without_content_are_counted(tmp_path: Path) -> None:
     os.utime(layout.root / path, (1e9, 1e9))
     done = limited("fsck", str(layout.root))
     assert "has 20,000,000 rows" in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_copy_of_a_storage_takes_no_such_file(tmp_path: Path) -> None:
+    layout, _ = run_with(tmp_path / "run", lambda _, meta: meta)
+    copy = RunLayout.create(tmp_path / "copy", config_yaml="a: 1\n")
+    data = encoded(pa.table({"seed": pa.nulls(20_000_000, pa.int64())}), layout)
+    path = f"segments/w0/{file_digest(data)}.parquet"
+    layout.storage.write(path, data)
+    with pytest.raises(FormatError, match="has 20,000,000 rows"):
+        mirror._fetch(layout.storage, copy, path, None)
+    assert not copy.storage.exists(path)
 
 
 @pytest.mark.parametrize("command", ["fsck", "sql", "export", "rebuild"])

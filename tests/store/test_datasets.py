@@ -313,7 +313,7 @@ def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("size", [2_000_000_000, 0])
 def test_a_group_of_a_size_that_no_run_has_is_refused(tmp_path: Path, size: int) -> None:
-    """The attack: an import lists the members of each group."""
+    """Refuse the size before an import lists the members of each group."""
     source, into = make_run(tmp_path / "source"), make_run(tmp_path / "into")
     export_selection(source.root, tmp_path / "dataset", where=None, as_of=None)
     file = tmp_path / "dataset" / "dataset.json"

@@ -22,6 +22,7 @@ from store.exchange.fork import fork
 from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, read_backup
 from store.maintenance.fsck import CONTENTS, FATAL, check
 from store.reading.lineage import metrics_since
+from store.untrusted.signatures import made_by_this_user, sign_run
 from tests.support.store_runs import copy_run, make_run
 
 ROOT = Path(__file__).parents[2]
@@ -387,11 +388,16 @@ def test_a_backup_with_a_wrong_cell_of_meta_is_not_taken(layout: RunLayout) -> N
         read_backup(layout)
 
 
-def test_a_strangers_table_whose_pages_share_their_children_is_not_read(
-    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_table_whose_pages_share_their_children_is_not_read(
+    layout: RunLayout, is_signed: bool
 ) -> None:
-    """The attack: a sort of such a table fills the disk."""
-    monkeypatch.setattr("store.catalog.database.made_by_this_user", lambda _: False)
+    """Refuse it before a sort of it fills the disk. No signature covers the catalog."""
+    if is_signed:
+        sign_run(layout.root, config=None)
+    else:
+        (layout.root / "signed.json").unlink(missing_ok=True)
+    assert made_by_this_user(layout.root) == is_signed
     assert restart_points(layout) is not None
     share_pages(layout, "checkpoint", levels=3)
     for read in (lambda: restart_points(layout), lambda: read_as_of(layout, 1)):

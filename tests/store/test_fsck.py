@@ -145,6 +145,15 @@ def test_a_backup_that_no_rebuild_can_begin_with_is_found_and_made_anew(
     assert check(layout, level=CONTENTS) == []
 
 
+def test_a_bound_in_open_sql_that_no_run_has_is_not_taken_over(layout: RunLayout) -> None:
+    """Python refuses to convert so many digits, with an error of several lines."""
+    layout.open_sql.chmod(0o644)
+    layout.open_sql.write_text(f"SET VARIABLE max_staleness = {'9' * 5000};\n")
+    assert main(["fsck", "--repair", str(layout.root)]) == 0
+    assert "999" not in layout.open_sql.read_text()
+    assert check(layout, level=CONTENTS) == []
+
+
 def test_a_checkpoint_replaces_a_damaged_backup(layout: RunLayout) -> None:
     flip(layout.backup, 8 * 4 * PAGE_BYTES)
     with Catalog.open(layout) as catalog:
