@@ -5,6 +5,7 @@
 `evaluate.py`     evaluate
 `run_control.py`  status, stop, workers
 `view.py`         view
+`report.py`       report
 `audit.py`        audit
 `sql.py`          sql; `table_output.py` writes its result as a table, CSV, JSON or Parquet
 `store.py`        fsck, rebuild, compact, export, import, fetch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ LARGEST_NUMBER = 2**63 - 1  # that the catalog can hold
 MAX_SECONDS = 1e9
 MAX_DAYS = 1e6
 ALL_NEEDS = "--all shows settings; give it with --dry-run"
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Command(click.Command):

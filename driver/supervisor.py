@@ -359,7 +359,7 @@ class Supervisor:
     def _stop_in_order(self) -> str:
         """Stop and close all processes. Return how the run ended."""
         if self.coordinator.is_lost:
-            return "not stopped in order, as the coordinator is lost; nothing that was committed is"
+            return "not stopped in order: no coordinator; nothing that was committed is lost"
 
         def say(text: str) -> None:
             self.say(text)

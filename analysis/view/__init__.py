@@ -1,10 +1,13 @@
 """Show a run in a browser: `gigpo view RUN`. Pages are read in this order:
 
 pages/              one module a page: the queries, and how each is shown; PAGES lists them all
-page.py             Page and Asked: what a page is, and what its function gets
+page.py             Page, and Asked: an address's parameters and its snapshot
 panel.py            Panel: one query with a title and an explanation, and its way to HTML
 charts.py           lines, bars and steps with one look
 shades.py           colours of advantages
+graph_layout.py     places of a graph's nodes and edges
+token_texts.py      texts of token ids, from the run's own tokenizer
+png.py              images of steps as PNG
 group_query.py      one group's steps without scanning the others
 downloads.py        an answer as a file: CSV or Arrow
 sql_text.py         values placed into a query, so that the query that is shown can be run as it is

@@ -1,6 +1,6 @@
 """Charts with one look, for light and dark pages: lines with an interval, bars, steps.
 
-    show=partial(lines, x="learner_step", y=["success"], low="low", high="high", unit="fraction")
+    show=partial(lines, x="learner_step", y=["success"], low="low", high="high")
 
 Each takes the answer of a query and names of its columns, and returns a Chart. Colours can be told
 apart by people who are colour-blind (Okabe and Ito). Texts of a run become visible escapes.
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -72,7 +71,7 @@ def lines(
             fill_alpha=0.18,
             level="underlay",
         )
-    for column, colour in zip([*y, *points], _colours(), strict=False):
+    for column, colour in zip([*y, *points], cycle(COLOURS), strict=False):
         label = names.get(column, column)
         if column in points:
             there = [at for at, value in enumerate(data[column]) if value is not None]
@@ -136,11 +135,11 @@ def bars(
             x=x,
             width=width,
             source=source,
-            color=list(_colours())[: len(y)],
+            color=list(islice(cycle(COLOURS), len(y))),
             legend_label=labels,
         )
     else:
-        for column, label, colour in zip(y, labels, _colours(), strict=False):
+        for column, label, colour in zip(y, labels, cycle(COLOURS), strict=False):
             drawn.vbar(
                 x=x, top=column, width=width, source=source, color=colour, legend_label=label
             )
@@ -170,7 +169,7 @@ def steps(
     data, names = columns_of(table, x=x), dict(names or {})
     drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
     source = ColumnDataSource(_with_gaps(data, y))
-    for column, colour in zip(y, _colours(), strict=False):
+    for column, colour in zip(y, cycle(COLOURS), strict=False):
         label = names.get(column, column)
         drawn.step(
             x=x,
@@ -332,10 +331,6 @@ def _chart(drawn: figure, summary: str) -> Chart:
     return Chart(item=item, summary=summary)
 
 
-def _colours() -> Sequence[str]:
-    return COLOURS
-
-
 def _digits(is_fraction: bool) -> str:
     return "{0.0 %}" if is_fraction else "{0,0.[000]}"
 
@@ -348,6 +343,3 @@ def _distinct(factors: Sequence[str]) -> list[str]:
         seen[factor] = seen.get(factor, 0) + 1
         found.append(factor if seen[factor] == 1 else f"{factor} ({seen[factor]})")
     return found
-
-
-success_lines = partial(lines, is_fraction=True)

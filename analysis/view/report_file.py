@@ -92,7 +92,7 @@ GROUP BY ALL ORDER BY version, task_id
 INCIDENTS = """
 WITH found AS (
     SELECT logged_at, component, what, detail FROM events
-    WHERE what NOT IN ('weights loaded', 'merged')
+    WHERE what NOT IN ('weights loaded', 'merged', 'stale', 'group given up')
     UNION ALL
     SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
     WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
@@ -227,7 +227,7 @@ def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
                     of_run["What limits the speed"],
                     explains="Who waited for whom, over all learner steps. Actors play episodes; "
                     "the learner trains on them.",
-                    query=fill(run_page.LIMITS, steps=ALL_STEPS),
+                    query=fill(run_page.LIMITS, steps=ALL_STEPS, version=0),
                 ),
                 replace(
                     of_run["Time of a learner step"], query=fill(run_page.TIMES, steps=ALL_STEPS)

@@ -335,7 +335,7 @@ class Viewer:
             panels=panels,
             pages=[each for each in PAGES if each.is_start],
             runs=[
-                (plain(Path(name).name or name), number, _with(request, run=number, as_of=None))
+                (plain(Path(name).name or name), number, _switched(page, request, run=number))
                 for number, name in enumerate(self.names)
             ],
             fixed_link=_with(request, as_of=asked.lsn, **others),
@@ -420,6 +420,15 @@ def _run_number(request: Request, *, n_runs: int) -> int | None:
     text = request.query_params.get("run", "0")
     is_number = text.isascii() and text.isdecimal() and len(text) < 6
     return int(text) if is_number and int(text) < n_runs else None
+
+
+def _switched(page: Page, request: Request, *, run: int) -> str:
+    """Return the address of the page for another run, whose groups and tasks are its own."""
+    if page.is_start and not page.compares:
+        return page.path + (f"?run={run}" if run else "")
+    return (
+        _with(request, run=run, as_of=None) if page.compares else (f"/?run={run}" if run else "/")
+    )
 
 
 def _with(request: Request, **changes: object) -> str:

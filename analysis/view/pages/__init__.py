@@ -1,11 +1,19 @@
 """List the pages, in the order of the navigation. The first one is the start.
 
-run.py     is it learning, what limits its speed, is anything wrong?
-funnel.py  what became of the groups that were handed out
-groups.py  a list of groups
-group.py   one group: its episodes side by side
-anchor.py  one anchor state, and which actions paid there
-sql.py     any SELECT
+run.py         is it learning, what limits its speed, is anything wrong?
+funnel.py      what became of the groups that were handed out
+groups.py      a list of groups
+group.py       one group: its episodes side by side
+anchor.py      one anchor state, and which actions paid there
+graph.py       states and moves of a group or a task
+trajectory.py  the transcript of one episode
+task.py        one task under successive versions
+what_if.py     advantages under other settings
+staleness.py   learner steps against policy versions
+lineage.py     from a row to its file, weights, learner step and checkpoint, and back
+timeline.py    who works and who waits, over time
+compare.py     two runs
+sql.py         any SELECT
 """
 
 from __future__ import annotations

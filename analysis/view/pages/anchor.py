@@ -28,7 +28,6 @@ ACTION_CHARACTERS = 300
 STATE_CHARACTERS = 2_000
 SHARE_ACTIONS = 6  # with a colour of their own in the chart over versions; the others are "other"
 VERSION_BUCKETS = 12
-DOT_RADIUS = 4.5
 STRIP_WIDTH = 260.0
 STRIP_MARGIN = 8.0
 OTHER = "other actions"
@@ -51,15 +50,16 @@ actions AS (
     SELECT s.group_uid, s.state_hash, any_value(s.task_id) AS task_id,
            any_value(left(s.anchor_text, $state_characters)) AS state,
            left(s.action_text, $characters) AS action, count(*) AS visits,
-           avg(a.step_return) AS mean_return, bool_and(s.is_action_valid) AS is_valid
+           avg(a.step_return) AS mean_return,
+           bool_and(s.is_action_valid) AND count(DISTINCT s.traj_uid) > 1 AS is_sure
     FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
     WHERE s.state_hash IS NOT NULL AND a.anchor_size > 1
     GROUP BY s.group_uid, s.state_hash, action)
 SELECT any_value(state) AS state, any_value(task_id) AS task, sum(visits) AS visits,
        arg_max(action, visits) AS usual_action,
-       arg_max(action, mean_return) FILTER (is_valid) AS best_action,
-       arg_max(visits, mean_return) FILTER (is_valid) AS tried,
-       max(mean_return) FILTER (is_valid) * sum(visits) - sum(mean_return * visits) AS lost_return,
+       arg_max(action, mean_return) FILTER (is_sure) AS best_action,
+       arg_max(visits, mean_return) FILTER (is_sure) AS tried,
+       max(mean_return) FILTER (is_sure) * sum(visits) - sum(mean_return * visits) AS lost_return,
        lost_return / sum(visits) AS lost_per_visit,
        group_uid, state_hash
 FROM actions GROUP BY group_uid, state_hash HAVING count(*) > 1 AND lost_return > 0
@@ -142,7 +142,7 @@ GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
 HINTS = {
     "lost_return": "how much higher the sum of returns would be, had every visit taken the best",
     "usual_action": "the action that was chosen most often",
-    "best_action": "the action with the highest mean return among those that were tried",
+    "best_action": "the valid action with the highest mean return among those tried in two episodes",
     "tried": "how often the best action was chosen",
     "lost_per_visit": "the same for one visit",
     "step_return": "discounted rewards from this step to the end of its episode, less penalties",
@@ -222,7 +222,9 @@ def wrong_states(asked: Asked, *, rows: int) -> Panel:
     return Panel(
         title="Where the policy still goes wrong",
         explains=f"States of the groups of the last {RECENT_STEPS} learner steps in which one "
-        "action gave more than what the policy usually does. The costliest come first.",
+        "action, in at least two episodes, gave more than what the policy usually does. The "
+        "costliest come first. Tasks that were always lost are not here, as nothing can be "
+        "compared: see Task over time.",
         query=fill(
             WRONG,
             steps=RECENT_STEPS,
@@ -231,7 +233,7 @@ def wrong_states(asked: Asked, *, rows: int) -> Panel:
             state_characters=STATE_CHARACTERS,
         ),
         show=partial(show_wrong, asked),
-        empty="No state was met more than once with different actions.",
+        empty="In no state did one action, tried in two episodes, give more than the others.",
         width="whole",
         later=True,
     )

@@ -73,7 +73,9 @@ SELECT avg(value) FILTER (name = 'learner/idle_fraction') AS waits_for_groups,
        sum(value) FILTER (name = 'time/step_s') AS step_s,
        count(*) FILTER (name = 'time/step_s') AS n_steps,
        avg(value) FILTER (name = 'tokens/generated_per_s') AS generated_per_s,
-       avg(value) FILTER (name = 'tokens/trained_per_s') AS trained_per_s
+       avg(value) FILTER (name = 'tokens/trained_per_s') AS trained_per_s,
+       (SELECT sum(env_us) / sum(env_us + gen_us) FROM steps
+        WHERE version_min >= $version AND split <> 'imported') AS environment_share
 FROM recent
 """
 TIMES = """
@@ -111,9 +113,8 @@ ALARM_MEANS = {
 INCIDENTS = """
 SELECT logged_at, component, what, detail FROM (
     SELECT logged_at, component, what, detail FROM events
-    WHERE what NOT IN ('weights loaded', 'merged')
-      -- groups that became too old are counted in the funnel
-      AND what NOT IN ('stale', 'group given up')
+    -- groups that became too old are counted in the funnel
+    WHERE what NOT IN ('weights loaded', 'merged', 'stale', 'group given up')
     UNION ALL
     SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
     WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
@@ -190,7 +191,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             title="What limits the speed",
             explains=f"Who waits for whom, over the last {RECENT_STEPS} learner steps. Actors play "
             "episodes; the learner trains on them.",
-            query=fill(LIMITS, steps=RECENT_STEPS),
+            query=fill(LIMITS, steps=RECENT_STEPS, version=newest["version"] - RECENT_STEPS),
             show=show_limits,
         ),
         Panel(
@@ -244,7 +245,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             title="Incidents",
             explains="What went wrong or was given up, newest first, with the cause.",
             query=fill(INCIDENTS, rows=SHOWN_EVENTS),
-            show=partial(show_incidents, asked),
+            show=show_incidents,
             empty="Nothing went wrong.",
             width="whole",
         ),
@@ -315,7 +316,7 @@ def show_alarms(table: pa.Table) -> Markup:
     return html("run_alarms.html", rows=table.to_pylist(), means=ALARM_MEANS)
 
 
-def show_incidents(asked: Asked, table: pa.Table) -> Markup:
+def show_incidents(table: pa.Table) -> Markup:
     """Show the last incident in a sentence, and the others as a table."""
     first = table.slice(0, 1).to_pylist()[0]
     return html("run_incidents.html", first=first, table=show_rows(table, links={}))
