@@ -142,7 +142,7 @@ GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
 HINTS = {
     "lost_return": "how much higher the sum of returns would be, had every visit taken the best",
     "usual_action": "the action that was chosen most often",
-    "best_action": "the valid action with the highest mean return among those tried in two episodes",
+    "best_action": "the valid action, tried in two episodes, with the highest mean return",
     "tried": "how often the best action was chosen",
     "lost_per_visit": "the same for one visit",
     "step_return": "discounted rewards from this step to the end of its episode, less penalties",
