@@ -21,6 +21,7 @@ from analysis.view.page import Asked, Page
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.shades import shade_class
 from analysis.view.sql_text import fill
+from analysis.view.text import plain
 
 RECENT_STEPS = 10  # learner steps whose groups the list of states looks at
 LISTED_STATES = 50
@@ -302,7 +303,7 @@ def show_learnt(table: pa.Table) -> Chart:
     columns: dict[str, list[Any]] = {"version": [f"{version}" for version in by_version]}
     names = {"version": "policy version"}
     for number, action in enumerate(actions):
-        names[f"action_{number}"] = action
+        names[f"action_{number}"] = plain(action, at_most=30)
         columns[f"action_{number}"] = [
             counts.get(action, 0) / sum(counts.values()) for counts in by_version.values()
         ]
