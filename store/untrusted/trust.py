@@ -30,6 +30,8 @@ FOLLOWED = {
     "endpoint.url": "sends texts to",
     "endpoint.api_key_env": "sends the secret in the variable",
     "source": "reads the runs",
+    "trackers": "sends figures to",
+    "alarms.webhook_env": "posts alarms to the address in the variable",
 }
 SHOWN_CHARACTERS, SHOWN_ITEMS = 200, 8  # of one setting
 

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from transformers import AutoTokenizer
 
 import configs
 from cli.__main__ import main
+from driver.screen import Screen
 from driver.train_run import _make_base_policy
 from store import RunLayout
 from store.reading.query import connect
@@ -59,8 +59,8 @@ def test_a_program_without_a_model_gets_one_made_from_nothing(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     config = configs.load(ROOT / CONFIG, [*OVERRIDES, f"run_dir={tmp_path}"])
     assert config.model.path == ""
-    policy = _make_base_policy(config, Console(quiet=True))
-    assert policy == tmp_path / "base" / "policy" == _make_base_policy(config, Console(quiet=True))
+    policy = _make_base_policy(config, Screen.quiet())
+    assert policy == tmp_path / "base" / "policy" == _make_base_policy(config, Screen.quiet())
     assert sorted(path.name for path in policy.parent.iterdir()) == ["policy"]
     tokenizer = AutoTokenizer.from_pretrained(policy)
     chat = [{"role": "user", "content": "Guess: 7"}]

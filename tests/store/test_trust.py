@@ -146,7 +146,7 @@ def test_settings_that_somebody_changed_are_a_strangers(mine: Path, name: str) -
 def test_a_run_on_read_only_media_is_trusted_for_one_command(
     strangers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(run: Path, *, config: bytes | None) -> bool:
+    def refused(run: Path) -> bool:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(store.untrusted.trust, "sign_run", refused)
