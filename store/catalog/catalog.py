@@ -14,7 +14,7 @@ from store.catalog import (
     run_records,
     segment_states,
 )
-from store.catalog.database import Database, Transaction, one_transaction
+from store.catalog.database import Database, Transaction, one_transaction, raise_if_interrupted
 from store.catalog.snapshot import ExportedPart, Snapshot, take_snapshot
 from store.errors import FencedError, StoreError
 from store.layout import RunLayout
@@ -48,9 +48,11 @@ class Catalog:
     def close(self) -> None:
         """Make a backup and give up the ownership. May be called twice."""
         if not self._database.is_closed:
-            with suppress(StoreError):  # a full disk must not make a failure of what was done
-                self.back_up()
-        self._database.close()
+            try:
+                with suppress(StoreError):  # a full disk must not make a failure of what was done
+                    self.back_up()
+            finally:
+                self._database.close()
 
     def back_up(self) -> None:
         """Replace the run's backup by a copy of this catalog. An event says why, if it cannot."""
@@ -60,6 +62,7 @@ class Catalog:
         except FencedError:
             raise
         except (StoreError, sqlite3.Error, MemoryError) as error:
+            raise_if_interrupted(error)
             self.log(component="backup", what="not made", detail=f"{type(error).__name__}: {error}")
 
     def __enter__(self) -> Catalog:

@@ -140,6 +140,7 @@ class Database:
             self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
         except BaseException as error:
             os.close(self._lock_fd)
+            raise_if_interrupted(error)
             if isinstance(error, sqlite3.OperationalError):
                 raise _no_room(self._path, error) from error
             if isinstance(error, sqlite3.DatabaseError):
@@ -172,6 +173,7 @@ class Database:
                         self._connection.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:
+                raise_if_interrupted(error)
                 remedy = "Check free space and permissions, then retry"
                 if isinstance(error, sqlite3.IntegrityError):
                     remedy = f"It contradicts what the catalog has: gigpo fsck {self._path.parent}"
@@ -315,6 +317,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         connection.executescript(SCHEMA)
         connection.executescript(COUNTS.read_text())
     except sqlite3.Error as error:
+        raise_if_interrupted(error)
         if not is_damage(error):
             raise _no_room(layout.catalog, error) from error
         raise FormatError(
@@ -365,6 +368,15 @@ def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
 def _let_ctrl_c_end_queries(connection: sqlite3.Connection) -> None:
     """Return to Python now and then: pages that share their children can make a query endless."""
     connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
+
+
+def raise_if_interrupted(error: BaseException) -> None:
+    """Raise KeyboardInterrupt if the error is Ctrl-C, which says nothing about the catalog.
+
+    The progress handler hears it, and sqlite3 makes an OperationalError of what a handler raises.
+    """
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
+        raise KeyboardInterrupt from error
 
 
 def is_damage(error: sqlite3.Error) -> bool:

@@ -15,7 +15,12 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from store.catalog.database import Transaction, check_pages, connect_read_only
+from store.catalog.database import (
+    Transaction,
+    check_pages,
+    connect_read_only,
+    raise_if_interrupted,
+)
 from store.errors import FormatError, StoreError
 from store.layout import SEGMENT_PATH, RunLayout, checked_name
 from store.records import UID_TYPE
@@ -247,6 +252,7 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
                     tables[name] = arrow_table(export, connection.execute(query, bounds).fetchall())
             segments = connection.execute(SEGMENTS_AS_OF, bounds).fetchall()
     except sqlite3.Error as error:
+        raise_if_interrupted(error)
         raise FormatError(
             f"{layout.catalog} cannot be read ({error}); leave out the lsn to read the manifest"
         ) from error

@@ -19,7 +19,13 @@ from os import link as link_file  # a test stands in for it, as for a file syste
 from pathlib import Path
 
 from store.atomic_write import make_directory, sync_directory
-from store.catalog.database import Transaction, check_pages, connect_read_only, is_damage
+from store.catalog.database import (
+    Transaction,
+    check_pages,
+    connect_read_only,
+    is_damage,
+    raise_if_interrupted,
+)
 from store.catalog.groups import recompute
 from store.catalog.schema_check import SCHEMA
 from store.clock import now_us
@@ -116,6 +122,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     except BaseException as error:
         with suppress(OSError):
             _remove(unfinished)
+        raise_if_interrupted(error)
         if isinstance(error, sqlite3.Error) and is_damage(error):
             raise FormatError(
                 f"{source.catalog} cannot be read ({error}); restore it from a backup, or "

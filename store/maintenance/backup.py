@@ -11,6 +11,7 @@ from contextlib import closing
 
 import pyarrow as pa
 
+from store.catalog.database import raise_if_interrupted
 from store.catalog.schema_check import SCHEMA, check_schema
 from store.clock import now_us
 from store.errors import FormatError, StoreError, UnavailableError
@@ -37,7 +38,8 @@ def write_backup(copy: sqlite3.Connection, layout: RunLayout) -> None:
 def read_backup(layout: RunLayout) -> sqlite3.Connection:
     """Return the backup as a database in memory, in today's format.
 
-    Raises StoreError if there is none or it is not sound, UnavailableError in an outage.
+    Raises StoreError if there is none or it is not sound, UnavailableError in an outage or without
+    room to check it.
     """
     data = layout.storage.read(layout.relative(layout.backup))
     if data.size == 0:
@@ -52,6 +54,12 @@ def read_backup(layout: RunLayout) -> sqlite3.Connection:
         _check_sound(connection, layout)
     except sqlite3.Error as error:
         connection.close()
+        raise_if_interrupted(error)
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:  # of temporary files
+            raise UnavailableError(
+                f"{layout.backup} cannot be checked now: {error}; free space for temporary files, "
+                "then retry"
+            ) from error
         raise FormatError(f"{layout.backup} cannot be read as a catalog: {error}") from error
     except StoreError:
         connection.close()

@@ -13,7 +13,7 @@ import dataclasses
 import sqlite3
 from collections.abc import Callable
 
-from store.catalog.database import is_damage
+from store.catalog.database import is_damage, raise_if_interrupted
 from store.errors import ForeignSchemaError, StoreError
 from store.layout import RunLayout
 from store.maintenance.backup import check_backup
@@ -36,6 +36,7 @@ def check(layout: RunLayout, *, level: int) -> list[Finding]:
         if level >= NAMES and not FATAL.intersection(finding.what for finding in findings):
             findings = findings + _check_files(layout, findings, contents=level >= CONTENTS)
     except sqlite3.OperationalError as problem:  # it cannot be opened: that is not damage
+        raise_if_interrupted(problem)
         raise StoreError(
             f"{layout.catalog} cannot be read ({problem}); "
             "fix the permissions, or stop what locks it"

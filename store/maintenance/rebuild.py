@@ -28,7 +28,13 @@ from pathlib import Path, PurePosixPath
 from store.atomic_write import READ_ONLY, READ_WRITE, write_atomically
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
-from store.catalog.database import Transaction, check_owner, shown_lsn, take_lock
+from store.catalog.database import (
+    Transaction,
+    check_owner,
+    raise_if_interrupted,
+    shown_lsn,
+    take_lock,
+)
 from store.catalog.groups import HELDOUT, TRAIN
 from store.catalog.records import IMPORTED
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
@@ -87,11 +93,16 @@ def rebuild(layout: RunLayout) -> Report:
     lock = take_lock(layout)
     try:
         check_owner(layout)
-        connection, lost = _base(layout)
+        connection, lost, has_backup = _base(layout)
         with closing(connection):
             contents = _scan(layout)
             recovered = _recover(connection, layout, contents)
+            if not has_backup:  # the next clean close would replace it
+                lost += _set_backup_aside(layout)
             _replace_catalog(layout, connection.serialize())
+    except sqlite3.Error as error:
+        raise_if_interrupted(error)
+        raise
     finally:
         os.close(lock)
     lost += contents.rejected
@@ -109,8 +120,8 @@ def rebuild(layout: RunLayout) -> Report:
     return report
 
 
-def _base(layout: RunLayout) -> tuple[sqlite3.Connection, list[str]]:
-    """Return the backup, or an empty catalog, and what is lost."""
+def _base(layout: RunLayout) -> tuple[sqlite3.Connection, list[str], bool]:
+    """Return the backup, or an empty catalog, what is lost, and whether it is the backup."""
     try:
         connection = read_backup(layout)
     except UnavailableError:
@@ -121,10 +132,18 @@ def _base(layout: RunLayout) -> tuple[sqlite3.Connection, list[str]]:
         query = "INSERT INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)"
         connection.execute(query, (layout.info.run_id,))
         gone = "claims, trained steps, versions, checkpoints, metrics and events are gone"
-        return connection, [f"there is no backup to begin with ({error}): {gone}"]
+        return connection, [f"there is no backup to begin with ({error}): {gone}"], False
     row = connection.execute("SELECT max(learner_step) FROM checkpoint WHERE live = 1").fetchone()
     point = "the start" if row[0] is None else f"the checkpoint of learner step {row[0]}"
-    return connection, [f"what came after the newest backup; training goes on from {point}"]
+    return connection, [f"what came after the newest backup; training goes on from {point}"], True
+
+
+def _set_backup_aside(layout: RunLayout) -> list[str]:
+    """Move a backup that is not sound to quarantine/. Return a line that says so."""
+    name = layout.relative(layout.backup)
+    if status(layout.backup, root=layout.root) is None and not layout.storage.exists(name):
+        return []
+    return [f"{name}: moved to {quarantine(layout, name)}"]
 
 
 def _scan(layout: RunLayout) -> Contents:

@@ -17,7 +17,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from store.catalog.batches import segments_of_batch
-from store.catalog.database import Transaction, check_pages, connect_read_only, pick
+from store.catalog.database import (
+    Transaction,
+    check_pages,
+    connect_read_only,
+    pick,
+    raise_if_interrupted,
+)
 from store.catalog.groups import as_group
 from store.catalog.records import Batch, CheckpointRecord, Group, VersionRecord
 from store.catalog.run_records import VERSIONS, checked_version, live_checkpoints
@@ -150,6 +156,7 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
             connection.execute("BEGIN")
             yield Transaction(connection, run_id=layout.info.run_id, epoch=0, lsn=0)
     except sqlite3.Error as error:
+        raise_if_interrupted(error)
         raise FormatError(
             f"{layout.catalog} cannot be read ({error}); gigpo fsck {layout.root} says what is "
             "wrong with it"

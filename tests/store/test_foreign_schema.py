@@ -19,8 +19,8 @@ from store.catalog.database import connect_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.exchange.fork import fork
-from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, read_backup
-from store.maintenance.fsck import CONTENTS, FATAL, check
+from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, empty_database, read_backup
+from store.maintenance.fsck import CATALOG, CONTENTS, FATAL, check
 from store.reading.lineage import metrics_since
 from store.untrusted.signatures import made_by_this_user, sign_run
 from tests.support.store_runs import copy_run, make_run
@@ -341,6 +341,37 @@ def test_ctrl_c_ends_a_query_of_the_owner(layout: RunLayout) -> None:
     assert done.returncode != 0 and (
         "interrupted" in done.stderr or "KeyboardInterrupt" in done.stderr
     )
+
+
+READS = {
+    "fsck": lambda layout: check(layout, level=CATALOG),
+    "backup": read_backup,
+    "snapshot": lambda layout: read_as_of(layout, 1),
+    "lineage": restart_points,
+    "fork": lambda layout: fork(layout, layout.root / "../new", learner_step=1, config_yaml=""),
+    "owner": Catalog.open,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_ctrl_c_is_no_damage(read: str, layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sqlite3 hides what its progress handler raises, and says that the query was interrupted."""
+
+    def stop() -> int:
+        raise KeyboardInterrupt
+
+    def interrupt(connection: sqlite3.Connection) -> None:
+        connection.set_progress_handler(stop, 1)
+
+    def interrupted() -> sqlite3.Connection:
+        connection = empty_database()
+        interrupt(connection)
+        return connection
+
+    monkeypatch.setattr("store.catalog.database._let_ctrl_c_end_queries", interrupt)
+    monkeypatch.setattr("store.maintenance.backup.empty_database", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        READS[read](layout)
 
 
 @pytest.mark.parametrize("table", SHARED)

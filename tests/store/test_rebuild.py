@@ -20,13 +20,16 @@ from store import (
     LockedError,
     RunLayout,
     StoreError,
+    UnavailableError,
     export,
     write_open_sql,
     write_segment,
 )
 from store.exchange.datasets import export_selection, import_selection
 from store.exchange.fork import fork
+from store.maintenance.finding import Finding
 from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.fsck_catalog import check_catalog
 from store.maintenance.rebuild import rebuild
 from store.maintenance.sweep import sweep_retired
 from store.reading.query import connect
@@ -249,6 +252,10 @@ def test_without_a_sound_backup_the_files_alone_give_groups_and_trajectories(
         layout.backup.write_bytes(data)
     report = rebuild(layout)
     assert any("there is no backup to begin with" in line for line in report.lost)
+    # The close of the new catalog makes a new backup, and the old one is not lost with it.
+    assert [file.read_bytes() for file in layout.quarantine.glob("catalog*")] == (
+        [] if data is None else [data]
+    )
     query = """SELECT group_uid, split, ordinal, task_id, purpose_version, n_members, n_steps,
                       return_sum FROM grp"""
     assert ask(layout, query) == ask(intact, query)
@@ -283,6 +290,46 @@ def test_a_damaged_catalog_never_replaces_a_sound_backup(layout: RunLayout, dama
             assert "not sound" in line[0] or "none that this code makes" in line[0]
     if "planted" not in damage:
         assert layout.backup.read_bytes() == before
+
+
+def stop(*_: object) -> int:
+    """Do what Ctrl-C does within a query: sqlite3 hides the exception of a progress handler."""
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_rebuild_changes_nothing(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(connection: sqlite3.Connection) -> list[Finding]:
+        connection.set_progress_handler(stop, 1)
+        return check_catalog(connection)
+
+    layout.catalog.unlink()
+    but = (layout.catalog_lock.name,)
+    before = fingerprint(layout.root, but=but)
+    with monkeypatch.context() as within:
+        within.setattr("store.maintenance.backup.check_catalog", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            rebuild(layout)
+    assert fingerprint(layout.root, but=but) == before
+    report = rebuild(layout)
+    assert any("the checkpoint of learner step 1" in line for line in report.lost)
+
+
+def test_a_full_disk_for_temporary_files_is_no_damage_of_the_backup(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: sqlite3.Connection) -> list[Finding]:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    layout.catalog.unlink()
+    before = layout.backup.read_bytes()
+    monkeypatch.setattr("store.maintenance.backup.check_catalog", full)
+    with pytest.raises(UnavailableError, match="free space for temporary files"):
+        rebuild(layout)
+    assert layout.backup.read_bytes() == before and not layout.quarantine.exists()
 
 
 def test_a_foreign_program_in_a_backup_is_never_started(layout: RunLayout) -> None:
