@@ -41,10 +41,10 @@ from configs.load import (
 )
 from configs.model_directory import (
     FROM_FILES,
-    INDEX_FILES,
     VISION_MODEL_TYPES,
     check_model_directory,
     check_model_path,
+    index_files,
     indexed_files,
     loaded,
     model_type,
@@ -78,7 +78,6 @@ __all__ = [
     "FROM_FILES",
     "GIB",
     "HEAD_SIZE",
-    "INDEX_FILES",
     "KEPT_CHECKPOINTS",
     "MAX_CHARACTERS",
     "TEXT_TAG",
@@ -112,6 +111,7 @@ __all__ = [
     "from_yaml",
     "gpus_needed",
     "groups_of_a_step",
+    "index_files",
     "indexed_files",
     "is_offline",
     "is_read",

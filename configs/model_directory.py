@@ -27,8 +27,9 @@ MAX_REASON_CHARACTERS = 400  # transformers may list every model it knows
 # Arguments of from_pretrained. A model's own code never runs here.
 FROM_FILES = {"local_files_only": True, "trust_remote_code": False}
 ADAPTER_FILE = "adapter_config.json"  # of peft
-# They map tensors to weight files. transformers reads no others.
-INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Such files map tensors to weight files. transformers reads two by their names, and others that a
+# configuration names. Those of other frameworks have other endings.
+INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
 WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.(safetensors|bin)")
 # Keys of config.json, at any depth, by which transformers looks for a model or a configuration
 # elsewhere.
@@ -80,7 +81,7 @@ def check_model_directory(path: Path | str) -> None:
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
-    for index in [path / name for name in INDEX_FILES if os.path.lexists(path / name)]:
+    for index in index_files(path):
         try:
             indexed_files(index)
         except ValueError as error:
@@ -89,6 +90,13 @@ def check_model_directory(path: Path | str) -> None:
             ) from None
     if (path / "config.json").is_file():
         _check_kind(path)
+
+
+def index_files(directory: Path) -> list[Path]:
+    """Return every weight index in a directory, whatever its name is."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if path.name.endswith(INDEX_ENDINGS))
 
 
 def indexed_files(index: Path) -> set[str]:

@@ -2,7 +2,8 @@
 
 A run may come from a stranger, and so may its tokenizer. Only what decodes is taken from the file:
 the vocabulary, the added tokens, and decoders that replace or join. Parts that split text by
-regular expressions, which a file could make endless, are left out.
+regular expressions, which a file could make endless, are left out, and decoders that make text
+longer: a few of them in a row multiply.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ SAFE_DECODERS = (
     "Metaspace",
     "ByteFallback",
     "Fuse",
-    "Strip",
     "WordPiece",
-    "BPEDecoder",
 )
+MAX_DECODERS = 16  # known tokenizers have up to four
+MAX_TOKEN_CHARACTERS = 1_024  # a page shows thousands of tokens
 KEPT_TOKENIZERS = 4
 
 
@@ -116,25 +117,47 @@ def decoding_part(content: dict[str, object]) -> dict[str, object]:
     kept = {**content, **dict.fromkeys(ONLY_ENCODE)}
     model = objects(content, "model")
     kept["model"] = {**model, "merges": []} if "merges" in model else model
-    decoder = _safe_decoder(content.get("decoder"))
-    kept["decoder"] = decoder
+    decoders = list(_parts(content.get("decoder")))
+    if len(decoders) > MAX_DECODERS:
+        raise ValueError(f"it has {len(decoders):,} decoders, more than {MAX_DECODERS}")
+    safe = [decoder for decoder in decoders if _is_safe(decoder)]
+    kept["decoder"] = {"type": "Sequence", "decoders": safe} if safe else None
     return kept
 
 
-def _safe_decoder(decoder: Any) -> dict[str, object] | None:
-    if not isinstance(decoder, dict):
-        return None
+def _parts(decoder: Any) -> Iterator[dict[str, Any]]:
+    """Yield the decoders of nested sequences, in their order."""
+    waiting = [decoder]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, dict):
+            continue
+        parts = one.get("decoders")
+        if one.get("type") == "Sequence" and isinstance(parts, list):
+            waiting += reversed(parts)
+        else:
+            yield one
+
+
+def _is_safe(decoder: dict[str, Any]) -> bool:
+    """Say whether a decoder ends, fails on no text and makes none longer, but for a space a token.
+
+    "Longer" is counted in bytes: "▁" has three, and becomes a space.
+    """
     kind = decoder.get("type")
-    if kind in SAFE_DECODERS:
-        return decoder
-    pattern = decoder.get("pattern")
-    if kind == "Replace" and isinstance(pattern, dict) and list(pattern) == ["String"]:
-        return decoder
-    parts = decoder.get("decoders")
-    if kind == "Sequence" and isinstance(parts, list):
-        safe = [each for part in parts if (each := _safe_decoder(part)) is not None]
-        return {"type": "Sequence", "decoders": safe}
-    return None
+    if kind == "Replace":
+        pattern, new = decoder.get("pattern"), decoder.get("content")
+        old = pattern.get("String") if isinstance(pattern, dict) and len(pattern) == 1 else None
+        return (
+            isinstance(old, str)
+            and isinstance(new, str)
+            and len(new.encode(errors="replace")) <= len(old.encode(errors="replace"))
+        )
+    if kind == "BPEDecoder":  # an empty suffix stands between any two characters
+        return bool(decoder.get("suffix"))
+    if kind == "Strip":  # of both ends, it panics on a token of nothing else
+        return decoder.get("stop") == 0
+    return kind in SAFE_DECODERS
 
 
 def _directories(root: Path) -> list[str]:
@@ -157,4 +180,9 @@ def _load(path: Path, root: Path, key: tuple[int, ...]) -> TokenTexts:
         tokenizer = Tokenizer.from_str(described)
     except Exception as error:  # the library has no class of its own
         raise ValueError(f"it is no tokenizer ({error})") from error
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"it has a token of {longest:,} characters, more than {MAX_TOKEN_CHARACTERS:,}"
+        )
     return TokenTexts(tokenizer, source=str(path.relative_to(root)))

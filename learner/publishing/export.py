@@ -81,9 +81,8 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
                     shutil.copyfile(path, unfinished / path.name)
             configs.check_model_directory(unfinished)  # somebody may have changed the source
             names = [path.name for path in weight_files(source)]
-            for index in [unfinished / name for name in configs.INDEX_FILES]:
-                indexed = configs.indexed_files(index) if index.exists() else set()
-                if others := sorted(indexed - {*names}):
+            for index in configs.index_files(unfinished):
+                if others := sorted(configs.indexed_files(index) - {*names}):
                     raise ExportError(
                         f"{source / index.name} names {others[0]}, which the version's digest does "
                         "not cover; export another version, or a checkpoint"

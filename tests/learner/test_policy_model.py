@@ -711,6 +711,32 @@ def test_a_configuration_that_names_other_models_is_refused_before_the_hub_is_as
     assert "\n" not in str(refused.value)
 
 
+def test_a_second_configuration_and_its_index_are_not_read(tmp_path: Path) -> None:
+    """transformers reads the file that config.json names, and nobody checks that one's keys."""
+    model = tmp_path / "model"
+    random_model(LlamaConfig(**SIZES)).save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    index = "w.safetensors.index.json"
+    second = {**config, "transformers_weights": index}
+    (model / "config.4.0.0.json").write_text(json.dumps(second))
+    (model / "config.json").write_text(
+        json.dumps({**config, "configuration_files": ["config.4.0.0.json"]})
+    )
+    names = load_file(model / "model.safetensors")
+    save_file(
+        {name: torch.zeros_like(tensor) for name, tensor in names.items()},
+        tmp_path / "private.safetensors",
+        metadata={"format": "pt"},
+    )
+    named = dict.fromkeys(names, "../private.safetensors")
+    (model / index).write_text(json.dumps({"metadata": {}, "weight_map": named}))
+    with pytest.raises(ConfigError, match="weight_map names .*private"):
+        load_policy(model, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    (model / index).unlink()
+    with pytest.raises(ConfigError, match="the key 'configuration_files'"):
+        load_policy(model, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+
+
 def test_the_hub_is_not_asked_while_files_are_loaded(tmp_path: Path) -> None:
     def is_offline() -> bool:
         return bool(constants.HF_HUB_OFFLINE)
@@ -720,7 +746,10 @@ def test_the_hub_is_not_asked_while_files_are_loaded(tmp_path: Path) -> None:
     assert is_offline() == before
 
 
-@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize(
+    "index",
+    ["model.safetensors.index.json", "pytorch_model.bin.index.json", "w.safetensors.index.json"],
+)
 @pytest.mark.parametrize("place", ["{}/private.safetensors", "../private.safetensors"])
 def test_weights_outside_of_the_directory_are_not_read(
     tmp_path: Path, index: str, place: str

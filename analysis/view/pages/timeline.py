@@ -33,6 +33,7 @@ from analysis.view.text import plain
 
 WINDOW_S = 120  # unless the address says more
 MOST_S = 3600
+FIRST_YEAR, LAST_YEAR = 1000, 9000  # of moments that are shown
 BINS = 240  # of a window, in which requests are counted
 LISTED_SLICES = 200
 MOST_SLICES = 200_000  # of a trace
@@ -335,10 +336,7 @@ def window(asked: Asked) -> tuple[datetime, datetime, datetime, datetime]:
         middle = _time(at["claimed_at"])
         end = middle + (_time(at["trained_at"]) - middle) / 2 + length / 2
     end = end.replace(microsecond=0) + timedelta(seconds=bool(end.microsecond))
-    try:
-        return end - length, end, first, last
-    except OverflowError:
-        raise BadAddressError("until is before the first year") from None
+    return end - length, end, first, last
 
 
 def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime) -> Chart:
@@ -558,6 +556,9 @@ def _time(text: str) -> datetime:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise BadAddressError("until is no time, such as 2026-11-23 02:59:44 (UTC)") from None
+    # A window beside one at the end of what Python counts could not be named.
+    if not FIRST_YEAR <= moment.year <= LAST_YEAR:
+        raise BadAddressError(f"a timeline is of the years {FIRST_YEAR} to {LAST_YEAR}")
     return moment.replace(tzinfo=None)
 
 

@@ -219,6 +219,8 @@ def test_hostile_texts_are_shown_as_text(path: str, client: TestClient) -> None:
         "/timeline?until=yesterday",
         "/timeline?learner_step=99",
         "/timeline?until=0001-01-01",
+        "/timeline?until=9999-12-31T23:59:59.9&seconds=2",
+        "/timeline?until=9999-12-31T23:59:58&seconds=2",
     ],
 )
 def test_a_bad_address_is_explained_in_a_line(address: str, client: TestClient) -> None:

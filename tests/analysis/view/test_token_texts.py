@@ -80,6 +80,48 @@ def test_only_what_decodes_is_loaded() -> None:
     assert kept["decoder"] == {"type": "Sequence", "decoders": [plain, {"type": "Fuse"}]}
 
 
+FUSE = {"type": "Fuse"}
+
+
+def replacing(old: str, new: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        replacing("e", "e" * 1000),
+        replacing("", "e"),
+        {"type": "BPEDecoder", "suffix": ""},
+        {"type": "Sequence", "decoders": [replacing("e", "ee")] * 3},
+    ],
+)
+def test_decoders_in_a_row_do_not_make_a_text_longer(decoder: object, layout: RunLayout) -> None:
+    content = json.loads(make_tokenizer().to_str())
+    content["decoder"] = {"type": "Sequence", "decoders": [*[decoder] * 4, FUSE]}
+    put(layout, "weights/v1", json.dumps(content))
+    texts = token_texts(layout.root)
+    assert texts.is_known and texts.text([0, 0]) == "taketake"
+    assert texts.pieces([0]) == ["take"]
+
+
+def test_a_decoder_that_fails_on_a_text_is_left_out(layout: RunLayout) -> None:
+    content = json.loads(make_tokenizer().to_str())
+    content["decoder"] = {"type": "Strip", "content": "t", "start": 1, "stop": 99}
+    put(layout, "weights/v1", json.dumps(content))
+    assert token_texts(layout.root).text([0]) == "take"
+
+
+def test_many_decoders_and_long_tokens_are_refused(layout: RunLayout) -> None:
+    content = json.loads(make_tokenizer().to_str())
+    many = {"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": [FUSE] * 17}]}
+    put(layout, "weights/v1", json.dumps({**content, "decoder": many}))
+    assert "it has 17 decoders, more than 16" in token_texts(layout.root).source
+    content["model"]["vocab"]["x" * 1025] = len(content["model"]["vocab"])
+    put(layout, "weights/v1", json.dumps(content))
+    assert "it has a token of 1,025 characters" in token_texts(layout.root).source
+
+
 def test_a_picture_has_the_pixels_that_it_was_given() -> None:
     data = png([b"\1\2\3\4\5\6"], width=2)
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[16:24] == b"\0\0\0\2\0\0\0\1"
