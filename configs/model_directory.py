@@ -39,6 +39,12 @@ FOLLOWED_KEYS = (
     "transformers_weights",
     "use_pretrained_backbone",
 )
+# The keys of these two files become arguments of the tokenizer's class. Some are paths of files; of
+# IGNORED_FILE_KEYS, which old tokenizers have, transformers opens none.
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+FILE_KEY = re.compile(r".*_files?|vocab|merges|init_inputs", re.DOTALL)
+IGNORED_FILE_KEYS = ("tokenizer_file", "special_tokens_map_file")
 CODE_KEY = "auto_map"  # of a model's own code; at the top it is ignored
 Loaded = TypeVar("Loaded")
 _offline = threading.RLock()
@@ -88,8 +94,30 @@ def check_model_directory(path: Path | str) -> None:
             raise ConfigError(
                 f"{index} cannot be used: {error}; download the model again"
             ) from None
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        _check_tokenizer(path / name)
     if (path / "config.json").is_file():
         _check_kind(path)
+
+
+def _check_tokenizer(file: Path) -> None:
+    """Raise ConfigError if a tokenizer's description names other files."""
+    if not file.is_file():
+        return
+    try:
+        content = dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} is not readable ({error!s:.200}); download the model again"
+        ) from error
+    # What SPECIAL_TOKENS says replaces the paths that transformers has found.
+    ignored = IGNORED_FILE_KEYS if file.name == TOKENIZER_CONFIG else ()
+    for key, value in content.items():
+        if value and key not in ignored and FILE_KEY.fullmatch(key):
+            raise ConfigError(
+                f"{file} has the key {key!r:.80}, which names another file; nothing of it was "
+                "loaded. Remove the key, or give another model.path"
+            )
 
 
 def index_files(directory: Path) -> list[Path]:

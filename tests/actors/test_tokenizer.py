@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from actors.prompting.chat_template import load_tokenizer
+from configs import ConfigError
 from tests.support.chat_samples import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,3 +48,36 @@ def test_without_torch_it_is_the_same_tokenizer(tmp_path: Path) -> None:
         here.eos_token_id,
     ]
     assert loaded == "False True"  # torch was not loaded, and could be
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("tokenizer_config.json", "fast_tokenizer_files", ["tokenizer.4.json/../../private"]),
+        ("tokenizer_config.json", "merges_file", "../private"),
+        ("tokenizer_config.json", "vocab", "../private"),
+        ("tokenizer_config.json", "init_inputs", ["../private"]),
+        ("special_tokens_map.json", "tokenizer_file", "../private"),
+    ],
+)
+def test_a_tokenizer_that_names_other_files_is_refused(
+    tmp_path: Path, name: str, key: str, value: object
+) -> None:
+    model, file = tmp_path / "model", tmp_path / "model" / name
+    tokenizer("thinking").save_pretrained(model)
+    shutil.copy(model / "tokenizer.json", tmp_path / "private")
+    (model / "tokenizer.4.json").mkdir()
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**content, key: value}))
+    with pytest.raises(ConfigError, match=f"{name} has the key '{key}'") as refused:
+        load_tokenizer(str(model), with_torch=True)
+    assert "\n" not in str(refused.value)
+
+
+def test_names_of_files_that_are_never_opened_do_no_harm(tmp_path: Path) -> None:
+    """Old tokenizers were saved with the paths that they were loaded from."""
+    tokenizer("thinking").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    old = {"tokenizer_file": "/none", "special_tokens_map_file": "/none", "init_inputs": []}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **old}))
+    assert load_tokenizer(str(tmp_path), with_torch=True) is not None
