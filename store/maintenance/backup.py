@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pyarrow as pa
 
-from store.catalog.database import raise_if_interrupted
+from store.catalog.database import DAMAGED_PAGES, raise_if_interrupted
 from store.catalog.schema_check import SCHEMA, check_schema
 from store.clock import now_us
 from store.errors import FormatError, StoreError, UnavailableError
@@ -50,6 +50,11 @@ def read_backup(layout: RunLayout) -> sqlite3.Connection:
             file.deserialize(data)
             file.backup(connection)  # copies pages and executes nothing of them
         check_schema(connection, path=layout.backup)
+        # Before an index that is missing is made: if a table's pages share their children, that
+        # fills the disk.
+        fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if fault.startswith(DAMAGED_PAGES):
+            raise sqlite3.DatabaseError(" ".join(fault.split())[:200])
         connection.executescript(SCHEMA)
         _check_sound(connection, layout)
     except sqlite3.Error as error:

@@ -381,10 +381,27 @@ def test_a_table_whose_pages_share_their_children_ends_fsck_and_compact(
     share_pages(layout, table, levels=8)
     done = command(layout, "fsck")
     assert done.returncode == 1 and "2nd reference to page" in done.stdout, done.stderr
-    # It looks at files, and makes no backup of this catalog.
+    # It becomes no owner, so it makes no backup of this catalog.
     before = layout.backup.read_bytes()
     assert "Traceback" not in command(layout, "compact").stderr
     assert layout.backup.read_bytes() == before
+
+
+def test_no_index_is_made_of_a_table_whose_pages_share_their_children(layout: RunLayout) -> None:
+    """An index that is missing is made again, and of such a table it would fill the disk."""
+    forge(layout, "DROP INDEX group_state_by_lsn")
+    share_pages(layout, "group_state", levels=2)  # so that a failure ends
+    data = bytearray(layout.catalog.read_bytes())
+    data[JOURNAL_MODE] = ROLLBACK_JOURNAL
+    layout.backup.unlink()
+    layout.backup.write_bytes(data)
+    for name, options in (("compact", ()), ("fsck", ("--repair",))):
+        done = command(layout, name, *options)
+        assert "*** in database main" in done.stdout + done.stderr, name
+    with pytest.raises(FormatError, match="cannot be read as a catalog: .* database main"):
+        read_backup(layout)
+    assert command(layout, "rebuild", "--force").returncode == 0
+    assert check(layout, level=CONTENTS) == []
 
 
 @pytest.mark.parametrize("cell", WRONG_CELLS)
