@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
-from store.catalog.schema_check import SCHEMA, check_schema
+from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.hashing import whole_text
@@ -22,6 +22,7 @@ from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
 
+DAMAGED_PAGES = "*** in database"  # begins what SQLite says of pages, not of cells
 COUNTS = Path(__file__).with_name("group_counts.sql")  # only for the owner's connection
 _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # for leases and heartbeats: a power cut may undo them
@@ -30,7 +31,6 @@ _LOG_PAGES = 4000
 _LOCK_MODE = 0o644
 # The first bytes of a journal, and the last ones if it names a super-journal.
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-_STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
 # Only a backup or a shell can hold SQLite's own lock, because we hold the owner's lock.
 _OTHER_OWNER_WAIT_S = 5.0
 
@@ -222,7 +222,7 @@ class Database:
         with self.transaction():  # which refuses an old owner
             pass
         copy = sqlite3.connect(":memory:", isolation_level=None)
-        _let_ctrl_c_end_queries(copy)
+        let_ctrl_c_end_queries(copy)
         with self._mutex:
             self._connection.backup(copy)
         return copy
@@ -305,7 +305,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         )
         # trusted_schema = OFF would keep our triggers from calling now_us.
         connection.execute("PRAGMA cell_size_check = ON")
-        _let_ctrl_c_end_queries(connection)
+        let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
         connection.row_factory = sqlite3.Row
         # The triggers of the table group_state call it.
@@ -314,6 +314,7 @@ def _connect(layout: RunLayout) -> sqlite3.Connection:
         connection.execute(_SYNCED)
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
         connection.execute("PRAGMA foreign_keys = ON")
+        check_pages(connection, layout)  # an index that is missing is made from a whole table
         connection.executescript(SCHEMA)
         connection.executescript(COUNTS.read_text())
     except sqlite3.Error as error:
@@ -341,7 +342,7 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
-        _let_ctrl_c_end_queries(connection)
+        let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
     except BaseException:
         connection.close()
@@ -356,18 +357,14 @@ def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
     cover the catalog, so this user's own runs are checked too: 0.08 s for 80,000 trajectories.
     """
     fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    # SQLite looks at the pages first, and begins what is wrong with them with stars. What it says
-    # of cells does not matter here: the reads name wrong ones, and a NULL may be there by right.
-    if str(fault).startswith("***"):
+    # A cell that contradicts its column ends no query, and the reads name it themselves; a NULL may
+    # be there by right. Only the first fault is named: of shared pages it may be that rows are out
+    # of order.
+    if fault.startswith(DAMAGED_PAGES) and not fault.endswith("is never used"):
         raise FormatError(
             f"{layout.catalog} is damaged ({' '.join(str(fault).split())[:200]}); "
             f"restore it from a backup, or gigpo rebuild {layout.root}"
         )
-
-
-def _let_ctrl_c_end_queries(connection: sqlite3.Connection) -> None:
-    """Return to Python now and then: pages that share their children can make a query endless."""
-    connection.set_progress_handler(lambda: 0, _STEPS_BETWEEN_SIGNALS)
 
 
 def raise_if_interrupted(error: BaseException) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import time
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,8 @@ CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
     name: f"typeof({name}) = 'integer' AND {name} BETWEEN 0 AND {LARGEST_NUMBER}"
     for name in ("epoch", "lsn", "horizon_lsn")
 }
+SCHEMA_READ_S = 5.0  # ours is read in a millisecond
+STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
 SHOWN_CHARACTERS = 60  # of a name that a stranger chose
 
 # Bytes, because a stranger's text may be no UTF-8.
@@ -52,7 +55,7 @@ def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
     never makes, sqlite3.DatabaseError for a damaged file.
     """
     try:
-        objects = connection.execute(OBJECTS).fetchall()
+        objects = _read_objects(connection)
     except UnicodeDecodeError as error:  # SQLite's message quotes the schema that it could not read
         raise sqlite3.DatabaseError(f"malformed database schema ({error})") from error
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
@@ -71,6 +74,36 @@ def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
             )
     if is_catalog:
         _check_meta(connection)
+
+
+def _read_objects(connection: sqlite3.Connection) -> list[tuple[bytes | None, ...]]:
+    """Return the rows of the schema. Raise sqlite3.DatabaseError if they do not end.
+
+    Pages of the schema itself may share their children, and no check of pages begins before
+    SQLite has read the schema.
+    """
+    deadline = time.monotonic() + SCHEMA_READ_S
+    is_late = False
+
+    def stop() -> bool:
+        nonlocal is_late
+        is_late = time.monotonic() > deadline
+        return is_late
+
+    connection.set_progress_handler(stop, STEPS_BETWEEN_SIGNALS)
+    try:
+        return connection.execute(OBJECTS).fetchall()
+    except sqlite3.OperationalError as error:
+        if is_late:
+            raise sqlite3.DatabaseError("malformed database schema (it does not end)") from error
+        raise
+    finally:
+        let_ctrl_c_end_queries(connection)
+
+
+def let_ctrl_c_end_queries(connection: sqlite3.Connection) -> None:
+    """Return to Python now and then: pages that share their children can make a query endless."""
+    connection.set_progress_handler(lambda: 0, STEPS_BETWEEN_SIGNALS)
 
 
 def _check_meta(connection: sqlite3.Connection) -> None:

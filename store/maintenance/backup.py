@@ -11,8 +11,8 @@ from contextlib import closing
 
 import pyarrow as pa
 
-from store.catalog.database import raise_if_interrupted
-from store.catalog.schema_check import SCHEMA, check_schema
+from store.catalog.database import DAMAGED_PAGES, raise_if_interrupted
+from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
 from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
@@ -22,7 +22,6 @@ from store.maintenance.fsck_catalog import check_catalog, check_identity
 # Both bytes are 2 in a catalog with a write-ahead log. SQLite opens no such file in memory.
 JOURNAL_MODE = slice(18, 20)
 ROLLBACK_JOURNAL = b"\1\1"
-STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine, about 20 ms; then Ctrl-C is heard
 
 
 def write_backup(copy: sqlite3.Connection, layout: RunLayout) -> None:
@@ -50,6 +49,11 @@ def read_backup(layout: RunLayout) -> sqlite3.Connection:
             file.deserialize(data)
             file.backup(connection)  # copies pages and executes nothing of them
         check_schema(connection, path=layout.backup)
+        # Before an index that is missing is made: if a table's pages share their children, that
+        # fills the disk.
+        fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if fault.startswith(DAMAGED_PAGES):
+            raise sqlite3.DatabaseError(" ".join(fault.split())[:200])
         connection.executescript(SCHEMA)
         _check_sound(connection, layout)
     except sqlite3.Error as error:
@@ -86,8 +90,7 @@ def empty_database() -> sqlite3.Connection:
     connection.row_factory = sqlite3.Row
     connection.create_function("now_us", 0, now_us)
     connection.execute("PRAGMA cell_size_check = ON")
-    # A stranger's pages may share their children, so that a query never ends.
-    connection.set_progress_handler(lambda: 0, STEPS_BETWEEN_SIGNALS)
+    let_ctrl_c_end_queries(connection)
     return connection
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
 
-from store.catalog.database import connect_read_only
+from store.catalog.database import DAMAGED_PAGES, connect_read_only
 from store.catalog.schema_check import SCHEMA
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found
@@ -19,7 +19,6 @@ from store.records import uid_text
 
 MAX_LINES = 5  # of integrity_check; a torn file has thousands
 ALL_LINES = 2**31 - 1
-DAMAGED_PAGES = "*** in database"
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
 
 # A consumed group's sums still count the trajectories whose file was lost: the learner saw them.

@@ -19,7 +19,7 @@ from store.catalog.database import connect_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.exchange.fork import fork
-from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, empty_database, read_backup
+from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, read_backup
 from store.maintenance.fsck import CATALOG, CONTENTS, FATAL, check
 from store.reading.lineage import metrics_since
 from store.untrusted.signatures import made_by_this_user, sign_run
@@ -363,13 +363,7 @@ def test_ctrl_c_is_no_damage(read: str, layout: RunLayout, monkeypatch: pytest.M
     def interrupt(connection: sqlite3.Connection) -> None:
         connection.set_progress_handler(stop, 1)
 
-    def interrupted() -> sqlite3.Connection:
-        connection = empty_database()
-        interrupt(connection)
-        return connection
-
-    monkeypatch.setattr("store.catalog.database._let_ctrl_c_end_queries", interrupt)
-    monkeypatch.setattr("store.maintenance.backup.empty_database", interrupted)
+    monkeypatch.setattr("store.catalog.schema_check.let_ctrl_c_end_queries", interrupt)
     with pytest.raises(KeyboardInterrupt):
         READS[read](layout)
 
@@ -381,10 +375,69 @@ def test_a_table_whose_pages_share_their_children_ends_fsck_and_compact(
     share_pages(layout, table, levels=8)
     done = command(layout, "fsck")
     assert done.returncode == 1 and "2nd reference to page" in done.stdout, done.stderr
-    # It looks at files, and makes no backup of this catalog.
+    # It becomes no owner, so it makes no backup of this catalog.
     before = layout.backup.read_bytes()
     assert "Traceback" not in command(layout, "compact").stderr
     assert layout.backup.read_bytes() == before
+
+
+def test_no_index_is_made_of_a_table_whose_pages_share_their_children(layout: RunLayout) -> None:
+    """An index that is missing is made again, and of such a table it would fill the disk."""
+    forge(layout, "DROP INDEX group_state_by_lsn")
+    share_pages(layout, "group_state", levels=2)  # so that a failure ends
+    data = bytearray(layout.catalog.read_bytes())
+    data[JOURNAL_MODE] = ROLLBACK_JOURNAL
+    layout.backup.unlink()
+    layout.backup.write_bytes(data)
+    for name, options in (("compact", ()), ("fsck", ("--repair",))):
+        done = command(layout, name, *options)
+        assert "*** in database main" in done.stdout + done.stderr, name
+    with pytest.raises(FormatError, match="cannot be read as a catalog: .* database main"):
+        read_backup(layout)
+    assert command(layout, "rebuild", "--force").returncode == 0
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_schema_whose_pages_share_their_children_is_damage(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of the leaf is an index of a key, which SQLite accepts as often as it comes."""
+    with closing(sqlite3.connect(layout.catalog)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+        name, table, root = connection.execute(
+            "SELECT name, tbl_name, rootpage FROM sqlite_schema WHERE sql IS NULL"
+        ).fetchone()
+    file = bytearray(layout.catalog.read_bytes())
+
+    def interior(children: list[int], *, at: int = 0) -> bytes:
+        cells = [struct.pack(">IB", child, 100) for child in children[:-1]]
+        starts = [size - 5 * (number + 1) for number in range(len(cells))]
+        header = struct.pack(">BHHHBI", INTERIOR_PAGE, 0, len(cells), starts[-1], 0, children[-1])
+        pointers = struct.pack(f">{len(cells)}H", *starts)
+        return (bytes(at) + header + pointers).ljust(starts[-1], b"\0") + b"".join(cells[::-1])
+
+    header_bytes = HEADER_BYTES if file[100] == INTERIOR_PAGE else 8
+    head = 100 + header_bytes + 2 * struct.unpack_from(">H", file, 103)[0]
+    file += file[100:head].ljust(100, b"\0")[: head - 100] + file[head - 100 : size]
+    old = len(file) // size
+    texts = [text.encode() for text in ("index", name, table)]
+    assert all(len(text) < 57 and root < 128 for text in texts)
+    kinds = bytes([6, *(13 + 2 * len(text) for text in texts), 1, 0])
+    row = kinds + b"".join(texts) + bytes([root])
+    cell = bytes([len(row), 100]) + row
+    leaf = struct.pack(">BHHHBH", 13, 0, 1, size - len(cell), 0, size - len(cell))
+    file += leaf.ljust(size - len(cell), b"\0") + cell
+    for _ in range(5):
+        file += interior([len(file) // size] * 500)
+    file[100:size] = interior([old, len(file) // size], at=100)[100:]
+    struct.pack_into(">I", file, 28, len(file) // size)
+    layout.catalog.write_bytes(file)
+    monkeypatch.setattr("store.catalog.schema_check.SCHEMA_READ_S", 0.5)
+    (finding,) = check(layout, level=CATALOG)
+    assert finding.what == "catalog_damaged" and "it does not end" in finding.detail
+    with pytest.raises(FormatError, match="it does not end"):
+        Catalog.open(layout)
 
 
 @pytest.mark.parametrize("cell", WRONG_CELLS)
