@@ -99,19 +99,16 @@ class JsonLines:
 
     def write(self, event: str, **values: object) -> None:
         """Write an event. A number that is not finite is null, as JSON has none."""
-        print(json.dumps({"event": event, **_finite(values)}), flush=True)
+        print(json.dumps(_finite({"event": event, **values})), flush=True)
 
 
 def _last_trained(newest: dict[str, int]) -> int:
     return max((step for name, step in newest.items() if not name.startswith(HELDOUT)), default=0)
 
 
-def _finite(values: dict[str, object]) -> dict[str, object]:
-    return {
-        name: _finite(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for name, value in values.items()
-    }
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -109,10 +109,8 @@ def bars(
     y: Sequence[str],
     names: Mapping[str, str] | None = None,
     is_fraction: bool = False,
-    is_stacked: bool = True,
-    height: int = HEIGHT,
 ) -> Chart:
-    """Draw columns `y` as bars for each value of column `x`, which may be a text."""
+    """Draw columns `y` as stacked bars for each value of column `x`, which may be a text."""
     data, names = columns_of(table, x=x), dict(names or {})
     factors = [plain(value, at_most=30) for value in data[x]]
     numeric = all(isinstance(value, int | float) for value in data[x])
@@ -121,7 +119,6 @@ def bars(
         data = {**data, x: factors}
     drawn = _figure(
         x=names.get(x, x),
-        height=height,
         is_fraction=is_fraction,
         x_range=None if numeric else FactorRange(factors=factors),
     )
@@ -129,20 +126,14 @@ def bars(
     labels = [names.get(each, each) for each in y]
     gaps = [after - before for before, after in pairwise(data[x])] if numeric else []
     width = 0.8 * min((gap for gap in gaps if gap > 0), default=1)
-    if is_stacked and len(y) > 1:
-        drawn.vbar_stack(
-            list(y),
-            x=x,
-            width=width,
-            source=source,
-            color=list(islice(cycle(COLOURS), len(y))),
-            legend_label=labels,
-        )
-    else:
-        for column, label, colour in zip(y, labels, cycle(COLOURS), strict=False):
-            drawn.vbar(
-                x=x, top=column, width=width, source=source, color=colour, legend_label=label
-            )
+    drawn.vbar_stack(
+        list(y),
+        x=x,
+        width=width,
+        source=source,
+        color=list(islice(cycle(COLOURS), len(y))),
+        legend_label=labels,
+    )
     tips = [(names.get(x, x), f"@{{{x}}}")]
     tips += [
         (label, f"@{{{each}}}{_digits(is_fraction)}") for label, each in zip(labels, y, strict=True)
@@ -162,12 +153,10 @@ def steps(
     x: str,
     y: Sequence[str],
     names: Mapping[str, str] | None = None,
-    is_fraction: bool = False,
-    height: int = HEIGHT,
 ) -> Chart:
     """Draw columns `y` as lines that hold their value until the next `x`."""
     data, names = columns_of(table, x=x), dict(names or {})
-    drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
+    drawn = _figure(x=names.get(x, x))
     source = ColumnDataSource(_with_gaps(data, y))
     for column, colour in zip(y, cycle(COLOURS), strict=False):
         label = names.get(column, column)
@@ -183,7 +172,7 @@ def steps(
         marks = drawn.scatter(
             x=x, y=column, source=source, size=4, color=colour, legend_label=label
         )
-        tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(is_fraction)}")]
+        tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(False)}")]
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
     finish_legend(drawn, n_entries=len(y))
     named = " and ".join(names.get(each, each) for each in y)
@@ -195,23 +184,21 @@ def intervals(
     *,
     x: str,
     y: str,
-    low: str = "low",
-    high: str = "high",
     names: Mapping[str, str] | None = None,
     height: int = HEIGHT,
 ) -> Chart:
-    """Draw fractions `y` over `x` as points, each with a whisker from `low` to `high`."""
+    """Draw fractions `y` over `x` as points, each with a whisker from column low to column high."""
     data, names = columns_of(table, x=x), dict(names or {})
     drawn = _figure(x=names.get(x, x), height=height, is_fraction=True)
     source = ColumnDataSource(data)
-    drawn.segment(x0=x, x1=x, y0=low, y1=high, source=source, color=COLOURS[0], line_width=2)
+    drawn.segment(x0=x, x1=x, y0="low", y1="high", source=source, color=COLOURS[0], line_width=2)
     drawn.line(x=x, y=y, source=source, color=COLOURS[0], line_alpha=0.4)
     marks = drawn.scatter(x=x, y=y, source=source, size=8, color=COLOURS[0])
     digits = _digits(True)
     tips = [
         (names.get(x, x), f"@{{{x}}}"),
         (names.get(y, y), f"@{{{y}}}{digits}"),
-        ("95 % interval", f"@{{{low}}}{digits} to @{{{high}}}{digits}"),
+        ("95 % interval", f"@low{digits} to @high{digits}"),
     ]
     drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
     return _chart(drawn, f"{names.get(y, y)} over {names.get(x, x)}, {len(data[x])} points")

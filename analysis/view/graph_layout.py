@@ -50,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where each node has its middle, each edge its curve, and what all of it covers."""
+    """Hold the centres of nodes, the curves of edges, and the box around them."""
 
     nodes: Mapping[str, Point]
     edges: Mapping[tuple[str, str], Curve]

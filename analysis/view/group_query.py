@@ -1,4 +1,4 @@
-"""Ask for one group's steps without scanning the others.
+"""Ask for the steps of one group, or of the last batches, without scanning the others.
 
 A group is a few hundred steps of maybe millions. Its versions stand in the small table `groups`,
 and every Parquet file says which versions each of its parts holds. So a query that names the
@@ -16,6 +16,25 @@ from analysis.view.sql_text import Value, fill
 OF_GROUP = """
 WITH steps AS (
     FROM steps WHERE group_uid = $group{versions})
+"""
+# The same for the groups of the last `$steps` batches; more tables may follow.
+OF_BATCHES = """
+WITH trained AS (
+    SELECT DISTINCT group_uid FROM lineage
+    WHERE batch_state = 'trained' AND live
+      AND learner_step > (
+          SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps),
+span AS (
+    SELECT min(version_min) AS oldest, max(version_max) AS newest
+    FROM groups SEMI JOIN trained USING (group_uid)),
+steps AS (
+    SELECT s.* FROM steps AS s SEMI JOIN trained USING (group_uid)
+    WHERE version_min >= (SELECT oldest FROM span) AND version_max <= (SELECT newest FROM span))
+"""
+# The newest group of mixed outcome, or else the newest one.
+NEWEST_GROUP = """
+SELECT group_uid FROM groups WHERE state = 'trained'
+ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, completed_at DESC LIMIT 1
 """
 VERSIONS = """
 SELECT version_min, version_max FROM groups WHERE group_uid = $group

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import bokeh
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -14,6 +15,7 @@ from analysis.view.text import plain, visible
 
 TEMPLATES = Path(__file__).with_name("templates")
 STATIC = Path(__file__).with_name("static")
+BOKEH_SCRIPT = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
 # Within a script element only these could end it, or be read as markup.
 ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&'\u2028\u2029"}
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import bokeh
 import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.evaluation_stats import interval, success
+from analysis.report import END_STEPS
 from analysis.view.charts import intervals, lines
-from analysis.view.html import STATIC, html
+from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import Asked
 from analysis.view.pages import run as run_page
-from analysis.view.pages.anchor import ACTION_CHARACTERS, HINTS, WRONG
+from analysis.view.pages.anchor import HINTS, wrong_states
 from analysis.view.pages.funnel import FUNNEL, REASONS, UNFINISHED
 from analysis.view.panel import (
     Ask,
@@ -34,7 +34,7 @@ from analysis.view.panel import (
     shell_word,
     show_rows,
 )
-from analysis.view.report_summary import END_STEPS, SUMMARY, heldout_tasks, show_summary
+from analysis.view.report_summary import SUMMARY, heldout_tasks, show_summary
 from analysis.view.run_settings import SETTINGS, default_settings, differing, settings_of
 from analysis.view.sql_text import fill
 from analysis.view.text import plain
@@ -53,13 +53,10 @@ MAX_PANEL_BYTES = 120_000  # of the HTML of a panel; 1.3 MB are Bokeh's script
 GENERATOR = "gigpo report"
 MARK = f'<meta name="generator" content="{GENERATOR}">'
 MARK_WITHIN_BYTES = 4096  # of the begin of the file
-BOKEH_SCRIPT = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
 MAX_ROWS = 100_000  # of an answer
 MAX_ANSWER_BYTES = 64 << 20
 ALL_STEPS = 10**12  # learner steps
-WRONG_STEPS = 10  # learner steps in whose groups the costliest states are looked for
 WRONG_STATES = 12
-STATE_CHARACTERS = 400
 CAUSE_CHARACTERS = 2_000
 NEWEST = 20  # rows of tables that grow with the run
 
@@ -88,14 +85,9 @@ SELECT purpose_version AS version, task_id, sum(n_won)::BIGINT AS won,
 FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0
 GROUP BY ALL ORDER BY version, task_id
 """
-# A long run gives up hundreds of groups for the same reason: numbers in the causes are left out.
-INCIDENTS = """
-WITH found AS (
-    SELECT logged_at, component, what, detail FROM events
-    WHERE what NOT IN ('weights loaded', 'merged', 'stale', 'group given up')
-    UNION ALL
-    SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
-    WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
+# A long run gives up many groups for the same reason: one row for each kind, with the last cause.
+INCIDENTS = f"""
+WITH found AS ({run_page.HAPPENED})
 SELECT component, what, count(*) AS times, min(logged_at) AS first_at, max(logged_at) AS last_at,
        arg_max(left(detail, $characters), logged_at) AS last_cause
 FROM found GROUP BY ALL ORDER BY last_at DESC LIMIT $rows
@@ -197,138 +189,19 @@ def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
         ask_run=lambda number, query: ask(query),
         lsn_of=lambda number: lsn,
     )
-    of_run = {panel.title: panel for panel in run_page.panels(asked)}
+    key_figures = replace(run_page.figures(), title="Key figures")
+    limits = run_page.limits("over all learner steps", n_steps=ALL_STEPS, version=0)
+    stability = [*map(_metric, STABILITY), run_page.alarms()]
     return [
-        Section(
-            title="In short",
-            panels=[
-                Panel(
-                    title="What the run did",
-                    explains="Intervals are of 95 %. The figures below say how they came about.",
-                    query=fill(SUMMARY, steps=END_STEPS),
-                    show=show_summary,
-                    width="whole",
-                )
-            ],
-        ),
-        Section(
-            title="Learning",
-            panels=[
-                replace(of_run["The run now"], title="Key figures"),
-                of_run["Success"],
-                _heldout(),
-            ],
-        ),
-        Section(title="Stability", panels=[*map(_metric, STABILITY), of_run["Alarms"]]),
-        Section(
-            title="Speed",
-            panels=[
-                replace(
-                    of_run["What limits the speed"],
-                    explains="Who waited for whom, over all learner steps. Actors play episodes; "
-                    "the learner trains on them.",
-                    query=fill(run_page.LIMITS, steps=ALL_STEPS, version=0),
-                ),
-                replace(
-                    of_run["Time of a learner step"], query=fill(run_page.TIMES, steps=ALL_STEPS)
-                ),
-            ],
-        ),
-        Section(
-            title="Dropped",
-            panels=[
-                Panel(
-                    title="What became of the groups",
-                    explains="A group is several attempts at one task, and the unit of training.",
-                    query=FUNNEL,
-                    empty="No group was handed out.",
-                    width="whole",
-                ),
-                Panel(
-                    title="Why groups were not trained on",
-                    explains="The recorded reasons, with numbers left out. Filtered groups teach "
-                    "nothing; stale ones were played by weights that are too old.",
-                    query=REASONS,
-                    empty="Every group was trained on, or still can be.",
-                ),
-                Panel(
-                    title="Attempts that gave no episode",
-                    explains="They were begun and not finished: why, and how far they got.",
-                    query=UNFINISHED,
-                    empty="Every attempt that was begun gave an episode.",
-                ),
-                replace(of_run["Staleness"], width="whole"),
-            ],
-        ),
-        Section(
-            title="Incidents",
-            panels=[
-                Panel(
-                    title="What went wrong",
-                    explains="What failed or was given up, how often, and the cause of the last "
-                    "time.",
-                    query=fill(INCIDENTS, rows=NEWEST, characters=CAUSE_CHARACTERS),
-                    empty="Nothing went wrong.",
-                    width="whole",
-                )
-            ],
-        ),
-        Section(
-            title="Mistakes",
-            panels=[
-                Panel(
-                    title="Where the policy still goes wrong",
-                    explains=f"States of the groups of the last {WRONG_STEPS} learner steps in "
-                    "which one action gave more than what the policy usually does. The costliest "
-                    "come first. gigpo view shows each with all that was tried in it.",
-                    query=fill(
-                        WRONG,
-                        steps=WRONG_STEPS,
-                        rows=WRONG_STATES,
-                        characters=ACTION_CHARACTERS,
-                        state_characters=STATE_CHARACTERS,
-                    ),
-                    show=partial(
-                        show_rows, links={}, hints=HINTS, hidden=("group_uid", "state_hash")
-                    ),
-                    empty="No state was met more than once with different actions.",
-                    width="whole",
-                )
-            ],
-        ),
-        Section(
-            title="Weights",
-            panels=[
-                Panel(
-                    title="Checkpoints",
-                    explains="A run can go on, or be forked, from each that is kept. The newest "
-                    f"{NEWEST}.",
-                    query=fill(CHECKPOINTS, rows=NEWEST),
-                    empty="No checkpoint was saved.",
-                ),
-                Panel(
-                    title="Versions",
-                    explains=f"The newest {NEWEST} published sets of weights, with the begin of "
-                    "their digests. Most files are removed later.",
-                    query=fill(VERSIONS, rows=NEWEST),
-                    empty="No weights were published.",
-                ),
-            ],
-        ),
-        Section(
-            title="Settings",
-            panels=[
-                Panel(
-                    title="Settings that differ from the defaults",
-                    explains="Of the newest start of the run, also if the report is of an earlier "
-                    "moment.",
-                    query=SETTINGS,
-                    show=show_settings,
-                    empty="The run's settings are not there.",
-                    width="whole",
-                )
-            ],
-        ),
+        Section(title="In short", panels=[_summary()]),
+        Section(title="Learning", panels=[key_figures, run_page.success(), _heldout()]),
+        Section(title="Stability", panels=stability),
+        Section(title="Speed", panels=[limits, run_page.times(n_steps=ALL_STEPS)]),
+        Section(title="Dropped", panels=_dropped()),
+        Section(title="Incidents", panels=[_incidents()]),
+        Section(title="Mistakes", panels=[_mistakes(asked)]),
+        Section(title="Weights", panels=[_checkpoints(), _versions()]),
+        Section(title="Settings", panels=[_settings()]),
     ]
 
 
@@ -440,6 +313,89 @@ def _thinned(
     if not is_chart or not kept:
         return table.slice(0, kept)
     return table.take([at * table.num_rows // kept for at in range(min(kept, table.num_rows))])
+
+
+def _summary() -> Panel:
+    return Panel(
+        title="What the run did",
+        explains="Intervals are of 95 %. The figures below say how they came about.",
+        query=fill(SUMMARY, steps=END_STEPS),
+        show=show_summary,
+        width="whole",
+    )
+
+
+def _dropped() -> list[Panel]:
+    return [
+        Panel(
+            title="What became of the groups",
+            explains="A group is several attempts at one task, and the unit of training.",
+            query=FUNNEL,
+            empty="No group was handed out.",
+            width="whole",
+        ),
+        Panel(
+            title="Why groups were not trained on",
+            explains="The recorded reasons, with numbers left out. Filtered groups teach nothing; "
+            "stale ones were played by weights that are too old.",
+            query=REASONS,
+            empty="Every group was trained on, or still can be.",
+        ),
+        Panel(
+            title="Attempts that gave no episode",
+            explains="They were begun and not finished: why, and how far they got.",
+            query=UNFINISHED,
+            empty="Every attempt that was begun gave an episode.",
+        ),
+        replace(run_page.staleness(), width="whole"),
+    ]
+
+
+def _incidents() -> Panel:
+    return Panel(
+        title="What went wrong",
+        explains="What failed or was given up, how often, and the cause of the last time.",
+        query=fill(INCIDENTS, rows=NEWEST, characters=CAUSE_CHARACTERS),
+        empty="Nothing went wrong.",
+        width="whole",
+    )
+
+
+def _mistakes(asked: Asked) -> Panel:
+    """Return the states in which the policy goes wrong, without links: there is no server."""
+    show = partial(show_rows, links={}, hints=HINTS, hidden=("group_uid", "state_hash"))
+    return replace(wrong_states(asked, rows=WRONG_STATES), show=show, later=False)
+
+
+def _checkpoints() -> Panel:
+    return Panel(
+        title="Checkpoints",
+        explains=f"The newest {NEWEST} that were saved. A run goes on, or is forked, from one that "
+        "is still on disk.",
+        query=fill(CHECKPOINTS, rows=NEWEST),
+        empty="No checkpoint was saved.",
+    )
+
+
+def _versions() -> Panel:
+    return Panel(
+        title="Versions",
+        explains=f"The newest {NEWEST} published sets of weights, with the begin of their digests. "
+        "Most files are removed later.",
+        query=fill(VERSIONS, rows=NEWEST),
+        empty="No weights were published.",
+    )
+
+
+def _settings() -> Panel:
+    return Panel(
+        title="Settings that differ from the defaults",
+        explains="Of the newest start of the run, also if the report is of an earlier moment.",
+        query=SETTINGS,
+        show=show_settings,
+        empty="The run's settings are not there.",
+        width="whole",
+    )
 
 
 def _metric(name: str) -> Panel:

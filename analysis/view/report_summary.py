@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 from markupsafe import Markup
 
-from analysis.evaluation_stats import TaskResult, interval, success
+from analysis.evaluation_stats import Z_95, TaskResult, interval, success
+from analysis.report import END_STEPS
 from analysis.run_status import duration
 from analysis.view.html import html, number, percent
-
-END_STEPS = 5  # learner steps averaged at either end of the training
-Z_95 = 1.959964
 
 # Intervals of training success go by how much groups differ: episodes of one task are alike.
 SUMMARY = """
@@ -82,7 +80,7 @@ def answers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def heldout_tasks(rows: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
+def heldout_tasks(rows: Iterable[Mapping[str, Any]]) -> list[TaskResult]:
     """Return the tasks of an evaluation round from rows of (task_id, won, played)."""
     return [
         TaskResult(

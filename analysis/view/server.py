@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
-import bokeh
 import uvicorn
 from markupsafe import Markup
 from starlette.applications import Starlette
@@ -38,7 +37,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from analysis.view.downloads import DOWNLOADS, download
-from analysis.view.html import STATIC, html
+from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import Asked, BadAddressError, Page
 from analysis.view.pages import PAGES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder
@@ -49,7 +48,6 @@ from store import StoreError
 
 LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
-BOKEH_SCRIPT = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
 MAX_ADDRESS_BYTES = 64 << 10
 MAX_QUERY_BYTES = 1 << 20
 KEPT_PANELS = 256  # of tens of kB each
@@ -340,7 +338,7 @@ class Viewer:
             ],
             fixed_link=_with(request, as_of=asked.lsn, **others),
             live_link=_with(request, as_of=None, **dict.fromkeys(others)),
-            left_out=stored.left_out,
+            left_out=stored.left_out or stored.stuck,
         )
 
     def _error(self, page: Page | None, request: Request, reason: str, *, status: int) -> Response:
@@ -423,12 +421,10 @@ def _run_number(request: Request, *, n_runs: int) -> int | None:
 
 
 def _switched(page: Page, request: Request, *, run: int) -> str:
-    """Return the address of the page for another run, whose groups and tasks are its own."""
-    if page.is_start and not page.compares:
-        return page.path + (f"?run={run}" if run else "")
-    return (
-        _with(request, run=run, as_of=None) if page.compares else (f"/?run={run}" if run else "/")
-    )
+    """Return the address of another run: of the same page, if it needs no group or task."""
+    if page.compares:
+        return _with(request, run=run, as_of=None)
+    return f"{page.path if page.is_start else '/'}?run={run}"
 
 
 def _with(request: Request, **changes: object) -> str:

@@ -53,6 +53,7 @@ class Snapshots:
         """Open the newest snapshot. Raises StoreError."""
         self.run = run
         self.left_out = ""  # files that cannot be read and are missing in answers
+        self.stuck = ""  # why newer snapshots cannot be shown just now
         self._refresh_s = refresh_s
         self._lock = threading.Lock()
         self._open_lock = threading.Lock()  # one child is started at a time
@@ -225,8 +226,9 @@ class Snapshots:
                     self.newest_lsn = self._open(None)
                     cost_s = time.monotonic() - began
                     wait_s = max(wait_s, REFRESH_COST_FACTOR * cost_s)
-            except (StoreError, OSError):
-                continue
+                self.stuck = ""
+            except (StoreError, OSError) as error:
+                self.stuck = f"newer rows cannot be read just now: {error}"
 
     def _has_newer(self) -> bool:
         manifest = read_manifest(RunLayout.open(self.run))

@@ -103,7 +103,7 @@ def token_texts(run: Path) -> TokenTexts:
                     reason = f"{directory}/{TOKENIZER_FILE} is too large"
                     continue
                 key = (seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_size)
-        except (OSError, StoreError):
+        except (OSError, StoreError):  # most directories have none; a link is not followed
             continue
         try:
             return _load(path, layout.root, key)

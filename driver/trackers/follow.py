@@ -26,7 +26,7 @@ Show = Callable[[Status], None]
 
 
 class Consumer(Protocol):
-    """One that is given a run's metrics."""
+    """Consume the metrics of a run."""
 
     def wants(self) -> bool:
         """Return whether it takes metrics now. What it does not take comes later."""

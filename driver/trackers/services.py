@@ -24,7 +24,7 @@ RUN_ID_TAG = "gigpo.run_id"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerSetup:
-    """What a tracker is told of the run."""
+    """Hold a run's identity, directory and settings for a tracker."""
 
     run_id: str
     run_name: str

@@ -174,7 +174,7 @@ class TrackerProcess:
             while part := os.read(self._out, 65536):
                 self._answers += part
         except BlockingIOError:
-            pass
+            pass  # it has said all that there is now
         *lines, self._answers = self._answers.split(b"\n")
         for line in lines:
             answer: Mapping[str, Any] = json.loads(line)

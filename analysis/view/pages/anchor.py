@@ -15,7 +15,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.charts import bars
-from analysis.view.group_query import OF_GROUP, group_versions, of_group
+from analysis.view.group_query import OF_BATCHES, OF_GROUP, group_versions, of_group
 from analysis.view.html import html
 from analysis.view.page import Asked, Page
 from analysis.view.panel import Chart, Panel, show_rows
@@ -35,19 +35,9 @@ OTHER = "other actions"
 
 # The return that the group's episodes lose in a state: they mix actions, and the best of these
 # would have given more. Only groups of the last learner steps say what the policy does now.
-WRONG = """
-WITH trained AS (
-    SELECT DISTINCT group_uid, learner_step FROM lineage
-    WHERE batch_state = 'trained' AND live
-      AND learner_step > (
-          SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps),
-span AS (
-    SELECT min(version_min) AS oldest, max(version_max) AS newest
-    FROM groups SEMI JOIN trained USING (group_uid)),
-steps AS (
-    SELECT s.* FROM steps AS s SEMI JOIN trained USING (group_uid)
-    WHERE version_min >= (SELECT oldest FROM span) AND version_max <= (SELECT newest FROM span)),
-actions AS (
+WRONG = (
+    OF_BATCHES
+    + """, actions AS (
     SELECT s.group_uid, s.state_hash, any_value(s.task_id) AS task_id,
            any_value(left(s.anchor_text, $state_characters)) AS state,
            left(s.action_text, $characters) AS action, count(*) AS visits,
@@ -66,6 +56,7 @@ SELECT any_value(state) AS state, any_value(task_id) AS task, sum(visits) AS vis
 FROM actions GROUP BY group_uid, state_hash HAVING count(*) > 1 AND lost_return > 0
 ORDER BY lost_return DESC LIMIT $rows
 """
+)
 STATE = (
     OF_GROUP
     + """

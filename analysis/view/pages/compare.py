@@ -18,13 +18,14 @@ import pyarrow as pa
 from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
 from markupsafe import Markup
 
-from analysis.evaluation_stats import TaskResult, interval, sign_flip_p, success
+from analysis.evaluation_stats import Z_95, TaskResult, interval, sign_flip_p, success
 from analysis.run_status import duration
 from analysis.view.charts import COLOURS, draw, finish_legend, new_figure
 from analysis.view.html import html, number, percent
 from analysis.view.page import Asked, BadAddressError, Page
-from analysis.view.pages.run import FIGURES, RECENT_STEPS, Z_95
+from analysis.view.pages.run import FIGURES, RECENT_STEPS
 from analysis.view.panel import Chart, Panel, shell_word
+from analysis.view.report_summary import heldout_tasks
 from analysis.view.run_settings import SETTINGS, differing, settings_of
 from analysis.view.sql_text import Value, fill
 from analysis.view.text import plain
@@ -269,7 +270,7 @@ def show_rounds(pair: Pair, table: pa.Table) -> Chart:
     for name, colour, rows, shift in zip(pair.names, COLOURS, sides, (-apart, apart), strict=False):
         rounds: list[dict[str, Any]] = []
         for version in sorted({row["version"] for row in rows}):
-            tasks = _results(row for row in rows if row["version"] == version)
+            tasks = heldout_tasks(row for row in rows if row["version"] == version)
             low, high = interval(tasks)
             found = {"version": version, "success": success(tasks), "low": low, "high": high}
             rounds.append({**found, "at": version + shift})
@@ -293,7 +294,7 @@ def show_kinds(pair: Pair, table: pa.Table) -> Markup:
             of_split = [row for row in rows if row["split"] == split]
             kinds = sorted({row["kind"] for row in of_split})
             for kind in [*kinds, ""] if len(kinds) > 1 else kinds:
-                some = _results(row for row in of_split if kind in ("", row["kind"]))
+                some = heldout_tasks(row for row in of_split if kind in ("", row["kind"]))
                 found.setdefault((split, kind), ["–", "–"])[side] = _with_interval(some)
     return html(
         "compare_kinds.html",
@@ -424,15 +425,6 @@ def _sides(table: pa.Table) -> list[list[dict[str, Any]]]:
     for row in table.to_pylist():
         rows[row[SIDE]].append(row)
     return rows
-
-
-def _results(rows: Any) -> list[TaskResult]:
-    return [
-        TaskResult(
-            task_id=row["task_id"], won=row["won"], played=row["played"], score=None, steps=0.0
-        )
-        for row in rows
-    ]
 
 
 def _with_interval(tasks: Sequence[TaskResult]) -> str:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.graph_layout import DENSE, ROOMY, Layout, lay_out
-from analysis.view.group_query import OF_GROUP, group_versions, of_group
+from analysis.view.group_query import NEWEST_GROUP, OF_GROUP, group_versions, of_group
 from analysis.view.html import html, json_script, number
 from analysis.view.page import Asked, Page
 from analysis.view.panel import Panel, show_rows
@@ -40,10 +40,6 @@ ENDINGS = (WON, LOST, CUT_OFF)
 NO_ANCHOR, OTHER = "none", "other"
 MERGED = {NO_ANCHOR: "steps without an anchor state", OTHER: "all other states"}
 
-NEWEST = """
-SELECT group_uid FROM groups WHERE state = 'trained'
-ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, completed_at DESC LIMIT 1
-"""
 ABOUT = """
 SELECT task_id, n_won, n_members, state FROM groups WHERE group_uid = $group
 """
@@ -147,7 +143,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
         query = fill(OF_TASK + MOVES, task=task, groups=TASK_GROUPS, **values)
     else:
         if group is None:
-            newest = asked.rows(NEWEST)
+            newest = asked.rows(NEWEST_GROUP)
             group = uuid.UUID(newest[0]["group_uid"]) if newest else uuid.UUID(int=0)
         versions = group_versions(asked, group)
         query = of_group(OF_GROUP + MOVES, group=group, versions=versions, **values)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup
 
-from analysis.view.group_query import OF_GROUP, group_versions, of_group
+from analysis.view.group_query import NEWEST_GROUP, OF_GROUP, group_versions, of_group
 from analysis.view.html import html, json_script
 from analysis.view.page import Asked, Page
 from analysis.view.panel import Panel, show_rows
@@ -23,10 +23,6 @@ MANY_STEPS = 40  # from here on cells are narrow
 ACTION_CHARACTERS = 300
 MAX_STEPS = 4_000  # that are drawn
 
-NEWEST = """
-SELECT group_uid FROM groups WHERE state = 'trained'
-ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, completed_at DESC LIMIT 1
-"""
 NEIGHBOURS = """
 WITH alike AS (
     SELECT group_uid, lag(group_uid) OVER by_time AS before, lead(group_uid) OVER by_time AS after
@@ -85,7 +81,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     """
     group = asked.uid("group")
     if group is None:
-        newest = asked.rows(NEWEST)
+        newest = asked.rows(NEWEST_GROUP)
         group = uuid.UUID(newest[0]["group_uid"]) if newest else uuid.UUID(int=0)
     ask_group = partial(of_group, group=group, versions=group_versions(asked, group))
     return [

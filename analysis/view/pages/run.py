@@ -8,6 +8,7 @@ from functools import partial
 import pyarrow as pa
 from markupsafe import Markup
 
+from analysis.evaluation_stats import Z_95
 from analysis.run_status import duration
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html, percent
@@ -20,7 +21,6 @@ RECENT_STEPS = 5  # learner steps that "now" means
 SHOWN_STEPS = 60  # of the chart of times
 SHOWN_EVENTS = 30
 SHOWN_STATES = 8
-Z_95 = 1.959964
 
 FIGURES = """
 WITH consumed AS (
@@ -110,14 +110,15 @@ ALARM_MEANS = {
     "mismatch_kl": "actors and learner compute different probabilities for the same tokens",
     "length": "responses became much longer or shorter than at the start",
 }
-INCIDENTS = """
-SELECT logged_at, component, what, detail FROM (
+# What failed or was given up. Groups that became too old are counted in the funnel.
+HAPPENED = """
     SELECT logged_at, component, what, detail FROM events
-    -- groups that became too old are counted in the funnel
     WHERE what NOT IN ('weights loaded', 'merged', 'stale', 'group given up')
     UNION ALL
     SELECT entered_at, 'catalog', 'group ' || state, reason FROM ledger
-    WHERE state = 'abandoned' OR reason LIKE '%rolled back%')
+    WHERE state = 'abandoned' OR reason LIKE '%rolled back%'"""
+INCIDENTS = f"""
+SELECT logged_at, component, what, detail FROM ({HAPPENED})
 ORDER BY logged_at DESC LIMIT $rows
 """
 COMPONENTS = """
@@ -158,83 +159,17 @@ def panels(asked: Asked) -> Sequence[Panel]:
     (newest,) = asked.rows(NEWEST_VERSION)
     since = max(-MARGIN, newest["version"] - SHOWN_STEPS - MARGIN)
     return [
-        Panel(
-            title="The run now",
-            explains="How far the training is, and how often the agent succeeds.",
-            query=fill(FIGURES, steps=RECENT_STEPS),
-            show=show_figures,
-            width="whole",
+        figures(),
+        success(),
+        limits(
+            f"over the last {RECENT_STEPS} learner steps",
+            n_steps=RECENT_STEPS,
+            version=newest["version"] - RECENT_STEPS,
         ),
-        Panel(
-            title="Success",
-            explains="Share of episodes that reach their goal, batch by batch. The band is a 95 % "
-            "interval over the batch's groups; held-out tasks are never trained on.",
-            query=fill(SUCCESS, z=Z_95),
-            show=partial(
-                lines,
-                x="learner_step",
-                y=["success"],
-                points=["heldout"],
-                low="low",
-                high="high",
-                names={
-                    "learner_step": "learner step",
-                    "success": "training tasks",
-                    "heldout": "held-out tasks",
-                },
-                is_fraction=True,
-                height=260,
-            ),
-            empty="No batch has been trained on yet.",
-        ),
-        Panel(
-            title="What limits the speed",
-            explains=f"Who waits for whom, over the last {RECENT_STEPS} learner steps. Actors play "
-            "episodes; the learner trains on them.",
-            query=fill(LIMITS, steps=RECENT_STEPS, version=newest["version"] - RECENT_STEPS),
-            show=show_limits,
-        ),
-        Panel(
-            title="Time of a learner step",
-            explains="From one published version of the weights to the next, in seconds.",
-            query=fill(TIMES, steps=SHOWN_STEPS),
-            show=partial(
-                bars,
-                x="learner_step",
-                y=["trains_s", "groups_s", "batch_wait_s", "publish_s", "checkpoint_s"],
-                names={
-                    "learner_step": "learner step",
-                    "trains_s": "trains",
-                    "groups_s": "waits for groups",
-                    "batch_wait_s": "prepares the batch",
-                    "publish_s": "publishes weights",
-                    "checkpoint_s": "saves a checkpoint",
-                },
-            ),
-            empty="No learner step is done yet.",
-        ),
-        Panel(
-            title="Staleness",
-            explains="How many versions older the weights that played were than those that were "
-            "trained. 0 is on policy.",
-            query=STALENESS,
-            show=partial(
-                steps,
-                x="learner_step",
-                y=["oldest", "mean"],
-                names={"learner_step": "learner step", "oldest": "oldest group", "mean": "mean"},
-            ),
-            empty="No batch of this run's own groups has been trained on yet.",
-        ),
+        times(n_steps=SHOWN_STEPS),
+        staleness(),
         wrong_states(asked, rows=SHOWN_STATES),
-        Panel(
-            title="Alarms",
-            explains="Checks of every learner step. An alarm that is on stays until its figure is "
-            "back in its bounds.",
-            query=ALARMS,
-            show=show_alarms,
-            empty="The run has no alarms yet.",
-        ),
+        alarms(),
         Panel(
             title="Processes",
             explains="What each process waits for, and how long it has been silent.",
@@ -266,6 +201,108 @@ def panels(asked: Asked) -> Sequence[Panel]:
             width="whole",
         ),
     ]
+
+
+def figures() -> Panel:
+    """Return the panel of the key figures."""
+    return Panel(
+        title="The run now",
+        explains="How far the training is, and how often the agent succeeds.",
+        query=fill(FIGURES, steps=RECENT_STEPS),
+        show=show_figures,
+        width="whole",
+    )
+
+
+def success() -> Panel:
+    """Return the panel of the success over learner steps."""
+    return Panel(
+        title="Success",
+        explains="Share of episodes that reach their goal, batch by batch. The band is a 95 % "
+        "interval over the batch's groups; held-out tasks are never trained on.",
+        query=fill(SUCCESS, z=Z_95),
+        show=partial(
+            lines,
+            x="learner_step",
+            y=["success"],
+            points=["heldout"],
+            low="low",
+            high="high",
+            names={
+                "learner_step": "learner step",
+                "success": "training tasks",
+                "heldout": "held-out tasks",
+            },
+            is_fraction=True,
+            height=260,
+        ),
+        empty="No batch has been trained on yet.",
+    )
+
+
+def limits(when: str, *, n_steps: int, version: int) -> Panel:
+    """Return the panel of who waits for whom, in the last `n_steps` learner steps.
+
+    Episodes count from the policy version `version` on.
+    """
+    return Panel(
+        title="What limits the speed",
+        explains=f"Who waits for whom, {when}. Actors play episodes; the learner trains on them.",
+        query=fill(LIMITS, steps=n_steps, version=version),
+        show=show_limits,
+    )
+
+
+def times(*, n_steps: int) -> Panel:
+    """Return the panel of the times of the last learner steps."""
+    return Panel(
+        title="Time of a learner step",
+        explains="From one published version of the weights to the next, in seconds.",
+        query=fill(TIMES, steps=n_steps),
+        show=partial(
+            bars,
+            x="learner_step",
+            y=["trains_s", "groups_s", "batch_wait_s", "publish_s", "checkpoint_s"],
+            names={
+                "learner_step": "learner step",
+                "trains_s": "trains",
+                "groups_s": "waits for groups",
+                "batch_wait_s": "prepares the batch",
+                "publish_s": "publishes weights",
+                "checkpoint_s": "saves a checkpoint",
+            },
+        ),
+        empty="No learner step is done yet.",
+    )
+
+
+def staleness() -> Panel:
+    """Return the panel of the staleness over learner steps."""
+    return Panel(
+        title="Staleness",
+        explains="How many versions older the weights that played were than those that were "
+        "trained. 0 is on policy.",
+        query=STALENESS,
+        show=partial(
+            steps,
+            x="learner_step",
+            y=["oldest", "mean"],
+            names={"learner_step": "learner step", "oldest": "oldest group", "mean": "mean"},
+        ),
+        empty="No batch of this run's own groups has been trained on yet.",
+    )
+
+
+def alarms() -> Panel:
+    """Return the panel of the alarms."""
+    return Panel(
+        title="Alarms",
+        explains="Checks of every learner step. An alarm that is on stays until its figure is "
+        "back in its bounds.",
+        query=ALARMS,
+        show=show_alarms,
+        empty="The run has no alarms yet.",
+    )
 
 
 def show_figures(table: pa.Table) -> Markup:

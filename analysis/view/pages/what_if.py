@@ -1,4 +1,4 @@
-"""What if: the advantages of stored steps under another setting, beside the run's own."""
+"""Compare the advantages of stored steps under another setting with the run's own: What if."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from analysis.run_status import config_of
 from analysis.view.charts import COLOURS, GRID, columns_of, draw, new_figure
-from analysis.view.group_query import group_versions
+from analysis.view.group_query import OF_BATCHES, OF_GROUP, group_versions
 from analysis.view.html import html
 from analysis.view.page import Asked, BadAddressError, Page
 from analysis.view.panel import Chart, Panel, show_rows
@@ -44,26 +44,8 @@ POINTS = 2_000
 LISTED = 200
 CHARACTERS = 200
 
-OF_GROUP = """
-WITH steps AS (
-    FROM steps WHERE group_uid = $group{versions}),
-"""
-# `steps` of the last batches only, also for advantages(): it reads the nearest `steps`.
-OF_BATCHES = """
-WITH trained AS (
-    SELECT DISTINCT group_uid FROM lineage
-    WHERE batch_state = 'trained' AND live
-      AND learner_step > (
-          SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps),
-span AS (
-    SELECT min(version_min) AS oldest, max(version_max) AS newest
-    FROM groups SEMI JOIN trained USING (group_uid)),
-steps AS (
-    SELECT s.* FROM steps AS s SEMI JOIN trained USING (group_uid)
-    WHERE version_min >= (SELECT oldest FROM span) AND version_max <= (SELECT newest FROM span)),
-"""
 # Differences that rounding can make are no signs.
-BOTH = """both_settings AS (
+BOTH = """, both_settings AS (
     SELECT now.traj_uid, now.step_index, now.group_uid, now.advantage AS own,
            other.advantage AS changed,
            sign(round(now.advantage, 9)) AS own_sign,
