@@ -2,18 +2,23 @@
 
     table = read_table(pa.BufferReader(data), n_bytes=data.size, name=path)
 
-The footer is not trusted. Rows are decoded a few at a time, and counted as they come.
+The footer is not trusted: pages say how many values they stand for. Rows are decoded a few at a
+time, and counted as they come.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from store.errors import FormatError
+from store.untrusted.parquet_pages import PageError, column_pages
 
 # A step takes 1.2 KB on disk and 5.2 KB decoded. Drawn images decode to a hundred times their
 # bytes. No merge makes more than 1 GiB of rows.
@@ -27,9 +32,8 @@ BATCH_BYTES = 1 << 27  # of values that one batch may repeat
 # 8 bytes at least in the file.
 MIN_ELEMENTS, ELEMENT_BYTES = 1000, 8
 MAX_ELEMENTS = 1_000_000  # Arrow's own limit
-# Every page begins with its type and its size, as numbers of Thrift's compact protocol.
-HEADER_BYTES, NUMBER = 24, 0x15
-DICTIONARY_PAGE, DATA_PAGES = b"\x15\x04", (b"\x15\x00", b"\x15\x06")
+# What Arrow keeps for each value of a list: the value, and two levels while it decodes.
+LIST_VALUE_BYTES = 8 + 4
 
 
 def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq.ParquetFile:
@@ -60,52 +64,109 @@ def read_table(
     Raises FormatError if they are larger than any run wrote. Arrow's errors pass through.
     """
     at_most = MAX_DECODED_BYTES + MAX_RATIO * n_bytes
-    n_rows = BATCH_BYTES // max(1, _repeatable_bytes(file, source, name=name))
+    too_large = f"{name} stands for more than {at_most:,} bytes in {n_bytes:,}"
     chosen = None if columns is None else list(columns)
+    try:
+        chunks = list(_chunks(file, source, columns=chosen))
+    except PageError as error:
+        raise _not_ours(f"{name} is damaged: {error}") from error
+    for row_group in range(file.metadata.num_row_groups):
+        if sum(chunk.n_bytes for chunk in chunks if chunk.row_group == row_group) > at_most:
+            raise _not_ours(too_large)
+    for chunk in chunks:
+        if chunk.is_list and _list_bytes(chunk, source, at_most=at_most) > at_most:
+            raise _not_ours(too_large)
+        if not chunk.is_list and chunk.n_values != chunk.n_rows:
+            raise _not_ours(f"{name} has {chunk.n_values:,} values in {chunk.n_rows:,} rows")
+    batch_rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, _repeatable_bytes(chunks))))
+    if sum(_rows_of_groups(file)) <= batch_rows:
+        # One group's file is one batch, and decodes a fifth faster so. A file without rows gives
+        # no batch.
+        return file.read(columns=chosen, use_threads=False)
     decoded, batches = 0, []
-    for batch in file.iter_batches(
-        min(BATCH_ROWS, max(1, n_rows)), columns=chosen, use_threads=False
-    ):
+    for batch in file.iter_batches(batch_rows, columns=chosen, use_threads=False):
         decoded += batch.nbytes
         if decoded > at_most:
-            raise _not_ours(f"{name} stands for more than {at_most:,} bytes in {n_bytes:,}")
+            raise _not_ours(too_large)
         batches.append(batch)
-    if batches:
-        return pa.Table.from_batches(batches)
-    return file.read(columns=chosen, use_threads=False)  # a file without rows gives no batch
+    return pa.Table.from_batches(batches)
 
 
-def _repeatable_bytes(file: pq.ParquetFile, source: Any, *, name: object) -> int:
-    """Return the size of the dictionaries in the largest row group: one row may repeat it all."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """One column of one row group."""
+
+    row_group: int
+    path: str  # such as `prompt_ids.list.element`
+    is_list: bool
+    n_rows: int
+    n_values: int
+    n_bytes: int  # of its pages, decompressed
+    dictionary_bytes: int  # of these: each value may repeat all of them
+
+
+def _chunks(
+    file: pq.ParquetFile, source: Any, *, columns: Sequence[str] | None
+) -> Iterator[_Chunk]:
+    """Yield the sizes of the columns, as their pages tell them. Raises PageError."""
+    for row_group, n_rows in enumerate(_rows_of_groups(file)):
+        if not n_rows:
+            continue  # it may have no pages
+        metadata = file.metadata.row_group(row_group)
+        for number in range(metadata.num_columns):
+            column = metadata.column(number)
+            path = column.path_in_schema
+            if columns is not None and path.split(".")[0] not in columns:
+                continue
+            pages = list(column_pages(source, column))
+            yield _Chunk(
+                row_group=row_group,
+                path=path,
+                is_list=file.schema.column(number).max_repetition_level > 0,
+                n_rows=n_rows,
+                n_values=sum(page.n_values for page in pages if not page.is_dictionary),
+                n_bytes=sum(page.n_bytes for page in pages),
+                dictionary_bytes=sum(page.n_bytes for page in pages if page.is_dictionary),
+            )
+
+
+def _rows_of_groups(file: pq.ParquetFile) -> list[int]:
     metadata = file.metadata
-    largest = 0
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        if group.num_rows:  # else it may have no pages
-            largest = max(largest, sum(_dictionary_sizes(group, source, name=name)))
-    return largest
+    return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
 
 
-def _dictionary_sizes(group: Any, source: Any, *, name: object) -> Iterator[int]:
-    for number in range(group.num_columns):
-        column = group.column(number)
-        at, dictionary_at = column.data_page_offset, column.dictionary_page_offset
-        source.seek(at if dictionary_at is None else min(at, dictionary_at))
-        header = source.read(HEADER_BYTES)
-        if header[:2] == DICTIONARY_PAGE:
-            yield _page_bytes(header, name=name)
-        elif header[:2] not in DATA_PAGES:
-            raise _not_ours(f"{name} has a page with a strange beginning")
+def _repeatable_bytes(chunks: Sequence[_Chunk]) -> int:
+    """Return the size of the dictionaries in the largest row group: one row may repeat it all."""
+    sizes: Counter[int] = Counter()
+    for chunk in chunks:
+        sizes[chunk.row_group] += chunk.dictionary_bytes
+    return max(sizes.values(), default=0)
 
 
-def _page_bytes(header: bytes, *, name: object) -> int:
-    """Return the decompressed size of a page: the second number of its header."""
-    value = 0
-    for position, byte in enumerate(header[3:]):
-        value |= (byte & 0x7F) << (7 * position)
-        if byte < 0x80 and header[2] == NUMBER:
-            return value >> 1  # its lowest bit is the sign
-    raise _not_ours(f"{name} has a page of no size")
+def _list_bytes(chunk: _Chunk, source: Any, *, at_most: int) -> int:
+    """Return the bytes to decode a column of lists: a row's list may be of any length."""
+    n_bytes = LIST_VALUE_BYTES * chunk.n_values + chunk.n_bytes
+    if n_bytes > at_most or n_bytes + chunk.n_values * chunk.dictionary_bytes <= at_most:
+        return n_bytes
+    # The longest value is not known. With its dictionary left apart, the column is small.
+    source.seek(0)
+    file = pq.ParquetFile(source, read_dictionary=[chunk.path])
+    table = file.read_row_group(
+        chunk.row_group, columns=[chunk.path.split(".")[0]], use_threads=False
+    )
+    for values in _leaves(table.column(0), chunk.path.split(".")[-1]):
+        if pa.types.is_dictionary(values.type):
+            lengths = pc.binary_length(values.dictionary).take(values.indices)
+            n_bytes += pc.sum(lengths.cast(pa.int64())).as_py() or 0
+    return n_bytes
+
+
+def _leaves(column: pa.ChunkedArray, name: str) -> Iterator[pa.Array]:
+    """Yield the innermost values of a column of lists, or of lists of structures."""
+    for array in column.chunks:
+        while pa.types.is_nested(array.type):
+            array = array.field(name) if pa.types.is_struct(array.type) else array.values
+        yield array
 
 
 def _not_ours(fault: str) -> FormatError:

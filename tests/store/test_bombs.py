@@ -29,7 +29,7 @@ from store import (
 from store.hashing import file_digest
 from store.reading import mirror
 from store.records import SEGMENT_SCHEMA
-from store.segments import SegmentMeta
+from store.segments import SegmentMeta, decode
 from store.storage import LocalStorage
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -163,6 +163,41 @@ def test_a_learner_does_not_decode_it(bombed: tuple[RunLayout, SegmentMeta]) -> 
     here = dataclasses.replace(meta, path=layout.relative(path))
     with pytest.raises(FormatError, match="stands for more than .* no run wrote it"):
         read_segment(layout, here)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "length"),
+    [("prompt_ids", 7, 100_000_000), ("admissible_actions", "x" * 1000, 1_200_000)],
+)
+def test_one_row_with_a_list_without_end_is_not_decoded(
+    name: str, value: object, length: int, tmp_path: Path
+) -> None:
+    """Equal values of a list take a few bytes for any number of them."""
+    layout, meta = run_with(tmp_path / "run", lambda _, meta: meta)
+    row = pq.read_table(layout.root / meta.path).slice(0, 1)
+    kind = SEGMENT_SCHEMA.field(name).type.value_type
+    repeated_value = pa.array([value], kind).dictionary_encode()
+    indices = pa.nulls(length, pa.int32()).fill_null(0)
+    values = pa.DictionaryArray.from_arrays(indices, repeated_value.dictionary)
+    values = values if pa.types.is_string(kind) else values.cast(kind)
+    column = pa.ListArray.from_arrays(pa.array([0, length], pa.int32()), values)
+    data = encoded(row.set_column(SEGMENT_SCHEMA.get_field_index(name), name, column), layout)
+    assert data.size < 100_000
+    before = pa.total_allocated_bytes()
+    with pytest.raises(FormatError, match="stands for more than .* no run wrote it"):
+        decode(data, path="hostile")
+    assert pa.total_allocated_bytes() - before < 10**8
+
+
+def test_long_lists_that_a_run_may_write_are_decoded(tmp_path: Path) -> None:
+    """Many commands, each of a few characters, are less than the dictionary might stand for."""
+    layout, meta = run_with(tmp_path / "run", lambda _, meta: meta)
+    row = pq.read_table(layout.root / meta.path).slice(0, 1)
+    commands = [f"take the thing {number}" for number in range(5000)] * 20
+    column = pa.array([commands], SEGMENT_SCHEMA.field("admissible_actions").type)
+    number = SEGMENT_SCHEMA.get_field_index("admissible_actions")
+    data = encoded(row.set_column(number, "admissible_actions", column), layout)
+    assert decode(data, path="ours")["admissible_actions"].to_pylist() == [commands]
 
 
 def test_rows_without_content_are_counted(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Page headers are read as Arrow wrote them, and damaged ones are named."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.untrusted.parquet_pages import PageError, column_pages
+
+TABLE = pa.table(
+    {
+        "number": pa.array(range(5000), pa.int64()),
+        "text": pa.array([f"room {n % 7}" for n in range(5000)]),
+        # 3 values in two rows, an empty list, and a null: 5 entries in four rows
+        "list": pa.array([[1, 2], [3], [], None] * 1250, pa.list_(pa.int32())),
+    }
+)
+
+
+def encoded(**options: object) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(TABLE, sink, row_group_size=3000, write_page_checksum=True, **options)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("page_bytes", [1000, 1 << 20])
+def test_pages_are_counted_as_the_footer_of_an_honest_file_says(
+    version: str, page_bytes: int
+) -> None:
+    data = encoded(data_page_version=version, data_page_size=page_bytes, compression="zstd")
+    source = pa.BufferReader(data)
+    metadata = pq.ParquetFile(source).metadata
+    counted: dict[str, int] = {}
+    for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
+        for column in (group.column(number) for number in range(group.num_columns)):
+            pages = list(column_pages(source, column))
+            values = sum(page.n_values for page in pages if not page.is_dictionary)
+            assert values == column.num_values
+            assert any(page.is_dictionary for page in pages) == column.has_dictionary_page
+            # the footer's size has the headers too
+            headers = column.total_uncompressed_size - sum(page.n_bytes for page in pages)
+            assert 0 < headers < 100 * len(pages)
+            name = column.path_in_schema.split(".")[0]
+            counted[name] = counted.get(name, 0) + values
+    assert counted == {"number": 5000, "text": 5000, "list": 6250}
+
+
+def test_long_statistics_are_read_over() -> None:
+    sink = pa.BufferOutputStream()
+    texts = pa.table({"text": ["x" * 4000, "y" * 4000]})
+    pq.write_table(texts, sink, use_dictionary=False, compression="none")
+    source = pa.BufferReader(sink.getvalue())
+    (page,) = column_pages(source, pq.ParquetFile(source).metadata.row_group(0).column(0))
+    assert page.n_values == 2 and page.n_bytes > 8000
+
+
+DAMAGED = encoded(compression="zstd")
+
+
+@given(st.integers(0, 400), st.binary(min_size=1, max_size=40))
+def test_damaged_headers_are_named_and_end(at: int, damage: bytes) -> None:
+    data = bytearray(DAMAGED)
+    column = pq.ParquetFile(pa.BufferReader(bytes(data))).metadata.row_group(0).column(0)
+    start = min(column.dictionary_page_offset or column.data_page_offset, column.data_page_offset)
+    data[start + at : start + at + len(damage)] = damage
+    try:
+        pages = list(column_pages(pa.BufferReader(bytes(data)), column))
+    except PageError:
+        return
+    assert all(page.n_values >= 0 and page.n_bytes >= 0 for page in pages)
