@@ -4,14 +4,16 @@
 
 All compute in float64 and must agree. Times are wall clock, the best of several calls, taken in
 turns; the first call of a process, which plans the query, is apart. Memory is what a call of
-gigpo's adds to the process at its peak. `--large` does nothing but 64 million steps, by hash
-partition of their groups from Parquet files to Parquet files, in a process of its own; without
---quick it is done too. `--quick` leaves out what takes long. The last line is JSON.
+gigpo's adds to the process at its peak. The other estimators are timed beside gigpo. `--large` does
+nothing but 64 million steps, by hash partition of their groups from Parquet files to Parquet files,
+in a process of its own; without --quick it is done too. `--quick` leaves out what takes long. The
+last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import math
@@ -36,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.advantage_baselines import GROUP_STEPS, by_loop, by_numpy, by_polars, make_steps
 from support.figures import quick_parser, show_json, show_table
 
-from gigpo import PUBLISHED_SETTINGS, compute_advantages, similarity_keys
+from gigpo import ESTIMATORS, PUBLISHED_SETTINGS, compute_advantages, similarity_keys
 
 SIZES = (800, 6_400, 64_000, 640_000, 6_400_000)
 LARGE_STEPS = 64_000_000
@@ -49,6 +51,8 @@ REQUIRED = {
     "over_numpy_max": "<= 3, from 64,000 steps on",
     "loop_over_gigpo_64k": "",
     "similarity_400_s": "< 1",
+    "estimators_over_gigpo_64k": "<= 3",
+    "estimators_exponent_max": "<= 1.15, from 64,000 to 640,000 steps",
     "peak_gib_64m": "<= 8",
 }
 
@@ -84,6 +88,30 @@ def measure(rows: int, *, quick: bool) -> dict[str, float]:
     over_numpy = best["gigpo"] / best["numpy"]
     print(f"{rows:>10,} {cells} {over_numpy:>11.2f} {gib * 1024:>12,.0f}", flush=True)
     return best
+
+
+def estimators(*, quick: bool) -> dict[str, float]:
+    """Return how much slower than gigpo the slowest estimator is, and how the slowest grows."""
+    ms: dict[tuple[str, int], float] = {}
+    for rows in (64_000, 640_000):
+        steps = make_steps(rows, seed=0)
+        for _ in range(2 if quick else 5):
+            for name in ESTIMATORS:
+                settings = dataclasses.replace(PUBLISHED_SETTINGS, estimator=name)
+                start_s = time.perf_counter()
+                compute_advantages(steps, settings)
+                taken_ms = (time.perf_counter() - start_s) * 1e3
+                ms[name, rows] = min(ms.get((name, rows), math.inf), taken_ms)
+    growth = {name: math.log10(ms[name, 640_000] / ms[name, 64_000]) for name in ESTIMATORS}
+    over = {name: ms[name, 64_000] / ms["gigpo", 64_000] for name in ESTIMATORS}
+    for name in ESTIMATORS:
+        print(
+            f"{name:>22} {ms[name, 64_000]:8,.0f} ms at 64,000 steps, exponent {growth[name]:.2f}"
+        )
+    return {
+        "estimators_over_gigpo_64k": max(over.values()),
+        "estimators_exponent_max": max(growth.values()),
+    }
 
 
 def added_gib(call: Callable[[], object]) -> float:
@@ -186,7 +214,7 @@ def side_by_side(*, quick: bool) -> dict[str, float | None]:
         ),
         "loop_over_gigpo_64k": ms[64_000]["loop"] / ms[64_000]["gigpo"],
         "similarity_400_s": of_texts["linked"],
-    }
+    } | estimators(quick=quick)
 
 
 if __name__ == "__main__":

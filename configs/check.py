@@ -42,14 +42,15 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 LAST_PORT = 65535
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
-WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo")
-ESTIMATORS = ("gigpo", *WITHOUT_STEP_TERM, "hgpo", "graphgpo")
+WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
+ESTIMATORS = ("gigpo", *WITHOUT_STEP_TERM, "hgpo", "graphgpo", "g2po", "gagpo")
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
 READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "gamma": {"estimator": ("gigpo", "hgpo")},
-    "omega": {"estimator": ("gigpo", "graphgpo")},
-    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo")},
-    "weighting": {"estimator": tuple(name for name in ESTIMATORS if name != "hgpo")},
+    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
+    "gae_lambda": {"estimator": ("gagpo",)},
+    "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
+    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
+    "weighting": {"estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo"))},
     "anchor": {"estimator": WITH_STEP_TERM},
     "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
     "similarity": {"anchor": ("similar", "similar_greedy")},
@@ -250,6 +251,8 @@ def _check_algorithm(config: Config) -> None:
     a = config.algorithm
     if a.gamma > 1.0:
         raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
+    if a.gae_lambda > 1.0:
+        raise ConfigError(f"algorithm.gae_lambda={a.gae_lambda} is outside [0, 1]; PPO uses 0.95")
     if a.similarity >= 1.0:
         raise ConfigError(
             f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use "

@@ -133,13 +133,14 @@ class AlgorithmConfig:
     default.
     """
 
-    # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo" or
-    # "graphgpo"
+    # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo",
+    # "graphgpo", "g2po" or "gagpo"
     estimator: str = "gigpo"
     group_size: int = 8  # episodes per task, G
-    gamma: float = 0.95  # discount per step in step returns; read by gigpo and hgpo
-    omega: float = 1.0  # weight of the step advantage; read by gigpo and graphgpo
-    # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo and graphgpo
+    gamma: float = 0.95  # discount per step in step returns; read by gigpo, hgpo, g2po and gagpo
+    gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo
+    omega: float = 1.0  # weight of the step advantage; read by gigpo, graphgpo and g2po
+    # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo, graphgpo, g2po and gagpo
     normalise: str = "mean_std"
     invalid_penalty: float = 0.1  # subtracted from the return and the score of an invalid step
     # which groups are trained on: those whose "advantages" are not all 0, whose "rewards" differ

@@ -50,9 +50,9 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
     step, whole trajectories, in any order; other columns are ignored:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null.
       Some settings read more columns: version_min int (anchor_versions 'window'), weight float from
-      1e-100 to 1e100 ('weighted'), won bool ('graphgpo'; one row that says so is enough),
-      admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null (anchor
-      'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
+      1e-100 to 1e100 ('weighted'), won bool ('graphgpo' and 'g2po'; one row that says so is
+      enough), admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null
+      (anchor 'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
       Uids, hashes and keys have any type with one value per row. NaN in them is null, -0.0 is 0.0.
     Output: group_uid, traj_uid, step_index as given; float64 step_return (R_t less the penalty),
       episode_advantage, step_advantage, advantage; int64 anchor_size (steps in the anchor group).
@@ -124,7 +124,7 @@ def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
     needed = {
         "version_min": settings.anchor_versions == "window",
         "weight": settings.anchor_versions == "weighted",
-        "won": settings.estimator == "graphgpo",
+        "won": settings.estimator in ("graphgpo", "g2po"),
         "anchor_key": settings.anchor == "anchor_key" or settings.anchor in _SIMILARITY,
         "admissible_actions": settings.anchor == "state_and_actions",
     }

@@ -141,9 +141,10 @@ def singleton_fraction(advantages: pa.Table) -> float:
 def step_variance_share(advantages: pa.Table) -> float:
     """Return Var(A - A_E) / (Var(A_E) + Var(A - A_E)) over steps, in [0, 1].
 
-    It says how much of the advantages' variance is step-level. A - A_E is omega A_S for gigpo and
-    graphgpo, A_S for hgpo, and 0 without a step term. The covariance is left out, so that the
-    shares of the two terms add up to 1. Without variance, or without steps, it is 0.
+    It says how much of the advantages' variance is step-level. A - A_E is omega A_S for gigpo,
+    graphgpo and g2po, A_S for hgpo and gagpo, and 0 without a step term. The covariance is left
+    out, so that the shares of the two terms add up to 1. Without variance, or without steps, it is
+    0.
     """
     if len(advantages) == 0:
         return 0.0

@@ -21,6 +21,8 @@ ESTIMATORS: Final = (
     "dr_grpo",
     "hgpo",
     "graphgpo",
+    "g2po",
+    "gagpo",
 )
 # normalised over the whole batch; the others use each group separately
 WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline")
@@ -28,7 +30,7 @@ NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
 ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
-_REALS: Final = ("gamma", "omega", "invalid_penalty", "similarity")
+_REALS: Final = ("gamma", "gae_lambda", "omega", "invalid_penalty", "similarity")
 _INTEGERS: Final = ("anchor_history", "version_window")
 # differences of versions, and the window + 1, have to fit into 64 bits
 _INTEGER_LIMIT: Final = 2**62
@@ -43,13 +45,19 @@ class AdvantageSettings:
 
     estimator        'gigpo' (eq. 8); 'grpo', 'rloo', 'dr_grpo', 'reinforce_pp',
                      'reinforce_pp_baseline' (episode term only); 'hgpo' (nested anchor groups);
-                     'graphgpo' (distance-to-success returns)
-    gamma            discount per step of the environment, in [0, 1] (eq. 5), in step returns only
-    omega            weight of the step term (eq. 8), for 'gigpo' and 'graphgpo'
+                     'graphgpo' (distance-to-success returns); 'g2po' (values of the states that a
+                     group met, and their temporal differences); 'gagpo' (generalised advantage
+                     estimation over such values)
+    gamma            discount per step of the environment, in [0, 1] (eq. 5), in step returns and
+                     values of states only
+    gae_lambda       decay of later temporal differences, in [0, 1], for 'gagpo': 0 looks one step
+                     ahead, 1 to the end
+    omega            weight of the step term (eq. 8), for 'gigpo', 'graphgpo' and 'g2po'
     normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or
                      'leave_one_out' (the mean of the others is the baseline); for 'gigpo', 'grpo',
-                     'hgpo' and 'graphgpo'. The baseline leaves out the row's own trajectory in the
-                     step term and, with weighting 'trajectories', in the episode term
+                     'hgpo', 'graphgpo', 'g2po' and 'gagpo'. The baseline leaves out the row's own
+                     trajectory in the step term and, with weighting 'trajectories', in the episode
+                     term
     weighting        episode statistics over 'steps' (authors' code) or 'trajectories' (eq. 3)
     invalid_penalty  subtracted from the return and the episode score of a row with an invalid
                      action; in reward units
@@ -66,6 +74,7 @@ class AdvantageSettings:
 
     estimator: str
     gamma: float
+    gae_lambda: float
     omega: float
     normalise: str
     weighting: str
@@ -98,6 +107,11 @@ class AdvantageSettings:
                 f"gamma={self.gamma} is outside [0, 1]: returns would grow with the episode's "
                 "length"
             )
+        if not 0.0 <= self.gae_lambda <= 1.0:
+            raise ValueError(
+                f"gae_lambda={self.gae_lambda} is outside [0, 1]: later differences would count "
+                "for more than earlier ones"
+            )
         if not (math.isfinite(self.omega) and self.omega >= 0.0):
             raise ValueError(
                 f"omega={self.omega} must be finite and >= 0: below 0 it would reward the worse "
@@ -122,6 +136,11 @@ class AdvantageSettings:
             raise ValueError(
                 f"version_window={self.version_window} must be at least 0: 0 compares within one "
                 "version"
+            )
+        if self.estimator in ("g2po", "gagpo") and self.anchor_versions == "weighted":
+            raise ValueError(
+                f"estimator={self.estimator!r} values a state by the plain mean of its outcomes; "
+                "choose anchor_versions='mixed' or 'window', not 'weighted'"
             )
         if self.estimator == "hgpo" and self.anchor != "state":
             raise ValueError(
@@ -149,10 +168,11 @@ def _python_number(field: str, value: object, *, whole: bool) -> float:
 
 
 # The authors' ALFWorld script. It does not use anchor_history, 3 as HGPO's K = 2, nor similarity,
-# 0.9 as in the paper and in the search script.
+# 0.9 as in the paper and in the search script, nor gae_lambda, 0.95 as PPO's authors have it.
 PUBLISHED_SETTINGS: Final = AdvantageSettings(
     estimator="gigpo",
     gamma=0.95,
+    gae_lambda=0.95,
     omega=1.0,
     normalise="mean_std",
     weighting="steps",

@@ -22,15 +22,26 @@ _QUERIES: Final = (
     "scores",
     "suffixes",
     "anchor_keys",
+    "node_values",
+    "gae",
+    "comparisons",
     "weighted_anchor_groups",
     "anchor_groups",
     "step_advantage",
     "hierarchy",
+    "graph_terms",
     "advantages",
 )
 # Short relations, or slow ones. The others are faster computed where they are read than copied
 # (measured at 64,000 steps).
-_MATERIALISED: Final = ("base", "trajectories", "episodes", "episode_advantage", "suffixes")
+_MATERIALISED: Final = (
+    "base",
+    "trajectories",
+    "episodes",
+    "episode_advantage",
+    "suffixes",
+    "node_values",
+)
 _SOURCE: Final = "    FROM checked\n"  # in base.sql
 
 

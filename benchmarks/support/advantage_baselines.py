@@ -36,6 +36,7 @@ def make_steps(rows: int, *, seed: int) -> pa.Table:
             "step_index": pa.array(step, pa.int32()),
             "reward": pa.array(np.where(won & (step == EPISODE_STEPS - 1), 10.0, 0.0)),
             "is_action_valid": pa.array(rng.random(rows) > 0.1),
+            "won": pa.array(won),
             "state_hash": _binary16(group * 500 + rng.integers(0, 500, rows), rng),
         }
     )
@@ -48,13 +49,13 @@ def by_loop(steps: pa.Table) -> np.ndarray:
     returns, scores = [0.0] * len(rows), [0.0] * len(rows)
     totals: dict[bytes, float] = defaultdict(float)
     for i in sorted(range(len(rows)), key=lambda i: -rows[i][2]):
-        _, traj, step, reward, _, _ = rows[i]
+        _, traj, step, reward, *_ = rows[i]
         later = position.get((traj, step + 1))
         returns[i] = reward + (GAMMA * returns[later] if later is not None else 0.0)
         totals[traj] += reward
     episode: dict[bytes, list[int]] = defaultdict(list)
     anchor: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
-    for i, (group, traj, _, _, valid, state) in enumerate(rows):
+    for i, (group, traj, _, _, valid, _, state) in enumerate(rows):
         penalty = 0.0 if valid else PENALTY
         returns[i] -= penalty
         scores[i] = totals[traj] - penalty

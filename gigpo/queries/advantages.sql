@@ -1,10 +1,10 @@
--- Advantage of every step, eq. 8:  A = A_E + omega * A_S  for gigpo and graphgpo.
--- hgpo: A = A_S of hierarchy.sql. The other estimators have no step term: their step_advantage is
+-- Advantage of every step, eq. 8:  A = A_E + omega * A_S  for gigpo, graphgpo and g2po.
+-- hgpo: A = A_S of hierarchy.sql; gagpo: A = A_S, the normalised estimate of gae.sql. The other estimators have no step term: their step_advantage is
 -- 0, and anchor_size is the size of the group it would have been compared with.
 -- The last three columns say whether there is anything to learn, see gigpo/group_filter.py. They
 -- ignore differences that rounding can make (trajectories.sql): .1 + .2 + .3 and .3 + .2 + .1 are
 -- the same return, whatever their last bits are.
--- in:  step_advantage, hierarchy, episode_advantage, whitening; estimator, omega
+-- in:  step_advantage, hierarchy, graph_terms, episode_advantage, whitening; estimator, omega
 -- out: group_uid, traj_uid, step_index BIGINT, step_return DOUBLE (penalised),
 --      episode_advantage DOUBLE, step_advantage DOUBLE, advantage DOUBLE,
 --      anchor_size BIGINT (steps in the anchor group, 1 = alone),
@@ -19,24 +19,33 @@ SELECT
     step_terms.step_index,
     step_terms.step_return,
     episode_terms.episode_advantage,
-    CASE WHEN estimator IN ('gigpo', 'graphgpo', 'hgpo') THEN step_terms.step_advantage ELSE 0
+    CASE WHEN estimator IN ('gigpo', 'graphgpo', 'hgpo', 'g2po', 'gagpo')
+        THEN step_terms.step_advantage
+        ELSE 0
     END AS step_advantage,
     CASE
-        WHEN estimator IN ('gigpo', 'graphgpo')
+        WHEN estimator IN ('gigpo', 'graphgpo', 'g2po')
             THEN episode_terms.episode_advantage + omega::DOUBLE * step_terms.step_advantage
-        WHEN estimator = 'hgpo' THEN step_terms.step_advantage
+        WHEN estimator IN ('hgpo', 'gagpo') THEN step_terms.step_advantage
         ELSE episode_terms.episode_advantage
     END AS advantage,
     step_terms.anchor_size,
     episode_terms.episode_return,
     episode_terms.episodes_differ,
-    (estimator = 'hgpo' OR (estimator IN ('gigpo', 'graphgpo') AND omega::DOUBLE > 0))
+    (
+        estimator IN ('hgpo', 'gagpo')
+        OR (estimator IN ('gigpo', 'graphgpo', 'g2po') AND omega::DOUBLE > 0)
+    )
         AND step_terms.spread > episode_terms.rounding AS steps_differ,
     episode_terms.has_penalties
 FROM (
-    FROM step_advantage WHERE estimator IS DISTINCT FROM 'hgpo'
+    SELECT * REPLACE (COALESCE(node_size, anchor_size) AS anchor_size)
+    FROM step_advantage
+    WHERE (estimator IN ('hgpo', 'g2po')) IS NOT TRUE
     UNION ALL BY NAME
     FROM hierarchy WHERE estimator = 'hgpo'
+    UNION ALL BY NAME
+    FROM graph_terms WHERE estimator = 'g2po'
 ) AS step_terms
 JOIN (
     FROM episode_advantage

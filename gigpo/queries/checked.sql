@@ -8,12 +8,15 @@
 FROM steps
 WHERE CASE
     WHEN (estimator IN ('gigpo', 'grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo',
-        'hgpo', 'graphgpo')) IS NOT TRUE
+        'hgpo', 'graphgpo', 'g2po', 'gagpo')) IS NOT TRUE
         THEN error(format('estimator must be gigpo, grpo, rloo, reinforce_pp, '
-            || 'reinforce_pp_baseline, dr_grpo, hgpo or graphgpo, not {}',
+            || 'reinforce_pp_baseline, dr_grpo, hgpo, graphgpo, g2po or gagpo, not {}',
             COALESCE(estimator::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(gamma AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
         THEN error(format('gamma must be in [0, 1], not {}', COALESCE(gamma::VARCHAR, 'NULL')))
+    WHEN (TRY_CAST(gae_lambda AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
+        THEN error(format('gae_lambda must be in [0, 1], not {}',
+            COALESCE(gae_lambda::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(omega AS DOUBLE) >= 0 AND isfinite(TRY_CAST(omega AS DOUBLE))) IS NOT TRUE
         THEN error(format('omega must be finite and at least 0, not {}',
             COALESCE(omega::VARCHAR, 'NULL')))
@@ -48,6 +51,9 @@ WHERE CASE
     WHEN estimator = 'hgpo' AND anchor <> 'state'
         THEN error(format('anchor must be state with estimator hgpo, whose anchors are suffixes of '
             || 'states, not {}', anchor))
+    WHEN estimator IN ('g2po', 'gagpo') AND anchor_versions = 'weighted'
+        THEN error(format('anchor_versions must be mixed or window with estimator {}: the values '
+            || 'of its nodes have no weights', estimator))
     WHEN anchor IN ('similar', 'similar_greedy')
         THEN error(format('anchor {} compares texts, which SQL alone cannot: '
             || 'ask `gigpo audit RUN`, '

@@ -9,28 +9,28 @@
 -- The deviation has ddof 1 as in GiGPO's code, and ddof 0 for hgpo as in HGPO's.
 -- One step alone, or equal returns: exactly 0. (A float32 mean misses by one ulp, and one ulp
 -- divided by one ulp + 1e-6 is up to 0.65. This comparison and DOUBLE throughout prevent that.)
--- in:  anchor_keys (for its rows), anchor_groups, weighted_anchor_groups; estimator, normalise,
+-- in:  comparisons (for its rows), anchor_groups, weighted_anchor_groups; estimator, normalise,
 --      anchor_versions
--- out: anchor_keys' columns, anchor_size BIGINT (1 = alone),
+-- out: comparisons' columns, anchor_size BIGINT (1 = alone),
 --      spread DOUBLE (of returns without penalty; 0 = alone), step_advantage DOUBLE
 WITH compared AS (
     SELECT
-        anchor_keys.*,
+        comparisons.*,
         COALESCE(anchor_size, 1) AS anchor_size,
         COALESCE(spread, 0) AS spread,
         COALESCE(all_equal, true) AS all_equal,
         step_return - mean AS d,
         CASE estimator WHEN 'hgpo' THEN deviation_0 ELSE deviation END AS deviation,
         CASE anchor_versions WHEN 'weighted' THEN weight / max_weight ELSE 1 END AS v
-    FROM anchor_keys
+    FROM comparisons
     LEFT JOIN (
         FROM anchor_groups WHERE anchor_versions <> 'weighted'
         UNION ALL BY NAME
         FROM weighted_anchor_groups WHERE anchor_versions = 'weighted'
     ) AS statistics
-        ON anchor_keys.group_uid = statistics.group_uid
-        AND anchor_keys.state_key IS NOT DISTINCT FROM statistics.state_key
-        AND anchor_keys.refinement = statistics.refinement
+        ON comparisons.group_uid = statistics.group_uid
+        AND comparisons.state_key IS NOT DISTINCT FROM statistics.state_key
+        AND comparisons.refinement = statistics.refinement
 )
 SELECT
     *,

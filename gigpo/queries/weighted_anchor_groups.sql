@@ -14,7 +14,7 @@
 -- mean is consistent (self-normalised: bias O(1/n)); the cap trades bias for less variance, which
 -- goes by the effective number of members, V^2 / sum(v^2).
 -- The episode term stays unweighted, for the same reason.
--- in:  anchor_keys
+-- in:  comparisons
 -- out: the columns of anchor_groups
 WITH weighted AS (
     SELECT
@@ -25,7 +25,7 @@ WITH weighted AS (
         raw_return,
         MAX(weight) OVER (PARTITION BY group_uid, state_key, refinement) AS max_weight,
         weight / max_weight AS v
-    FROM anchor_keys
+    FROM comparisons
     WHERE
         refinement IS NOT NULL
         -- Within these bounds neither a ratio of two weights nor the sum of many is 0 or infinite.

@@ -38,7 +38,7 @@ CHOICES = {
 # a run does not record what they need
 NOT_IN_A_RUN = {"anchor": {"anchor_key"}, "anchor_versions": {"weighted"}}
 REALS, INTEGERS = (
-    ("gamma", "omega", "invalid_penalty", "similarity"),
+    ("gamma", "gae_lambda", "omega", "invalid_penalty", "similarity"),
     ("anchor_history", "version_window"),
 )
 VALUES = {
@@ -49,7 +49,7 @@ VALUES = {
     **dict.fromkeys(INTEGERS, (-2, -1, 0, 1, 2, 3)),
 }
 READ_WITH = {"similarity": {"anchor": "similar"}, "anchor_history": {"anchor": "suffix"}}
-READ_WITH |= {"version_window": {"anchor_versions": "window"}}
+READ_WITH |= {"version_window": {"anchor_versions": "window"}, "gae_lambda": {"estimator": "gagpo"}}
 
 
 def test_the_names_and_the_defaults_are_the_same() -> None:

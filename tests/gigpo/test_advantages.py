@@ -392,6 +392,7 @@ def test_the_macro_has_the_published_defaults(shell):
 BAD = {  # every parameter of the macro
     "estimator": ["gpro", ""],
     "gamma": [1.5, -0.1, float("nan"), float("inf")],
+    "gae_lambda": [1.5, -0.1, float("nan"), float("inf")],
     "omega": [-1.0, float("nan"), float("inf")],
     "normalise": ["std"],
     "weighting": ["rows"],

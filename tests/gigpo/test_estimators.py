@@ -227,6 +227,47 @@ def test_graphgpo_walks_states_whatever_the_anchor_compares():
     assert column(one_key, "anchor_size", estimator="graphgpo", anchor="anchor_key") == [9] * 9
 
 
+def test_g2po_compares_the_states_that_actions_lead_to():
+    # V(home) = 10 (1/16 + 1/4 + 1/4 + 0) / 4 = 1.40625, V(shelf) = 1.25 / 3, V(desk) = 5, and 10
+    # after a win. Next values at home: shelf, desk, desk, shelf, with mean 2.708333; at shelf: home,
+    # shelf, nothing, with mean 0.607639; at desk all 10. The mean temporal difference is 1.753472.
+    steps = column(EXAMPLE_10, "step_advantage", estimator="g2po", gamma=0.5, normalise="mean")
+    expected = [-5.034722, 0.034722, 4.131944, 3.246528, 4.131944, 3.246528]
+    assert steps == pytest.approx([*expected, -5.034722, -1.944444, -2.777778], abs=1e-6)
+    episodes = column(EXAMPLE_10, "episode_advantage", normalise="mean")
+    advantages = column(EXAMPLE_10, "advantage", estimator="g2po", gamma=0.5, normalise="mean")
+    assert advantages == pytest.approx([e + s for e, s in zip(episodes, steps, strict=True)])
+    assert column(EXAMPLE_10, "anchor_size", estimator="g2po") == [4, 3, 4, 2, 4, 2, 4, 3, 3]
+
+
+def test_g2po_has_a_signal_in_states_met_once():
+    steps = table({"A": episode("a b", end=10), "B": episode("c d", end=0)})
+    won = steps.append_column("won", pa.array([True, True, False, False]))
+    # V is 2.5, 5 and 0, 0; the differences 2.5, 5, 0, 0 have the mean 1.875.
+    got = column(won, "step_advantage", estimator="g2po", gamma=0.5, normalise="mean")
+    assert got == pytest.approx([0.625, 3.125, -1.875, -1.875])
+    with pytest.raises(ValueError, match=r"lacks the columns \['won'\]"):
+        compute_advantages(steps, settings(estimator="g2po"))
+
+
+def test_gagpo_is_generalised_advantage_estimation_over_mean_returns():
+    # V(home) = 2.8125, V(shelf) = 2.5 / 3, V(desk) = 10; gamma lambda = 0.25.
+    got = column(
+        EXAMPLE_10, "advantage", estimator="gagpo", gamma=0.5, gae_lambda=0.5, normalise="mean"
+    )
+    expected = [-2.045718, 1.189959, 2.257668, 0.070168, 2.257668, 0.070168]
+    assert got == pytest.approx([*expected, -2.481916, -0.554832, -0.763166], abs=1e-6)
+    assert set(column(EXAMPLE_10, "episode_advantage", estimator="gagpo")) == {0.0}
+
+
+def test_values_of_nodes_have_no_weights():
+    for estimator in ("g2po", "gagpo"):
+        with pytest.raises(ValueError, match="anchor_versions='mixed' or 'window'"):
+            settings(estimator=estimator, anchor_versions="weighted")
+    with pytest.raises(ValueError, match=r"gae_lambda=1.5 is outside \[0, 1\]"):
+        settings(gae_lambda=1.5)
+
+
 def test_truncation_is_the_end_and_an_overlong_answer_is_an_invalid_action():
     """No bootstrap at the step limit; what the actors recorded beside the reward changes nothing
     here.
@@ -249,7 +290,13 @@ def test_table_diagnostics():
     got = compute_advantages(steps, settings())
     assert anchor_size_histogram(got) == {1: 4, 3: 3}
     assert singleton_fraction(got) == pytest.approx(4 / 7)
-    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) == {"gigpo", "hgpo", "graphgpo"}
+    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) == {
+        "gigpo",
+        "hgpo",
+        "graphgpo",
+        "g2po",
+        "gagpo",
+    }
     for estimator in WITHOUT_STEP_TERM:
         assert step_variance_share(compute_advantages(steps, settings(estimator=estimator))) == 0.0
     assert 0.0 < step_variance_share(got) < 1.0
@@ -272,6 +319,8 @@ def operators(plan: dict) -> Iterator[dict]:
         ("estimator := 'hgpo'", {"WINDOW", "INOUT_FUNCTION"}),
         ("estimator := 'reinforce_pp'", {"CROSS_PRODUCT"}),
         ("estimator := 'graphgpo'", {"RECURSIVE_CTE distances"}),
+        ("estimator := 'g2po'", {"WINDOW"}),
+        ("estimator := 'gagpo'", {"WINDOW", "RECURSIVE_CTE backwards"}),
         ("anchor_versions := 'window'", {"WINDOW"}),
         ("anchor := 'suffix'", {"WINDOW", "INOUT_FUNCTION"}),
     ],
@@ -294,4 +343,6 @@ def test_a_call_computes_nothing_that_it_does_not_use(call, costly):
         if node["intermediate_rows"]
     }
     assert "HASH_JOIN" in busy and "RECURSIVE_CTE returns" in busy
-    assert busy & {"WINDOW", "INOUT_FUNCTION", "CROSS_PRODUCT", "RECURSIVE_CTE distances"} == costly
+    watched = {"WINDOW", "INOUT_FUNCTION", "CROSS_PRODUCT"}
+    watched |= {"RECURSIVE_CTE distances", "RECURSIVE_CTE backwards"}
+    assert busy & watched == costly

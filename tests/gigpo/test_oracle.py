@@ -67,7 +67,7 @@ def settings(**changes: object) -> AdvantageSettings:
 
 def settings_of(estimator: str) -> Iterator[AdvantageSettings]:
     """Eight that cover what matters to this estimator."""
-    varied = estimator in ("gigpo", "grpo", "hgpo", "graphgpo")
+    varied = estimator in ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")
     for number, (weighting, normalise) in enumerate(
         (w, n)
         for w in ("steps", "trajectories")
@@ -78,6 +78,7 @@ def settings_of(estimator: str) -> Iterator[AdvantageSettings]:
             normalise=normalise if varied else "mean_std",
             weighting=weighting,
             gamma=(0.95, 1.0, 0.0, 0.1)[number % 4],
+            gae_lambda=(0.95, 0.5, 1.0, 0.0)[number % 4],
             omega=(1.0, 0.5)[number // 4],
             invalid_penalty=(0.1, 0.0)[number % 2],
             anchor_history=(3, 2)[number // 4],
@@ -101,6 +102,10 @@ ANCHORS = [
     settings(estimator="hgpo", anchor_versions="window", version_window=1),
     settings(estimator="hgpo", anchor_versions="weighted"),
     settings(estimator="graphgpo", anchor="suffix", anchor_history=2, anchor_versions="weighted"),
+    settings(estimator="g2po", anchor="state_and_actions"),
+    settings(estimator="g2po", anchor="suffix", anchor_history=2, anchor_versions="window"),
+    settings(estimator="gagpo", anchor="anchor_key", gae_lambda=0.7),
+    settings(estimator="gagpo", anchor="suffix", anchor_versions="window", version_window=0),
 ]
 EVERY = [*(s for estimator in ESTIMATORS for s in settings_of(estimator)), *ANCHORS]
 
@@ -232,6 +237,11 @@ def test_equal_episodes_give_exactly_zero(estimator):
                 for t, reward in enumerate(rewards)
             ]
             rng.shuffle(rows)
+            if estimator == "g2po":  # it also compares the steps of an episode with one another
+                table = compute_advantages(to_table(rows), s)
+                assert not any(table["steps_differ"].to_pylist())
+                assert not any(table["episodes_differ"].to_pylist())
+                continue
             assert {a for row in computed(rows, s) for a in row} <= {0.0}
 
 

@@ -85,6 +85,7 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
             for row in reversed(steps):  # eq. 5
                 running = row.reward + s.gamma * running
                 returns[place(row)] = running
+    unpenalised = returns
     returns = {place(r): returns[place(r)] - (0.0 if r.valid else s.invalid_penalty) for r in rows}
 
     episode = {place(r): episode_term(r, groups[r.group], score, trajectories, s) for r in rows}
@@ -92,15 +93,17 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
         episode = whitened(episode, trajectories, s)
     if s.estimator == "hgpo":
         step = hierarchical(trajectories, returns, s, rows)
-    elif s.estimator in ("gigpo", "graphgpo"):
-        step = step_terms(
-            [(r, anchor(r, trajectories[r.trajectory], groups[r.group], s)) for r in rows],
-            returns,
-            s,
-        )
+    elif s.estimator in ("gigpo", "graphgpo", "g2po", "gagpo"):
+        keyed = [(r, anchor(r, trajectories[r.trajectory], groups[r.group], s)) for r in rows]
+        if s.estimator == "g2po":
+            step = g2po_terms(keyed, trajectories, total, s)
+        elif s.estimator == "gagpo":
+            step = gagpo_terms(keyed, trajectories, unpenalised, s)
+        else:
+            step = step_terms(keyed, returns, s)
     else:
         step = {place(r): None for r in rows}
-    omega = s.omega if s.estimator in ("gigpo", "graphgpo") else 1.0
+    omega = s.omega if s.estimator in ("gigpo", "graphgpo", "g2po") else 1.0
     return [
         (episode[p], step[p], (episode[p] or 0.0) + omega * (step[p] or 0.0))  # eq. 8
         for p in map(place, rows)
@@ -153,7 +156,7 @@ def episode_term(
     row: Row, members: list[Row], score: dict, trajectories: dict, s: AdvantageSettings
 ) -> Value:
     """Eq. 3 and its relatives, over the rows of one group."""
-    if s.estimator == "hgpo":
+    if s.estimator in ("hgpo", "gagpo"):
         return None
     x = score[place(row)]
     if s.estimator == "reinforce_pp":
@@ -161,7 +164,7 @@ def episode_term(
     by_trajectory = s.weighting == "trajectories"
     names = {r.trajectory for r in members}
     n = len(names) if by_trajectory else len(members)
-    standardise = s.normalise == "mean_std" and s.estimator in ("gigpo", "grpo", "graphgpo")
+    standardise = s.normalise == "mean_std" and s.estimator in ("gigpo", "grpo", "graphgpo", "g2po")
     if n == 1:
         return x / (1 + EPSILON) if standardise else x
     values = [score[place(r)] for r in members]
@@ -172,7 +175,7 @@ def episode_term(
         for name in names
     }
     if s.estimator == "rloo" or (
-        s.normalise == "leave_one_out" and s.estimator in ("gigpo", "grpo", "graphgpo")
+        s.normalise == "leave_one_out" and s.estimator in ("gigpo", "grpo", "graphgpo", "g2po")
     ):
         if by_trajectory:
             return x - math.fsum(mean_of[name] for name in names if name != row.trajectory) / (
@@ -242,7 +245,9 @@ def step_term(
 ) -> Value:
     values = [returns[place(r)] for r in members]
     weights = [r.weight if s.anchor_versions == "weighted" else 1.0 for r in members]
-    if max(values) == min(values):
+    # means that should be equal differ by rounding
+    tolerance = 1e-9 if s.estimator in ("g2po", "gagpo") else 0.0
+    if max(values) - min(values) <= tolerance:
         return None
     total = math.fsum(weights)
     mean = math.fsum(w * v for w, v in zip(weights, values, strict=True)) / total
@@ -326,3 +331,73 @@ def graph_returns(groups: dict, trajectories: dict, total: dict) -> dict:
                 scale * 0.1 ** distance[following_node] if following_node in distance else 0.0
             )
     return result
+
+
+def node_values(
+    keyed: list[tuple[Row, Hashable | None]], outcome: dict[tuple[int, int], float]
+) -> dict[tuple[int, int], float]:
+    """Mean outcome of the steps with the same key; a step without a key is alone."""
+    met: dict[Hashable, list[float]] = defaultdict(list)
+    for row, key in keyed:
+        met[place(row) if key is None else ("key", key)].append(outcome[place(row)])
+    return {
+        place(row): math.fsum(values) / len(values)
+        for row, key in keyed
+        for values in [met[place(row) if key is None else ("key", key)]]
+    }
+
+
+def g2po_terms(
+    keyed: list[tuple[Row, Hashable | None]],
+    trajectories: dict[int, list[Row]],
+    total: dict[int, float],
+    s: AdvantageSettings,
+) -> dict:
+    """The next state's value within the anchor group, and the temporal difference within the
+    task group.
+    """
+    outcome = {
+        place(r): s.gamma ** (len(trajectories[r.trajectory]) - r.step) * total[r.trajectory]
+        for r, _ in keyed
+    }
+    value = node_values(keyed, outcome)
+    wins: dict[int, list[float]] = defaultdict(list)
+    for steps in trajectories.values():
+        if steps[0].won:
+            wins[steps[0].group].append(total[steps[0].trajectory])
+    following = {}
+    for row, _ in keyed:
+        if row.step + 1 < len(trajectories[row.trajectory]):
+            following[place(row)] = value[row.trajectory, row.step + 1]
+        elif row.won:
+            following[place(row)] = math.fsum(wins[row.group]) / len(wins[row.group])
+        else:
+            following[place(row)] = 0.0
+    penalised = {
+        place(r): following[place(r)] - (0.0 if r.valid else s.invalid_penalty) for r, _ in keyed
+    }
+    gain = {p: following[p] - value[p] for p in following}
+    local = step_terms(keyed, penalised, s)
+    everywhere = step_terms([(row, row.group) for row, _ in keyed], gain, s)
+    return {p: (local[p] or 0.0) + (everywhere[p] or 0.0) for p in following}
+
+
+def gagpo_terms(
+    keyed: list[tuple[Row, Hashable | None]],
+    trajectories: dict[int, list[Row]],
+    returns: dict[tuple[int, int], float],
+    s: AdvantageSettings,
+) -> dict:
+    """Sums of all later temporal differences, each decayed by gamma lambda a step."""
+    value = node_values(keyed, returns)
+    estimate = {}
+    for row, _ in keyed:
+        steps = trajectories[row.trajectory]
+        terms = []
+        for later in steps[row.step :]:
+            is_last = later.step + 1 == len(steps)
+            after = 0.0 if is_last else value[later.trajectory, later.step + 1]
+            error = later.reward + s.gamma * after - value[place(later)]
+            terms.append((s.gamma * s.gae_lambda) ** (later.step - row.step) * error)
+        estimate[place(row)] = math.fsum(terms) - (0.0 if row.valid else s.invalid_penalty)
+    return step_terms([(row, row.group) for row, _ in keyed], estimate, s)

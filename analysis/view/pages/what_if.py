@@ -37,6 +37,8 @@ PRESETS = (
     ("leave one out", {"normalise": "leave_one_out"}),
     ("HGPO", {"estimator": "hgpo"}),
     ("GraphGPO", {"estimator": "graphgpo"}),
+    ("G2PO", {"estimator": "g2po"}),
+    ("GAGPO", {"estimator": "gagpo"}),
 )
 DEFAULT = PRESETS[0][1]
 RECENT_STEPS, MOST_STEPS = 3, 20  # learner steps

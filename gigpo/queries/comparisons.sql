@@ -1,0 +1,42 @@
+-- Quantities that the step term compares, and the steps that each is compared with:
+--   g2po       two lines a step. V(s') within the anchor group, and V(s') - V(s), the temporal
+--              difference, within the whole task group: it has a value in a state met once, too.
+--              Temporal differences of equal episodes differ along the way, so they do not count as
+--              a difference between episodes (raw_return 0).
+--   gagpo      the estimated advantage of gae.sql, within the whole task group
+--   otherwise  the return, within the anchor group
+-- A penalty is subtracted from the row of an invalid action; not twice for g2po (authors' code).
+-- in:  anchor_keys, node_values, gae; estimator, invalid_penalty
+-- out: anchor_keys' columns, node_size BIGINT (steps in the anchor group; NULL: as many as are
+--      compared), tolerance DOUBLE (values this close are equal)
+SELECT *, NULL::BIGINT AS node_size, 0::DOUBLE AS tolerance
+FROM anchor_keys
+WHERE (estimator IN ('g2po', 'gagpo')) IS NOT TRUE
+UNION ALL BY NAME
+SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
+    next_value AS raw_return,
+    next_value - CASE WHEN is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE END AS step_return
+)
+FROM node_values
+WHERE estimator = 'g2po'
+UNION ALL BY NAME
+SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
+    0::DOUBLE AS raw_return,
+    next_value - node_value AS step_return,
+    CASE WHEN false THEN state_key END AS state_key,
+    'whole group' AS refinement,
+    2::BIGINT AS n_states
+)
+FROM node_values
+WHERE estimator = 'g2po'
+UNION ALL BY NAME
+SELECT node_values.* EXCLUDE (node_value, next_value, is_last) REPLACE (
+    gae AS raw_return,
+    gae - CASE WHEN is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE END AS step_return,
+    CASE WHEN false THEN state_key END AS state_key,
+    'whole group' AS refinement
+)
+FROM node_values
+JOIN gae
+    ON node_values.traj_uid = gae.traj_uid AND node_values.step_index = gae.step_index
+WHERE estimator = 'gagpo'
