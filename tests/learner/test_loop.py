@@ -26,13 +26,13 @@ from learner.data.prefetch import Prefetch
 from learner.ray_actor import LearnerProcess
 from store import RunLayout
 from store.reading.query import connect
+from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
     Handle,
     Silent,
     StandIn,
     bad,
-    fast_directory,
     good,
     make_config,
     make_learner,

@@ -28,9 +28,9 @@ from learner.training.alarms import StarvationError, check_batches
 from learner.training.step_metrics import StepTimes, step_metrics
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
 from store.reading.query import connect
+from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     Handle,
-    fast_directory,
     good,
     make_config,
     make_learner,

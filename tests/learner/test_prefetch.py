@@ -18,11 +18,11 @@ from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
 from store import DigestError, RunLayout, VersionRecord
 from store.reading.query import connect
+from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
     WEIGHTS_FILE,
     Handle,
-    fast_directory,
     good,
     make_config,
     make_learner,

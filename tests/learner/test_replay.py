@@ -16,7 +16,7 @@ from cli.__main__ import main
 from learner.explain import Explanation
 from learner.replay import Replayed, replayed
 from store import Catalog, RunLayout, restart_points, trained_step
-from tests.support.learner_loop import fast_directory
+from tests.support.fast_directory import fast_directory
 from tests.support.replay_samples import config_of, train
 from tests.support.store_runs import fingerprint, flip
 

@@ -5,10 +5,8 @@ stand-in.
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,16 +34,6 @@ from store import (
 WEIGHTS_FILE = "model.safetensors"
 GROUPS_PER_STEP, GROUP_SIZE, N_STEPS = 2, 2, 2
 DAMAGE = "damaged"
-FAST_DISK = Path("/dev/shm")  # every transaction is synced, and nothing here is about the disk
-
-
-@contextmanager
-def fast_directory() -> Iterator[Path]:
-    """Empty, removed at the end."""
-    with tempfile.TemporaryDirectory(
-        prefix="learner-loop-", dir=FAST_DISK if FAST_DISK.is_dir() else None
-    ) as name:
-        yield Path(name)
 
 
 def make_config(run_dir: Path, *, max_staleness: int, **learner: object) -> Config:
