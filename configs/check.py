@@ -20,6 +20,7 @@ MAY_BE_ZERO = {
     "actors.gpus_per_worker": "; use 0 for a CPU engine",
     "actors.extra_members": "; use 0 for none",
     "algorithm.gamma": "; the paper uses 0.95",
+    "algorithm.gae_lambda": "; use 0 to look one step ahead",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.version_window": "; use 0 to compare within one version",
