@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from analysis import duration
+from analysis import duration, speed_limit
 from configs import Config, is_offline
 from coordinator import Status
 from driver.health import STARVING_S
@@ -27,7 +27,6 @@ from printable import printable
 LINE_EVERY_S = 10.0  # where there is no terminal
 FIRST_LINE_S = 3.0  # a shorter wait needs no line
 LOOKS_COUNTED = 60  # half a minute: the share of the workers that wait is a mean over them
-LEAST_SHARE = 0.1  # of waiting; a side that waits less is not slowed down
 NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
 
 
@@ -132,16 +131,12 @@ class Progress:
             self.waiting.append(n_waiting / len(workers))
 
     def _limit(self, metrics: Mapping[str, float]) -> str:
-        """Return which side the other waits for, and for what share of its time."""
+        """Return which side limits the speed."""
         idle = metrics.get("learner/idle_fraction")
         if idle is None or not self.waiting:  # before the first step, or without workers
             return "-"
-        waiting = sum(self.waiting) / len(self.waiting)
-        if max(idle, waiting) < LEAST_SHARE:
-            return "neither side"
-        if idle >= waiting:
-            return f"actors (the learner waits {idle:.0%})"
-        return f"learner (the workers wait {waiting:.0%})"
+        workers_wait = sum(self.waiting) / len(self.waiting)
+        return speed_limit(learner_waits=idle, workers_wait=workers_wait)
 
     def _evaluation_figures(self, status: Status) -> list[tuple[str, str]]:
         done = self.heldout_groups - status.heldout_open
