@@ -4,7 +4,7 @@
         supervisor.train(metrics.beside(progress.show))
 
 Consumes  the catalog's metrics, at every look of the supervisor
-Produces  rows for the trackers, the webhook and the lines of JSON
+Produces  rows for TensorBoard, the trackers, the webhook and the lines of JSON
 Waits for nothing while the run goes on. At its end a tracker gets START_S and CLOSE_S
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol
 from configs import Config
 from coordinator import Status
 from driver.progress import said_while
-from driver.tensorboard_writer import Curves, tensorboard_files
+from driver.tensorboard_writer import TensorBoardFiles
 from driver.trackers.tracker import TrackerProcess, check_trackers
 from store import Metric, RunLayout, metrics_since
 
@@ -44,10 +44,8 @@ class Consumer(Protocol):
 class Metrics:
     """The metrics of one run, and those that are given them."""
 
-    def __init__(
-        self, layout: RunLayout, consumers: Sequence[Consumer], curves: Curves | None
-    ) -> None:
-        self._layout, self._curves = layout, curves
+    def __init__(self, layout: RunLayout, consumers: Sequence[Consumer]) -> None:
+        self._layout = layout
         self._lsn = dict.fromkeys(consumers, 0)  # of the catalog: metrics up to here were given
         self.follows = False  # the catalog was read once, so its owner has opened it
 
@@ -71,7 +69,7 @@ class Metrics:
             show(status)
             self.follow()
 
-        return self._curves.beside(show_and_follow) if self._curves else show_and_follow
+        return show_and_follow
 
 
 @contextmanager
@@ -90,18 +88,18 @@ def follow_metrics(
     """
     check_trackers(config)
     with ExitStack() as stack:
-        curves = None
-        if TENSORBOARD in config.trackers:
-            curves = stack.enter_context(tensorboard_files(layout, say))
         trackers: list[TrackerProcess] = []
         tell = tell or say
         stack.enter_context(_closed_at_the_end(trackers, tell))
+        consumers = list(beside)
         for name in config.trackers:
-            if name != TENSORBOARD:
+            if name == TENSORBOARD:
+                consumers.append(TensorBoardFiles(layout, say))
+            else:
                 trackers.append(TrackerProcess(name, config, layout, say))
-        for consumer in beside:
+        for consumer in consumers:
             stack.callback(consumer.close)
-        metrics = Metrics(layout, [*trackers, *beside], curves)
+        metrics = Metrics(layout, [*trackers, *consumers])
         try:
             yield metrics
         finally:
