@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from configs.check import ConfigError, check, check_is_list, flat
 from configs.schema import Config
-from printable import did_you_mean
+from printable import did_you_mean, one_line
 
 MAX_DEPTH = 64  # of open collections; the settings of a run have 5
 MAX_NODES = 100_000  # values that a YAML text stands for
@@ -400,4 +400,4 @@ def _message(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OmegaConfBaseException):
         text = text.partition("\n")[0]  # the other lines repeat the place
-    return " ".join(text.split())
+    return one_line(text)

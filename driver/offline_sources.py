@@ -10,6 +10,7 @@ from rich.console import Console
 
 import configs
 from configs import Config, ConfigError
+from printable import REASON_CHARACTERS, one_line
 from store import RunLayout, check_trusted, find_sources, is_trusted, parse_source, take_sources
 
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -172,5 +173,5 @@ def _setting(config: DictConfig, key: str) -> object:
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"the settings of a source have no {key} where it belongs: "
-            f"{' '.join(str(error).split())[:200]}"
+            f"{one_line(error)[:REASON_CHARACTERS]}"
         ) from None

@@ -45,6 +45,7 @@ from driver.trackers.follow import Consumer, follow_metrics
 from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
+from printable import one_line
 from store import RunLayout, trust
 
 
@@ -150,7 +151,7 @@ def _report_file(run: Path, warn: Callable[[str], None]) -> Path | None:
     try:
         return write_report_file(run)
     except Exception as error:  # noqa: BLE001  # of libraries that only draw: told, not raised
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = one_line(error) or type(error).__name__
         warn(f"the report of {run} could not be written: {why}; try: gigpo report {run}")
         return None
 

@@ -21,6 +21,7 @@ from typing import Any
 from configs import Config, ConfigError
 from driver.trackers.given import Given, by_step
 from learner import describe_alarm
+from printable import one_line
 from store import Metric, RunLayout, StoreError
 
 ALARM = "alarm/"  # the begin of the metrics that are alarms
@@ -70,10 +71,10 @@ class AlarmWebhook:
         steps = list(by_step(rows))
         if self._is_first:
             self._is_first = False
-            newest = [
-                step for step, values in steps if any(name.startswith(ALARM) for name in values)
-            ]
-            steps = [(step, values) for step, values in steps if step in newest[-1:]]
+            newest = max(
+                (row.learner_step for row in rows if row.name.startswith(ALARM)), default=0
+            )
+            steps = [(step, values) for step, values in steps if step == newest]
         changed = False
         for learner_step, values in steps:
             for name in (name for name in values if name.startswith(ALARM)):
@@ -132,7 +133,7 @@ class AlarmWebhook:
         """Say once that a post failed. The URL is in no message."""
         if not self._is_said:
             self._is_said = True
-            text = " ".join(why.replace(self._url, "(the URL)").split())[:FAULT_CHARACTERS]
+            text = one_line(why.replace(self._url, "(the URL)"))[:FAULT_CHARACTERS]
             name = self._config.alarms.webhook_env
             self._say(
                 f"an alarm could not be posted to the URL in {name}: {text}. The run goes on, and "

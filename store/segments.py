@@ -36,8 +36,17 @@ MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
 # to the size.
 DICTIONARY_COLUMNS = [
-    *("traj_uid", "group_uid", "env_name", "task_id", "split", "finish_reason", "obs_text"),
-    *("anchor_text", "state_hash", "action_text", "admissible_actions.list.element"),
+    "traj_uid",
+    "group_uid",
+    "env_name",
+    "task_id",
+    "split",
+    "finish_reason",
+    "obs_text",
+    "anchor_text",
+    "state_hash",
+    "action_text",
+    "admissible_actions.list.element",
 ]
 # This makes them a quarter smaller. Token ids would gain 8% at most, and DuckDB 1.5 reads split
 # bytes of floats only.

@@ -40,6 +40,7 @@ from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptSt
 from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
+from printable import one_line
 from store import Step, now_us, uid_text
 
 MAX_BODY_BYTES = 64 * 2**20  # whatever the model takes
@@ -233,8 +234,8 @@ class Endpoint:
             why = f"the request did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(why, status=408, code="request_timeout", param=None) from None
         except MALFORMED_REQUEST as error:
-            reason = " ".join(str(error).split())
-            raise refused(f"the body of the request is not readable: {reason}", None) from None
+            why = f"the body of the request is not readable: {one_line(error)}"
+            raise refused(why, None) from None
 
     async def _answer(
         self, recording: Recording, asked: ChatRequest

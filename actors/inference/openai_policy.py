@@ -28,7 +28,7 @@ from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
 from configs import Config, EndpointConfig
 from envs import PendingOperations
-from printable import UserError, did_you_mean
+from printable import UserError, did_you_mean, one_line
 from store import whole_text
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ def _json(data: bytes) -> Any:
 def _quote(said: object) -> str:
     """Return a server's words in one line of bounded length."""
     text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-    line = " ".join(text.split())
+    line = one_line(text)
     if len(line) > MAX_QUOTED_CHARACTERS:
         return f"{line[:MAX_QUOTED_CHARACTERS]} ..."
     return line

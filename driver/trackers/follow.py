@@ -19,6 +19,7 @@ from coordinator import Status
 from driver.progress import said_while
 from driver.tensorboard_writer import TensorBoardFiles
 from driver.trackers.tracker import TrackerProcess, check_trackers
+from printable import one_line
 from store import Metric, RunLayout, metrics_since
 
 TENSORBOARD = "tensorboard"
@@ -135,4 +136,4 @@ def _follow_a_last_time(
         metrics.follow()
     # Nothing may take the place of the error in flight.
     except Exception as error:  # noqa: BLE001
-        say(f"trackers lack the last metrics: {' '.join(str(error).split())}")
+        say(f"trackers lack the last metrics: {one_line(error)}")

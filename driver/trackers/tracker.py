@@ -90,7 +90,11 @@ class TrackerProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "driver.trackers.tracker_process", name),
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "driver.trackers.tracker_process",
+                    name,
                 ],
                 env={
                     **os.environ,

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import duckdb
 import pyarrow as pa
 
+from printable import REASON_CHARACTERS, one_line
 from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
@@ -34,7 +35,6 @@ KEYS = {
     "lineage": ("batch_id", "group_uid"),
     "metrics": ("learner_step", "policy_version", "name", "lsn"),
 }
-SHOWN_CHARACTERS = 200  # of a message of Arrow, which lists all columns
 SHOWN = 5  # rows of one table that are named
 NO_HISTORY = frozenset({"component"})  # heartbeats, of the last second
 # Columns that come from another table, where a row may change later; they are compared there.
@@ -172,7 +172,7 @@ def _check_table(
         try:
             parts.append(_read_part(layout, part.path).cast(export.schema))
         except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values
-            why = " ".join(str(problem).split())[:SHOWN_CHARACTERS]
+            why = one_line(problem)[:REASON_CHARACTERS]
             detail = f"it has other columns than an export of {name} ({why})"
             yield found("export_damaged", part.path, detail)
             return

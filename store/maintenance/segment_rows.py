@@ -16,8 +16,15 @@ from store.untrusted.bounded_parquet import open_parquet, read_table
 # Columns whose values are the same in all rows of a trajectory, and all columns that are looked at.
 _FIRST = ("group_uid", "task_id", "split", "member", "won", "task_score", "episode_steps")
 COLUMNS = [
-    *("traj_uid", *_FIRST, "step_index", "version_min", "version_max", "reward"),
-    *("is_action_valid", "anchor_text", "state_hash"),
+    "traj_uid",
+    *_FIRST,
+    "step_index",
+    "version_min",
+    "version_max",
+    "reward",
+    "is_action_valid",
+    "anchor_text",
+    "state_hash",
 ]
 
 

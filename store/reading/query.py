@@ -12,7 +12,7 @@ from pathlib import Path
 
 import duckdb
 
-from printable import printable
+from printable import one_line, printable
 from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
@@ -82,10 +82,9 @@ def show(
             "memory_limit if you trust the run"
         ) from error
     except (duckdb.Error, FormatError) as error:
-        why = " ".join(str(error).split())
         raise FormatError(
-            f"the views of {layout.run_directory} cannot be made ({why}); gigpo fsck "
-            f"--repair {layout.run_directory}"
+            f"the views of {layout.run_directory} cannot be made ({one_line(error)}); "
+            f"gigpo fsck --repair {layout.run_directory}"
         ) from error
 
 

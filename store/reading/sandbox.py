@@ -38,7 +38,7 @@ import duckdb
 import pyarrow as pa
 from duckdb.sqltypes import DuckDBPyType
 
-from printable import SHOWN_CHARACTERS
+from printable import SHOWN_CHARACTERS, one_line
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
@@ -391,7 +391,7 @@ def _send_why(channel: socket.socket, run: _Opened, error: Exception) -> None:
 def _send_error(channel: socket.socket, error: Exception) -> None:
     """Send an error in one line. Of a Python traceback send only the last line."""
     lines = str(error).strip().splitlines() or [""]
-    text = lines[-1] if lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
+    text = lines[-1] if lines[0].startswith("Traceback") else one_line(error)
     # DuckDB would advise settings that are locked.
     if isinstance(error, duckdb.OutOfMemoryException):
         text = (
