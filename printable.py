@@ -103,7 +103,7 @@ def say(text: str) -> None:
 
 def fail(error: object) -> None:
     """Print an error in one line of at most SHOWN_CHARACTERS: it may quote a text of any length."""
-    print(printable(f"error: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}"), file=sys.stderr)
+    print(printable(f"error: {one_line(error)[:SHOWN_CHARACTERS]}"), file=sys.stderr)
 
 
 def protect_terminal() -> None:

@@ -35,6 +35,7 @@ Examples:
 @all_option
 @trust_option
 def train(
+    *,
     config: str | None,
     settings: tuple[str, ...],
     resume: str | None,

@@ -186,7 +186,7 @@ def _without_network() -> Iterator[None]:
             constants.HF_HUB_OFFLINE = before
 
 
-def loaded(name: str, path: Path | str, load: Callable[[], Loaded]) -> Loaded:
+def loaded(name: str, path: Path | str, *, load: Callable[[], Loaded]) -> Loaded:
     """Return `load()`, which reads the part `name` of the model directory `path`.
 
     Raises ConfigError, in one line, for whatever transformers raises on damaged or hostile files.

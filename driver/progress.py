@@ -31,9 +31,9 @@ NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
 
 
 class Progress:
-    """Shows the status of a run: `with Progress(config, title, screen) as progress`."""
+    """Shows the status of a run: `with Progress(config, title=..., screen=...) as progress`."""
 
-    def __init__(self, config: Config, title: str, screen: Screen) -> None:
+    def __init__(self, config: Config, *, title: str, screen: Screen) -> None:
         self.config, self.title, self.screen = config, title, screen
         self.console = console = screen.console
         self.waiting: deque[float] = deque(maxlen=LOOKS_COUNTED)  # share of the workers, per look
@@ -111,15 +111,15 @@ class Progress:
             ("elapsed", duration(time.monotonic() - self.started_s)),
             ("left", self._time_left(status)),
             ("version", str(status.version)),
-            ("success", _metric(metrics, success, "{:.2f}")),
-            ("held-out", _metric(metrics, "heldout/success", "{:.2f}")),
-            ("staleness", _metric(metrics, "staleness/max", "{:.0f}")),
+            ("success", _metric(metrics, success, form="{:.2f}")),
+            ("held-out", _metric(metrics, "heldout/success", form="{:.2f}")),
+            ("staleness", _metric(metrics, "staleness/max", form="{:.0f}")),
             ("queue", f"{counts.complete} ready, {counts.open} playing"),
             ("trajectories", str(counts.trajectories)),
-            ("generated", _metric(metrics, "tokens/generated_per_s", "{:.0f} tok/s")),
-            ("trained", _metric(metrics, "tokens/trained_per_s", "{:.0f} tok/s")),
-            ("learner idle", _metric(metrics, "learner/idle_fraction", "{:.0%}")),
-            ("learner step", _metric(metrics, "time/step_s", "{:.2f} s")),
+            ("generated", _metric(metrics, "tokens/generated_per_s", form="{:.0f} tok/s")),
+            ("trained", _metric(metrics, "tokens/trained_per_s", form="{:.0f} tok/s")),
+            ("learner idle", _metric(metrics, "learner/idle_fraction", form="{:.0%}")),
+            ("learner step", _metric(metrics, "time/step_s", form="{:.2f} s")),
             ("limited by", self._limit(metrics)),
         ]
 
@@ -192,6 +192,6 @@ def said_with_spinner(doing: str, console: Console) -> AbstractContextManager[No
     return said_while(lambda: doing, console.print, spinner=console)
 
 
-def _metric(metrics: Mapping[str, float], name: str, form: str) -> str:
+def _metric(metrics: Mapping[str, float], name: str, *, form: str) -> str:
     """Return a metric as text, "-" if it has no value yet."""
     return form.format(metrics[name]) if name in metrics else "-"

@@ -175,12 +175,14 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
         offline_sources.import_sources(config, console)
     beside: list[Consumer] = [screen.lines] if screen.lines else []
     if config.alarms.webhook_env:
-        beside.append(AlarmWebhook(config, layout, screen.warn))
+        beside.append(AlarmWebhook(config, layout, say=screen.warn))
     with (
-        follow_metrics(config, layout, screen.warn, tell=console.print, beside=beside) as metrics,
-        _supervisor(config, model_path, config, screen) as supervisor,
+        follow_metrics(
+            config, layout, say=screen.warn, tell=console.print, beside=beside
+        ) as metrics,
+        _supervisor(config, model_path=model_path, driven=config, screen=screen) as supervisor,
         prometheus_endpoint(config, supervisor.engine_metrics) as figures,
-        Progress(config, "training", screen) as progress,
+        Progress(config, title="training", screen=screen) as progress,
     ):
         console.print(f"{layout.root}: {supervisor.restored}")
         screen.event("start", run=config.run_dir, run_id=layout.info.run_id)
@@ -224,7 +226,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
             for text in task.data.values()
         )
         tokenizer = train_tokenizer(texts, vocabulary_size=config.model.tiny.vocabulary_size)
-        make_tiny_model(policy, tokenizer, config.model.tiny, seed=config.seed)
+        make_tiny_model(policy, tokenizer=tokenizer, config=config.model.tiny, seed=config.seed)
         return policy
     console.print(
         f"no model.path: cloning a tiny base policy from a scripted player, in {directory}",
@@ -235,7 +237,9 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         with said_while(lambda: "making a tokenizer and a tiny model", console.print):
             chats = sample_chats(config, log=log)
             tokenizer = train_tokenizer(chats, vocabulary_size=config.model.tiny.vocabulary_size)
-            make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
+            make_tiny_model(
+                untrained, tokenizer=tokenizer, config=config.model.tiny, seed=config.seed
+            )
     clone = replace(
         configs.cloning_config(config),
         run_dir=str(directory),
@@ -245,9 +249,9 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
     )
     layout = make_or_open_run(clone)
     with (
-        follow_metrics(clone, layout, screen.warn) as metrics,
-        _supervisor(clone, str(untrained), config, screen) as supervisor,
-        Progress(clone, "cloning", screen) as progress,
+        follow_metrics(clone, layout, say=screen.warn) as metrics,
+        _supervisor(clone, model_path=str(untrained), driven=config, screen=screen) as supervisor,
+        Progress(clone, title="cloning", screen=screen) as progress,
     ):
         supervisor.train(metrics.beside(progress.show))
         version = supervisor.status().version
@@ -257,7 +261,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
     return policy
 
 
-def _supervisor(config: Config, model_path: str, driven: Config, screen: Screen) -> Supervisor:
+def _supervisor(config: Config, *, model_path: str, driven: Config, screen: Screen) -> Supervisor:
     """Return the supervisor of one training.
 
     `driven` has the run that this process drives. It is another one while a base policy is cloned.

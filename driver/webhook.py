@@ -1,6 +1,6 @@
 """Post alarms to a URL, once when one turns on and once when it turns off.
 
-    webhook = AlarmWebhook(config, layout, say)
+    webhook = AlarmWebhook(config, layout, say=say)
     webhook.take(rows)          # a consumer of the metrics, see trackers/follow.py
     webhook.close()
 
@@ -49,7 +49,7 @@ def webhook_url(config: Config) -> str:
 class AlarmWebhook:
     """The webhook of one run. It knows, also after a restart, what was posted."""
 
-    def __init__(self, config: Config, layout: RunLayout, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, layout: RunLayout, *, say: Callable[[str], None]) -> None:
         self._config, self._say, self._url = config, say, webhook_url(config)
         self._run = str(layout.root)
         self._given = Given(layout, "webhook")  # its notes: 1 for an alarm that was posted as on
@@ -82,7 +82,7 @@ class AlarmWebhook:
                 if is_on != bool(self._given.notes.get(name, 0)):
                     self._given.notes[name] = int(is_on)
                     changed = True
-                    self._queue(name, learner_step, values)
+                    self._queue(name, learner_step=learner_step, values=values)
         if changed:
             try:
                 self._given.save()
@@ -97,7 +97,7 @@ class AlarmWebhook:
             return
         self._thread.join(CLOSE_S)
 
-    def _queue(self, name: str, learner_step: int, values: dict[str, float]) -> None:
+    def _queue(self, name: str, *, learner_step: int, values: dict[str, float]) -> None:
         text, value = describe_alarm(name, values, learner_step=learner_step, config=self._config)
         post = {
             "run": self._run,

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from printable import one_line
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import FORMAT, RunLayout, check_format
@@ -177,7 +178,7 @@ def decode(data: pa.Buffer, *, path: Path | str, columns: Sequence[str] | None =
         table = read_table(file, source, n_bytes=data.size, name=path, columns=chosen)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
-            f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
+            f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
     return table.select(names).replace_schema_metadata(None)
 

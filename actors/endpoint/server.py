@@ -59,9 +59,9 @@ class Recording:
         self,
         ids: EpisodeIds,
         rules: EpisodeRules,
+        *,
         conversation: Conversation,
         client: ClientSettings,
-        *,
         label: str,
     ) -> None:
         self.ids = ids
@@ -121,7 +121,7 @@ class Recording:
 class Endpoint:
     """Serve one policy to the programs of a worker."""
 
-    def __init__(self, policy: Policy, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(self, policy: Policy, tokenizer: Tokenizer, *, config: Config) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         self.base_url = ""  # known when it listens
         self._model = Path(config.run_dir).name  # as /v1/models names it
@@ -166,7 +166,9 @@ class Endpoint:
             chat_variables=self._chat_variables,
             max_characters=self._max_characters,
         )
-        recording = self._open[number] = Recording(ids, rules, conversation, client, label=label)
+        recording = self._open[number] = Recording(
+            ids, rules, conversation=conversation, client=client, label=label
+        )
         try:
             yield recording
         finally:
@@ -253,7 +255,7 @@ class Endpoint:
         max_tokens = min(asked.token_limit or room, self._max_response_tokens, room)
         started_us, started = now_us(), time.perf_counter()
         with recording.reserve(asked.n_choices) as numbers:
-            completions = await self._generate(recording, prompt, numbers)
+            completions = await self._generate(recording, prompt, numbers=numbers)
         gen_us = round((time.perf_counter() - started) * 1e6)
         recording.refuse_beyond(0)
         inputs = [message.content for message in messages if message.role != "assistant"]
@@ -310,7 +312,7 @@ class Endpoint:
         return recording.cut(f"{size}; {limit}", status=400, code="context_length_exceeded")
 
     async def _generate(
-        self, recording: Recording, prompt: Prompt, numbers: list[int]
+        self, recording: Recording, prompt: Prompt, *, numbers: list[int]
     ) -> list[Completion]:
         tasks = [
             asyncio.ensure_future(self._complete(recording, prompt, number=number))

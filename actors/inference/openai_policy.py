@@ -254,13 +254,13 @@ async def _check(response: httpx2.Response) -> None:
         if len(body) > MAX_ANSWER_BYTES:
             await response.aclose()
             break
-    status, fault = _judge(response.status_code, bytes(body), response.request.method)
+    status, fault = _judge(response.status_code, bytes(body), method=response.request.method)
     _fault.set(fault)
     response.status_code = status
     response._content = b"" if fault else bytes(body)  # as `aread` does, which has no limit
 
 
-def _judge(status: int, body: bytes, method: str) -> tuple[int, str]:
+def _judge(status: int, body: bytes, *, method: str) -> tuple[int, str]:
     """Return the status that an answer deserves, and what is wrong with it; "" if nothing is."""
     if 300 <= status < 400:
         why = "a redirect, which is not followed; set endpoint.url to its end"

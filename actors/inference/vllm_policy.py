@@ -305,6 +305,6 @@ def load_stop_token_ids(model_path: str) -> list[int]:
     found = loaded(
         "generation configuration",
         model_path,
-        lambda: GenerationConfig.from_pretrained(model_path, local_files_only=True),
+        load=lambda: GenerationConfig.from_pretrained(model_path, local_files_only=True),
     ).eos_token_id
     return found if isinstance(found, list) else [found]

@@ -58,7 +58,7 @@ def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
         tokenizer: Tokenizer = loaded(
             "tokenizer",
             model_path,
-            lambda: AutoTokenizer.from_pretrained(model_path, **FROM_FILES),
+            load=lambda: AutoTokenizer.from_pretrained(model_path, **FROM_FILES),
         )
         return tokenizer
 

@@ -132,7 +132,7 @@ def read_template(path: Path) -> Template:
             f"{', '.join(sorted(wanted))}"
         )
     for key, allowed in PLACEHOLDERS.items():
-        _check_braces(path, key, values[key], allowed=allowed)
+        _check_braces(path, key=key, text=values[key], allowed=allowed)
     has_tags = _is_texts(values["tags"]) and values["tags"]
     if not has_tags or not isinstance(values["thinks"], bool):
         raise ValueError(
@@ -145,7 +145,7 @@ def read_template(path: Path) -> Template:
 
 
 def render(
-    template: Template, observation: Observation, history: Sequence[Turn], *, kept: int
+    template: Template, observation: Observation, *, history: Sequence[Turn], kept: int
 ) -> str:
     """Return the user message with the last `kept` turns of `history`."""
     begin = len(history) - kept
@@ -235,7 +235,7 @@ def _weight(action: str) -> int:
     return max(1, len(action))
 
 
-def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> None:
+def _check_braces(path: Path, *, key: str, text: object, allowed: set[str]) -> None:
     if not isinstance(text, str):
         # A container may be large; other values are at most a line.
         is_container = isinstance(text, list | dict | set | bytes)

@@ -1,6 +1,6 @@
 """Follow a run's metrics, and give each row once to everyone that shows them.
 
-    with follow_metrics(config, layout, say, beside=[webhook]) as metrics:
+    with follow_metrics(config, layout, say=say, beside=[webhook]) as metrics:
         supervisor.train(metrics.beside(progress.show))
 
 Consumes  the catalog's metrics, at every look of the supervisor
@@ -30,20 +30,20 @@ class Consumer(Protocol):
     """Consume the metrics of a run."""
 
     def wants(self) -> bool:
-        """Return whether it takes metrics now. What it does not take comes later."""
+        """Return whether metrics can be given now. Otherwise they are given later."""
 
     def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
-        """Take rows, ordered by learner step: the new ones, or all that the run has now.
+        """Take rows, ordered by learner step: the new ones.
 
-        All come first, and after a roll-back.
+        `is_whole`: all rows that the run has now. They are given first, and after a roll-back.
         """
 
     def close(self) -> None:
-        """End. The last rows have come."""
+        """Close. No more rows follow."""
 
 
 class Metrics:
-    """The metrics of one run, and those that are given them."""
+    """Give the metrics of one run to its consumers."""
 
     def __init__(self, layout: RunLayout, consumers: Sequence[Consumer]) -> None:
         self._layout = layout
@@ -56,11 +56,8 @@ class Metrics:
         for consumer, lsn in self._lsn.items():
             if consumer.wants():
                 changes = metrics_since(self._layout, lsn)
-                is_whole = not lsn or not changes.is_append
-                if lsn and is_whole:  # rolled back
-                    changes = metrics_since(self._layout, 0)
-                if changes.rows or is_whole:
-                    consumer.take(changes.rows, is_whole=is_whole)
+                if changes.rows or changes.is_whole:
+                    consumer.take(changes.rows, is_whole=changes.is_whole)
                 self._lsn[consumer] = changes.lsn
 
     def beside(self, show: Show) -> Show:
@@ -77,8 +74,8 @@ class Metrics:
 def follow_metrics(
     config: Config,
     layout: RunLayout,
-    say: Callable[[str], None],
     *,
+    say: Callable[[str], None],
     tell: Callable[[str], None] | None = None,
     beside: Sequence[Consumer] = (),
 ) -> Iterator[Metrics]:
@@ -97,7 +94,7 @@ def follow_metrics(
             if name == TENSORBOARD:
                 consumers.append(TensorBoardFiles(layout, say))
             else:
-                trackers.append(TrackerProcess(name, config, layout, say))
+                trackers.append(TrackerProcess(name, config=config, layout=layout, say=say))
         for consumer in consumers:
             stack.callback(consumer.close)
         metrics = Metrics(layout, [*trackers, *consumers])

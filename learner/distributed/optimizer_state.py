@@ -41,7 +41,7 @@ def shape_of(parameter: torch.nn.Parameter) -> list[int]:
 
 
 def read_state(
-    engine: Any, parameters: Parameters, kind: str
+    engine: Any, parameters: Parameters, *, kind: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, float32 tensor) of every parameter, gathered when its turn comes.
 
@@ -63,7 +63,7 @@ def read_steps(engine: Any, parameters: Parameters) -> int:
 
 
 def write_state(
-    engine: Any, parameters: Parameters, saved: Callable[[str, str], torch.Tensor], *, steps: int
+    engine: Any, parameters: Parameters, *, saved: Callable[[str, str], torch.Tensor], steps: int
 ) -> None:
     """Set masters, moments and the model's weights to `saved(name, kind)`, see `read_state`."""
     adam = _adam_states(engine, parameters)

@@ -79,7 +79,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
 
 
 def make_tiny_model(
-    dest: Path, tokenizer: PreTrainedTokenizerFast, config: TinyModelConfig, *, seed: int
+    dest: Path, *, tokenizer: PreTrainedTokenizerFast, config: TinyModelConfig, seed: int
 ) -> None:
     """Write a model directory: Qwen2 with random float32 weights and tied embeddings."""
     n_heads = config.hidden_size // HEAD_SIZE

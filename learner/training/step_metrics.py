@@ -173,7 +173,7 @@ class StepClock:
 
 
 def step_metrics(
-    batch: PreparedBatch, updates: list[UpdateStats], times: StepTimes
+    batch: PreparedBatch, *, updates: list[UpdateStats], times: StepTimes
 ) -> dict[str, float]:
     """Return the figures of a learner step by name."""
     n_computed = sum(update.n_tokens_computed for update in updates)

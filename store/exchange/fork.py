@@ -280,7 +280,11 @@ def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, vers
     with closing(sqlite3.connect(layout.catalog)) as catalog:
         paths = catalog.execute("SELECT path FROM segment WHERE retired_lsn IS NULL").fetchall()
     for (path,) in paths:
-        _link(checked_name(path, SEGMENT_PATH, where=str(source.catalog)), source, layout)
+        _link(
+            checked_name(path, SEGMENT_PATH, where=str(source.catalog)),
+            source=source,
+            layout=layout,
+        )
     directories = [
         source.checkpoint_dir(learner_step),
         source.weights_dir(version),
@@ -289,10 +293,10 @@ def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, vers
     for directory in directories:
         for file, found in walk(directory, root=source.root):
             if stat.S_ISREG(found.st_mode):
-                _link(source.relative(file), source, layout)
+                _link(source.relative(file), source=source, layout=layout)
 
 
-def _link(path: str, source: RunLayout, layout: RunLayout) -> None:
+def _link(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     """Make a hard link to the file `path` of `source` in the new run, or a copy of it."""
     file, dest = source.root / path, layout.root / path
     make_directory(dest.parent, beneath=layout.root)
@@ -308,12 +312,12 @@ def _link(path: str, source: RunLayout, layout: RunLayout) -> None:
             except FileNotFoundError:
                 raise
             except OSError:  # another file system, or one without links
-                _copy(path, source, layout)
+                _copy(path, source=source, layout=layout)
     except FileNotFoundError:
         raise StoreError(f"{file} was removed while it was taken over; try again") from None
 
 
-def _copy(path: str, source: RunLayout, layout: RunLayout) -> None:
+def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with (
         open(open_file(source.root / path, root=source.root), "rb") as original,

@@ -135,7 +135,7 @@ def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> list[Finding]:
     except UnavailableError as unavailable:
         return [found("export_unavailable", path, str(unavailable))]
     except (pa.ArrowException, OSError, StoreError) as unreadable:
-        detail = f"it cannot be read: {' '.join(str(unreadable).split())}"
+        detail = f"it cannot be read: {one_line(unreadable)}"
         return [found("export_damaged", path, detail)]
     if held != n_rows:
         return [found("export_damaged", path, f"it has {held} rows instead of {n_rows}")]
@@ -159,12 +159,12 @@ def check_exported_rows(layout: RunLayout) -> list[Finding]:
     with duckdb.connect() as views:
         for name in EXPORTS.keys() - NO_HISTORY:
             if name in manifest.tables:
-                findings += _check_table(views, layout, manifest, name=name)
+                findings += _check_table(views, layout, manifest=manifest, name=name)
     return sorted(findings, key=lambda finding: finding.subject)
 
 
 def _check_table(
-    views: duckdb.DuckDBPyConnection, layout: RunLayout, manifest: Manifest, *, name: str
+    views: duckdb.DuckDBPyConnection, layout: RunLayout, *, manifest: Manifest, name: str
 ) -> Iterator[Finding]:
     export = EXPORTS[name]
     parts = []

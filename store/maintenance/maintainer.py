@@ -51,7 +51,9 @@ class Maintainer:
     training must not end because a merge fails. Any other error ends the thread.
     """
 
-    def __init__(self, catalog: Catalog, layout: RunLayout, settings: MaintainerSettings) -> None:
+    def __init__(
+        self, catalog: Catalog, layout: RunLayout, *, settings: MaintainerSettings
+    ) -> None:
         self.catalog = catalog
         self.layout = layout
         self.settings = settings

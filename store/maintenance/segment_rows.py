@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from printable import one_line
 from store.errors import FormatError
 from store.hashing import state_hash
 from store.records import uid_text
@@ -59,7 +60,7 @@ def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
         number = int(epoch)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
-            f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
+            f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
     table = decode(data, path=path, columns=COLUMNS)
     return Rows(run_id=run_id, worker=worker, epoch=number, table=table)

@@ -163,7 +163,7 @@ def test_the_table_names_the_side_that_limits(
         components={"worker-0": worker},
         metrics={} if idle is None else {"learner/idle_fraction": idle},
     )
-    progress = Progress(config, "training", Screen.quiet())
+    progress = Progress(config, title="training", screen=Screen.quiet())
     progress.show(now)
     assert dict(progress._figures(now))["limited by"] == limit
 

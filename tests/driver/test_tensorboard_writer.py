@@ -85,7 +85,7 @@ def unexpected(text: str) -> None:
 def curves_of(run: Run, say: Callable[[str], None]) -> AbstractContextManager[Metrics]:
     """Follow the metrics of a run that is shown in TensorBoard alone."""
     config = replace(configs.Config(), run_dir=str(run.layout.root), trackers=["tensorboard"])
-    return follow_metrics(config, run.layout, say)
+    return follow_metrics(config, run.layout, say=say)
 
 
 def files(run: Run) -> list[Path]:
@@ -318,6 +318,6 @@ def test_a_last_look_that_fails_is_said_and_closes_the_file(
 def test_a_run_that_never_came_up_is_left_as_it_is(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     config = replace(configs.Config(), run_dir=str(layout.root), trackers=["tensorboard"])
-    with pytest.raises(KeyboardInterrupt), follow_metrics(config, layout, unexpected):
+    with pytest.raises(KeyboardInterrupt), follow_metrics(config, layout, say=unexpected):
         raise KeyboardInterrupt
     assert not (layout.root / "tensorboard").exists()

@@ -45,7 +45,7 @@ def config_of(run: Run, *trackers: str) -> Config:
 
 def start(run: Run, tracker: str, n_steps: int, *, loss: float = 1.0, heldout: int = 0) -> None:
     """Drive the run once: train some steps, and look after each."""
-    with follow_metrics(config_of(run, tracker), run.layout, unexpected) as metrics:
+    with follow_metrics(config_of(run, tracker), run.layout, say=unexpected) as metrics:
         metrics.follow()
         for _ in range(n_steps):
             run.train(1, loss=loss)
@@ -176,7 +176,7 @@ def test_a_tracker_that_fails_is_one_line_and_the_run_goes_on(
     monkeypatch.setattr(tracker_module, "START_S", 0.5)
     monkeypatch.setattr(tracker_module, "CLOSE_S", 1.0)
     said: list[str] = []
-    with follow_metrics(config_of(run, "wandb"), run.layout, said.append) as metrics:
+    with follow_metrics(config_of(run, "wandb"), run.layout, say=said.append) as metrics:
         for _ in range(3):
             run.train(1, loss=1.0)
             metrics.follow()
@@ -193,7 +193,9 @@ def test_a_tracker_that_reads_nothing_never_blocks_the_run(
     monkeypatch.setattr(tracker_module, "CLOSE_S", 0.1)
     said: list[str] = []
     run.record({f"loss/{number:05d}": 1.0 for number in range(9000)}, version=0, step=0)
-    tracker = TrackerProcess("wandb", config_of(run, "wandb"), run.layout, said.append)
+    tracker = TrackerProcess(
+        "wandb", config=config_of(run, "wandb"), layout=run.layout, say=said.append
+    )
     tracker.wait_until_ready()
     from store import metrics_since
 

@@ -452,14 +452,18 @@ def test_notices_are_lines_of_their_own_each_shown_once(tmp_path: Path) -> None:
     coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=0))
     out = io.StringIO()
     with Progress(
-        coordinator.config, "training", shown_in(Console(file=out, width=400, markup=False))
+        coordinator.config,
+        title="training",
+        screen=shown_in(Console(file=out, width=400, markup=False)),
     ) as progress:
         progress.show(coordinator.status())
-        coordinator.notice("learner", "alarm", "learner step 2: loss/ess 0.05 is below [bound]")
+        coordinator.notice(
+            "learner", "alarm", detail="learner step 2: loss/ess 0.05 is below [bound]"
+        )
         progress.show(coordinator.status())
         progress.show(coordinator.status())
         for number in range(30):
-            coordinator.notice("learner", "bad update", f"number {number} {'x' * 500}")
+            coordinator.notice("learner", "bad update", detail=f"number {number} {'x' * 500}")
         progress.show(coordinator.status())
     coordinator.close()
     lines = out.getvalue().splitlines()
@@ -471,12 +475,14 @@ def test_notices_are_lines_of_their_own_each_shown_once(tmp_path: Path) -> None:
 
 def test_in_a_terminal_a_notice_stays_above_the_table(tmp_path: Path) -> None:
     coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=0))
-    coordinator.notice("learner", "alarm", "it began")
+    coordinator.notice("learner", "alarm", detail="it began")
     status: Status = coordinator.status()
     coordinator.close()
     out = io.StringIO()
     with Progress(
-        coordinator.config, "training", shown_in(Console(file=out, width=100, force_terminal=True))
+        coordinator.config,
+        title="training",
+        screen=shown_in(Console(file=out, width=100, force_terminal=True)),
     ) as progress:
         progress.show(status)
         progress.show(status)

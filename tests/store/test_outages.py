@@ -153,7 +153,7 @@ def test_an_outage_stops_no_maintainer_and_is_said_once(
             failed.release()
             raise UnavailableError("the server is away")
 
-        maintainer = Maintainer(catalog, layout, settings)
+        maintainer = Maintainer(catalog, layout, settings=settings)
         with monkeypatch.context() as patch:
             patch.setattr(storage.LocalStorage, "read", unavailable)
             with pytest.raises(UnavailableError):
