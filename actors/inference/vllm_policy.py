@@ -31,7 +31,7 @@ from actors.inference.vllm_engine import (
     stop_engine,
 )
 from actors.inference.vllm_images import engine_input
-from actors.inference.weight_files import (
+from actors.inference.weight_load import (
     RECEIVED,
     PhaseClock,
     WeightLoad,
