@@ -8,7 +8,7 @@ what `train` would do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -202,47 +202,41 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
 def _make_base_policy(config: Config, screen: Screen) -> Path:
     """Make the tiny model that the training begins with, and return its directory.
 
-    In a run of its own it is cloned from a scripted player, so that it plays random but valid
-    commands. For an agent program it is the untrained model. A run with sources has theirs.
+    A run with sources has theirs, for an agent program it is an untrained model. Any other run
+    clones it from a scripted player, so that it plays random but valid commands.
     """
-    console = screen.console
-    with said_while(lambda: "loading libraries", console.print):
-        from learner import copy_weights, make_tiny_model, train_tokenizer
-
-    directory = Path(config.run_dir) / "base"
-    policy = directory / "policy"
+    policy = Path(config.run_dir) / "base" / "policy"
     if config.source:
         return offline_sources.copy_base_policy(config, policy)
     if policy.is_dir():
         return policy
     if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
-        console.print(
+        screen.console.print(
             f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write "
             "first"
         )
-        texts = (
-            text
-            for task in list_tasks(config.env.name, config.env.options)["train"]
-            for text in task.data.values()
+        tasks = list_tasks(config.env.name, config.env.options)["train"]
+        texts = (text for task in tasks for text in task.data.values())
+        _make_tiny_model(policy, config, texts=texts)
+    else:
+        screen.console.print(
+            f"no model.path: cloning a tiny base policy from a scripted player, in {policy.parent}"
         )
-        tokenizer = train_tokenizer(texts, vocabulary_size=config.model.tiny.vocabulary_size)
-        make_tiny_model(policy, tokenizer=tokenizer, config=config.model.tiny, seed=config.seed)
-        return policy
-    console.print(
-        f"no model.path: cloning a tiny base policy from a scripted player, in {directory}",
-    )
-    untrained = directory / "untrained"
+        _clone_scripted_player(policy, config, screen=screen)
+        screen.console.print(f"the base policy is cloned: {policy}. Next comes the training")
+    return policy
+
+
+def _clone_scripted_player(policy: Path, config: Config, *, screen: Screen) -> None:
+    """Train a tiny model on what the scripted player writes, in a run beside `policy`."""
+    untrained = policy.with_name("untrained")
     if not untrained.is_dir():
         log = Path(config.run_dir) / "logs" / FAILURE_LOG
-        with said_while(lambda: "making a tokenizer and a tiny model", console.print):
-            chats = sample_chats(config, log=log)
-            tokenizer = train_tokenizer(chats, vocabulary_size=config.model.tiny.vocabulary_size)
-            make_tiny_model(
-                untrained, tokenizer=tokenizer, config=config.model.tiny, seed=config.seed
-            )
+        with said_while(lambda: "making a tokenizer and a tiny model", screen.console.print):
+            _make_tiny_model(untrained, config, texts=sample_chats(config, log=log))
     clone = replace(
         configs.cloning_config(config),
-        run_dir=str(directory),
+        run_dir=str(policy.parent),
         store=replace(config.store, uri=""),
         # The others would show it as another run beside the one that matters.
         trackers=[name for name in config.trackers if name == "tensorboard"],
@@ -256,9 +250,18 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         supervisor.train(metrics.beside(progress.show))
         version = supervisor.status().version
     run_control.clear_stopping(Path(config.run_dir))
+    from learner import copy_weights  # here: it loads torch
+
     copy_weights(layout.weights_dir(version), policy, follow_links=False)
-    console.print(f"the base policy is cloned: {policy}. Next comes the training")
-    return policy
+
+
+def _make_tiny_model(directory: Path, config: Config, *, texts: Iterable[str]) -> None:
+    """Make a tokenizer of the texts, and a model for it."""
+    from learner import make_tiny_model, train_tokenizer  # here: they load torch
+
+    tiny = config.model.tiny
+    tokenizer = train_tokenizer(texts, vocabulary_size=tiny.vocabulary_size)
+    make_tiny_model(directory, tokenizer=tokenizer, config=tiny, seed=config.seed)
 
 
 def _supervisor(config: Config, *, model_path: str, driven: Config, screen: Screen) -> Supervisor:

@@ -26,7 +26,7 @@ from learner.interface import (
 )
 from learner.rank_group import RankGroup
 from learner.restore_report import restored_lines
-from learner.training.alarms import (
+from learner.training.run_health import (
     ALARM,
     ALARM_ENDED,
     BAD_UPDATE,

@@ -31,8 +31,8 @@ from gigpo import (
 from learner.data.batch_loader import Episodes, PreparedBatch
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import Value, from_all_ranks
+from learner.training.alarms import LENGTH
 
-LENGTH = "tokens/response_per_row"
 # It compares two engines at the same weights, and the first update changes one of them.
 FIRST_UPDATE_ONLY = {"mismatch_kl_on_policy"}
 

@@ -92,32 +92,14 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
-    forked_from = f"{source.info.run_id}@{learner_step}"
     if os.path.lexists(unfinished):
+        forked_from = f"{source.info.run_id}@{learner_step}"
         if _is_whole(unfinished, forked_from=forked_from, config_yaml=config_yaml):
             _put_in_place(unfinished, root)
             return RunLayout.open(root)
         _remove_leftover(unfinished)
     try:
-        make_directory(unfinished, beneath=unfinished.parent)
-        # Until the marker is removed, RunLayout.open refuses this directory. It is made before
-        # run.json, and synced with the directories that `create` makes.
-        (unfinished / UNFINISHED_FORK).touch()
-        layout = RunLayout.create(
-            unfinished,
-            config_yaml=config_yaml,
-            forked_from=forked_from,
-            ancestors=(*source.info.ancestors, source.info.run_id),
-        )
-        # The pin keeps the files that the catalog's copy names.
-        with closing(Pin(source, _lsn(source))):
-            version = _copy_catalog(source, layout, learner_step=learner_step)
-            _link_files(source, layout, learner_step=learner_step, version=version)
-        # Only the names of the links are new: their bytes are on disk.
-        for directory, _, _ in os.walk(unfinished):
-            sync_directory(Path(directory), beneath=unfinished)
-        (unfinished / UNFINISHED_FORK).unlink()
-        sync_directory(unfinished, beneath=unfinished)
+        _fill(unfinished, source, learner_step=learner_step, config_yaml=config_yaml)
         _put_in_place(unfinished, root)
     except BaseException as error:
         with suppress(OSError):
@@ -135,6 +117,29 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             ) from error
         raise
     return RunLayout.open(root)
+
+
+def _fill(unfinished: Path, source: RunLayout, *, learner_step: int, config_yaml: str) -> None:
+    """Make the new run in the directory `unfinished`. It is on disk at the end."""
+    make_directory(unfinished, beneath=unfinished.parent)
+    # Until the marker is removed, RunLayout.open refuses this directory. It is made before
+    # run.json, and synced with the directories that `create` makes.
+    (unfinished / UNFINISHED_FORK).touch()
+    layout = RunLayout.create(
+        unfinished,
+        config_yaml=config_yaml,
+        forked_from=f"{source.info.run_id}@{learner_step}",
+        ancestors=(*source.info.ancestors, source.info.run_id),
+    )
+    # The pin keeps the files that the catalog's copy names.
+    with closing(Pin(source, _lsn(source))):
+        version = _copy_catalog(source, layout, learner_step=learner_step)
+        _link_files(source, layout, learner_step=learner_step, version=version)
+    # Only the names of the links are new: their bytes are on disk.
+    for directory, _, _ in os.walk(unfinished):
+        sync_directory(Path(directory), beneath=unfinished)
+    (unfinished / UNFINISHED_FORK).unlink()
+    sync_directory(unfinished, beneath=unfinished)
 
 
 def _is_whole(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:

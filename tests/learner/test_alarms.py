@@ -96,7 +96,7 @@ def test_after_too_many_bad_updates_the_error_ends_with_the_query_that_shows_the
     tmp_path: Path, train: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path / "a run", max_staleness=1, steps=9)
-    monkeypatch.setattr("learner.training.alarms.MAX_BAD_UPDATES", 2)
+    monkeypatch.setattr("learner.training.run_health.MAX_BAD_UPDATES", 2)
     answers = {2: lambda updates: bad(updates, rows=(0, 3))}
     # one is allowed to be good in between: only those in a row count
     with pytest.raises(BadUpdatesError) as raised:
@@ -146,7 +146,7 @@ def test_where_only_the_gradient_is_not_finite_the_query_shows_the_updates(
     tmp_path: Path, train: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path / "run", max_staleness=0, steps=9)
-    monkeypatch.setattr("learner.training.alarms.MAX_BAD_UPDATES", 0)
+    monkeypatch.setattr("learner.training.run_health.MAX_BAD_UPDATES", 0)
     with pytest.raises(BadUpdatesError) as raised:
         train(config, lambda step, updates: bad(updates, rows=()))
     message = str(raised.value)

@@ -24,7 +24,7 @@ from learner.data.batch_loader import (
     with_staleness,
 )
 from learner.explain import explain, table
-from learner.training.alarms import StarvationError, check_batches
+from learner.training.run_health import StarvationError, check_batches
 from learner.training.step_metrics import StepTimes, step_metrics
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
 from store.reading.query import connect

@@ -13,7 +13,8 @@ import torch
 import configs
 from gigpo import Tokens, token_diagnostics
 from learner.data.batch_loader import Episodes
-from learner.training.alarms import BAD_IN_A_ROW, EMPTY_IN_A_ROW, collapse_alarms
+from learner.training.alarms import collapse_alarms
+from learner.training.run_health import BAD_IN_A_ROW, EMPTY_IN_A_ROW
 from learner.training.step_metrics import StepTimes, UpdateStats, step_metrics
 from store.catalog.records import Evaluation, SuccessRate
 
