@@ -126,10 +126,8 @@ def write_rows(
     )
 
 
-def read_segment(
-    layout: RunLayout, meta: SegmentMeta, *, columns: Sequence[str] | None = None
-) -> pa.Table:
-    """Return the rows of `meta.trajectories`, all columns if None.
+def read_segment(layout: RunLayout, meta: SegmentMeta) -> pa.Table:
+    """Return the rows of `meta.trajectories`.
 
     The digest of the file is compared first, because Parquet readers return wrong data for most
     single-bit errors. Raises DigestError.
@@ -142,12 +140,11 @@ def read_segment(
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed "
             f"on disk; restore it from a backup, or set it aside: gigpo fsck --repair {layout.root}"
         )
-    wanted = None if columns is None else list(dict.fromkeys([*columns, "traj_uid"]))
-    table = decode(data, path=path, columns=wanted)
+    table = decode(data, path=path)
     if sum(trajectory.n_steps for trajectory in meta.trajectories) < meta.n_steps:
         uids = pa.array([trajectory.traj_uid for trajectory in meta.trajectories], UID_TYPE)
         table = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
-    return table if columns is None else table.select(list(columns))
+    return table
 
 
 def read_segments(layout: RunLayout, metas: Sequence[SegmentMeta]) -> pa.Table:
