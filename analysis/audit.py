@@ -4,7 +4,7 @@
     named = {"a": changed_setting(own, ["estimator=rloo"]), "b": own}
     with store.open_run(run) as reader:
         rows = audit_rows(reader, named, where="split = 'train'")
-        show_audit(reader, rows, named, console)
+        show_audit(reader, rows, named=named, console=console)
 
 `setting_comparison.py` shows how two settings differ. The run may be training meanwhile.
 """

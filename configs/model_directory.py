@@ -1,7 +1,7 @@
 """Check the directory of the model that a run starts from, and load parts of it.
 
     check_model_directory(path)     # before anything of a directory is loaded
-    tokenizer = loaded("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, **FROM_FILES))
+    tokenizer = loaded("tokenizer", path, load=lambda: AutoTokenizer.from_pretrained(path))
 
 A directory may come with a stranger's run. transformers joins the names in a weight index to the
 directory as they are, and asks the Hugging Face Hub for a backbone that a configuration names.

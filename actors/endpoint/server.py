@@ -1,6 +1,6 @@
 """Serve an OpenAI-compatible HTTP endpoint that records each chat completion as a Step.
 
-    endpoint = Endpoint(policy, tokenizer, config)
+    endpoint = Endpoint(policy, tokenizer, config=config)
     await endpoint.start()                    # on this event loop, at 127.0.0.1, on a free port
     with endpoint.episode(ids, rules, label="task 7") as recording:
         ...                                   # a program calls recording.client.base_url

@@ -1,8 +1,8 @@
 """Read and write DeepSpeed's state as whole tensors by parameter name, at every ZeRO stage.
 
     parameters = trainable(engine.policy.causal_lm)
-    for name, tensor in read_state(engine.deepspeed, parameters, "exp_avg"): ...
-    write_state(engine.deepspeed, parameters, saved, steps=7)
+    for name, tensor in read_state(engine.deepspeed, parameters, kind="exp_avg"): ...
+    write_state(engine.deepspeed, parameters, saved=saved, steps=7)
 
 DeepSpeed spreads it over ranks and flat buffers. Kinds: "master" are the optimizer's weights,
 "exp_avg" and "exp_avg_sq" Adam's moments (m and v of Kingma and Ba 2015). All are float32, in the

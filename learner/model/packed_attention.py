@@ -1,7 +1,7 @@
 """Causal attention within each of several sequences that lie end to end.
 
     use_packed_attention(causal_lm)
-    hidden_TH = packed_hidden(causal_lm, input_ids_T, position_ids_T, bounds_S1)
+    hidden_TH = packed_hidden(causal_lm, input_ids_T=..., position_ids_T=..., bounds_S1=...)
     is_trimmed = trim_last_layer(causal_lm)    # False: another kind of layer, left unchanged
 
 It works for every transformers model with replaceable attention. transformers passes the keyword

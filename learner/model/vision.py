@@ -2,7 +2,7 @@
 
     vision = load_vision(path, config)                  # None: a model of text alone
     packed = vision.packed(causal_lm, batch)            # `embedded` of `packed_hidden`
-    names = names_to_publish(path, policy, learner)     # as in the base model's files
+    names = names_to_publish(path, policy=policy, learner=learner)  # as in the base model's files
 
 A vision tower turns an image's patches into one vector per image token, in place of that token's
 embedding. Positions have three parts: time, height and width. They are equal for text, the location

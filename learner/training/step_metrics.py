@@ -5,7 +5,7 @@
     stats = update_stats(
         batches, everyone, grad_norm=..., learning_rate=..., skipped=False
     )
-    figures = step_metrics(batch, [stats], clock.end_step())
+    figures = step_metrics(batch, updates=[stats], times=clock.end_step())
 
 Letters as in `micro_batch.py`.
 """

@@ -37,7 +37,7 @@ class MaintainerSettings:
 class Maintainer:
     """One thread of the process that owns the catalog.
 
-        maintainer = Maintainer(catalog, layout, settings)
+        maintainer = Maintainer(catalog, layout, settings=settings)
         maintainer.start()
         maintainer.check()     # now and then, from the owner: raises the thread's error
         maintainer.close()     # before the catalog is closed

@@ -1,7 +1,7 @@
 """Repair what fsck found: damaged files are set aside, and lost trajectories are played again.
 
     with Catalog.open(layout) as catalog:
-        lines = repair(catalog, layout, check(layout, level=CONTENTS))
+        lines = repair(catalog, layout, findings=check(layout, level=CONTENTS))
 
 Nothing is deleted. Findings without a safe repair are left alone; their remedy says what to do.
 Each repair is one transaction and one event.
