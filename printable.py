@@ -42,6 +42,7 @@ HIDDEN = (
     r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e01ef"
 )
 SHOWN_CHARACTERS = 10_000  # of an error
+REASON_CHARACTERS = 300  # of another program's reason in a message of ours
 UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 
@@ -55,6 +56,11 @@ def printable(text: object, *, lines: bool = False) -> str:
     `lines`: line feeds are the caller's own and stay.
     """
     return UNSAFE.sub(_kept_line_feed if lines else _escape, str(text))
+
+
+def one_line(text: object) -> str:
+    """Return the text in one line: another program's message may have many."""
+    return " ".join(str(text).split())
 
 
 def counted(n: int, noun: str) -> str:
@@ -97,7 +103,7 @@ def say(text: str) -> None:
 
 def fail(error: object) -> None:
     """Print an error in one line of at most SHOWN_CHARACTERS: it may quote a text of any length."""
-    print(printable(f"error: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}"), file=sys.stderr)
+    print(printable(f"error: {one_line(error)[:SHOWN_CHARACTERS]}"), file=sys.stderr)
 
 
 def protect_terminal() -> None:

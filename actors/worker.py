@@ -93,11 +93,11 @@ class Worker:
                 tokenizer=form.tokenizer,
                 log_path=engine_log,
             )
-        self.episodes = _episode_runner(config, policy, form, log)
+        self.episodes = _episode_runner(config, policy=policy, form=form, log=log)
         self.runner = RolloutRunner(
             self.coordinator,
             config,
-            committer=Committer(self.coordinator, layout, self.pending),
+            committer=Committer(self.coordinator, layout, pending=self.pending),
             episodes=self.episodes,
             weights=self._weight_sync(layout),
             concurrency=concurrency,
@@ -206,7 +206,9 @@ def _load_form(setup: WorkerSetup, *, with_torch: bool) -> PromptForm:
     return PromptForm(tokenizer, setup.config.prompt, images=load_image_form(setup.model_path))
 
 
-def _episode_runner(config: Config, policy: Policy, form: PromptForm, log: Path) -> EpisodeRunner:
+def _episode_runner(
+    config: Config, *, policy: Policy, form: PromptForm, log: Path
+) -> EpisodeRunner:
     env = config.env
     if not is_program(env.name):
         pool = EnvironmentPool(
@@ -216,13 +218,13 @@ def _episode_runner(config: Config, policy: Policy, form: PromptForm, log: Path)
             answer_timeout_s=env.answer_timeout_s,
             log=log,
         )
-        return EnvironmentEpisodes(pool, policy, form)
+        return EnvironmentEpisodes(pool, policy, form=form)
     # Imported here: the driver and the coordinator import this module, and need no HTTP server.
     from actors.endpoint.program_episode import ProgramEpisodes
     from actors.endpoint.server import Endpoint
 
     programs = ProgramPool(env.name, env.options, processes=env.processes, log=log)
-    return ProgramEpisodes(programs, Endpoint(policy, form.tokenizer, config))
+    return ProgramEpisodes(programs, Endpoint(policy, form.tokenizer, config=config))
 
 
 WorkerActor = ray.remote(Worker)

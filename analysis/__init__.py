@@ -1,6 +1,7 @@
 """Compute from a stored run what people want to see of it.
 
 run_status.py          how far a run is
+speed_limit.py         which side the other waits for
 report.py              the summary that is printed at the end of a training
 evaluation_stats.py    success on held-out tasks with intervals, and two evaluations compared
 audit.py               advantages of a run under other settings
@@ -20,6 +21,7 @@ from analysis.evaluation_stats import show_evaluation, show_evaluation_compariso
 from analysis.report import is_finished, show_report, trained_to
 from analysis.run_status import duration, progress_lines
 from analysis.setting_comparison import plot_settings
+from analysis.speed_limit import speed_limit
 from analysis.view import serve_view, write_report_file
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "show_evaluation",
     "show_evaluation_comparison",
     "show_report",
+    "speed_limit",
     "trained_to",
     "write_report_file",
 ]

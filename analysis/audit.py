@@ -4,7 +4,7 @@
     named = {"a": changed_setting(own, ["estimator=rloo"]), "b": own}
     with store.open_run(run) as reader:
         rows = audit_rows(reader, named, where="split = 'train'")
-        show_audit(reader, rows, named, console)
+        show_audit(reader, rows, named=named, console=console)
 
 `setting_comparison.py` shows how two settings differ. The run may be training meanwhile.
 """
@@ -197,7 +197,7 @@ def _compute_by_batch(steps: pa.Table, setting: Setting) -> pa.Table:
 
 
 def show_audit(
-    reader: store.Reader, rows: pa.Table, named: dict[str, Setting], console: Console
+    reader: store.Reader, rows: pa.Table, *, named: dict[str, Setting], console: Console
 ) -> None:
     """Show statistics of each setting, and how settings "a" and "b" differ if there are two."""
     console.print(f"{len(rows)} steps at lsn {reader.lsn}")

@@ -120,7 +120,7 @@ def show_evaluation(run: Path, console: Console) -> None:
     console.print(table)
 
 
-def show_evaluation_comparison(first: Path, second: Path, console: Console) -> None:
+def show_evaluation_comparison(first: Path, second: Path, *, console: Console) -> None:
     """Print `second` against `first` on their common tasks. Raises StoreError without any."""
     results, others = (_round_of(run) for run in (first, second))
     other = {task.task_id: task for task in others}

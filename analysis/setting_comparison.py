@@ -8,7 +8,8 @@ in _b. `gigpo audit` makes them.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import store
-from printable import printable
+from printable import one_line, printable
 
 STEP_TEXTS = """
 SELECT any_value(task_id) AS task, any_value(anchor_text) AS state, any_value(action_text) AS action
@@ -76,7 +77,7 @@ def spans(rows: pa.Table, *, at_most: int) -> list[Span]:
     kinds = change_kinds(rows)
     learner_step = rows["learner_step"].fill_null(-1).to_numpy()
     present = np.unique(learner_step[learner_step >= 0])
-    length = max(1, -(-len(present) // at_most))
+    length = max(1, math.ceil(len(present) / at_most))
     found = []
     for start in range(0, len(present), length):
         part = present[start : start + length]
@@ -147,6 +148,7 @@ def _show_groups(reader: store.Reader, rows: pa.Table, *, console: Console) -> N
 
 WIDTH, HEIGHT = 900, 360
 LEFT, TOP, RIGHT, BOTTOM = 60, 60, 20, 50  # margins
+PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
 LEGEND_WIDTH = 190
 MAX_BAR_NAMES = 10
 
@@ -155,45 +157,57 @@ def plot_settings(rows: pa.Table, descriptions: Sequence[str]) -> str:
     """Return an SVG: for each learner step, the share of its steps that change, by kind."""
     bars = spans(rows, at_most=MAX_BARS)
     top = max(0.01, *(sum(bar.shares[:UNCHANGED]) for bar in bars))  # share at the upper edge
-    height, bar_width = HEIGHT - TOP - BOTTOM, (WIDTH - LEFT - RIGHT) / len(bars)
-    a, b = (" ".join(text.split()) for text in descriptions)
+    bar_width = (WIDTH - LEFT - RIGHT) / len(bars)
+    a, b = map(one_line, descriptions)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(LEFT, 20, f"steps trained differently: a ({a}) and b ({b})", size=14),
     ]
-    for index, (name, colour) in enumerate(zip(CHANGE_KINDS, COLOURS, strict=False)):
-        left = LEFT + index * LEGEND_WIDTH
-        parts.append(f'<rect x="{left}" y="32" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(left + 17, 43, name))
-    for quarter in range(5):
-        y = TOP + height * (1 - quarter / 4)
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:g}" y2="{y:g}" stroke="#ddd"/>'
-        )
-        parts.append(_text(LEFT - 6, y + 4, f"{top * quarter / 4:.1%}", anchor="end"))
-    apart = -(-len(bars) // MAX_BAR_NAMES)
+    parts += [*_legend(), *_grid(top)]
+    apart = math.ceil(len(bars) / MAX_BAR_NAMES)
     named = [*range(0, len(bars) - apart, apart), len(bars) - 1]
     for number, bar in enumerate(bars):
-        x, y = LEFT + number * bar_width, float(TOP + height)
-        kinds = zip(CHANGE_KINDS, bar.shares, strict=True)
-        title = f"{bar.name}: " + ", ".join(f"{name} {share:.1%}" for name, share in kinds)
-        parts.append(f"<g><title>{html.escape(title)}</title>")
-        for share, colour in zip(bar.shares, COLOURS, strict=False):
-            part = height * share / top
-            y -= part
-            parts.append(
-                f'<rect x="{x + 0.1 * bar_width:.2f}" y="{y:.2f}" '
-                f'width="{0.8 * bar_width:.2f}" height="{part:.2f}" fill="{colour}"/>'
-            )
-        parts.append("</g>")
+        x = LEFT + number * bar_width
+        parts += _bar(bar, x=x, width=bar_width, top=top)
         if number in named:
             anchor = "end" if bar.name == NO_BATCH else "middle"
-            parts.append(_text(x + bar_width / 2, TOP + height + 16, bar.name, anchor=anchor))
+            parts.append(_text(x + bar_width / 2, HEIGHT - BOTTOM + 16, bar.name, anchor=anchor))
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
     parts.append(_text(middle, HEIGHT - 12, "learner step", anchor="middle"))
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _legend() -> Iterator[str]:
+    for index, (name, colour) in enumerate(zip(CHANGE_KINDS, COLOURS, strict=False)):
+        left = LEFT + index * LEGEND_WIDTH
+        yield f'<rect x="{left}" y="32" width="12" height="12" fill="{colour}"/>'
+        yield _text(left + 17, 43, name)
+
+
+def _grid(top: float) -> Iterator[str]:
+    """Yield lines at each quarter of `top`, the share at the upper edge."""
+    for quarter in range(5):
+        y = TOP + PLOT_HEIGHT * (1 - quarter / 4)
+        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:g}" y2="{y:g}" stroke="#ddd"/>'
+        yield _text(LEFT - 6, y + 4, f"{top * quarter / 4:.1%}", anchor="end")
+
+
+def _bar(bar: Span, *, x: float, width: float, top: float) -> Iterator[str]:
+    """Yield one bar: its kinds of change, one above the other."""
+    kinds = zip(CHANGE_KINDS, bar.shares, strict=True)
+    title = f"{bar.name}: " + ", ".join(f"{name} {share:.1%}" for name, share in kinds)
+    yield f"<g><title>{html.escape(title)}</title>"
+    y = float(TOP + PLOT_HEIGHT)
+    for share, colour in zip(bar.shares, COLOURS, strict=False):
+        height = PLOT_HEIGHT * share / top
+        y -= height
+        yield (
+            f'<rect x="{x + 0.1 * width:.2f}" y="{y:.2f}" width="{0.8 * width:.2f}" '
+            f'height="{height:.2f}" fill="{colour}"/>'
+        )
+    yield "</g>"
 
 
 def _text(x: float, y: float, text: str, *, size: int = 11, anchor: str = "start") -> str:

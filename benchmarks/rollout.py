@@ -53,7 +53,7 @@ def over_raw(directory: Path, *, turns: int, groups: int) -> dict[str, float]:
     model = directory / "model"
     tiny = config.model.tiny
     tokenizer = train_tokenizer(sample_chats(config), vocabulary_size=tiny.vocabulary_size)
-    make_tiny_model(model, tokenizer, tiny, seed=0)
+    make_tiny_model(model, tokenizer=tokenizer, config=tiny, seed=0)
     in_flight = config.actors.groups_in_flight * config.algorithm.group_size
     raw = RawVLLM(config, model, in_flight=in_flight, log_path=directory / "raw.log")
     worker = RealWorker(config, model)

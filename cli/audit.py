@@ -50,6 +50,7 @@ Examples:
     help="Draw which steps are trained differently, by learner step.",
 )
 def audit(
+    *,
     run: Path,
     settings: tuple[str, ...],
     against: tuple[str, ...],
@@ -89,19 +90,19 @@ def audit(
         _check_plot(plot, is_compared=bool(against))
     with store.open_run(run) as reader:
         rows = audit_rows(reader, named, where=where)
-        show_audit(reader, rows, named, plain_console(soft_wrap=False))
+        show_audit(reader, rows, named=named, console=plain_console(soft_wrap=False))
     if output is not None:
         write_new_file(
             "--output",
             output,
-            lambda file: pq.write_table(rows, file, compression="zstd"),
+            write=lambda file: pq.write_table(rows, file, compression="zstd"),
             run=run,
         )
         say(f"{len(rows)} rows in {output}")
     if plot is not None:
         drawing = plot_settings(rows, describe_settings(named))
         write_new_file(
-            "--plot", plot, lambda file: file.write_text(drawing, encoding="utf-8"), run=run
+            "--plot", plot, write=lambda file: file.write_text(drawing, encoding="utf-8"), run=run
         )
         say(f"a plot in {plot}")
 

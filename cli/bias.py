@@ -33,7 +33,7 @@ COMPARED = ("kind", "measure", "dropped", "trained", "difference", "p", "p, all"
 @run_argument
 @where_option
 @as_of_option
-def bias(run: Path, where: str | None, as_of: int | None) -> None:
+def bias(*, run: Path, where: str | None, as_of: int | None) -> None:
     """Compare the trajectories that were dropped with those that were trained on.
 
     Compared are length, reward, success and task. Dropped are groups that are stale, filtered or

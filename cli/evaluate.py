@@ -42,6 +42,7 @@ Settings:
 @all_option
 @trust_option
 def evaluate(
+    *,
     weights: str | None,
     settings: tuple[str, ...],
     compare: tuple[Path, Path] | None,
@@ -66,7 +67,7 @@ def evaluate(
     if compare:
         from analysis import show_evaluation_comparison
 
-        show_evaluation_comparison(*compare, console)
+        show_evaluation_comparison(*compare, console=console)
         return
 
     import driver
@@ -76,7 +77,7 @@ def evaluate(
     driver.evaluate(
         weights,
         settings,
-        console,
+        console=console,
         trusts=trust,
         dry_run=dry_run,
         all_settings=all_settings,

@@ -42,7 +42,7 @@ Exit status: 0 all identical, 1 something differs, 2 a step cannot be replayed.
 @click.option("--adapter", is_flag=True, help="Export a checkpoint's LoRA adapters, in float32.")
 @trust_option
 def export_model(
-    source: str, destination: Path, version: int | None, adapter: bool, trust: bool
+    *, source: str, destination: Path, version: int | None, adapter: bool, trust: bool
 ) -> None:
     """Write the weights of a run as a new Hugging Face directory.
 
@@ -72,14 +72,14 @@ def export_model(
             raise UserError(f"{destination} exists; choose another directory, or remove it")
         if adapter:
             step = learner.newest_checkpoint(layout) if step is None else step
-            digest = learner.export_adapter(layout, step, destination)
+            digest = learner.export_adapter(layout, step, dest=destination)
             exported = f"the adapters after learner step {step}"
         elif step is not None:
-            digest = learner.export_checkpoint(layout, step, destination)
+            digest = learner.export_checkpoint(layout, step, dest=destination)
             exported = f"the checkpoint after learner step {step}"
         else:
             record = learner.find_version(layout, version)
-            digest = learner.export_version(layout, record, destination)
+            digest = learner.export_version(layout, record, dest=destination)
             exported = f"version {record.version}, of learner step {record.learner_step}"
     except ValueError as error:  # of a model that transformers cannot load, for example
         raise UserError(str(error)) from error
@@ -94,7 +94,7 @@ def export_model(
 @click.option("--explain", is_flag=True, help="Show what each group brings into the first step.")
 @trust_option
 def replay(
-    run: Path, step: int, settings: tuple[str, ...], to: int | None, explain: bool, trust: bool
+    *, run: Path, step: int, settings: tuple[str, ...], to: int | None, explain: bool, trust: bool
 ) -> int:
     """Train learner steps again and compare the weights bit for bit.
 

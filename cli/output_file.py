@@ -24,7 +24,7 @@ def check_new_file(option: str, file: Path | None, *, run: Path) -> None:
         raise StoreError(f"{option} {file}: there is no directory {file.parent}; make it first")
 
 
-def write_new_file(option: str, file: Path, write: Callable[[Path], object], *, run: Path) -> None:
+def write_new_file(option: str, file: Path, *, write: Callable[[Path], object], run: Path) -> None:
     """Call `write` with another name, then rename the file: it is absent or whole."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:

@@ -26,7 +26,7 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file also if it is no report.")
 @as_of_option
-def report(run: Path, output: Path | None, overwrite: bool, as_of: int | None) -> None:
+def report(*, run: Path, output: Path | None, overwrite: bool, as_of: int | None) -> None:
     """Write what a run showed into one HTML file, to keep or to send.
 
     Did it learn, is it stable, what limits it, what was dropped and why, where it still goes wrong,

@@ -60,6 +60,7 @@ Exit status: 0 answered, 2 refused or failed, 3 answered without files that cann
 )
 @as_of_option
 def sql(
+    *,
     run: Path,
     query: str,
     format: str,
@@ -98,7 +99,9 @@ def sql(
     if output is None:
         WRITERS[format](table, sys.stdout)
     else:
-        write_new_file("--output", output, lambda file: _write(table, file, format), run=run)
+        write_new_file(
+            "--output", output, write=lambda file: _write(table, file, format=format), run=run
+        )
     if is_cut:
         print(printable(f"only the first {limit} rows; --limit shows more"), file=sys.stderr)
     if reader.left_out:
@@ -107,6 +110,6 @@ def sql(
     return 0
 
 
-def _write(table: pa.Table, file: Path, format: str) -> None:
+def _write(table: pa.Table, file: Path, *, format: str) -> None:
     with file.open("w", newline="", encoding="utf-8") as out:
         WRITERS[format](table, out)

@@ -47,7 +47,7 @@ FETCH_EPILOG = 'Example: gigpo fetch "s3://bucket/run?region=eu-central-1" runs/
     show_default=True,
     help="json writes one object a line.",
 )
-def fsck(run: Path, quick: bool, repair: bool, format: str) -> int:
+def fsck(*, run: Path, quick: bool, repair: bool, format: str) -> int:
     """Check whether a run is whole, or repair it.
 
     The catalog is checked against itself, every file against the catalog, and every row against its
@@ -128,7 +128,7 @@ def rebuild(run: Path, force: bool) -> None:
     help="Keep replaced files for so many seconds, for readers that were told of them.",
 )
 def compact(
-    run: Path, keep_days: float | None, keep_versions: int | None, snapshot_window: float
+    *, run: Path, keep_days: float | None, keep_versions: int | None, snapshot_window: float
 ) -> None:
     """Merge small files, and remove files that nobody needs.
 
@@ -161,7 +161,13 @@ def compact(
 @click.option("--text-uids", is_flag=True, help="Write uids as text, for other programs only.")
 @as_of_option
 def export(
-    run: Path, destination: str, where: str | None, groups: bool, text_uids: bool, as_of: int | None
+    *,
+    run: Path,
+    destination: str,
+    where: str | None,
+    groups: bool,
+    text_uids: bool,
+    as_of: int | None,
 ) -> None:
     """Write trajectories of a run as plain Parquet files.
 

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from decimal import Decimal
 from typing import TYPE_CHECKING, TextIO
 
-from printable import PrintableStream, printable, printable_json
+from printable import PrintableStream, one_line, printable, printable_json
 from store import StoreError
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ def _print_table(table: pa.Table, out: TextIO) -> None:
         with redirect_stdout(drawn):
             duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
     except duckdb.Error as error:
-        why = " ".join(str(error).split())
         raise StoreError(
-            f"this result cannot be shown as a table ({why}); add --format csv"
+            f"this result cannot be shown as a table ({one_line(error)}); add --format csv"
         ) from error
     out.write(printable(drawn.getvalue(), lines=True))
 

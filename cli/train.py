@@ -35,6 +35,7 @@ Examples:
 @all_option
 @trust_option
 def train(
+    *,
     config: str | None,
     settings: tuple[str, ...],
     resume: str | None,
@@ -67,13 +68,12 @@ def train(
     import driver
 
     driver.Interrupt().listen()
-    screen = (
-        driver.Screen.json()
-        if as_json
-        else driver.Screen.quiet()
-        if quiet
-        else driver.Screen.full()
-    )
+    if as_json:
+        screen = driver.Screen.json()
+    elif quiet:
+        screen = driver.Screen.quiet()
+    else:
+        screen = driver.Screen.full()
     if resume:
         resolved = driver.settings_to_resume(Path(resume), settings, trusts=trust)
     elif fork:

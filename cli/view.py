@@ -28,7 +28,7 @@ On another machine: ssh -L 8800:127.0.0.1:8800 THAT_MACHINE, then open http://12
 )
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 @as_of_option
-def view(runs: tuple[Path, ...], port: int, no_browser: bool, as_of: int | None) -> None:
+def view(*, runs: tuple[Path, ...], port: int, no_browser: bool, as_of: int | None) -> None:
     """Look at runs in a browser, also while they train. Ctrl-C ends it.
 
     The pages are served to this machine only, load nothing from elsewhere, and change nothing in

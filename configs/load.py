@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from configs.check import ConfigError, check, check_is_list, flat
 from configs.schema import Config
-from printable import did_you_mean
+from printable import did_you_mean, one_line
 
 MAX_DEPTH = 64  # of open collections; the settings of a run have 5
 MAX_NODES = 100_000  # values that a YAML text stands for
@@ -169,7 +169,7 @@ def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+        raise ConfigError(f"{path}: not readable as YAML: {_describe(error)}") from None
     content = OmegaConf.to_container(_parse(text, name=str(path), is_saved=False))
     assert isinstance(content, dict), "_parse returns a mapping"
     base = content.pop(BASE, None)
@@ -234,7 +234,7 @@ def _parse(text: str, *, name: str, is_saved: bool) -> DictConfig:
     except ConfigError:
         raise
     except UNREADABLE as error:
-        raise ConfigError(f"{name}: not readable as YAML: {_one_line(error)}") from None
+        raise ConfigError(f"{name}: not readable as YAML: {_describe(error)}") from None
     except RecursionError:
         raise ConfigError(
             f"{name}: not readable as YAML: its values are nested too deeply"
@@ -303,7 +303,7 @@ def _merged(
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), settings)
     except UNFIT as error:
-        raise ConfigError(f"{name}: {_one_line(error)}") from None
+        raise ConfigError(f"{name}: {_describe(error)}") from None
     try:
         config = OmegaConf.to_object(OmegaConf.merge(merged, given))
     except UNFIT as error:
@@ -342,7 +342,7 @@ def _overrides(texts: Sequence[str]) -> DictConfig:
         try:
             OmegaConf.from_dotlist([text])
         except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise ConfigError(f"{text}: not readable as YAML: {_one_line(error)}") from None
+            raise ConfigError(f"{text}: not readable as YAML: {_describe(error)}") from None
     settings = OmegaConf.from_dotlist(others)
     if sources:
         OmegaConf.update(settings, "source", [text.removeprefix("source=") for text in sources])
@@ -390,7 +390,7 @@ def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
         yield prefix[:-1]
 
 
-def _one_line(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Return the message of an error in one line, with the key that OmegaConf names."""
     key = getattr(error, "full_key", None)
     return f"{key}: {_message(error)}" if key else _message(error)
@@ -400,4 +400,4 @@ def _message(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OmegaConfBaseException):
         text = text.partition("\n")[0]  # the other lines repeat the place
-    return " ".join(text.split())
+    return one_line(text)

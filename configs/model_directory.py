@@ -1,7 +1,7 @@
 """Check the directory of the model that a run starts from, and load parts of it.
 
     check_model_directory(path)     # before anything of a directory is loaded
-    tokenizer = loaded("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, **FROM_FILES))
+    tokenizer = loaded("tokenizer", path, load=lambda: AutoTokenizer.from_pretrained(path))
 
 A directory may come with a stranger's run. transformers joins the names in a weight index to the
 directory as they are, and asks the Hugging Face Hub for a backbone that a configuration names.
@@ -20,10 +20,10 @@ from typing import TypeVar
 
 from configs.check import ConfigError
 from configs.schema import Config
+from printable import REASON_CHARACTERS, one_line
 
 # Values of `model_type` in a model's config.json for which images are supported.
 VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
-MAX_REASON_CHARACTERS = 400  # transformers may list every model it knows
 # Arguments of from_pretrained. A model's own code never runs here.
 FROM_FILES = {"local_files_only": True, "trust_remote_code": False}
 ADAPTER_FILE = "adapter_config.json"  # of peft
@@ -186,7 +186,7 @@ def _without_network() -> Iterator[None]:
             constants.HF_HUB_OFFLINE = before
 
 
-def loaded(name: str, path: Path | str, load: Callable[[], Loaded]) -> Loaded:
+def loaded(name: str, path: Path | str, *, load: Callable[[], Loaded]) -> Loaded:
     """Return `load()`, which reads the part `name` of the model directory `path`.
 
     Raises ConfigError, in one line, for whatever transformers raises on damaged or hostile files.
@@ -197,7 +197,7 @@ def loaded(name: str, path: Path | str, load: Callable[[], Loaded]) -> Loaded:
         with _without_network():
             return load()
     except Exception as error:
-        reason = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
+        reason = one_line(error)[:REASON_CHARACTERS]
         raise ConfigError(
             f"the {name} in {path} cannot be loaded ({type(error).__name__}: {reason}); download "
             "the model again, or give another model.path"

@@ -93,13 +93,13 @@ class CoordinatorClient:
     # every component
 
     def heartbeat(self, waiting_on: str | None, waits_s: float) -> Reply[None]:
-        return self._call(Coordinator.heartbeat, self.component, waiting_on, waits_s)
+        return self._call(Coordinator.heartbeat, self.component, waiting_on, waits_s=waits_s)
 
     def record(self, what: str, detail: str) -> Reply[None]:
-        return self._call(Coordinator.record_event, self.component, what, detail)
+        return self._call(Coordinator.record_event, self.component, what, detail=detail)
 
     def notice(self, what: str, detail: str) -> Reply[None]:
-        return self._call(Coordinator.notice, self.component, what, detail)
+        return self._call(Coordinator.notice, self.component, what, detail=detail)
 
     def status(self) -> Reply[Status]:
         return self._call(Coordinator.status)
@@ -123,16 +123,20 @@ class CoordinatorClient:
 
     def keep_extra(self, lease: Lease, segment: SegmentMeta) -> Reply[None]:
         group_uid, task_id = lease.group.group_uid, lease.task.id
-        return self._call(Coordinator.keep_extra, group_uid, task_id, segment, lease.epoch)
+        return self._call(
+            Coordinator.keep_extra, group_uid, task_id, segment=segment, epoch=lease.epoch
+        )
 
     def record_unfinished(self, lease: Lease, episodes: Sequence[Unfinished]) -> Reply[None]:
-        return self._call(Coordinator.record_unfinished, self.component, episodes, lease.epoch)
+        return self._call(
+            Coordinator.record_unfinished, self.component, episodes, epoch=lease.epoch
+        )
 
     def give_up(self, lease: Lease, why: str) -> Reply[None]:
-        return self._call(Coordinator.give_up, self.component, lease.group.group_uid, why)
+        return self._call(Coordinator.give_up, self.component, lease.group.group_uid, why=why)
 
     def abandon(self, lease: Lease, why: str) -> Reply[None]:
-        return self._call(Coordinator.abandon, self.component, lease.group.group_uid, why)
+        return self._call(Coordinator.abandon, self.component, lease.group.group_uid, why=why)
 
     def rendezvous(self) -> Reply[str | None]:
         return self._call(Coordinator.rendezvous)
@@ -185,8 +189,8 @@ class CoordinatorClient:
     def export_now(self) -> Reply[int]:
         return self._call(Coordinator.export_now)
 
-    def checkpoint(self, learner_step: int, path: str, version: int) -> Reply[None]:
-        return self._call(Coordinator.checkpoint, learner_step, path, version)
+    def checkpoint(self, learner_step: int, *, path: str, version: int) -> Reply[None]:
+        return self._call(Coordinator.checkpoint, learner_step, path=path, version=version)
 
     # the driver
 

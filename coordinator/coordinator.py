@@ -92,7 +92,7 @@ class Coordinator:
         self._n_notices = 0
         self._is_closed = False
         self._notices: dict[int, str] = {}
-        self.maintainer = start_maintainer(self.catalog, self.layout, config.store)
+        self.maintainer = start_maintainer(self.catalog, self.layout, config=config.store)
 
     def capture_output(self) -> None:
         """Append the output of this process to the coordinator's log."""
@@ -100,7 +100,7 @@ class Coordinator:
 
     # every component
 
-    def heartbeat(self, component: str, waiting_on: str | None, waits_s: float) -> None:
+    def heartbeat(self, component: str, waiting_on: str | None, *, waits_s: float) -> None:
         """Record a heartbeat, and renew the leases of the component."""
         self._heartbeats.record(component, waiting_on, waits_s=waits_s)
         if self._is_closed:
@@ -111,11 +111,11 @@ class Coordinator:
                 self.catalog.renew_leases(due, lease_s=LEASE_S)
         self._exporter.when_due()
 
-    def record_event(self, component: str, what: str, detail: str) -> None:
+    def record_event(self, component: str, what: str, *, detail: str) -> None:
         """Record a line of the view `events`."""
         self.catalog.log(component=component, what=what, detail=detail)
 
-    def notice(self, component: str, what: str, detail: str) -> None:
+    def notice(self, component: str, what: str, *, detail: str) -> None:
         """Record an event, and show it on the screen."""
         self.catalog.log(component=component, what=what, detail=detail)
         self._n_notices += 1
@@ -217,12 +217,14 @@ class Coordinator:
         self._exporter.when_due()
         return result
 
-    def keep_extra(self, group_uid: bytes, task_id: str, segment: SegmentMeta, epoch: int) -> None:
+    def keep_extra(
+        self, group_uid: bytes, task_id: str, *, segment: SegmentMeta, epoch: int
+    ) -> None:
         """Enter episodes that ended after their group was whole, as groups of split "imported"."""
         if epoch == self.catalog.epoch:
             self.catalog.import_extra(segment, task_id=task_id, of_group=group_uid)
 
-    def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], epoch: int) -> None:
+    def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], *, epoch: int) -> None:
         """Enter episodes that gave no trajectory, and end their leases.
 
         Ignores episodes of another owner's epoch.
@@ -235,7 +237,7 @@ class Coordinator:
         self._leases.end_reported(worker, episodes)
         self.catalog.record_unfinished(episodes, worker=worker)
 
-    def give_up(self, worker: str, group_uid: bytes, why: str) -> None:
+    def give_up(self, worker: str, group_uid: bytes, *, why: str) -> None:
         """Give up a group that became too old in play. Its committed trajectories stay.
 
         A group without any is played again, on new weights, up to MAX_REQUEUES times.
@@ -243,14 +245,14 @@ class Coordinator:
         state = "open" if self._leases.end_too_old(group_uid) else "stale"
         self.catalog.give_up(group_uid, worker=worker, state=state, reason=why)
 
-    def abandon(self, worker: str, group_uid: bytes, why: str) -> None:
+    def abandon(self, worker: str, group_uid: bytes, *, why: str) -> None:
         """Abandon a group whose environment failed at every attempt: nobody plays it again.
 
         Raises EnvironmentFailed at MAX_ABANDONED such groups in a row.
         """
         self._leases.end(group_uid)
         self.catalog.give_up(group_uid, worker=worker, state="abandoned", reason=why)
-        self.notice(worker, "group abandoned", why)
+        self.notice(worker, "group abandoned", detail=why)
         self._n_abandoned += 1
         if self._n_abandoned >= MAX_ABANDONED:
             raise EnvironmentFailed(
@@ -314,8 +316,8 @@ class Coordinator:
             self.notice(
                 "learner",
                 "offline rollouts",
-                f"they last until learner step {self._last_step} of {steps}, where the run ends in "
-                f"order; raise offline.uses={uses} for more",
+                detail=f"they last until learner step {self._last_step} of {steps}, where the run "
+                f"ends in order; raise offline.uses={uses} for more",
             )
 
     def release_claims(self, learner_step: int) -> int:
@@ -325,6 +327,7 @@ class Coordinator:
     def settle(
         self,
         batch_id: int,
+        *,
         learner_step: int,
         filtered: Mapping[bytes, str],
         version_in: int,
@@ -354,7 +357,7 @@ class Coordinator:
         """Export for outside readers. Return the catalog's lsn that they see from now on."""
         return export(self.catalog, self.layout)
 
-    def checkpoint(self, learner_step: int, path: str, version: int) -> None:
+    def checkpoint(self, learner_step: int, *, path: str, version: int) -> None:
         """Record a checkpoint that was written."""
         self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
 
@@ -384,7 +387,7 @@ class Coordinator:
     def remove(self, component: str, why: str) -> None:
         """Remove a component that left or was lost, and free its groups for others."""
         self._heartbeats.remove(component)
-        blamed = self._suspects.lose(component, self._leases.of(component), why)
+        blamed = self._suspects.lose(component, self._leases.of(component), why=why)
         self.catalog.record_unfinished(self._leases.lose(component), worker=component)
         self._weight_updates.release(component)
         if blamed is not None:
@@ -393,7 +396,7 @@ class Coordinator:
                 blamed.group.group_uid, worker=component, state="abandoned", reason=reason
             )
             log = self.layout.logs / f"{component}.log"
-            self.notice(component, "group abandoned", f"{reason}; see {log}")
+            self.notice(component, "group abandoned", detail=f"{reason}; see {log}")
         n_groups = self.catalog.release_leases(component)
         self.catalog.log(
             component=component, what="gone", detail=f"{why}; {n_groups} groups are free for others"

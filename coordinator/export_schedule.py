@@ -28,10 +28,10 @@ LONGEST_EXPORT_PAUSE_S = 60.0
 SWITCH_S = 0.0002
 
 
-def start_maintainer(catalog: Catalog, layout: RunLayout, config: StoreConfig) -> Maintainer:
+def start_maintainer(catalog: Catalog, layout: RunLayout, *, config: StoreConfig) -> Maintainer:
     """Start the thread that compacts and removes files."""
     sys.setswitchinterval(SWITCH_S)
-    maintainer = Maintainer(catalog, layout, maintainer_settings(config))
+    maintainer = Maintainer(catalog, layout, settings=maintainer_settings(config))
     maintainer.start()
     return maintainer
 

@@ -142,7 +142,7 @@ class Suspects:
         """Note groups that `worker` gave up because it fails; it is lost next."""
         self._reported.setdefault(worker, []).extend(leases)
 
-    def lose(self, worker: str, leases: Sequence[Lease], why: str) -> Lease | None:
+    def lose(self, worker: str, leases: Sequence[Lease], *, why: str) -> Lease | None:
         """Count the loss of `worker` with `leases` in play. Return a lease whose task is to blame.
 
         Only a task that was played alone can be condemned.

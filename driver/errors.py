@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from printable import UserError
+from printable import UserError, one_line
 
 DIED = "died: its process was killed, ran out of memory, or crashed"
 CAUSE_CHARACTERS = 1000  # of a cause that is shown; the log has all of it
@@ -42,7 +42,7 @@ def describe_cause(error: BaseException) -> str:
         text = _last_error(str(cause))
     else:
         text = f"{type(cause).__name__}: {cause}"
-    text = " ".join(text.split())
+    text = one_line(text)
     half = CAUSE_CHARACTERS // 2
     return text if len(text) <= CAUSE_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 

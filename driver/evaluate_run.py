@@ -66,8 +66,8 @@ FROM groups WHERE split = 'heldout' AND purpose_version = (SELECT max(version) F
 def evaluate(
     weights: str,
     overrides: Sequence[str],
-    console: Console,
     *,
+    console: Console,
     trusts: bool,
     dry_run: bool,
     all_settings: bool,
@@ -94,7 +94,7 @@ def evaluate(
         return
     check_writable(config)
     if overrides:
-        _evaluate_in_new_run(config, weights, console)
+        _evaluate_in_new_run(config, weights, console=console)
     elif not is_evaluated(config):
         config = with_model(config, console)  # downloads it if the cache has lost it
         check_tasks(config, console)
@@ -168,7 +168,7 @@ def is_config(weights: str) -> bool:
     return weights.endswith((".yaml", ".yml"))
 
 
-def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None:
+def _evaluate_in_new_run(config: Config, weights: str, *, console: Console) -> None:
     """Evaluate in the directory of `config`, and make it if it is not there."""
     if is_config(weights):
         config = with_model(config, console)
@@ -181,7 +181,8 @@ def _evaluate_in_new_run(config: Config, weights: str, console: Console) -> None
     if is_evaluated(config):
         return
     if not is_config(weights) and not config.endpoint.url:
-        _copy_weights(*parse_run_step(weights), Path(config.model.path))
+        run, step = parse_run_step(weights)
+        _copy_weights(run, step, model=Path(config.model.path))
     configs.check_model_path(config)
     check_tasks(config, console)
     make_or_open_run(config)
@@ -218,7 +219,7 @@ def _newest_version(layout: RunLayout) -> VersionRecord:
         raise StoreError(f"{layout.root} has no weights to evaluate: {error}") from error
 
 
-def _copy_weights(run: Path, step: int | None, model: Path) -> None:
+def _copy_weights(run: Path, step: int | None, *, model: Path) -> None:
     """Write the weights to evaluate as a Hugging Face directory, unless it exists.
 
     Raises StoreError.
@@ -230,9 +231,9 @@ def _copy_weights(run: Path, step: int | None, model: Path) -> None:
     layout = RunLayout.open(run)
     try:
         if step is None:
-            export_version(layout, _newest_version(layout), model)
+            export_version(layout, _newest_version(layout), dest=model)
         else:
-            export_checkpoint(layout, step, model)
+            export_checkpoint(layout, step, dest=model)
     except (ValueError, FileNotFoundError) as error:
         raise StoreError(
             f"{run}{'' if step is None else f'@{step}'} cannot be evaluated: {error}"
@@ -271,7 +272,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
         check_gpus(config, learns=False)
         layout = RunLayout.open(run)
         with (
-            follow_metrics(config, layout, console.print) as metrics,
+            follow_metrics(config, layout, say=console.print) as metrics,
             Supervisor(
                 config,
                 model_path,
@@ -280,7 +281,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
                 say_stopping=partial(run_control.say_stopping, run),
             ) as supervisor,
             prometheus_endpoint(config, supervisor.engine_metrics) as figures,
-            Progress(config, "evaluating", shown_in(console)) as progress,
+            Progress(config, title="evaluating", screen=shown_in(console)) as progress,
         ):
             show: Callable[[Status], None] = progress.show_evaluation
             has_weights = supervisor.status().version >= 0

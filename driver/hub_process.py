@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from printable import REASON_CHARACTERS, one_line
+
 GO = "go"
 PARTIAL = ".partial"
 MAX_HTTP_BYTES = 50e9  # larger files are left to huggingface_hub's own transfer
@@ -68,7 +70,7 @@ def _fault(error: BaseException) -> Answer:
     )
 
     refusals = (GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)
-    words = " ".join(str(error).split())[:300]
+    words = one_line(error)[:REASON_CHARACTERS]
     return Answer(fault=f"{type(error).__name__}: {words}", is_refused=isinstance(error, refusals))
 
 

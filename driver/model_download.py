@@ -29,6 +29,7 @@ from configs import Config, ConfigError
 from driver.hub_process import GO, Answer
 from driver.preflight import DiskNeed, disk_faults
 from driver.progress import said_with_spinner
+from printable import REASON_CHARACTERS, one_line
 from store import RunLayout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -205,7 +206,7 @@ def lacks(model: Path) -> str | None:
         if index.is_file():
             names = configs.indexed_files(index)
     except (OSError, ValueError) as error:
-        return f"a readable {index.name} ({' '.join(str(error).split())[:200]})"
+        return f"a readable {index.name} ({one_line(error)[:REASON_CHARACTERS]})"
     for pattern in NEEDED:
         if not any(path.is_file() for path in model.glob(pattern)):
             return pattern
@@ -220,7 +221,10 @@ def asked_once(repository: Repository) -> Iterator[tuple[Answer, Callable[[], An
     Leaving the context ends the process that talks to the Hub.
     """
     command = [
-        *(sys.executable, "-P", "-m", "driver.hub_process"),  # -P: not of the current directory
+        sys.executable,
+        "-P",  # not of the current directory
+        "-m",
+        "driver.hub_process",
         json.dumps(_request(repository)),
     ]
     # The user's directory stays the current one: HF_HOME may be relative.

@@ -10,6 +10,7 @@ from rich.console import Console
 
 import configs
 from configs import Config, ConfigError
+from printable import REASON_CHARACTERS, one_line
 from store import RunLayout, check_trusted, find_sources, is_trusted, parse_source, take_sources
 
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -36,7 +37,7 @@ def check_sources(config: Config, console: Console) -> None:
     model_path = Path(config.model.path or _first_base(config))
     for text in config.source:
         base, theirs = _base_of(text), _config_of(text)
-        why = _why_not_compared(text, base, model_path)
+        why = _why_not_compared(text, base=base, model_path=model_path)
         if base is None or why:
             console.print(f"tokens of {text} were not compared: {why}")
         else:
@@ -49,7 +50,7 @@ def check_sources(config: Config, console: Console) -> None:
             )
 
 
-def _why_not_compared(text: str, base: Path | None, model_path: Path) -> str:
+def _why_not_compared(text: str, *, base: Path | None, model_path: Path) -> str:
     """Return why a source's tokens cannot be compared with the model's, "" if they can."""
     if base is not None:
         paths = [path for path in (base, model_path) if not (path / TOKENIZER_FILE).is_file()]
@@ -101,7 +102,9 @@ def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
 
     def vocabulary(path: Path) -> dict[str, int]:
         tokenizer = configs.loaded(
-            "tokenizer", path, lambda: AutoTokenizer.from_pretrained(path, **configs.FROM_FILES)
+            "tokenizer",
+            path,
+            load=lambda: AutoTokenizer.from_pretrained(path, **configs.FROM_FILES),
         )
         return dict(tokenizer.get_vocab())
 
@@ -172,5 +175,5 @@ def _setting(config: DictConfig, key: str) -> object:
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"the settings of a source have no {key} where it belongs: "
-            f"{' '.join(str(error).split())[:200]}"
+            f"{one_line(error)[:REASON_CHARACTERS]}"
         ) from None

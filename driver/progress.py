@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from analysis import duration
+from analysis import duration, speed_limit
 from configs import Config, is_offline
 from coordinator import Status
 from driver.health import STARVING_S
@@ -27,14 +27,13 @@ from printable import printable
 LINE_EVERY_S = 10.0  # where there is no terminal
 FIRST_LINE_S = 3.0  # a shorter wait needs no line
 LOOKS_COUNTED = 60  # half a minute: the share of the workers that wait is a mean over them
-LEAST_SHARE = 0.1  # of waiting; a side that waits less is not slowed down
 NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
 
 
 class Progress:
-    """Shows the status of a run: `with Progress(config, title, screen) as progress`."""
+    """Shows the status of a run: `with Progress(config, title=..., screen=...) as progress`."""
 
-    def __init__(self, config: Config, title: str, screen: Screen) -> None:
+    def __init__(self, config: Config, *, title: str, screen: Screen) -> None:
         self.config, self.title, self.screen = config, title, screen
         self.console = console = screen.console
         self.waiting: deque[float] = deque(maxlen=LOOKS_COUNTED)  # share of the workers, per look
@@ -112,15 +111,15 @@ class Progress:
             ("elapsed", duration(time.monotonic() - self.started_s)),
             ("left", self._time_left(status)),
             ("version", str(status.version)),
-            ("success", _metric(metrics, success, "{:.2f}")),
-            ("held-out", _metric(metrics, "heldout/success", "{:.2f}")),
-            ("staleness", _metric(metrics, "staleness/max", "{:.0f}")),
+            ("success", _metric(metrics, success, form="{:.2f}")),
+            ("held-out", _metric(metrics, "heldout/success", form="{:.2f}")),
+            ("staleness", _metric(metrics, "staleness/max", form="{:.0f}")),
             ("queue", f"{counts.complete} ready, {counts.open} playing"),
             ("trajectories", str(counts.trajectories)),
-            ("generated", _metric(metrics, "tokens/generated_per_s", "{:.0f} tok/s")),
-            ("trained", _metric(metrics, "tokens/trained_per_s", "{:.0f} tok/s")),
-            ("learner idle", _metric(metrics, "learner/idle_fraction", "{:.0%}")),
-            ("learner step", _metric(metrics, "time/step_s", "{:.2f} s")),
+            ("generated", _metric(metrics, "tokens/generated_per_s", form="{:.0f} tok/s")),
+            ("trained", _metric(metrics, "tokens/trained_per_s", form="{:.0f} tok/s")),
+            ("learner idle", _metric(metrics, "learner/idle_fraction", form="{:.0%}")),
+            ("learner step", _metric(metrics, "time/step_s", form="{:.2f} s")),
             ("limited by", self._limit(metrics)),
         ]
 
@@ -132,16 +131,12 @@ class Progress:
             self.waiting.append(n_waiting / len(workers))
 
     def _limit(self, metrics: Mapping[str, float]) -> str:
-        """Return which side the other waits for, and for what share of its time."""
+        """Return which side limits the speed."""
         idle = metrics.get("learner/idle_fraction")
         if idle is None or not self.waiting:  # before the first step, or without workers
             return "-"
-        waiting = sum(self.waiting) / len(self.waiting)
-        if max(idle, waiting) < LEAST_SHARE:
-            return "neither side"
-        if idle >= waiting:
-            return f"actors (the learner waits {idle:.0%})"
-        return f"learner (the workers wait {waiting:.0%})"
+        workers_wait = sum(self.waiting) / len(self.waiting)
+        return speed_limit(learner_waits=idle, workers_wait=workers_wait)
 
     def _evaluation_figures(self, status: Status) -> list[tuple[str, str]]:
         done = self.heldout_groups - status.heldout_open
@@ -197,6 +192,6 @@ def said_with_spinner(doing: str, console: Console) -> AbstractContextManager[No
     return said_while(lambda: doing, console.print, spinner=console)
 
 
-def _metric(metrics: Mapping[str, float], name: str, form: str) -> str:
+def _metric(metrics: Mapping[str, float], name: str, *, form: str) -> str:
     """Return a metric as text, "-" if it has no value yet."""
     return form.format(metrics[name]) if name in metrics else "-"

@@ -43,6 +43,7 @@ from store import (
 )
 
 OUTSIDE = ("model.path", "prompt.template")  # settings that may name a path outside the run
+DIGEST_BYTES = 16
 END_BYTES = 2**20  # of each model file; models of the same shape have different numbers there
 # Settings that a fork shares with its run: the tasks of its groups, and the shape of its weights.
 FORK_KEEPS = ("env.name", "env.options", "model.")
@@ -122,16 +123,18 @@ def _digest(path: Path) -> str:
 
     A model may be too large to be read whole.
     """
-    digest = blake2b(digest_size=16)
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if not file.is_file():
-            continue
-        with file.open("rb") as content:
-            size = content.seek(0, os.SEEK_END)
-            digest.update(f"{file.name if path.is_dir() else ''}\0{size}\0".encode())
-            for start in sorted({0, max(0, size - END_BYTES)}) if path.is_dir() else [0]:
-                content.seek(start)
-                digest.update(content.read(END_BYTES if path.is_dir() else -1))
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    if path.is_file():
+        content = path.read_bytes()
+        digest.update(f"\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()
+    for file in sorted(each for each in path.iterdir() if each.is_file()):
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            digest.update(f"{file.name}\0{size}\0".encode())
+            for start in sorted({0, max(0, size - END_BYTES)}):
+                opened.seek(start)
+                digest.update(opened.read(END_BYTES))
     return digest.hexdigest()
 
 
@@ -185,7 +188,7 @@ def make_fork(source: str, config: Config) -> None:
     from learner import export_checkpoint  # here: it loads torch
 
     try:
-        digest = export_checkpoint(layout, checkpoint.learner_step, directory)
+        digest = export_checkpoint(layout, checkpoint.learner_step, dest=directory)
     # a damaged checkpoint, or the base model is gone
     except (ValueError, FileNotFoundError) as error:
         raise StoreError(

@@ -99,7 +99,7 @@ def stop(run: Path, console: Console) -> None:
                 f"{run} is driven by process {process.pid} of {process.username()}; stop it as "
                 "that user"
             ) from None
-        _wait_until_ended(process, run, console)
+        _wait_until_ended(process, run, console=console)
         how = "is stopped"
     else:
         how = "is driven by nobody, or by a process that has just begun"
@@ -144,7 +144,7 @@ def say_stopping(run: Path, text: str) -> None:
 
 
 def clear_stopping(run: Path) -> None:
-    """Let the run be stopped again: what ended was only its cloning, and the run goes on."""
+    """Remove the stopping line of the cloning, so that the training can be stopped in turn."""
     (run / STOPPING_FILE).unlink(missing_ok=True)
 
 
@@ -187,7 +187,7 @@ def _components_table(components: Sequence[Mapping[str, Any]], *, is_driven: boo
     return table
 
 
-def _wait_until_ended(process: psutil.Process, run: Path, console: Console) -> None:
+def _wait_until_ended(process: psutil.Process, run: Path, *, console: Console) -> None:
     """Wait for as long as the driver says what it waits for: a learner step may take an hour.
 
     Raises StoreError after STOP_SILENCE_S without news.

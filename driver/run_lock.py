@@ -24,6 +24,7 @@ from learner import remove_ray_directories, started_ticks
 from store import DRIVER_FILE, STOPPING_FILE, WANTED_WORKERS_FILE, StoreError, read_run_file
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
+KILLED_WITHIN_S = 10.0
 TRACKERS_END_WITHIN_S = 5.0
 
 
@@ -145,7 +146,7 @@ def remove_leftovers(run: Path) -> int:
             else:
                 process.kill()
                 leftovers.append(process)
-    psutil.wait_procs(leftovers, timeout=10.0)
+    psutil.wait_procs(leftovers, timeout=KILLED_WITHIN_S)
     # Python's resource trackers remove the semaphores of ended processes from /dev/shm, and then
     # end by themselves.
     _, stuck = psutil.wait_procs(trackers, timeout=TRACKERS_END_WITHIN_S)

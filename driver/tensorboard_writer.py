@@ -1,8 +1,5 @@
 """TensorBoard files of a run: each row of the metrics table once, at its learner step.
 
-    with tensorboard_files(layout, say) as curves:
-        supervisor.train(curves.beside(progress.show))      # writes the new rows at every look
-
 The files are a copy of the table. A start writes them anew, and so does a roll-back: they equal the
 table again, whatever was killed when. Files that cannot be written never end a run. Only the
 `tensorboard` package is imported, and not before the first row.
@@ -14,12 +11,10 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
-from coordinator import Status
-from store import Metric, RunLayout, metrics_since
+from store import Metric, RunLayout
 
 DIRECTORY = "tensorboard"
 EVENT_FILES = "events.out.tfevents.*"  # the names that TensorBoard reads
@@ -28,75 +23,27 @@ UNFINISHED = "unfinished"  # being written, not read by TensorBoard: a killed st
 _number = itertools.count()
 
 
-@contextmanager
-def tensorboard_files(layout: RunLayout, say: Callable[[str], None]) -> Iterator[Curves]:
-    """Yield the curves of a run.
-
-    At the end, add the metrics that the processes recorded while they stopped.
-    """
-    curves = Curves(layout, say)
-    try:
-        try:
-            yield curves
-        except BaseException:
-            curves.follow_a_last_time()
-            raise
-        if curves.follows:
-            curves.follow()
-    finally:
-        curves.close()
-
-
-class Curves:
+class TensorBoardFiles:
     """The TensorBoard files of one run, written by the one process that drives it."""
 
     def __init__(self, layout: RunLayout, say: Callable[[str], None]) -> None:
-        self.layout, self.say = layout, say
         self.directory = layout.root / DIRECTORY
-        self.follows = False  # the catalog was read once, so its owner has opened it
-        self._lsn = 0  # of the catalog: metrics up to here are written
+        self._say = say
         self._file: BinaryIO | None = None
         self._failed = False  # the files could not be written: this start writes no more of them
 
-    def follow(self) -> None:
-        """Write the new metrics. Raises StoreError if they cannot be read.
+    def wants(self) -> bool:
+        return not self._failed
 
-        If they cannot be written, say so once and write no more.
-        """
-        if self._failed:
-            return
-        changes = metrics_since(self.layout, self._lsn)
-        self.follows = True
-        file = self._file if changes.is_append else None
-        if file is None and self._lsn:
-            changes = metrics_since(self.layout, 0)
+    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+        """Write the rows. If they cannot be written, say so once and write no more."""
         try:
-            if file is not None:
-                _write_metrics(file, changes.rows)
-            elif changes.rows or not changes.is_append:
-                self._begin_anew(changes.rows)
+            if self._file is not None and not is_whole:
+                _write_metrics(self._file, rows)
+            elif rows or any(self.directory.glob(EVENT_FILES)):
+                self._begin_anew(rows)
         except OSError as error:
             self._give_up(error)
-        self._lsn = changes.lsn
-
-    def follow_a_last_time(self) -> None:
-        """Write the new metrics while another error ends the run; that error is raised."""
-        if not self.follows:
-            return
-        try:
-            self.follow()
-        # Nothing may take the place of the error in flight.
-        except Exception as error:  # noqa: BLE001
-            self.say(f"{self.directory} lacks the last metrics: {' '.join(str(error).split())}")
-
-    def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
-        """Return a `show` that also follows the metrics."""
-
-        def show_and_follow(status: Status) -> None:
-            show(status)
-            self.follow()
-
-        return show_and_follow
 
     def close(self) -> None:
         """Close the file. Idempotent. If its last bytes cannot be written, say so once."""
@@ -113,7 +60,7 @@ class Curves:
         if self._failed:
             return
         self._failed = True
-        self.say(
+        self._say(
             f"{self.directory} cannot be written: {error.strerror or error}; no more curves are "
             "written in this start. The store has all metrics, and the next start writes the files "
             "anew"

@@ -8,7 +8,7 @@ what `train` would do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ from driver.trackers.follow import Consumer, follow_metrics
 from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
+from printable import one_line
 from store import RunLayout, trust
 
 
@@ -150,7 +151,7 @@ def _report_file(run: Path, warn: Callable[[str], None]) -> Path | None:
     try:
         return write_report_file(run)
     except Exception as error:  # noqa: BLE001  # of libraries that only draw: told, not raised
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = one_line(error) or type(error).__name__
         warn(f"the report of {run} could not be written: {why}; try: gigpo report {run}")
         return None
 
@@ -174,12 +175,14 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
         offline_sources.import_sources(config, console)
     beside: list[Consumer] = [screen.lines] if screen.lines else []
     if config.alarms.webhook_env:
-        beside.append(AlarmWebhook(config, layout, screen.warn))
+        beside.append(AlarmWebhook(config, layout, say=screen.warn))
     with (
-        follow_metrics(config, layout, screen.warn, tell=console.print, beside=beside) as metrics,
-        _supervisor(config, model_path, config, screen) as supervisor,
+        follow_metrics(
+            config, layout, say=screen.warn, tell=console.print, beside=beside
+        ) as metrics,
+        _supervisor(config, model_path=model_path, driven=config, screen=screen) as supervisor,
         prometheus_endpoint(config, supervisor.engine_metrics) as figures,
-        Progress(config, "training", screen) as progress,
+        Progress(config, title="training", screen=screen) as progress,
     ):
         console.print(f"{layout.root}: {supervisor.restored}")
         screen.event("start", run=config.run_dir, run_id=layout.info.run_id)
@@ -199,64 +202,69 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
 def _make_base_policy(config: Config, screen: Screen) -> Path:
     """Make the tiny model that the training begins with, and return its directory.
 
-    In a run of its own it is cloned from a scripted player, so that it plays random but valid
-    commands. For an agent program it is the untrained model. A run with sources has theirs.
+    A run with sources has theirs, for an agent program it is an untrained model. Any other run
+    clones it from a scripted player, so that it plays random but valid commands.
     """
-    console = screen.console
-    with said_while(lambda: "loading libraries", console.print):
-        from learner import copy_weights, make_tiny_model, train_tokenizer
-
-    directory = Path(config.run_dir) / "base"
-    policy = directory / "policy"
+    policy = Path(config.run_dir) / "base" / "policy"
     if config.source:
         return offline_sources.copy_base_policy(config, policy)
     if policy.is_dir():
         return policy
     if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
-        console.print(
+        screen.console.print(
             f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write "
             "first"
         )
-        texts = (
-            text
-            for task in list_tasks(config.env.name, config.env.options)["train"]
-            for text in task.data.values()
+        tasks = list_tasks(config.env.name, config.env.options)["train"]
+        texts = (text for task in tasks for text in task.data.values())
+        _make_tiny_model(policy, config, texts=texts)
+    else:
+        screen.console.print(
+            f"no model.path: cloning a tiny base policy from a scripted player, in {policy.parent}"
         )
-        tokenizer = train_tokenizer(texts, vocabulary_size=config.model.tiny.vocabulary_size)
-        make_tiny_model(policy, tokenizer, config.model.tiny, seed=config.seed)
-        return policy
-    console.print(
-        f"no model.path: cloning a tiny base policy from a scripted player, in {directory}",
-    )
-    untrained = directory / "untrained"
+        _clone_scripted_player(policy, config, screen=screen)
+        screen.console.print(f"the base policy is cloned: {policy}. Next comes the training")
+    return policy
+
+
+def _clone_scripted_player(policy: Path, config: Config, *, screen: Screen) -> None:
+    """Train a tiny model on what the scripted player writes, in a run beside `policy`."""
+    untrained = policy.with_name("untrained")
     if not untrained.is_dir():
         log = Path(config.run_dir) / "logs" / FAILURE_LOG
-        with said_while(lambda: "making a tokenizer and a tiny model", console.print):
-            chats = sample_chats(config, log=log)
-            tokenizer = train_tokenizer(chats, vocabulary_size=config.model.tiny.vocabulary_size)
-            make_tiny_model(untrained, tokenizer, config.model.tiny, seed=config.seed)
+        with said_while(lambda: "making a tokenizer and a tiny model", screen.console.print):
+            _make_tiny_model(untrained, config, texts=sample_chats(config, log=log))
     clone = replace(
         configs.cloning_config(config),
-        run_dir=str(directory),
+        run_dir=str(policy.parent),
         store=replace(config.store, uri=""),
         # The others would show it as another run beside the one that matters.
         trackers=[name for name in config.trackers if name == "tensorboard"],
     )
     layout = make_or_open_run(clone)
     with (
-        follow_metrics(clone, layout, screen.warn) as metrics,
-        _supervisor(clone, str(untrained), config, screen) as supervisor,
-        Progress(clone, "cloning", screen) as progress,
+        follow_metrics(clone, layout, say=screen.warn) as metrics,
+        _supervisor(clone, model_path=str(untrained), driven=config, screen=screen) as supervisor,
+        Progress(clone, title="cloning", screen=screen) as progress,
     ):
         supervisor.train(metrics.beside(progress.show))
         version = supervisor.status().version
     run_control.clear_stopping(Path(config.run_dir))
+    from learner import copy_weights  # here: it loads torch
+
     copy_weights(layout.weights_dir(version), policy, follow_links=False)
-    console.print(f"the base policy is cloned: {policy}. Next comes the training")
-    return policy
 
 
-def _supervisor(config: Config, model_path: str, driven: Config, screen: Screen) -> Supervisor:
+def _make_tiny_model(directory: Path, config: Config, *, texts: Iterable[str]) -> None:
+    """Make a tokenizer of the texts, and a model for it."""
+    from learner import make_tiny_model, train_tokenizer  # here: they load torch
+
+    tiny = config.model.tiny
+    tokenizer = train_tokenizer(texts, vocabulary_size=tiny.vocabulary_size)
+    make_tiny_model(directory, tokenizer=tokenizer, config=tiny, seed=config.seed)
+
+
+def _supervisor(config: Config, *, model_path: str, driven: Config, screen: Screen) -> Supervisor:
     """Return the supervisor of one training.
 
     `driven` has the run that this process drives. It is another one while a base policy is cloned.

@@ -1,6 +1,6 @@
 """Post alarms to a URL, once when one turns on and once when it turns off.
 
-    webhook = AlarmWebhook(config, layout, say)
+    webhook = AlarmWebhook(config, layout, say=say)
     webhook.take(rows)          # a consumer of the metrics, see trackers/follow.py
     webhook.close()
 
@@ -21,6 +21,7 @@ from typing import Any
 from configs import Config, ConfigError
 from driver.trackers.given import Given, by_step
 from learner import describe_alarm
+from printable import one_line
 from store import Metric, RunLayout, StoreError
 
 ALARM = "alarm/"  # the begin of the metrics that are alarms
@@ -48,7 +49,7 @@ def webhook_url(config: Config) -> str:
 class AlarmWebhook:
     """The webhook of one run. It knows, also after a restart, what was posted."""
 
-    def __init__(self, config: Config, layout: RunLayout, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, layout: RunLayout, *, say: Callable[[str], None]) -> None:
         self._config, self._say, self._url = config, say, webhook_url(config)
         self._run = str(layout.root)
         self._given = Given(layout, "webhook")  # its notes: 1 for an alarm that was posted as on
@@ -70,10 +71,10 @@ class AlarmWebhook:
         steps = list(by_step(rows))
         if self._is_first:
             self._is_first = False
-            newest = [
-                step for step, values in steps if any(name.startswith(ALARM) for name in values)
-            ]
-            steps = [(step, values) for step, values in steps if step in newest[-1:]]
+            newest = max(
+                (row.learner_step for row in rows if row.name.startswith(ALARM)), default=0
+            )
+            steps = [(step, values) for step, values in steps if step == newest]
         changed = False
         for learner_step, values in steps:
             for name in (name for name in values if name.startswith(ALARM)):
@@ -81,7 +82,7 @@ class AlarmWebhook:
                 if is_on != bool(self._given.notes.get(name, 0)):
                     self._given.notes[name] = int(is_on)
                     changed = True
-                    self._queue(name, learner_step, values)
+                    self._queue(name, learner_step=learner_step, values=values)
         if changed:
             try:
                 self._given.save()
@@ -96,7 +97,7 @@ class AlarmWebhook:
             return
         self._thread.join(CLOSE_S)
 
-    def _queue(self, name: str, learner_step: int, values: dict[str, float]) -> None:
+    def _queue(self, name: str, *, learner_step: int, values: dict[str, float]) -> None:
         text, value = describe_alarm(name, values, learner_step=learner_step, config=self._config)
         post = {
             "run": self._run,
@@ -132,7 +133,7 @@ class AlarmWebhook:
         """Say once that a post failed. The URL is in no message."""
         if not self._is_said:
             self._is_said = True
-            text = " ".join(why.replace(self._url, "(the URL)").split())[:FAULT_CHARACTERS]
+            text = one_line(why.replace(self._url, "(the URL)"))[:FAULT_CHARACTERS]
             name = self._config.alarms.webhook_env
             self._say(
                 f"an alarm could not be posted to the URL in {name}: {text}. The run goes on, and "

@@ -41,13 +41,13 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
     coded = advantages["group_uid"].combine_chunks().dictionary_encode()
     uids, group = coded.dictionary, coded.indices.to_numpy()
     advantage = advantages["advantage"].to_numpy()
-    has_advantage = _any(advantage != 0.0, group, len(uids))
+    has_advantage = _any(advantage != 0.0, group=group, n_groups=len(uids))
     differing = advantages["episodes_differ"].to_numpy()
     if group_filter == "rewards":
         differing = differing | advantages["steps_differ"].to_numpy()
     elif group_filter == "advantages":
         differing = advantage != 0.0
-    has_difference = _any(differing, group, len(uids))
+    has_difference = _any(differing, group=group, n_groups=len(uids))
     is_first_step = advantages["step_index"].to_numpy() == 0
     n_trajectories = np.bincount(group[is_first_step], minlength=len(uids))
     lone = (n_trajectories == 1) & (group_filter != "advantages")
@@ -55,7 +55,7 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
     if not len(filtered):
         return {}
     first = np.unique(group, return_index=True)[1]  # first row of each group
-    differs = _any(advantage != advantage[first][group], group, len(uids))
+    differs = _any(advantage != advantage[first][group], group=group, n_groups=len(uids))
     penalties_only = differs & advantages["has_penalties"].to_numpy()[first]
     episode_return = advantages["episode_return"].to_numpy()[first]
     reasons = {}
@@ -80,6 +80,6 @@ def check_group_filter(group_filter: str) -> None:
         )
 
 
-def _any(flag: np.ndarray, group: np.ndarray, n_groups: int) -> np.ndarray:
+def _any(flag: np.ndarray, *, group: np.ndarray, n_groups: int) -> np.ndarray:
     """Return a bool per group: whether one of its rows has the flag."""
     return np.bincount(group[flag], minlength=n_groups) > 0

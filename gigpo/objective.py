@@ -200,15 +200,15 @@ class Objective:
     aggregation: Aggregation = TokenMean()
 
     def __post_init__(self) -> None:
-        _check_part("policy", self.policy, POLICY_LOSSES)
+        _check_part("policy", value=self.policy, registry=POLICY_LOSSES)
         if not isinstance(self.corrections, tuple):
             raise ValueError(
                 f"corrections={self.corrections!r} is no tuple; write corrections=(TokenTis(),), "
                 "or () for none"
             )
         for correction in self.corrections:
-            _check_part("corrections", correction, CORRECTIONS)
-        _check_part("aggregation", self.aggregation, AGGREGATIONS)
+            _check_part("corrections", value=correction, registry=CORRECTIONS)
+        _check_part("aggregation", value=self.aggregation, registry=AGGREGATIONS)
         if self.proximal not in PROXIMAL_POLICIES:
             raise ValueError(
                 f"proximal={self.proximal!r} is none of {', '.join(PROXIMAL_POLICIES)}"
@@ -278,7 +278,7 @@ class Objective:
         return Terms(loss_N=loss_N, factor_N=factor_N, clipped_N=clipped_N, kl_N=kl_N.detach())
 
 
-def _check_part(field: str, value: object, registry: Mapping[str, type]) -> None:
+def _check_part(field: str, *, value: object, registry: Mapping[str, type]) -> None:
     """Refuse a class, a name, or a part of another kind, which would fail in the first update.
 
     A record that no registry knows is the caller's own.

@@ -10,7 +10,7 @@ data/             batch_loader: groups to advantages; micro_batch: rows to tenso
                   next batch in a thread
 rank_group.py     one call on all ranks
 training/         engine: one optimizer update with DeepSpeed; step_metrics: its figures; alarms:
-                  errors and warnings that end a run
+                  figures beyond their bounds; run_health: errors that end a run
 loss_settings.py  the loss, from the settings of the config
 model/            policy_model: the network; packed_attention and chunked_logprobs: its parts;
                   vision, lora; tiny_model: a base policy without a download

@@ -126,11 +126,13 @@ def save_checkpoint(
     )
     if engine.rank == 0:
         with atomic_directory(dest) as unfinished:
-            content = _write_rank_files(engine, unfinished, point)
+            content = _write_rank_files(engine, directory=unfinished, point=point)
             (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
     else:
         with names_the_disk(dest):
-            _write_rank_files(engine, dest.with_name(dest.name + UNFINISHED_SUFFIX), point)
+            _write_rank_files(
+                engine, directory=dest.with_name(dest.name + UNFINISHED_SUFFIX), point=point
+            )
 
 
 def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
@@ -145,9 +147,9 @@ def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
     if any(faults):
         raise CheckpointError(next(filter(None, faults)))
     parameters = trainable(engine.policy.causal_lm)
-    check_parameters(source, content.parameters, parameters)
+    check_parameters(source, saved=content.parameters, parameters=parameters)
     write_state(
-        engine.deepspeed, parameters, saved_tensors(source, content), steps=content.adam_steps
+        engine.deepspeed, parameters, saved=saved_tensors(source, content), steps=content.adam_steps
     )
     engine.n_updates = content.point.n_updates
     # A rank that did not exist then starts with its own random state.
@@ -187,7 +189,7 @@ def check_whole(source: Path, content: Content) -> None:
 
 
 def check_parameters(
-    source: Path, saved: Mapping[str, Sequence[int]], parameters: Parameters
+    source: Path, *, saved: Mapping[str, Sequence[int]], parameters: Parameters
 ) -> None:
     """Raise CheckpointError for the first shape that differs from the trained parameters."""
     here = {name: shape_of(parameter) for name, parameter in parameters.items()}
@@ -256,11 +258,11 @@ def _parse_content(record: dict[str, Any]) -> Content:
     return Content(**record | {"point": point, "files": files, "random_states": states})
 
 
-def _write_rank_files(engine: Engine, directory: Path, point: CheckpointPoint) -> Content:
+def _write_rank_files(engine: Engine, *, directory: Path, point: CheckpointPoint) -> Content:
     """Write this rank's files. Return the content of the whole checkpoint."""
     dist.barrier()  # rank 0 has made the directory
     parameters = trainable(engine.policy.causal_lm)
-    mine = [_write_kind(engine, parameters, directory, kind) for kind in KINDS]
+    mine = [_write_kind(engine, parameters, directory=directory, kind=kind) for kind in KINDS]
     per_rank = from_all_ranks((mine, random_states()), ranks=engine.ranks)
     return Content(
         format_version=FORMAT_VERSION,
@@ -274,8 +276,8 @@ def _write_rank_files(engine: Engine, directory: Path, point: CheckpointPoint) -
     )
 
 
-def _write_kind(engine: Engine, parameters: Parameters, directory: Path, kind: str) -> Files:
-    gathered = read_state(engine.deepspeed, parameters, kind)
+def _write_kind(engine: Engine, parameters: Parameters, *, directory: Path, kind: str) -> Files:
+    gathered = read_state(engine.deepspeed, parameters, kind=kind)
     stem = f"{kind}-rank{engine.rank:05d}"
     share = islice(gathered, engine.rank, None, engine.ranks)
     shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES, send=None)

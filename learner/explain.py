@@ -86,7 +86,8 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
     assert engine.learner.zero_stage < PARTITIONED
     rows = with_staleness(batch.rows, version=batch.version)
     parts = {
-        group.group_uid: _group_rows(engine, rows, group.group_uid) for group in batch.batch.groups
+        group.group_uid: _group_rows(engine, rows, group_uid=group.group_uid)
+        for group in batch.batch.groups
     }
     trained = {uid: part for uid, part in parts.items() if part.batches}
     gradients, total = _gradients(engine, list(trained.values())) if trained else ([], None)
@@ -160,7 +161,7 @@ def _figures(gradient: GroupGradient) -> list[str]:
     ]
 
 
-def _group_rows(engine: Engine, rows: pa.Table, group_uid: bytes) -> _GroupRows:
+def _group_rows(engine: Engine, rows: pa.Table, *, group_uid: bytes) -> _GroupRows:
     mine = rows.filter(pc.equal(rows["group_uid"], pa.scalar(group_uid, rows["group_uid"].type)))
     tokens = engine.learner.micro_batch_tokens
     batches = micro_batches(mine, micro_batch_tokens=tokens, merge_steps=True, ranks=1)
@@ -202,10 +203,10 @@ def _gradients(
             ratio_N = torch.exp(logprobs_N - batch.behaviour_logprobs_N)  # pi / mu
             seen.append(torch.stack([ratio_N, clipped_N]))
         _add(sum_gradient, gradient)
-        groups.append(_summary(part.rows, torch.cat(seen, dim=1), gradient))
+        groups.append(_summary(part.rows, seen_2N=torch.cat(seen, dim=1), gradient=gradient))
         all_seen_2N += seen
     rows = pa.concat_tables([part.rows for part in parts])
-    return groups, _summary(rows, torch.cat(all_seen_2N, dim=1), sum_gradient)
+    return groups, _summary(rows, seen_2N=torch.cat(all_seen_2N, dim=1), gradient=sum_gradient)
 
 
 def _add(totals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -224,7 +225,7 @@ def _number_rows(parts: Sequence[_GroupRows]) -> list[MicroBatch]:
 
 
 def _summary(
-    rows: pa.Table, seen_2N: torch.Tensor, gradient: Sequence[torch.Tensor]
+    rows: pa.Table, *, seen_2N: torch.Tensor, gradient: Sequence[torch.Tensor]
 ) -> GroupGradient:
     ratio_N, clipped_N = seen_2N
     return GroupGradient(

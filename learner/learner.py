@@ -26,7 +26,7 @@ from learner.interface import (
 )
 from learner.rank_group import RankGroup
 from learner.restore_report import restored_lines
-from learner.training.alarms import (
+from learner.training.run_health import (
     ALARM,
     ALARM_ENDED,
     BAD_UPDATE,
@@ -100,7 +100,7 @@ class Learner:
                 # Settling lets workers begin new groups, so the new weights must be there before.
                 with clock.timed("publish_s"):
                     self._publish(self.version + 1)
-                alarms = self._settle(batch, updates, clock.end_step())
+                alarms = self._settle(batch, updates=updates, times=clock.end_step())
                 if self.step % self.config.learner.checkpoint_every == 0:
                     with clock.timed("checkpoint_s"):
                         self._save_checkpoint()
@@ -272,11 +272,11 @@ class Learner:
         prune_oldest(self.layout.weights, keep=keep)
 
     def _settle(
-        self, batch: PreparedBatch, updates: list[UpdateStats], times: StepTimes
+        self, batch: PreparedBatch, *, updates: list[UpdateStats], times: StepTimes
     ) -> list[str]:
         """Record the batch as consumed, with the step's figures. Return the alarms that began."""
         figures, alarms = self.health.judge(
-            step_metrics(batch, updates, times), learner_step=self.step
+            step_metrics(batch, updates=updates, times=times), learner_step=self.step
         )
         self.coordinator.settle(
             batch.batch.batch_id,
@@ -297,7 +297,7 @@ class Learner:
         lsn = self.coordinator.export_now().get()
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
         path = self.layout.relative(directory)
-        self.coordinator.checkpoint(self.step, path, self.version).get()
+        self.coordinator.checkpoint(self.step, path=path, version=self.version).get()
         self.saved_step = self.step
         announced = self.coordinator.checkpoints().get()
         prune_checkpoints(

@@ -22,22 +22,22 @@ T = TypeVar("T")
 
 def objective_of(loss: LossConfig) -> Objective:
     """Return the objective of a config. Raises ConfigError for parts that do not go together."""
-    policy = _known("policy", loss.policy, POLICY_LOSSES)
+    policy = _known("policy", loss.policy, registry=POLICY_LOSSES)
     usual_corrections, usual_aggregation = DEFAULT_PAIRING[loss.policy]
     check_is_list("loss.corrections", loss.corrections)
     names = usual_corrections if loss.corrections == [AUTO] else loss.corrections
-    corrections = [_known("corrections", name, CORRECTIONS) for name in names]
+    corrections = [_known("corrections", name, registry=CORRECTIONS) for name in names]
     chosen = usual_aggregation if loss.aggregation == AUTO else loss.aggregation
-    aggregation = _known("aggregation", chosen, AGGREGATIONS)
+    aggregation = _known("aggregation", chosen, registry=AGGREGATIONS)
     kinds = [policy, *corrections, aggregation]
     _check_numbers(loss, used=dict(zip([loss.policy, *names, chosen], kinds, strict=True)))
     try:
         return Objective(
-            policy=_made(policy, loss, loss.policy),
+            policy=_made(policy, loss, name=loss.policy),
             corrections=tuple(
-                _made(kind, loss, name) for kind, name in zip(corrections, names, strict=True)
+                _made(kind, loss, name=name) for kind, name in zip(corrections, names, strict=True)
             ),
-            aggregation=_made(aggregation, loss, chosen),
+            aggregation=_made(aggregation, loss, name=chosen),
             proximal=loss.proximal,
             kl=loss.kl,
             kl_coef=loss.kl_coef,
@@ -49,7 +49,7 @@ def objective_of(loss: LossConfig) -> Objective:
         raise ConfigError(f"loss.{error}") from None
 
 
-def _known(key: str, name: str, registry: Mapping[str, type[T]]) -> type[T]:
+def _known(key: str, name: str, *, registry: Mapping[str, type[T]]) -> type[T]:
     if name not in registry:
         raise ConfigError(
             f"loss.{key}={name!r} is none of {', '.join(registry)}{did_you_mean(name, registry)}"
@@ -57,7 +57,7 @@ def _known(key: str, name: str, registry: Mapping[str, type[T]]) -> type[T]:
     return registry[name]
 
 
-def _made(kind: type[T], loss: LossConfig, name: str) -> T:
+def _made(kind: type[T], loss: LossConfig, *, name: str) -> T:
     """Return the part `name` of an objective, with the config's numbers for it."""
     try:
         return kind(**loss.numbers.get(name, {}))

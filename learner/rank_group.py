@@ -59,7 +59,7 @@ class RankGroup:
         self._fsync = BackgroundFsync()  # for published weights
         options = {"num_cpus": 0, "num_gpus": config.learner.gpus_per_rank}
         self.peers = [
-            _RemoteRankActor.options(**options).remote(config, model_path, rank)
+            _RemoteRankActor.options(**options).remote(config, model_path=model_path, rank=rank)
             for rank in range(1, config.learner.ranks)
         ]
         # The engine works in its own thread. A collective cannot be interrupted, so this thread
@@ -200,7 +200,7 @@ class RankGroup:
 class RemoteRank:
     """Run one of the other ranks, in a Ray actor."""
 
-    def __init__(self, config: Config, model_path: str, rank: int) -> None:
+    def __init__(self, config: Config, *, model_path: str, rank: int) -> None:
         self.config = config
         self.model_path = model_path
         self.rank = rank

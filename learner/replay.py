@@ -124,7 +124,7 @@ def replay_steps(
     trained = []
     for step in replayed(layout, config, first=first, last=last, explained=explained, say=say):
         if not step.same:
-            say(_difference(step, config, layout))
+            say(_difference(step, config=config, layout=layout))
             return False
         trained.append(step)
     each = f"weights and {trained[-1].n_figures} figures"
@@ -294,7 +294,7 @@ def _restored(
     version = 0
     source = f"the base model {model_path}"
     if kept:
-        _load(layout, ranks, kept[0])
+        _load(layout, ranks, record=kept[0])
         learner_step, version = kept[0].learner_step, kept[0].version
         source = f"the checkpoint of learner step {learner_step}"
     published = published_version(layout, version)
@@ -313,7 +313,7 @@ def _restored(
     )
 
 
-def _load(layout: RunLayout, ranks: RankGroup, record: CheckpointRecord) -> None:
+def _load(layout: RunLayout, ranks: RankGroup, *, record: CheckpointRecord) -> None:
     point = ranks.load_checkpoint(layout.root / record.path)
     if (point.learner_step, point.version) != (record.learner_step, record.version):
         raise ReplayError(
@@ -331,7 +331,7 @@ def _digest(ranks: RankGroup, scratch: Path) -> str:
     return digest
 
 
-def _difference(step: Replayed, config: Config, layout: RunLayout) -> str:
+def _difference(step: Replayed, *, config: Config, layout: RunLayout) -> str:
     """Describe a difference and its possible causes."""
     after = f"after learner step {step.learner_step}"
     lines = [f"the weights {after} are identical, but {len(step.changed)} figures differ"]

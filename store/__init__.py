@@ -7,8 +7,7 @@ readers use is exported from it. Nothing here knows machine learning. In reading
 records.py           Step and Trajectory: the rows that are stored, and their Arrow schema
 layout.py            where each file of a run is; run.json, and the format of a run
 segments.py          write and read one segment
-weight_files.py      the files of a model's weights
-safetensors_header.py  the head of one
+weight_files.py      the files of a model's weights, and the head of one
 catalog/             what counts: groups, batches, versions, segments
 reading/             the manifest, the SQL views, and a reader that can do no harm
 maintenance/         compaction, retention, fsck, repair, rebuild

@@ -86,10 +86,6 @@ from .records import to_table as to_table
 from .records import uid_text as uid_text
 from .remote_directory import local_directory as local_directory
 from .remote_directory import publish_directory as publish_directory
-from .safetensors_header import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
-from .safetensors_header import TensorEntry as TensorEntry
-from .safetensors_header import decode_safetensors_head as decode_safetensors_head
-from .safetensors_header import encode_safetensors_head as encode_safetensors_head
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment
@@ -105,5 +101,9 @@ from .untrusted.signatures import sign_run as sign_run
 from .untrusted.trust import check_trusted as check_trusted
 from .untrusted.trust import is_trusted as is_trusted
 from .untrusted.trust import trust as trust
+from .weight_files import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
+from .weight_files import TensorEntry as TensorEntry
 from .weight_files import WeightFileError as WeightFileError
+from .weight_files import decode_safetensors_head as decode_safetensors_head
+from .weight_files import encode_safetensors_head as encode_safetensors_head
 from .weight_files import weight_files as weight_files

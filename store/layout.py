@@ -64,20 +64,49 @@ REPORT_FILE = "report.html"  # what the run showed, for people; the end of a tra
 
 # Every name at the top of a run's directory. `base` holds another run.
 DIRECTORIES_OF_A_RUN = (
-    *("segments", "export", "weights", "checkpoints", "readers", "quarantine", "backup", "logs"),
-    *("tensorboard", "trackers", "untrained"),  # the model with which a behaviour cloning run began
+    "segments",
+    "export",
+    "weights",
+    "checkpoints",
+    "readers",
+    "quarantine",
+    "backup",
+    "logs",
+    "tensorboard",
+    "trackers",
+    "untrained",  # the model with which a behaviour cloning run began
 )
 FILES_OF_A_RUN = (
-    *("run.json", "signed.json", "manifest.json", "published.json", "open.sql", "mirror.lock"),
-    *(CONFIG_FILE, OUTSIDE_FILE, DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE, GIVEN_FILE),
+    "run.json",
+    "signed.json",
+    "manifest.json",
+    "published.json",
+    "open.sql",
+    "mirror.lock",
+    CONFIG_FILE,
+    OUTSIDE_FILE,
+    DRIVER_FILE,
+    WANTED_WORKERS_FILE,
+    STOPPING_FILE,
+    GIVEN_FILE,
     REPORT_FILE,
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
 # Names in a run's directory whose first start was killed before it wrote run.json, or that is the
 # root of a new file system.
 MADE_BEFORE_RUN_JSON = (
-    *("run.json", "signed.json", "segments", "export", "weights", "checkpoints", "logs", "backup"),
-    *(DRIVER_FILE, WANTED_WORKERS_FILE, STOPPING_FILE, "lost+found"),
+    "run.json",
+    "signed.json",
+    "segments",
+    "export",
+    "weights",
+    "checkpoints",
+    "logs",
+    "backup",
+    DRIVER_FILE,
+    WANTED_WORKERS_FILE,
+    STOPPING_FILE,
+    "lost+found",
 )
 
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from printable import one_line
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import FORMAT, RunLayout, check_format
@@ -36,8 +37,17 @@ MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
 # to the size.
 DICTIONARY_COLUMNS = [
-    *("traj_uid", "group_uid", "env_name", "task_id", "split", "finish_reason", "obs_text"),
-    *("anchor_text", "state_hash", "action_text", "admissible_actions.list.element"),
+    "traj_uid",
+    "group_uid",
+    "env_name",
+    "task_id",
+    "split",
+    "finish_reason",
+    "obs_text",
+    "anchor_text",
+    "state_hash",
+    "action_text",
+    "admissible_actions.list.element",
 ]
 # This makes them a quarter smaller. Token ids would gain 8% at most, and DuckDB 1.5 reads split
 # bytes of floats only.
@@ -116,10 +126,8 @@ def write_rows(
     )
 
 
-def read_segment(
-    layout: RunLayout, meta: SegmentMeta, *, columns: Sequence[str] | None = None
-) -> pa.Table:
-    """Return the rows of `meta.trajectories`, all columns if None.
+def read_segment(layout: RunLayout, meta: SegmentMeta) -> pa.Table:
+    """Return the rows of `meta.trajectories`.
 
     The digest of the file is compared first, because Parquet readers return wrong data for most
     single-bit errors. Raises DigestError.
@@ -132,12 +140,11 @@ def read_segment(
             f"segment {path} has digest {digest}, committed was {meta.digest}: its bytes changed "
             f"on disk; restore it from a backup, or set it aside: gigpo fsck --repair {layout.root}"
         )
-    wanted = None if columns is None else list(dict.fromkeys([*columns, "traj_uid"]))
-    table = decode(data, path=path, columns=wanted)
+    table = decode(data, path=path)
     if sum(trajectory.n_steps for trajectory in meta.trajectories) < meta.n_steps:
         uids = pa.array([trajectory.traj_uid for trajectory in meta.trajectories], UID_TYPE)
         table = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
-    return table if columns is None else table.select(list(columns))
+    return table
 
 
 def read_segments(layout: RunLayout, metas: Sequence[SegmentMeta]) -> pa.Table:
@@ -168,7 +175,7 @@ def decode(data: pa.Buffer, *, path: Path | str, columns: Sequence[str] | None =
         table = read_table(file, source, n_bytes=data.size, name=path, columns=chosen)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
-            f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
+            f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
     return table.select(names).replace_schema_metadata(None)
 

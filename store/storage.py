@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from printable import one_line
 from store.atomic_write import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
 from store.errors import StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
@@ -271,7 +272,7 @@ class RemoteStorage:
             except TimeoutError:
                 break
             except (OSError, ValueError, pa.ArrowException) as error:
-                reason = " ".join(str(error).split())
+                reason = one_line(error)
                 if FINAL.search(reason) or isinstance(error, ValueError):
                     raise UnavailableError(
                         f"cannot {doing} {self.locate(path)}: {reason}; check the URI, and the "

@@ -1,10 +1,33 @@
-"""Find the weight files of a model."""
+"""Find the weight files of a model, and encode and decode the head of one.
+
+A safetensors file is its head, then the tensors' bytes. The head is 8 bytes with the length of the
+JSON text, little-endian, and the text. The format:
+https://github.com/huggingface/safetensors#format
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from store.errors import StoreError
+
+N_LENGTH_BYTES = 8
+ALIGNMENT_BYTES = 8
+METADATA = "__metadata__"
+# Name in the format -> name of the torch dtype.
+SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 
 
 class WeightFileError(StoreError):
@@ -22,3 +45,39 @@ def weight_files(path: Path) -> list[Path]:
             f"no weights at {path}: give a .safetensors file, or a directory that holds some"
         )
     return files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    name: str
+    dtype: str  # key of SAFETENSORS_DTYPES
+    shape: list[int]
+    begin: int  # bytes from the end of the head
+    end: int
+
+
+def encode_safetensors_head(entries: Sequence[TensorEntry]) -> bytes:
+    """Return the head of a file with these tensors."""
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [entry.begin, entry.end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(N_LENGTH_BYTES, "little") + text
+
+
+def decode_safetensors_head(head: bytes) -> list[TensorEntry]:
+    """Return the tensors of a file, empty ones included, in the order of its head."""
+    header = json.loads(head[N_LENGTH_BYTES:])
+    header.pop(METADATA, None)
+    entries = []
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        entries.append(
+            TensorEntry(name=name, dtype=entry["dtype"], shape=entry["shape"], begin=begin, end=end)
+        )
+    return entries

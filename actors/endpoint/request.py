@@ -30,11 +30,23 @@ MANY_MESSAGES = 1000  # take a noticeable time to tokenise, however short they a
 MAX_QUOTED_CHARACTERS = 300  # of an error, which may quote a value as long as the body
 IGNORED = {
     # The run decides how to sample.
-    *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"),
-    *("frequency_penalty", "presence_penalty"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
     # These change no answer.
-    *("metadata", "model", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
-    *("service_tier", "store", "user"),
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
 }
 # fields with the values that ask for nothing; other values are not supported
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {

@@ -1,6 +1,6 @@
 """Serve an OpenAI-compatible HTTP endpoint that records each chat completion as a Step.
 
-    endpoint = Endpoint(policy, tokenizer, config)
+    endpoint = Endpoint(policy, tokenizer, config=config)
     await endpoint.start()                    # on this event loop, at 127.0.0.1, on a free port
     with endpoint.episode(ids, rules, label="task 7") as recording:
         ...                                   # a program calls recording.client.base_url
@@ -40,6 +40,7 @@ from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptSt
 from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
+from printable import one_line
 from store import Step, now_us, uid_text
 
 MAX_BODY_BYTES = 64 * 2**20  # whatever the model takes
@@ -58,9 +59,9 @@ class Recording:
         self,
         ids: EpisodeIds,
         rules: EpisodeRules,
+        *,
         conversation: Conversation,
         client: ClientSettings,
-        *,
         label: str,
     ) -> None:
         self.ids = ids
@@ -120,7 +121,7 @@ class Recording:
 class Endpoint:
     """Serve one policy to the programs of a worker."""
 
-    def __init__(self, policy: Policy, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(self, policy: Policy, tokenizer: Tokenizer, *, config: Config) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         self.base_url = ""  # known when it listens
         self._model = Path(config.run_dir).name  # as /v1/models names it
@@ -165,7 +166,9 @@ class Endpoint:
             chat_variables=self._chat_variables,
             max_characters=self._max_characters,
         )
-        recording = self._open[number] = Recording(ids, rules, conversation, client, label=label)
+        recording = self._open[number] = Recording(
+            ids, rules, conversation=conversation, client=client, label=label
+        )
         try:
             yield recording
         finally:
@@ -233,8 +236,8 @@ class Endpoint:
             why = f"the request did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(why, status=408, code="request_timeout", param=None) from None
         except MALFORMED_REQUEST as error:
-            reason = " ".join(str(error).split())
-            raise refused(f"the body of the request is not readable: {reason}", None) from None
+            why = f"the body of the request is not readable: {one_line(error)}"
+            raise refused(why, None) from None
 
     async def _answer(
         self, recording: Recording, asked: ChatRequest
@@ -252,7 +255,7 @@ class Endpoint:
         max_tokens = min(asked.token_limit or room, self._max_response_tokens, room)
         started_us, started = now_us(), time.perf_counter()
         with recording.reserve(asked.n_choices) as numbers:
-            completions = await self._generate(recording, prompt, numbers)
+            completions = await self._generate(recording, prompt, numbers=numbers)
         gen_us = round((time.perf_counter() - started) * 1e6)
         recording.refuse_beyond(0)
         inputs = [message.content for message in messages if message.role != "assistant"]
@@ -309,7 +312,7 @@ class Endpoint:
         return recording.cut(f"{size}; {limit}", status=400, code="context_length_exceeded")
 
     async def _generate(
-        self, recording: Recording, prompt: Prompt, numbers: list[int]
+        self, recording: Recording, prompt: Prompt, *, numbers: list[int]
     ) -> list[Completion]:
         tasks = [
             asyncio.ensure_future(self._complete(recording, prompt, number=number))

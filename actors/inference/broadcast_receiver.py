@@ -137,7 +137,7 @@ class Receiver:
                         prefix = dist.PrefixStore(
                             store.hidden(broadcast.group_prefix(group_number)), store.store
                         )
-                        group = self._form(prefix, rank, size, own_host)
+                        group = self._form(prefix, rank=rank, size=size, own_host=own_host)
                     self._received = self._receive(group)
                 except (RuntimeError, ValueError) as error:
                     group = None
@@ -156,7 +156,7 @@ class Receiver:
                 return int(store.get(key))
         return None
 
-    def _form(self, store: dist.Store, rank: int, size: int, own_host: str) -> Any:
+    def _form(self, store: dist.Store, *, rank: int, size: int, own_host: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
         options._timeout = broadcast.MESSAGE_TIMEOUT

@@ -28,7 +28,7 @@ from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
 from configs import Config, EndpointConfig
 from envs import PendingOperations
-from printable import UserError, did_you_mean
+from printable import UserError, did_you_mean, one_line
 from store import whole_text
 
 if TYPE_CHECKING:
@@ -254,13 +254,13 @@ async def _check(response: httpx2.Response) -> None:
         if len(body) > MAX_ANSWER_BYTES:
             await response.aclose()
             break
-    status, fault = _judge(response.status_code, bytes(body), response.request.method)
+    status, fault = _judge(response.status_code, bytes(body), method=response.request.method)
     _fault.set(fault)
     response.status_code = status
     response._content = b"" if fault else bytes(body)  # as `aread` does, which has no limit
 
 
-def _judge(status: int, body: bytes, method: str) -> tuple[int, str]:
+def _judge(status: int, body: bytes, *, method: str) -> tuple[int, str]:
     """Return the status that an answer deserves, and what is wrong with it; "" if nothing is."""
     if 300 <= status < 400:
         why = "a redirect, which is not followed; set endpoint.url to its end"
@@ -317,7 +317,7 @@ def _json(data: bytes) -> Any:
 def _quote(said: object) -> str:
     """Return a server's words in one line of bounded length."""
     text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-    line = " ".join(text.split())
+    line = one_line(text)
     if len(line) > MAX_QUOTED_CHARACTERS:
         return f"{line[:MAX_QUOTED_CHARACTERS]} ..."
     return line

@@ -31,7 +31,7 @@ from actors.inference.vllm_engine import (
     stop_engine,
 )
 from actors.inference.vllm_images import engine_input
-from actors.inference.weight_files import (
+from actors.inference.weight_load import (
     RECEIVED,
     PhaseClock,
     WeightLoad,
@@ -305,6 +305,6 @@ def load_stop_token_ids(model_path: str) -> list[int]:
     found = loaded(
         "generation configuration",
         model_path,
-        lambda: GenerationConfig.from_pretrained(model_path, local_files_only=True),
+        load=lambda: GenerationConfig.from_pretrained(model_path, local_files_only=True),
     ).eos_token_id
     return found if isinstance(found, list) else [found]

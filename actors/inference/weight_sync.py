@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 
 from actors.inference.vllm_policy import VLLMPolicy
-from actors.inference.weight_files import WeightLoad
+from actors.inference.weight_load import WeightLoad
 from store import RunLayout, StoreError, VersionRecord, local_directory
 
 LOADED, REFUSED = "weights loaded", "weights refused"

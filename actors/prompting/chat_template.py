@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from configs import FROM_FILES, loaded
 from envs import run_in_thread
+from printable import REASON_CHARACTERS, one_line
 
 # Smallest bound of a token's characters: a normaliser may shorten text too.
 SHORTEST_BOUND = 16
@@ -57,7 +58,7 @@ def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
         tokenizer: Tokenizer = loaded(
             "tokenizer",
             model_path,
-            lambda: AutoTokenizer.from_pretrained(model_path, **FROM_FILES),
+            load=lambda: AutoTokenizer.from_pretrained(model_path, **FROM_FILES),
         )
         return tokenizer
 
@@ -158,7 +159,7 @@ class Chat:
         try:
             token_ids = self._apply([("user", MESSAGE)], generation=False, tokenize=True)
         except Exception as error:  # noqa: BLE001 - the model's own program may raise anything
-            return " ".join((str(error) or type(error).__name__).split())[:100]
+            return one_line(str(error) or type(error).__name__)[:REASON_CHARACTERS]
         shown = MESSAGE in self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return "" if shown else "it leaves out the user's message"
 

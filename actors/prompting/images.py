@@ -80,7 +80,7 @@ def load_image_form(model_path: str | Path) -> ImageForm | None:
     processor = loaded(
         "image processor",
         model_path,
-        lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **FROM_FILES),
+        load=lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **FROM_FILES),
     )
     config = json.loads((Path(model_path) / "config.json").read_text())
     return ImageForm(processor, image_token_id=config["image_token_id"])

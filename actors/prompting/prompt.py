@@ -18,6 +18,7 @@ too long without being tokenised. So the work for a prompt is bounded by the bud
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -172,7 +173,7 @@ class PromptForm:
             turn = first - 1
             message, _ = self._next_message(observation, history, turn=first)
             begun = self._fitting(
-                _observation_at(turn, observation, history), history[:turn], kept=0
+                _observation_at(turn, newest=observation, history=history), history[:turn], kept=0
             )
             if message is None or begun is None:  # one of them is too long for any prompt
                 break
@@ -191,7 +192,7 @@ class PromptForm:
         They follow the response of the turn before. For a message that is too long for any prompt,
         return None and the smallest number of tokens that it can have.
         """
-        seen = _observation_at(turn, observation, history)
+        seen = _observation_at(turn, newest=observation, history=history)
         text = render_next(self.template, seen, step=turn + 1)
         if not self._is_countable(text):
             return None, self._least_tokens(text)
@@ -240,7 +241,7 @@ class PromptForm:
 
         Rounded up, so that a text of more than `_max_characters` has too many for a prompt.
         """
-        return -(-len(text) // self._longest_token)
+        return math.ceil(len(text) / self._longest_token)
 
     def _message(self, observation: Observation, history: Sequence[Turn], *, kept: int) -> str:
         # Cut each turn to one character more than a prompt can have: the prompt is too long with or
@@ -248,7 +249,7 @@ class PromptForm:
         most = self._max_characters + 1
         if any(len(turn.observation) > most for turn in history[len(history) - kept :]):
             history = [replace(turn, observation=turn.observation[:most]) for turn in history]
-        message = render(self.template, observation, history, kept=kept)
+        message = render(self.template, observation, history=history, kept=kept)
         # An environment or an action may contain the image token's text; only images may.
         return message.replace(self._image_word, "") if self._image_word else message
 
@@ -287,7 +288,7 @@ def answer_text(template: Template, action: str, *, parser: str) -> str:
     return action if parser == "text" else template.answer.format(action=action)
 
 
-def _observation_at(turn: int, newest: Observation, history: Sequence[Turn]) -> Observation:
+def _observation_at(turn: int, *, newest: Observation, history: Sequence[Turn]) -> Observation:
     """Return the observation of `turn`, counted from 0; that of the last turn is `newest`."""
     if turn == len(history):
         return newest

@@ -17,6 +17,7 @@ import yaml
 from actors.policy import Prompt
 from configs import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from envs import Observation
+from printable import REASON_CHARACTERS, one_line
 
 FOLDER = Path(__file__).parents[1] / "templates"
 # Limits of a template's file. The largest of `templates/` has 50 YAML events, and depth 3.
@@ -112,7 +113,7 @@ def read_template(path: Path) -> Template:
         values = yaml.safe_load(text)
     # The YAML library raises errors of many kinds: 2001-99-99 is a ValueError.
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error)[:REASON_CHARACTERS]
         raise ValueError(f"template {path} is not readable as YAML: {why}") from None
     if not isinstance(values, dict):
         raise ValueError(
@@ -127,11 +128,11 @@ def read_template(path: Path) -> Template:
         )
     if unknown := sorted(map(str, values.keys() - wanted)):
         raise ValueError(
-            f"template {path} has {', '.join(unknown)[:100]}, which is none of "
+            f"template {path} has {', '.join(unknown)[:REASON_CHARACTERS]}, which is none of "
             f"{', '.join(sorted(wanted))}"
         )
     for key, allowed in PLACEHOLDERS.items():
-        _check_braces(path, key, values[key], allowed=allowed)
+        _check_braces(path, key=key, text=values[key], allowed=allowed)
     has_tags = _is_texts(values["tags"]) and values["tags"]
     if not has_tags or not isinstance(values["thinks"], bool):
         raise ValueError(
@@ -144,7 +145,7 @@ def read_template(path: Path) -> Template:
 
 
 def render(
-    template: Template, observation: Observation, history: Sequence[Turn], *, kept: int
+    template: Template, observation: Observation, *, history: Sequence[Turn], kept: int
 ) -> str:
     """Return the user message with the last `kept` turns of `history`."""
     begin = len(history) - kept
@@ -234,7 +235,7 @@ def _weight(action: str) -> int:
     return max(1, len(action))
 
 
-def _check_braces(path: Path, key: str, text: object, *, allowed: set[str]) -> None:
+def _check_braces(path: Path, *, key: str, text: object, allowed: set[str]) -> None:
     if not isinstance(text, str):
         # A container may be large; other values are at most a line.
         is_container = isinstance(text, list | dict | set | bytes)

@@ -42,7 +42,7 @@ async def _sample(config: Config, log: Path | None) -> list[str]:
     try:
         for task in list_tasks(env.name, env.options)["train"][:MAX_SAMPLED_TASKS]:
             async with pool.environment() as environment:
-                texts += await _play(config, environment, task, draw)
+                texts += await _play(config, environment, task=task, draw=draw)
     except EnvironmentDied as error:
         raise EnvironmentFailed(f"env.name={env.name}: {error}") from error
     finally:
@@ -51,7 +51,7 @@ async def _sample(config: Config, log: Path | None) -> list[str]:
 
 
 async def _play(
-    config: Config, environment: PooledEnvironment, task: Task, draw: random.Random
+    config: Config, environment: PooledEnvironment, *, task: Task, draw: random.Random
 ) -> list[str]:
     template = find_template(config.prompt.template)
     observation, over = await environment.reset(task), False
@@ -64,7 +64,7 @@ async def _play(
                 "model.path"
             )
         action = observation.demonstrated or draw.choice(observation.actions)
-        message = _message(config.prompt, template, observation, history)
+        message = _message(config.prompt, template, observation=observation, history=history)
         texts.append(message + answer_text(template, action, parser=config.prompt.parser))
         history.append(Turn(observation=observation.text, action=action))
         transition = await environment.step(action)
@@ -73,9 +73,9 @@ async def _play(
 
 
 def _message(
-    config: PromptConfig, template: Template, observation: Observation, history: Sequence[Turn]
+    config: PromptConfig, template: Template, *, observation: Observation, history: Sequence[Turn]
 ) -> str:
     if config.style == "chat" and history:
         return render_next(template, observation, step=len(history) + 1)
     kept = turns_shown(config.history_length, len(history))
-    return render(template, observation, history, kept=kept)
+    return render(template, observation, history=history, kept=kept)

@@ -24,7 +24,7 @@ class Committer:
     """Write segments for the leases of one worker. Every method waits for the storage."""
 
     def __init__(
-        self, coordinator: CoordinatorClient, layout: RunLayout, pending: PendingOperations
+        self, coordinator: CoordinatorClient, layout: RunLayout, *, pending: PendingOperations
     ) -> None:
         self._coordinator = coordinator
         self._layout = layout

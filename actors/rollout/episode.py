@@ -1,6 +1,6 @@
 """Play one episode of one task: the agent-environment loop. Knows no Ray, store or weights.
 
-    trajectory = await play_episode(environment, policy, form, task=task, episode=ids, rules=rules)
+    trajectory = await play_episode(environment, policy, form=form, task=task, episode=ids, ...)
 
 Episodes of agent programs (`endpoint/program_episode.py`) are made of the same `completion_of`,
 `step_of` and `trajectory_of`.
@@ -107,7 +107,7 @@ class EpisodeRunner(Protocol):
 class EnvironmentEpisodes:
     """Play episodes with environments of a pool, which is closed in the end."""
 
-    def __init__(self, pool: EnvironmentPool, policy: Policy, form: PromptForm) -> None:
+    def __init__(self, pool: EnvironmentPool, policy: Policy, *, form: PromptForm) -> None:
         self._pool = pool
         self._policy = policy
         self._form = form
@@ -118,7 +118,7 @@ class EnvironmentEpisodes:
     async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
         async with self._pool.environment() as environment:
             return await play_episode(
-                environment, self._policy, self._form, task=task, episode=ids, rules=rules
+                environment, self._policy, form=self._form, task=task, episode=ids, rules=rules
             )
 
     def waiting(self) -> tuple[str, float] | None:
@@ -131,8 +131,8 @@ class EnvironmentEpisodes:
 async def play_episode(
     environment: AsyncEnvironment,
     policy: Policy,
-    form: PromptForm,
     *,
+    form: PromptForm,
     task: Task,
     episode: EpisodeIds,
     rules: EpisodeRules,
@@ -154,7 +154,7 @@ async def play_episode(
             observation = await environment.reset(task)
             history: list[Turn] = []
             while not steps or not (steps[-1].terminated or steps[-1].truncated):
-                prompt = await _make_prompt(form, observation, history, task=task)
+                prompt = await _make_prompt(form, observation, history=history, task=task)
                 step, transition = await _take_step(
                     environment=environment,
                     policy=policy,
@@ -189,7 +189,7 @@ async def play_episode(
 
 
 async def _make_prompt(
-    form: PromptForm, observation: Observation, history: Sequence[Turn], *, task: Task
+    form: PromptForm, observation: Observation, *, history: Sequence[Turn], task: Task
 ) -> Prompt:
     label = f"{task.env_name} task {task.id!r}, step {len(history)}"
     past = tuple(history)
@@ -226,7 +226,9 @@ async def _take_step(
         prompt=prompt,
         observation=observation,
         action=answer.action,
-        is_valid=is_valid(answer, completion, observation, transition, rules=rules),
+        is_valid=is_valid(
+            answer, completion, observation=observation, transition=transition, rules=rules
+        ),
         t_start_us=started_us,
         gen_us=round((answered - started) * 1e6),
     )
@@ -321,9 +323,9 @@ def trajectory_of(
 def is_valid(
     answer: Answer,
     completion: Completion,
+    *,
     observation: Observation,
     transition: Transition,
-    *,
     rules: EpisodeRules,
 ) -> bool:
     """Return whether an action is valid by `prompt.invalid`.

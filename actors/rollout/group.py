@@ -1,6 +1,6 @@
 """Play one leased group: all its episodes at once, committed as they end.
 
-    group = GroupRollout(lease, config, coordinator, committer, episodes)
+    group = GroupRollout(lease, config, coordinator=..., committer=..., episodes=...)
     await group.run()
 
 A member is played again from its start under the same uid if its environment fails, so that a
@@ -91,6 +91,7 @@ class GroupRollout:
         self,
         lease: Lease,
         config: Config,
+        *,
         coordinator: CoordinatorClient,
         committer: Committer,
         episodes: EpisodeRunner,

@@ -118,7 +118,13 @@ class RolloutRunner:
             self._idle_since_s = asyncio.get_running_loop().time()
 
     async def _start_group(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
-        group = GroupRollout(lease, self.config, self.coordinator, self._committer, self._episodes)
+        group = GroupRollout(
+            lease,
+            self.config,
+            coordinator=self.coordinator,
+            committer=self._committer,
+            episodes=self._episodes,
+        )
         task = tasks.create_task(group.run())
         # A task that is cancelled before its first step could not report its group.
         await asyncio.sleep(0)

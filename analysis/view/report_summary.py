@@ -11,6 +11,7 @@ from markupsafe import Markup
 from analysis.evaluation_stats import Z_95, TaskResult, interval, success
 from analysis.report import END_STEPS
 from analysis.run_status import duration
+from analysis.speed_limit import speed_limit
 from analysis.view.html import html, number, percent
 
 # Intervals of training success go by how much groups differ: episodes of one task are alike.
@@ -137,11 +138,8 @@ def _stability(row: Mapping[str, Any]) -> str:
 def _limit(row: Mapping[str, Any]) -> str:
     if not row["step_s"] or row["waits"] is None:
         return "No learner step was timed."
-    who = "the actors are the limit" if row["waits"] >= 0.5 else "the learner is the limit"
-    return (
-        f"The learner waited for actors {percent(row['waits'])} of {duration(row['step_s'])}: "
-        f"{who}."
-    )
+    limit = speed_limit(learner_waits=row["waits"], workers_wait=None)
+    return f"The {limit}, over {duration(row['step_s'])}."
 
 
 def _dropped(row: Mapping[str, Any]) -> str:

@@ -100,9 +100,9 @@ def _packed(proof: Proof, batch: MicroBatch) -> dict[torch.dtype, torch.Tensor]:
         raise RuntimeError("the last layer was not trimmed; a Qwen2 layer should be")
     hidden_NH = packed_hidden(
         policy.causal_lm,
-        batch.input_ids_T,
-        batch.position_ids_T,
-        batch.bounds_S1,
+        input_ids_T=batch.input_ids_T,
+        position_ids_T=batch.position_ids_T,
+        bounds_S1=batch.bounds_S1,
         positions_N=batch.positions_N,
     )
     result = _by_head(hidden_NH, policy.output.weight)

@@ -80,7 +80,14 @@ class RealWorker:
 
     def turn(self) -> Turn:
         if self._settle is not None:
-            ray.get(self.coordinator.settle.remote(self._settle, self.learner_step, {}, 0, {}))
+            settled = self.coordinator.settle.remote(
+                self._settle,
+                learner_step=self.learner_step,
+                filtered={},
+                version_in=0,
+                metrics={},
+            )
+            ray.get(settled)
         while (batch := ray.get(self.coordinator.claim.remote(0))) is None:
             ended, _ = ray.wait([self.running], timeout=POLL_S)
             ray.get(ended)  # raises what ended it

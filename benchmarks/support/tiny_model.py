@@ -15,4 +15,4 @@ def make_random_tiny(path: Path, *, seed: int) -> None:
     words = " ".join(f"{a}{b}{c}" for a in CONSONANTS for b in "aeiou" for c in CONSONANTS)
     tiny = TinyModelConfig()
     tokenizer = train_tokenizer([words], vocabulary_size=tiny.vocabulary_size)
-    make_tiny_model(path, tokenizer, tiny, seed=seed)
+    make_tiny_model(path, tokenizer=tokenizer, config=tiny, seed=seed)

@@ -1,10 +1,10 @@
 """Follow a run's metrics, and give each row once to everyone that shows them.
 
-    with follow_metrics(config, layout, say, beside=[webhook]) as metrics:
+    with follow_metrics(config, layout, say=say, beside=[webhook]) as metrics:
         supervisor.train(metrics.beside(progress.show))
 
 Consumes  the catalog's metrics, at every look of the supervisor
-Produces  rows for the trackers, the webhook and the lines of JSON
+Produces  rows for TensorBoard, the trackers, the webhook and the lines of JSON
 Waits for nothing while the run goes on. At its end a tracker gets START_S and CLOSE_S
 """
 
@@ -17,8 +17,9 @@ from typing import Protocol
 from configs import Config
 from coordinator import Status
 from driver.progress import said_while
-from driver.tensorboard_writer import Curves, tensorboard_files
+from driver.tensorboard_writer import TensorBoardFiles
 from driver.trackers.tracker import TrackerProcess, check_trackers
+from printable import one_line
 from store import Metric, RunLayout, metrics_since
 
 TENSORBOARD = "tensorboard"
@@ -29,25 +30,23 @@ class Consumer(Protocol):
     """Consume the metrics of a run."""
 
     def wants(self) -> bool:
-        """Return whether it takes metrics now. What it does not take comes later."""
+        """Return whether metrics can be given now. Otherwise they are given later."""
 
     def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
-        """Take rows, ordered by learner step: the new ones, or all that the run has now.
+        """Take rows, ordered by learner step: the new ones.
 
-        All come first, and after a roll-back.
+        `is_whole`: all rows that the run has now. They are given first, and after a roll-back.
         """
 
     def close(self) -> None:
-        """End. The last rows have come."""
+        """Close. No more rows follow."""
 
 
 class Metrics:
-    """The metrics of one run, and those that are given them."""
+    """Give the metrics of one run to its consumers."""
 
-    def __init__(
-        self, layout: RunLayout, consumers: Sequence[Consumer], curves: Curves | None
-    ) -> None:
-        self._layout, self._curves = layout, curves
+    def __init__(self, layout: RunLayout, consumers: Sequence[Consumer]) -> None:
+        self._layout = layout
         self._lsn = dict.fromkeys(consumers, 0)  # of the catalog: metrics up to here were given
         self.follows = False  # the catalog was read once, so its owner has opened it
 
@@ -57,11 +56,8 @@ class Metrics:
         for consumer, lsn in self._lsn.items():
             if consumer.wants():
                 changes = metrics_since(self._layout, lsn)
-                is_whole = not lsn or not changes.is_append
-                if lsn and is_whole:  # rolled back
-                    changes = metrics_since(self._layout, 0)
-                if changes.rows or is_whole:
-                    consumer.take(changes.rows, is_whole=is_whole)
+                if changes.rows or changes.is_whole:
+                    consumer.take(changes.rows, is_whole=changes.is_whole)
                 self._lsn[consumer] = changes.lsn
 
     def beside(self, show: Show) -> Show:
@@ -71,15 +67,15 @@ class Metrics:
             show(status)
             self.follow()
 
-        return self._curves.beside(show_and_follow) if self._curves else show_and_follow
+        return show_and_follow
 
 
 @contextmanager
 def follow_metrics(
     config: Config,
     layout: RunLayout,
-    say: Callable[[str], None],
     *,
+    say: Callable[[str], None],
     tell: Callable[[str], None] | None = None,
     beside: Sequence[Consumer] = (),
 ) -> Iterator[Metrics]:
@@ -90,18 +86,18 @@ def follow_metrics(
     """
     check_trackers(config)
     with ExitStack() as stack:
-        curves = None
-        if TENSORBOARD in config.trackers:
-            curves = stack.enter_context(tensorboard_files(layout, say))
         trackers: list[TrackerProcess] = []
         tell = tell or say
         stack.enter_context(_closed_at_the_end(trackers, tell))
+        consumers = list(beside)
         for name in config.trackers:
-            if name != TENSORBOARD:
-                trackers.append(TrackerProcess(name, config, layout, say))
-        for consumer in beside:
+            if name == TENSORBOARD:
+                consumers.append(TensorBoardFiles(layout, say))
+            else:
+                trackers.append(TrackerProcess(name, config=config, layout=layout, say=say))
+        for consumer in consumers:
             stack.callback(consumer.close)
-        metrics = Metrics(layout, [*trackers, *beside], curves)
+        metrics = Metrics(layout, [*trackers, *consumers])
         try:
             yield metrics
         finally:
@@ -137,4 +133,4 @@ def _follow_a_last_time(
         metrics.follow()
     # Nothing may take the place of the error in flight.
     except Exception as error:  # noqa: BLE001
-        say(f"trackers lack the last metrics: {' '.join(str(error).split())}")
+        say(f"trackers lack the last metrics: {one_line(error)}")

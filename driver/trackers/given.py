@@ -28,7 +28,7 @@ from store import (
 
 
 class Given:
-    """The metrics that one consumer was given, and what it notes beside them."""
+    """Keep which metrics one consumer was given, and notes of its own beside them."""
 
     def __init__(self, layout: RunLayout, consumer: str) -> None:
         """Read the file. Raises StoreError if it is damaged."""

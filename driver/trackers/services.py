@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 PROJECT = "async-gigpo"
 MLFLOW_PARAMETER_CHARACTERS = 6000
+MLFLOW_PARAMETERS = 100  # of one call, at most
 RUN_ID_TAG = "gigpo.run_id"
 
 
@@ -117,11 +118,10 @@ class MlflowTracker:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         artifacts = None if uri else (directory / "mlflow-artifacts").as_uri()
         found = self._client.get_experiment_by_name(name)
-        experiment = (
-            found.experiment_id
-            if found
-            else self._client.create_experiment(name, artifact_location=artifacts)
-        )
+        if found:
+            experiment = found.experiment_id
+        else:
+            experiment = self._client.create_experiment(name, artifact_location=artifacts)
         runs = self._client.search_runs(
             [experiment], filter_string=f"tags.`{RUN_ID_TAG}` = '{setup.run_id}'"
         )
@@ -137,8 +137,9 @@ class MlflowTracker:
             Param(key, str(value)[:MLFLOW_PARAMETER_CHARACTERS])
             for key, value in setup.settings.items()
         ]
-        for start in range(0, len(parameters), 100):  # at most 100 of them in a call
-            self._client.log_batch(self._id, params=parameters[start : start + 100])
+        for start in range(0, len(parameters), MLFLOW_PARAMETERS):
+            some = parameters[start : start + MLFLOW_PARAMETERS]
+            self._client.log_batch(self._id, params=some)
 
     def log(self, learner_step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

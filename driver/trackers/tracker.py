@@ -1,6 +1,6 @@
 """Give a run's metrics to a tracker in a process of its own, and never wait for it.
 
-    tracker = TrackerProcess("wandb", config, layout, say)
+    tracker = TrackerProcess("wandb", config=config, layout=layout, say=say)
     tracker.take(rows)      # at every look
     tracker.close()
 
@@ -35,6 +35,7 @@ N_LOGGED = "n_logged"
 START_S = 60.0  # of a tracker, while the run ends; it starts beside a run
 CLOSE_S = 60.0  # for what is left to send
 POLL_S = 0.05
+READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
 FAULT_CHARACTERS = 300
 FREE_KEYS = ("env.options", "endpoint.body")  # what stands in them is not ours
@@ -67,12 +68,12 @@ def shown_settings(config: Config) -> dict[str, Any]:
 
 
 class TrackerProcess:
-    """The process of one tracker, and what it was given."""
+    """Drive the process of one tracker, and send it each metric once."""
 
     def __init__(
-        self, name: str, config: Config, layout: RunLayout, say: Callable[[str], None]
+        self, name: str, *, config: Config, layout: RunLayout, say: Callable[[str], None]
     ) -> None:
-        """Start the process. It loads its libraries beside the run's own start."""
+        """Start the process. The tracker loads its libraries beside the run's own start."""
         self.name, self._say = name, say
         self._given = Given(layout, name)
         self.log = layout.logs / f"{name}.log"
@@ -90,7 +91,11 @@ class TrackerProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "driver.trackers.tracker_process", name),
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "driver.trackers.tracker_process",
+                    name,
                 ],
                 env={
                     **os.environ,
@@ -113,12 +118,12 @@ class TrackerProcess:
         self.is_ready = self.has_failed = False
 
     def wants(self) -> bool:
-        """Return whether it takes metrics now. Reads its answers and sends what is left."""
+        """Send the rows that are left. Return whether the tracker has started, and not failed."""
         self._look()
         return self.is_ready and not self.has_failed
 
     def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
-        """Send the rows that it was not given before."""
+        """Send the rows that the tracker was not given before."""
         try:
             new = self._given.new(rows, counted=N_LOGGED)
         except StoreError as error:  # a full disk
@@ -128,7 +133,7 @@ class TrackerProcess:
         self._look()
 
     def wait_until_ready(self) -> None:
-        """Wait for its start, START_S at most."""
+        """Wait until the tracker has started, START_S at most."""
         deadline_s = time.monotonic() + START_S
         while not (self.is_ready or self.has_failed):
             if time.monotonic() > deadline_s:
@@ -137,7 +142,7 @@ class TrackerProcess:
             self._look()
 
     def close(self) -> None:
-        """Have it write what is left, CLOSE_S at most. Leaves no process."""
+        """Let the tracker write the rows that are left, CLOSE_S at most. Then end the process."""
         deadline_s = time.monotonic() + CLOSE_S
         try:
             while self._unread and not self.has_failed and time.monotonic() < deadline_s:
@@ -157,7 +162,7 @@ class TrackerProcess:
             self._process.wait()
 
     def fail(self, why: str) -> None:
-        """Say once that it shows no more, and why."""
+        """Say once that the tracker shows no more, and why."""
         if self.has_failed:
             return
         self.has_failed, self._unread = True, b""
@@ -171,7 +176,7 @@ class TrackerProcess:
             return
         ended = self._process.poll()
         try:
-            while part := os.read(self._out, 65536):
+            while part := os.read(self._out, READ_BYTES):
                 self._answers += part
         except BlockingIOError:
             pass  # it has said all that there is now

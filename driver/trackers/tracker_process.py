@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from driver.trackers.services import TRACKERS, TrackerSetup
+from printable import one_line
 
 READY = "ready"
 
@@ -31,8 +32,8 @@ def main(name: str) -> None:
             tracker.log(learner_step, values)
         tracker.close()
     except Exception as error:  # the border to another's code: passed on
-        text = " ".join(str(error).split())
-        answers.write(json.dumps({"fault": f"{type(error).__name__}: {text}"}) + "\n")
+        fault = f"{type(error).__name__}: {one_line(error)}"
+        answers.write(json.dumps({"fault": fault}) + "\n")
         raise SystemExit(1) from error
 
 

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from configs import Config, ConfigError, LearnerConfig
 from gigpo import AdvantageSettings, compute_advantages, filtered_groups
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from printable import one_line
 from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
 OFFLINE_STALENESS = -1  # an offline row's versions are another run's, so there is none to count
@@ -229,11 +230,10 @@ def rows_to_train_on(rows: pa.Table, condition: str) -> pa.ChunkedArray:
             query = f"SELECT row_of_batch FROM steps WHERE (\n{condition}\n)"
             chosen = connection.sql(query).to_arrow_table()["row_of_batch"]
     except duckdb.Error as error:
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"offline.train_on={condition!r} cannot be asked of these steps ({reason}); write it "
-            "as after WHERE, over a step's columns and its advantages. A run that has begun goes "
-            "on with another one"
+            f"offline.train_on={condition!r} cannot be asked of these steps ({one_line(error)}); "
+            "write it as after WHERE, over a step's columns and its advantages. A run that has "
+            "begun goes on with another one"
         ) from error
     return pc.or_(live, pc.is_in(numbers, value_set=chosen.combine_chunks()))
 

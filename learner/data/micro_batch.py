@@ -147,7 +147,7 @@ def micro_batches(
     last_S = together.last_row_S
     lengths_S = columns.prompts.lengths_R[last_S] + columns.responses.lengths_R[last_S] - 1
     return [
-        _micro_batch(columns, together, chosen_S) if len(chosen_S) else _empty()
+        _micro_batch(columns, together=together, chosen_S=chosen_S) if len(chosen_S) else _empty()
         for chosen_S in pack(lengths_S, micro_batch_tokens=micro_batch_tokens, ranks=ranks)
     ]
 
@@ -213,7 +213,9 @@ def _columns(rows: pa.Table) -> _Columns:
     return columns
 
 
-def _micro_batch(columns: _Columns, together: Sequences, chosen_S: NDArray[np.int64]) -> MicroBatch:
+def _micro_batch(
+    columns: _Columns, *, together: Sequences, chosen_S: NDArray[np.int64]
+) -> MicroBatch:
     """Lay the sequences `chosen_S` end to end, in that order. K: their rows."""
     n_rows_S = np.diff(together.first_S1)[chosen_S]
     rows_K = together.rows_K[ranges(together.first_S1[chosen_S], n_rows_S)]

@@ -1,8 +1,8 @@
 """Read and write DeepSpeed's state as whole tensors by parameter name, at every ZeRO stage.
 
     parameters = trainable(engine.policy.causal_lm)
-    for name, tensor in read_state(engine.deepspeed, parameters, "exp_avg"): ...
-    write_state(engine.deepspeed, parameters, saved, steps=7)
+    for name, tensor in read_state(engine.deepspeed, parameters, kind="exp_avg"): ...
+    write_state(engine.deepspeed, parameters, saved=saved, steps=7)
 
 DeepSpeed spreads it over ranks and flat buffers. Kinds: "master" are the optimizer's weights,
 "exp_avg" and "exp_avg_sq" Adam's moments (m and v of Kingma and Ba 2015). All are float32, in the
@@ -41,7 +41,7 @@ def shape_of(parameter: torch.nn.Parameter) -> list[int]:
 
 
 def read_state(
-    engine: Any, parameters: Parameters, kind: str
+    engine: Any, parameters: Parameters, *, kind: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, float32 tensor) of every parameter, gathered when its turn comes.
 
@@ -63,7 +63,7 @@ def read_steps(engine: Any, parameters: Parameters) -> int:
 
 
 def write_state(
-    engine: Any, parameters: Parameters, saved: Callable[[str, str], torch.Tensor], *, steps: int
+    engine: Any, parameters: Parameters, *, saved: Callable[[str, str], torch.Tensor], steps: int
 ) -> None:
     """Set masters, moments and the model's weights to `saved(name, kind)`, see `read_state`."""
     adam = _adam_states(engine, parameters)

@@ -34,6 +34,7 @@ RAY_HIDES_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
 # The token is passed in a file: `ps` would show it on a command line.
 RAY_TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN_BYTES = 32
+START_TICKS = 22  # field of /proc/PID/stat, counted from 1; the state is field 3
 
 
 @contextmanager
@@ -78,8 +79,8 @@ def started_ticks(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The process name comes first and may contain any character, also ")".
-    state, *numbers = about.rpartition(")")[2].split()
-    return None if state in ENDED else int(numbers[18])
+    fields = about.rpartition(")")[2].split()
+    return None if fields[0] in ENDED else int(fields[START_TICKS - 3])
 
 
 def make_ray_directory(run: Path) -> Path:

@@ -1,7 +1,7 @@
 """Causal attention within each of several sequences that lie end to end.
 
     use_packed_attention(causal_lm)
-    hidden_TH = packed_hidden(causal_lm, input_ids_T, position_ids_T, bounds_S1)
+    hidden_TH = packed_hidden(causal_lm, input_ids_T=..., position_ids_T=..., bounds_S1=...)
     is_trimmed = trim_last_layer(causal_lm)    # False: another kind of layer, left unchanged
 
 It works for every transformers model with replaceable attention. transformers passes the keyword
@@ -96,7 +96,7 @@ def are_same(one: torch.Tensor, other: torch.Tensor, *, relative: float = SAME) 
 
 
 def _probe(
-    causal_lm: PreTrainedModel, lengths: tuple[int, int], positions: list[int] | None = None
+    causal_lm: PreTrainedModel, lengths: tuple[int, int], *, positions: list[int] | None = None
 ) -> torch.Tensor:
     """Compute two sequences of these lengths: [T, H], or [N, H] at the given positions."""
     device, was_training = causal_lm.device, causal_lm.training
@@ -108,7 +108,13 @@ def _probe(
     causal_lm.eval()
     try:
         with torch.no_grad():
-            hidden = packed_hidden(causal_lm, ids_T, ids_T, bounds_S1, positions_N=positions_N)
+            hidden = packed_hidden(
+                causal_lm,
+                input_ids_T=ids_T,
+                position_ids_T=ids_T,
+                bounds_S1=bounds_S1,
+                positions_N=positions_N,
+            )
             return hidden.float()
     finally:
         causal_lm.train(was_training)
@@ -116,10 +122,10 @@ def _probe(
 
 def packed_hidden(
     causal_lm: PreTrainedModel,
+    *,
     input_ids_T: torch.Tensor,
     position_ids_T: torch.Tensor,
     bounds_S1: torch.Tensor,
-    *,
     embedded: Mapping[str, torch.Tensor] | None = None,
     compared: bool = False,
     positions_N: torch.Tensor | None = None,
@@ -299,8 +305,10 @@ def _computes(causal_lm: PreTrainedModel, before_TH: torch.Tensor) -> bool:
     rounding = max(SAME_TRIMMED, torch.finfo(causal_lm.dtype).eps)
     return (
         are_same(_probe(causal_lm, (3, 2)), before_TH, relative=SAME_TRIMMED)
-        and are_same(_probe(causal_lm, (3, 2), [1, 4]), before_TH[[1, 4]], relative=rounding)
-        and are_same(_probe(causal_lm, (3, 2), []), before_TH[[]], relative=rounding)
+        and are_same(
+            _probe(causal_lm, (3, 2), positions=[1, 4]), before_TH[[1, 4]], relative=rounding
+        )
+        and are_same(_probe(causal_lm, (3, 2), positions=[]), before_TH[[]], relative=rounding)
     )
 
 

@@ -68,9 +68,9 @@ class PolicyModel(nn.Module):
         embedded = None if self.vision is None else self.vision.packed(self.causal_lm, batch)
         hidden_NH = packed_hidden(
             self.causal_lm,
-            batch.input_ids_T,
-            batch.position_ids_T,
-            batch.bounds_S1,
+            input_ids_T=batch.input_ids_T,
+            position_ids_T=batch.position_ids_T,
+            bounds_S1=batch.bounds_S1,
             embedded=embedded,
             compared=self.compared,
             positions_N=batch.positions_N if self.is_trimmed else None,
@@ -167,7 +167,7 @@ def load_policy(
             f"{path} holds no config.json; model.path must be a Hugging Face model directory"
         )
     config: Any = loaded(
-        "configuration", path, lambda: AutoConfig.from_pretrained(path, **FROM_FILES)
+        "configuration", path, load=lambda: AutoConfig.from_pretrained(path, **FROM_FILES)
     )
     for name, neutral in LOGIT_CHANGES.items():
         if getattr(config, name, neutral) != neutral:
@@ -186,7 +186,7 @@ def load_policy(
     causal_lm, report = loaded(
         "weights",
         path,
-        lambda: of_its_kind.from_pretrained(
+        load=lambda: of_its_kind.from_pretrained(
             path, config=config, output_loading_info=True, **as_asked
         ),
     )

@@ -1,7 +1,7 @@
 """A base policy without a download: a tokenizer for game text, and a small random Qwen2.
 
     tokenizer = train_tokenizer(texts, vocabulary_size=1024)
-    make_tiny_model(run_dir / "base", tokenizer, config.model.tiny, seed=0)
+    make_tiny_model(run_dir / "base", tokenizer=tokenizer, config=config.model.tiny, seed=0)
 
 transformers and vLLM load the directory like any other. Behaviour cloning teaches it the game.
 """
@@ -79,7 +79,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
 
 
 def make_tiny_model(
-    dest: Path, tokenizer: PreTrainedTokenizerFast, config: TinyModelConfig, *, seed: int
+    dest: Path, *, tokenizer: PreTrainedTokenizerFast, config: TinyModelConfig, seed: int
 ) -> None:
     """Write a model directory: Qwen2 with random float32 weights and tied embeddings."""
     n_heads = config.hidden_size // HEAD_SIZE

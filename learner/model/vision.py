@@ -2,7 +2,7 @@
 
     vision = load_vision(path, config)                  # None: a model of text alone
     packed = vision.packed(causal_lm, batch)            # `embedded` of `packed_hidden`
-    names = names_to_publish(path, policy, learner)     # as in the base model's files
+    names = names_to_publish(path, policy=policy, learner=learner)  # as in the base model's files
 
 A vision tower turns an image's patches into one vector per image token, in place of that token's
 embedding. Positions have three parts: time, height and width. They are equal for text, the location
@@ -138,12 +138,12 @@ def load_vision(path: Path, config: Any) -> Vision | None:
     processor = loaded(
         "image processor",
         path,
-        lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FROM_FILES),
+        load=lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FROM_FILES),
     )
     return Vision(processor, image_token_id=config.image_token_id, merge_size=processor.merge_size)
 
 
-def names_to_publish(path: Path, policy: Any, learner: LearnerConfig) -> Mapping[str, str]:
+def names_to_publish(path: Path, *, policy: Any, learner: LearnerConfig) -> Mapping[str, str]:
     """Map parameter names to those in the files of `path`, from which engines load the model.
 
     Raises ValueError for a vision model with ZeRO 3: a rank without images would wait for ever for

@@ -67,7 +67,7 @@ def newest_checkpoint(layout: RunLayout) -> int:
     raise ExportError(f"{layout.root} has no checkpoint yet; adapters are in checkpoints only")
 
 
-def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str:
+def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
     """Copy a published version and check its digest. Return the digest. Raises StoreError too."""
     try:
         with new_directory(dest) as unfinished:
@@ -100,7 +100,7 @@ def export_version(layout: RunLayout, version: VersionRecord, dest: Path) -> str
     return digest
 
 
-def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
+def export_checkpoint(layout: RunLayout, learner_step: int, *, dest: Path) -> str:
     """Write a checkpoint's weights with the base model's other files. Return their digest.
 
     Raises ExportError and CheckpointError.
@@ -115,7 +115,7 @@ def export_checkpoint(layout: RunLayout, learner_step: int, dest: Path) -> str:
     )
 
 
-def export_adapter(layout: RunLayout, learner_step: int, dest: Path) -> str:
+def export_adapter(layout: RunLayout, learner_step: int, *, dest: Path) -> str:
     """Write a peft adapter directory. Return the digest of its weights.
 
     Raises ExportError and CheckpointError.
@@ -169,7 +169,7 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
     if config.model.lora_rank:
         add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
     parameters = trainable(model)
-    check_parameters(source, content.parameters, parameters)
+    check_parameters(source, saved=content.parameters, parameters=parameters)
     saved = saved_tensors(source, content)
     with torch.no_grad():
         for name, parameter in parameters.items():

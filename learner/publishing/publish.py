@@ -154,7 +154,7 @@ def write_shards(
     numbered: list[Path] = []
     for number, part in enumerate(_parts(tensors, shard_bytes=shard_bytes), start=1):
         path = directory / f"{stem}-{number:05d}{SUFFIX}"
-        _write_shard(path, part, digest, send=send)
+        _write_shard(path, tensors=part, digest=digest, send=send)
         numbered.append(path)
         file_of |= dict.fromkeys(part, number)
         dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
@@ -193,7 +193,7 @@ def _parts(
 
 
 def _write_shard(
-    path: Path, tensors: Mapping[str, torch.Tensor], digest: blake3, *, send: Send | None
+    path: Path, *, tensors: Mapping[str, torch.Tensor], digest: blake3, send: Send | None
 ) -> None:
     """Write one file, add it to `digest`, and send it.
 

@@ -74,7 +74,7 @@ class Engine:
         self.ranks = learner.ranks
         self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
         self.policy = _load(model_path, model, temperature=temperature)
-        self.names = names_to_publish(Path(model_path), self.policy, learner)
+        self.names = names_to_publish(Path(model_path), policy=self.policy, learner=learner)
         self.has_adapters = model.lora_rank > 0
         if self.has_adapters:
             tf32 = adapters_in_tf32(learner, model)

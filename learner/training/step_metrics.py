@@ -5,7 +5,7 @@
     stats = update_stats(
         batches, everyone, grad_norm=..., learning_rate=..., skipped=False
     )
-    figures = step_metrics(batch, [stats], clock.end_step())
+    figures = step_metrics(batch, updates=[stats], times=clock.end_step())
 
 Letters as in `micro_batch.py`.
 """
@@ -31,8 +31,8 @@ from gigpo import (
 from learner.data.batch_loader import Episodes, PreparedBatch
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import Value, from_all_ranks
+from learner.training.alarms import LENGTH
 
-LENGTH = "tokens/response_per_row"
 # It compares two engines at the same weights, and the first update changes one of them.
 FIRST_UPDATE_ONLY = {"mismatch_kl_on_policy"}
 
@@ -173,7 +173,7 @@ class StepClock:
 
 
 def step_metrics(
-    batch: PreparedBatch, updates: list[UpdateStats], times: StepTimes
+    batch: PreparedBatch, *, updates: list[UpdateStats], times: StepTimes
 ) -> dict[str, float]:
     """Return the figures of a learner step by name."""
     n_computed = sum(update.n_tokens_computed for update in updates)

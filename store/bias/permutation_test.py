@@ -93,7 +93,7 @@ def differences_of_means(
         return differences_and_t(chosen_PD)[1]
 
     (difference_M,), (t_M,) = differences_and_t(chosen_D[None])
-    p_M = _p_values(units, t_M, t_PM, seed=seed, permutations=permutations)
+    p_M = _p_values(units, t_M, statistic=t_PM, seed=seed, permutations=permutations)
     dropped_M = units.sums_UM[chosen_D].sum(0) / n_U[chosen_D].sum()
     rows = zip(dropped_M, dropped_M - difference_M, p_M, strict=True)
     return [
@@ -125,7 +125,7 @@ def difference_of_tasks(
         return ((observed_PK - expected_K) ** 2 @ weight_K)[:, None]
 
     observed = chi_square_P1(chosen_D[None])[0]
-    (p,) = _p_values(units, observed, chi_square_P1, seed=seed, permutations=permutations)
+    (p,) = _p_values(units, observed, statistic=chi_square_P1, seed=seed, permutations=permutations)
     kept_U = ~units.dropped_U
     kept_weight_S = n_dropped_S / (n_S - n_dropped_S) / n_dropped_S.sum()
     dropped_K = np.bincount(units.task_U[chosen_D], minlength=n_tasks) / len(chosen_D)
@@ -186,8 +186,8 @@ def _layout(units: Units) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _p_values(
     units: Units,
     observed: np.ndarray,
-    statistic: Callable[[np.ndarray], np.ndarray],
     *,
+    statistic: Callable[[np.ndarray], np.ndarray],
     seed: int,
     permutations: int,
 ) -> np.ndarray:

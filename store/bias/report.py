@@ -153,7 +153,7 @@ def _report(reader: Reader, played: str, *, all_groups: bool) -> BiasReport:
         name, (tasks, all_units) = kind.name, selected[kind.name]
         units = all_units.comparable()
         if (why := _too_few(units, kind)) is None:
-            comparisons += _compare(name, units, tasks)
+            comparisons += _compare(name, units, tasks=tasks)
         else:
             not_compared[name] = why
     totals = {row["state"]: row["n"] for row in reader.sql(N_GROUPS).to_pylist()}
@@ -261,7 +261,7 @@ def _too_few(units: Units, kind: Kind) -> str | None:
     return f"{counts}, too few to compare; it takes {least}"
 
 
-def _compare(kind: str, units: Units, tasks: Sequence[str]) -> list[Comparison]:
+def _compare(kind: str, units: Units, *, tasks: Sequence[str]) -> list[Comparison]:
     measures = MEASURES[: units.sums_UM.shape[1]]
     compared = zip(measures, differences_of_means(units, seed=SEED), strict=True)
     rows = [

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
+from printable import REASON_CHARACTERS, one_line
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
@@ -362,7 +363,7 @@ def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
     # of order.
     if fault.startswith(DAMAGED_PAGES) and not fault.endswith("is never used"):
         raise FormatError(
-            f"{layout.catalog} is damaged ({' '.join(str(fault).split())[:200]}); "
+            f"{layout.catalog} is damaged ({one_line(fault)[:REASON_CHARACTERS]}); "
             f"restore it from a backup, or gigpo rebuild {layout.root}"
         )
 

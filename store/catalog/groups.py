@@ -173,7 +173,7 @@ def times_lost(tx: Transaction) -> dict[str, int]:
     return {row["task_id"]: row["n"] for row in rows}
 
 
-def renew_leases(tx: Transaction, workers: Collection[str], lease_s: float) -> int:
+def renew_leases(tx: Transaction, workers: Collection[str], *, lease_s: float) -> int:
     """Extend all leases of workers that are alive. Return the number of leases."""
     return tx.run(
         """UPDATE grp SET lease_until_us = :until_us

@@ -187,7 +187,7 @@ def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row
     )
 
 
-def offline_batches_left(tx: Transaction, n_groups: int, uses: int) -> int:
+def offline_batches_left(tx: Transaction, n_groups: int, *, uses: int) -> int:
     """Return how many more batches of `n_groups` different offline groups there are."""
     rows = tx.rows(
         """SELECT :uses - count(use) AS n

@@ -82,7 +82,7 @@ def set_aside(tx: Transaction, path: str, *, why: str, rescued: SegmentMeta | No
     return SetAside(rescued=n_rescued, lost=lost, reopened=reopened, released=released)
 
 
-def take_back(tx: Transaction, path: str, held: Collection[TrajectoryMeta]) -> int:
+def take_back(tx: Transaction, path: str, *, held: Collection[TrajectoryMeta]) -> int:
     """Count a file again that was set aside. Return how many lost trajectories it brings back.
 
     `held` are all trajectories in the file. If another file holds all of them, this file counts as
@@ -131,7 +131,7 @@ def _is_missing(tx: Transaction, meta: TrajectoryMeta) -> bool:
     )
 
 
-def exclude(tx: Transaction, path: str, traj_uids: Collection[bytes]) -> int:
+def exclude(tx: Transaction, path: str, *, traj_uids: Collection[bytes]) -> int:
     """Hide trajectories of a live file that were never counted from it. Return their number."""
     segment = tx.row(
         "SELECT segment_id FROM segment WHERE path = :path AND retired_lsn IS NULL", path=path

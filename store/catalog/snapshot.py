@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from printable import one_line
 from store.catalog.database import (
     Transaction,
     check_pages,
@@ -296,8 +297,7 @@ def _array(values: tuple[object, ...], field: pa.Field) -> pa.Array:
     try:
         return pa.array(values, field.type)
     except (pa.ArrowException, OverflowError, ValueError) as error:
-        why = " ".join(str(error).split())
         raise FormatError(
-            f"the catalog has a {field.name} out of range ({why}); put a backup of catalog.sqlite "
-            "back"
+            f"the catalog has a {field.name} out of range ({one_line(error)}); put a backup of "
+            "catalog.sqlite back"
         ) from error

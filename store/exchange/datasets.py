@@ -161,7 +161,7 @@ def export_selection(
         tables = selected_rows(reader, uids)
         if text_uids:
             tables = map(_with_text_uids, tables)
-        parts = tuple(_write_parts(layout, storage, tables))
+        parts = tuple(_write_parts(layout, storage, tables=tables))
     written = sum(part.n_steps for part in parts)
     if written != n_steps:
         raise StoreError(
@@ -204,7 +204,7 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
             import_rows(
                 catalog,
                 layout,
-                table,
+                table=table,
                 run_id=dataset.run_id,
                 size_of=dataset.size_of,
                 worker="import",
@@ -283,7 +283,7 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         # The run's own open.sql says which files; it may be a stranger's.
         name = str(file).rpartition(f"{layout.root}/")[2]
         path = checked_name(name, SEGMENT_PATH, where=str(layout.open_sql))
-        if not _may_hold(layout, path, uids):
+        if not _may_hold(layout, path, uids=uids):
             continue
         data = layout.storage.read(path)
         if file_digest(data) != Path(path).stem:
@@ -297,7 +297,7 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
         yield table.filter(pc.and_not(wanted, is_excluded))
 
 
-def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
+def _may_hold(layout: RunLayout, path: str, *, uids: pa.Array) -> bool:
     """Return whether the file may hold one of `uids`. A damaged one may: its digest will tell."""
     try:
         with open(open_file(layout.root / path, root=layout.root), "rb") as source:
@@ -310,7 +310,7 @@ def _may_hold(layout: RunLayout, path: str, uids: pa.Array) -> bool:
 
 
 def _write_parts(
-    layout: RunLayout, storage: Storage, tables: Iterator[pa.Table]
+    layout: RunLayout, storage: Storage, *, tables: Iterator[pa.Table]
 ) -> Iterator[DatasetFile]:
     # a part has the metadata of a segment, so that both are read alike
     metadata = {"run_id": layout.info.run_id, "worker": "export", "epoch": "0"}
@@ -408,8 +408,8 @@ def _with_text_uids(table: pa.Table) -> pa.Table:
 def import_rows(
     catalog: Catalog,
     layout: RunLayout,
-    table: pa.Table,
     *,
+    table: pa.Table,
     run_id: str,
     size_of: Callable[[bytes], int],
     worker: str,

@@ -92,32 +92,14 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
-    forked_from = f"{source.info.run_id}@{learner_step}"
     if os.path.lexists(unfinished):
+        forked_from = f"{source.info.run_id}@{learner_step}"
         if _is_whole(unfinished, forked_from=forked_from, config_yaml=config_yaml):
             _put_in_place(unfinished, root)
             return RunLayout.open(root)
         _remove_leftover(unfinished)
     try:
-        make_directory(unfinished, beneath=unfinished.parent)
-        # Until the marker is removed, RunLayout.open refuses this directory. It is made before
-        # run.json, and synced with the directories that `create` makes.
-        (unfinished / UNFINISHED_FORK).touch()
-        layout = RunLayout.create(
-            unfinished,
-            config_yaml=config_yaml,
-            forked_from=forked_from,
-            ancestors=(*source.info.ancestors, source.info.run_id),
-        )
-        # The pin keeps the files that the catalog's copy names.
-        with closing(Pin(source, _lsn(source))):
-            version = _copy_catalog(source, layout, learner_step=learner_step)
-            _link_files(source, layout, learner_step=learner_step, version=version)
-        # Only the names of the links are new: their bytes are on disk.
-        for directory, _, _ in os.walk(unfinished):
-            sync_directory(Path(directory), beneath=unfinished)
-        (unfinished / UNFINISHED_FORK).unlink()
-        sync_directory(unfinished, beneath=unfinished)
+        _fill(unfinished, source, learner_step=learner_step, config_yaml=config_yaml)
         _put_in_place(unfinished, root)
     except BaseException as error:
         with suppress(OSError):
@@ -135,6 +117,29 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             ) from error
         raise
     return RunLayout.open(root)
+
+
+def _fill(unfinished: Path, source: RunLayout, *, learner_step: int, config_yaml: str) -> None:
+    """Make the new run in the directory `unfinished`. It is on disk at the end."""
+    make_directory(unfinished, beneath=unfinished.parent)
+    # Until the marker is removed, RunLayout.open refuses this directory. It is made before
+    # run.json, and synced with the directories that `create` makes.
+    (unfinished / UNFINISHED_FORK).touch()
+    layout = RunLayout.create(
+        unfinished,
+        config_yaml=config_yaml,
+        forked_from=f"{source.info.run_id}@{learner_step}",
+        ancestors=(*source.info.ancestors, source.info.run_id),
+    )
+    # The pin keeps the files that the catalog's copy names.
+    with closing(Pin(source, _lsn(source))):
+        version = _copy_catalog(source, layout, learner_step=learner_step)
+        _link_files(source, layout, learner_step=learner_step, version=version)
+    # Only the names of the links are new: their bytes are on disk.
+    for directory, _, _ in os.walk(unfinished):
+        sync_directory(Path(directory), beneath=unfinished)
+    (unfinished / UNFINISHED_FORK).unlink()
+    sync_directory(unfinished, beneath=unfinished)
 
 
 def _is_whole(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
@@ -280,7 +285,11 @@ def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, vers
     with closing(sqlite3.connect(layout.catalog)) as catalog:
         paths = catalog.execute("SELECT path FROM segment WHERE retired_lsn IS NULL").fetchall()
     for (path,) in paths:
-        _link(checked_name(path, SEGMENT_PATH, where=str(source.catalog)), source, layout)
+        _link(
+            checked_name(path, SEGMENT_PATH, where=str(source.catalog)),
+            source=source,
+            layout=layout,
+        )
     directories = [
         source.checkpoint_dir(learner_step),
         source.weights_dir(version),
@@ -289,10 +298,10 @@ def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, vers
     for directory in directories:
         for file, found in walk(directory, root=source.root):
             if stat.S_ISREG(found.st_mode):
-                _link(source.relative(file), source, layout)
+                _link(source.relative(file), source=source, layout=layout)
 
 
-def _link(path: str, source: RunLayout, layout: RunLayout) -> None:
+def _link(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     """Make a hard link to the file `path` of `source` in the new run, or a copy of it."""
     file, dest = source.root / path, layout.root / path
     make_directory(dest.parent, beneath=layout.root)
@@ -308,12 +317,12 @@ def _link(path: str, source: RunLayout, layout: RunLayout) -> None:
             except FileNotFoundError:
                 raise
             except OSError:  # another file system, or one without links
-                _copy(path, source, layout)
+                _copy(path, source=source, layout=layout)
     except FileNotFoundError:
         raise StoreError(f"{file} was removed while it was taken over; try again") from None
 
 
-def _copy(path: str, source: RunLayout, layout: RunLayout) -> None:
+def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with (
         open(open_file(source.root / path, root=source.root), "rb") as original,

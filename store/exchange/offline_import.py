@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from printable import one_line
 from store.catalog.catalog import Catalog
 from store.catalog.groups import TRAIN
 from store.errors import FormatError, StoreError
@@ -145,7 +146,7 @@ def take_sources(
                     raise StoreError(f"{text}; train from it in a new run_dir")
             chosen = in_order(selections, order=order)
             for selection in selections:
-                _import(catalog, layout, selection)
+                _import(catalog, layout, selection=selection)
             taken = tuple(_reports(selections))
             catalog.take_offline_groups(chosen, detail="; ".join(map(str, taken)))
         export(catalog, layout)
@@ -200,7 +201,7 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
             query = f"SELECT * FROM candidates ORDER BY {order}\n, played"
             return connection.sql(query).to_arrow_table()
         except duckdb.Error as error:
-            text = f"the order {order!r} cannot be used ({' '.join(str(error).split())}); "
+            text = f"the order {order!r} cannot be used ({one_line(error)}); "
             text += "it is SQL over a group's columns"
             if unknown := sorted({*UNKNOWN_OF_DATASETS} - {*candidates.column_names}):
                 text += f"; with a dataset among the sources there is no {', '.join(unknown)}"
@@ -291,7 +292,7 @@ def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
     return whole, len(groups) - len(whole)
 
 
-def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
+def _import(catalog: Catalog, layout: RunLayout, *, selection: _Selection) -> None:
     """Import all rows of the selected groups that are not here yet."""
     uids = selection.groups["group_uid"].combine_chunks()
     sizes = dict(zip(uids.to_pylist(), selection.groups["size"].to_pylist(), strict=True))
@@ -300,7 +301,7 @@ def _import(catalog: Catalog, layout: RunLayout, selection: _Selection) -> None:
             import_rows(
                 catalog,
                 layout,
-                piece,
+                table=piece,
                 run_id=selection.run_id,
                 size_of=sizes.__getitem__,
                 worker=WORKER,

@@ -11,6 +11,7 @@ from contextlib import closing
 
 import pyarrow as pa
 
+from printable import REASON_CHARACTERS, one_line
 from store.catalog.database import DAMAGED_PAGES, raise_if_interrupted
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
@@ -53,7 +54,7 @@ def read_backup(layout: RunLayout) -> sqlite3.Connection:
         # fills the disk.
         fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if fault.startswith(DAMAGED_PAGES):
-            raise sqlite3.DatabaseError(" ".join(fault.split())[:200])
+            raise sqlite3.DatabaseError(one_line(fault)[:REASON_CHARACTERS])
         connection.executescript(SCHEMA)
         _check_sound(connection, layout)
     except sqlite3.Error as error:

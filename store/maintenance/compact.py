@@ -78,7 +78,7 @@ def merges(
     live = catalog.live_segments()
     skip = {*skip}
     while sources := choose(live, policy=policy, skip=skip):
-        result = _merge(catalog, layout, sources)
+        result = _merge(catalog, layout, sources=sources)
         skip.update(result.left_out)
         if result.merged is not None:
             newest = dataclasses.replace(
@@ -94,10 +94,12 @@ def merges(
         yield result
 
 
-def _merge(catalog: Catalog, layout: RunLayout, sources: Sequence[LiveSegment]) -> CompactionResult:
+def _merge(
+    catalog: Catalog, layout: RunLayout, *, sources: Sequence[LiveSegment]
+) -> CompactionResult:
     """Merge the sources that can be read together."""
     metas = catalog.segment_metas([source.segment_id for source in sources])
-    tables, left_out = _read(catalog, layout, metas)
+    tables, left_out = _read(catalog, layout, metas=metas)
     if left_out:  # the next choice tells whether the others are still due
         return CompactionResult(sources=(), merged=None, left_out=left_out)
     metas = metas[: len(tables)]
@@ -166,7 +168,7 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _read(
-    catalog: Catalog, layout: RunLayout, metas: Sequence[SegmentMeta]
+    catalog: Catalog, layout: RunLayout, *, metas: Sequence[SegmentMeta]
 ) -> tuple[list[pa.Table], tuple[str, ...]]:
     """Return the verified rows that count of the first files that fit into MAX_ROW_BYTES.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import duckdb
 import pyarrow as pa
 
+from printable import REASON_CHARACTERS, one_line
 from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
@@ -34,7 +35,6 @@ KEYS = {
     "lineage": ("batch_id", "group_uid"),
     "metrics": ("learner_step", "policy_version", "name", "lsn"),
 }
-SHOWN_CHARACTERS = 200  # of a message of Arrow, which lists all columns
 SHOWN = 5  # rows of one table that are named
 NO_HISTORY = frozenset({"component"})  # heartbeats, of the last second
 # Columns that come from another table, where a row may change later; they are compared there.
@@ -135,7 +135,7 @@ def _check_part(layout: RunLayout, path: str, *, n_rows: int) -> list[Finding]:
     except UnavailableError as unavailable:
         return [found("export_unavailable", path, str(unavailable))]
     except (pa.ArrowException, OSError, StoreError) as unreadable:
-        detail = f"it cannot be read: {' '.join(str(unreadable).split())}"
+        detail = f"it cannot be read: {one_line(unreadable)}"
         return [found("export_damaged", path, detail)]
     if held != n_rows:
         return [found("export_damaged", path, f"it has {held} rows instead of {n_rows}")]
@@ -159,12 +159,12 @@ def check_exported_rows(layout: RunLayout) -> list[Finding]:
     with duckdb.connect() as views:
         for name in EXPORTS.keys() - NO_HISTORY:
             if name in manifest.tables:
-                findings += _check_table(views, layout, manifest, name=name)
+                findings += _check_table(views, layout, manifest=manifest, name=name)
     return sorted(findings, key=lambda finding: finding.subject)
 
 
 def _check_table(
-    views: duckdb.DuckDBPyConnection, layout: RunLayout, manifest: Manifest, *, name: str
+    views: duckdb.DuckDBPyConnection, layout: RunLayout, *, manifest: Manifest, name: str
 ) -> Iterator[Finding]:
     export = EXPORTS[name]
     parts = []
@@ -172,7 +172,7 @@ def _check_table(
         try:
             parts.append(_read_part(layout, part.path).cast(export.schema))
         except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values
-            why = " ".join(str(problem).split())[:SHOWN_CHARACTERS]
+            why = one_line(problem)[:REASON_CHARACTERS]
             detail = f"it has other columns than an export of {name} ({why})"
             yield found("export_damaged", part.path, detail)
             return

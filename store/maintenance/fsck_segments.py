@@ -51,7 +51,7 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
             committed = _committed(connection, segment_id)
             if committed is None:
                 continue
-            if _check(layout, committed, listed.get(committed.path), contents=contents):
+            if _check(layout, committed, file=listed.get(committed.path), contents=contents):
                 findings += _check_again(layout, segment_id, contents=contents)
     # A new connection: files may have been committed since the listing.
     with open_catalog(layout) as connection:
@@ -67,7 +67,7 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
                 findings.append(found("segment_returned", path, detail))
         for path in sorted(listed.keys() - known - returned.keys()):
             if listed[path].modified_us < now_us() - GRACE_S * US_PER_S:
-                findings.append(_stray(connection, layout, path, contents=contents))
+                findings.append(_stray(connection, layout, path=path, contents=contents))
     return findings
 
 
@@ -81,7 +81,7 @@ def _check_again(layout: RunLayout, segment_id: str, *, contents: bool) -> list[
             return []
         directory = str(PurePosixPath(before.path).parent)
         listed = {file.path: file for file in layout.storage.files(directory)}
-        findings = _check(layout, before, listed.get(before.path), contents=contents)
+        findings = _check(layout, before, file=listed.get(before.path), contents=contents)
         with open_catalog(layout) as connection:
             if _committed(connection, segment_id) == before:
                 break
@@ -109,7 +109,7 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
 
 
 def _check(
-    layout: RunLayout, committed: Committed, file: StoredFile | None, *, contents: bool
+    layout: RunLayout, committed: Committed, *, file: StoredFile | None, contents: bool
 ) -> list[Finding]:
     """Check the file's name, size and digest, then its rows."""
     path = committed.path
@@ -151,11 +151,11 @@ def _check(
         held = segment_rows.open_rows(data, path=layout.root / path)
     except FormatError as unreadable:
         return [found("segment_unreadable", path, str(unreadable))]
-    return [found(what, path, detail) for what, detail in _check_rows(layout, committed, held)]
+    return [found(what, path, detail) for what, detail in _check_rows(layout, committed, held=held)]
 
 
 def _check_rows(
-    layout: RunLayout, committed: Committed, held: segment_rows.Rows
+    layout: RunLayout, committed: Committed, *, held: segment_rows.Rows
 ) -> list[tuple[str, str]]:
     """Return (code, detail) of what is wrong with the rows of a whole file."""
     if not layout.info.wrote(held.run_id):
@@ -205,7 +205,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _stray(
-    connection: sqlite3.Connection, layout: RunLayout, path: str, *, contents: bool
+    connection: sqlite3.Connection, layout: RunLayout, *, path: str, contents: bool
 ) -> Finding:
     """Judge a file beneath segments/ that the catalog does not know."""
     if not SEGMENT_PATH.fullmatch(path):

@@ -37,7 +37,7 @@ class MaintainerSettings:
 class Maintainer:
     """One thread of the process that owns the catalog.
 
-        maintainer = Maintainer(catalog, layout, settings)
+        maintainer = Maintainer(catalog, layout, settings=settings)
         maintainer.start()
         maintainer.check()     # now and then, from the owner: raises the thread's error
         maintainer.close()     # before the catalog is closed
@@ -51,7 +51,9 @@ class Maintainer:
     training must not end because a merge fails. Any other error ends the thread.
     """
 
-    def __init__(self, catalog: Catalog, layout: RunLayout, settings: MaintainerSettings) -> None:
+    def __init__(
+        self, catalog: Catalog, layout: RunLayout, *, settings: MaintainerSettings
+    ) -> None:
         self.catalog = catalog
         self.layout = layout
         self.settings = settings

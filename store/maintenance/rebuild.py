@@ -96,7 +96,7 @@ def rebuild(layout: RunLayout) -> Report:
         connection, lost, has_backup = _base(layout)
         with closing(connection):
             contents = _scan(layout)
-            recovered = _recover(connection, layout, contents)
+            recovered = _recover(connection, layout, contents=contents)
             if not has_backup:  # the next clean close would replace it
                 lost += _set_backup_aside(layout)
             _replace_catalog(layout, connection.serialize())
@@ -109,7 +109,7 @@ def rebuild(layout: RunLayout) -> Report:
     if recovered.strangers:
         lost.append(f"{recovered.strangers} trajectories are no member of a known group")
     with Catalog.open(layout) as catalog:
-        lost += repair(catalog, layout, check(layout, level=NAMES))  # files that are gone
+        lost += repair(catalog, layout, findings=check(layout, level=NAMES))  # files that are gone
         report = Report(recovered=_lines(catalog, recovered), lost=tuple(lost))
         for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
             for line in lines:
@@ -187,7 +187,7 @@ def _scan(layout: RunLayout) -> Contents:
     return Contents(files=tuple(files), played=tuple(played), rejected=tuple(lines))
 
 
-def _recover(connection: sqlite3.Connection, layout: RunLayout, contents: Contents) -> Recovered:
+def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Contents) -> Recovered:
     """Adopt what the backup does not know, and leave all older owners and readers behind."""
     epoch, lsn = connection.execute("SELECT epoch, lsn FROM meta").fetchone()
     epoch = max([epoch, *(file.epoch for file in contents.files)]) + EPOCHS_WITHOUT_TRACE
@@ -205,7 +205,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, contents: Conten
     foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}
     foreign |= {group.group_uid for group in groups if group.split == IMPORTED}
     ours = [one for one in contents.played if one.meta.group_uid not in foreign]
-    versions = _new_versions(tx, layout, ours)
+    versions = _new_versions(tx, layout, played=ours)
     recovered = recover(tx, groups=groups, files=contents.files, versions=versions)
     connection.execute("UPDATE meta SET lsn = ?", (lsn,))
     for name in tx.touched:
@@ -223,7 +223,7 @@ def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
         if trajectory.meta.group_uid not in known:
             members.setdefault(trajectory.meta.group_uid, []).append(trajectory)
     addresses = dict(_addresses(tx, members))
-    sizes = {split: _usual_size(tx, split, members) for split in (TRAIN, HELDOUT)}
+    sizes = {split: _usual_size(tx, split=split, members=members) for split in (TRAIN, HELDOUT)}
     query = "SELECT coalesce(max(ordinal), -1) + 1 AS n FROM grp WHERE split = :split"
     n_imported = tx.rows(query, split=IMPORTED)[0]["n"]
     found = []
@@ -245,7 +245,7 @@ def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
     return found
 
 
-def _usual_size(tx: Transaction, split: str, members: Mapping[bytes, Sequence[Played]]) -> int:
+def _usual_size(tx: Transaction, *, split: str, members: Mapping[bytes, Sequence[Played]]) -> int:
     """Return the most frequent group size of a split, or the largest in the files."""
     query = "SELECT size FROM grp WHERE split = :split GROUP BY size ORDER BY count(*) DESC LIMIT 1"
     row = tx.row(query, split=split)
@@ -282,7 +282,9 @@ def _addresses(
                 yield group_uid, (HELDOUT, ordinal, version)
 
 
-def _new_versions(tx: Transaction, layout: RunLayout, played: Sequence[Played]) -> dict[int, str]:
+def _new_versions(
+    tx: Transaction, layout: RunLayout, *, played: Sequence[Played]
+) -> dict[int, str]:
     """Return versions that left a trace after the backup: no number may be used again."""
     known = {row["version"] for row in tx.rows("SELECT version FROM version")}
     matches = map(WEIGHTS_NAME.fullmatch, names(layout.weights, root=layout.root))

@@ -1,7 +1,7 @@
 """Repair what fsck found: damaged files are set aside, and lost trajectories are played again.
 
     with Catalog.open(layout) as catalog:
-        lines = repair(catalog, layout, check(layout, level=CONTENTS))
+        lines = repair(catalog, layout, findings=check(layout, level=CONTENTS))
 
 Nothing is deleted. Findings without a safe repair are left alone; their remedy says what to do.
 Each repair is one transaction and one event.
@@ -53,7 +53,7 @@ REPAIRED_WARNINGS = ONLY_HISTORY | {"open_sql_changed"}  # leftovers that a repa
 QUARANTINE_CODES = BYTES_ARE_GONE | ROWS_ARE_WRONG | ONLY_HISTORY
 
 
-def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> list[str]:
+def repair(catalog: Catalog, layout: RunLayout, *, findings: Sequence[Finding]) -> list[str]:
     """Repair what can be repaired; return one line for each repair.
 
     `findings` are those of a check while `catalog` was owned.
@@ -66,16 +66,18 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
     for finding in findings:
         if finding.what in QUARANTINE_CODES:
             damaged.setdefault(finding.subject, finding)
-    done = [_set_aside(catalog, layout, path, finding) for path, finding in damaged.items()]
-    done += [_take_back(catalog, layout, path) for path in subjects("segment_returned")]
-    done += [_correct(catalog, layout, path) for path in subjects("segment_row")]
+    done = [
+        _set_aside(catalog, layout, path=path, finding=finding) for path, finding in damaged.items()
+    ]
+    done += [_take_back(catalog, layout, path=path) for path in subjects("segment_returned")]
+    done += [_correct(catalog, layout, path=path) for path in subjects("segment_row")]
     for path in subjects("uncounted_rows"):
         if path not in damaged:
-            done.append(_exclude(catalog, layout, path))
+            done.append(_exclude(catalog, layout, path=path))
     for subject in subjects("group_sums"):
         catalog.correct_group(bytes.fromhex(subject.removeprefix("group ").replace("-", "")))
         done.append(f"{subject}: its figures are those of its trajectories again")
-    is_shown_anew = _set_exports_aside(catalog, layout, findings)
+    is_shown_anew = _set_exports_aside(catalog, layout, findings=findings)
     if any(finding.what in OPEN_SQL_CODES for finding in findings):
         done.append(_write_open_sql(catalog, layout))
     for path in subjects("backup_damaged"):
@@ -88,13 +90,13 @@ def repair(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> 
     return done
 
 
-def _exclude(catalog: Catalog, layout: RunLayout, path: str) -> str:
+def _exclude(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
     held = open_rows(layout.storage.read(path), path=layout.root / path)
-    n = catalog.exclude(path, [one.meta.traj_uid for one in trajectories(held.table)])
+    n = catalog.exclude(path, traj_uids=[one.meta.traj_uid for one in trajectories(held.table)])
     return f"{path}: {n} trajectories in it are no longer seen"
 
 
-def _set_exports_aside(catalog: Catalog, layout: RunLayout, findings: Sequence[Finding]) -> bool:
+def _set_exports_aside(catalog: Catalog, layout: RunLayout, *, findings: Sequence[Finding]) -> bool:
     """Set damaged exports and a damaged manifest aside. Return whether there are any."""
     shown: dict[str, Finding] = {}
     for finding in findings:
@@ -150,16 +152,16 @@ def quarantine(layout: RunLayout, path: str) -> str:
     return layout.relative(target)
 
 
-def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding) -> str:
+def _set_aside(catalog: Catalog, layout: RunLayout, *, path: str, finding: Finding) -> str:
     """Move a file to quarantine/ and let it count no longer.
 
     The file moves first: after a crash in between, a changed catalog would let it be swept.
     """
     (meta,) = catalog.segment_metas([PurePosixPath(path).stem])
-    rescued = _rescue(catalog, layout, meta) if finding.what in BYTES_ARE_GONE else None
+    rescued = _rescue(catalog, layout, meta=meta) if finding.what in BYTES_ARE_GONE else None
     is_missing = finding.what in ("segment_missing", "retired_missing")
     place = None if is_missing else quarantine(layout, path)
-    _write_note(layout, place, meta, finding)
+    _write_note(layout, place, meta=meta, finding=finding)
     result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
     counts = f"{result.rescued} trajectories rescued, {len(result.lost)} lost"
     line = f"{path}: moved to {place or 'nowhere'}; {counts}"
@@ -167,7 +169,7 @@ def _set_aside(catalog: Catalog, layout: RunLayout, path: str, finding: Finding)
     return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
 
 
-def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
+def _correct(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
     """Set a segment's row to what its file says. The file has the digest it is named by."""
     data = _whole(layout, path)
     if data is None:
@@ -184,18 +186,20 @@ def _correct(catalog: Catalog, layout: RunLayout, path: str) -> str:
     return f"{path}: its row in the catalog is that of its file again; the file stays where it is"
 
 
-def _take_back(catalog: Catalog, layout: RunLayout, path: str) -> str:
+def _take_back(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
     """Let a file that was put back by hand count again, if it is what was committed."""
     data = _whole(layout, path)
     held = None if data is None else open_rows(data, path=layout.root / path)
     if held is None or not layout.info.wrote(held.run_id) or malformed(held.table):
         place = quarantine(layout, path)
         return f"{path}: what was put back is not what was committed; moved to {place}"
-    n = catalog.take_back(path, [one.meta for one in trajectories(held.table)])
+    n = catalog.take_back(path, held=[one.meta for one in trajectories(held.table)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 
-def _write_note(layout: RunLayout, place: str | None, meta: SegmentMeta, finding: Finding) -> None:
+def _write_note(
+    layout: RunLayout, place: str | None, *, meta: SegmentMeta, finding: Finding
+) -> None:
     path = layout.quarantine / f"{meta.segment_id}.json"
     if place is not None:
         path = (layout.root / place).with_suffix(".json")
@@ -215,7 +219,7 @@ def _write_note(layout: RunLayout, place: str | None, meta: SegmentMeta, finding
     write_atomically(path, data, mode=READ_ONLY, beneath=layout.root)
 
 
-def _rescue(catalog: Catalog, layout: RunLayout, meta: SegmentMeta) -> SegmentMeta | None:
+def _rescue(catalog: Catalog, layout: RunLayout, *, meta: SegmentMeta) -> SegmentMeta | None:
     """Write a file of the lost trajectories that intact files from before a merge hold."""
     wanted = {trajectory.traj_uid: trajectory for trajectory in meta.trajectories}
     tables: list[pa.Table] = []

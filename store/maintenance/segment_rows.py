@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from printable import one_line
 from store.errors import FormatError
 from store.hashing import state_hash
 from store.records import uid_text
@@ -16,8 +17,15 @@ from store.untrusted.bounded_parquet import open_parquet, read_table
 # Columns whose values are the same in all rows of a trajectory, and all columns that are looked at.
 _FIRST = ("group_uid", "task_id", "split", "member", "won", "task_score", "episode_steps")
 COLUMNS = [
-    *("traj_uid", *_FIRST, "step_index", "version_min", "version_max", "reward"),
-    *("is_action_valid", "anchor_text", "state_hash"),
+    "traj_uid",
+    *_FIRST,
+    "step_index",
+    "version_min",
+    "version_max",
+    "reward",
+    "is_action_valid",
+    "anchor_text",
+    "state_hash",
 ]
 
 
@@ -52,7 +60,7 @@ def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
         number = int(epoch)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
-            f"{path} is not a segment ({' '.join(str(error).split())}); restore it from a backup"
+            f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
     table = decode(data, path=path, columns=COLUMNS)
     return Rows(run_id=run_id, worker=worker, epoch=number, table=table)

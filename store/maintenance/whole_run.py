@@ -46,7 +46,7 @@ def repair_run(run: Path, *, quick: bool) -> list[str]:
     """Repair the run, which nobody else may be writing. Return a line for each repair."""
     layout = RunLayout.open(run)
     with Catalog.open(layout) as catalog:
-        return repair(catalog, layout, check_run(run, quick=quick))
+        return repair(catalog, layout, findings=check_run(run, quick=quick))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

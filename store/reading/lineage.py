@@ -4,7 +4,8 @@
     step = trained_step(layout, start.learner_step + 1)
     rows = read_segments(layout, step.batch.segments)
 
-    changes = metrics_since(layout, 0)                # all metrics; later those since changes.lsn
+    changes = metrics_since(layout, 0)                # all metrics
+    changes = metrics_since(layout, changes.lsn)      # the new ones
 
 A learner step that was rolled back and trained again is shown as it was trained last.
 """
@@ -61,8 +62,8 @@ class MetricChanges:
     """Metrics that the catalog took in after one lsn, up to another."""
 
     lsn: int  # of the catalog now
-    rows: tuple[Metric, ...]  # the changed rows that count, by learner step
-    is_append: bool  # False: earlier rows were rolled back or replaced; ask again from lsn 0
+    rows: tuple[Metric, ...]  # the rows that count, by learner step
+    is_whole: bool  # all rows of the run: at lsn 0, or because some were rolled back or replaced
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
@@ -109,29 +110,36 @@ def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
 
 
 def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
-    """Return the metrics that changed after `lsn`, each row once."""
+    """Return the metrics that changed after `lsn`, each row once, or all if some were withdrawn."""
     with _reading(layout) as tx:
         newest_lsn = tx.value("SELECT lsn FROM meta")
-        changed = tx.rows(
-            """SELECT m.learner_step, m.policy_version, m.name, m.value, m.live,
-                      coalesce(b.trained_us, v.published_us, 0) AS at_us,
-                      EXISTS (
-                          SELECT 1 FROM metric AS old
-                          WHERE old.learner_step = m.learner_step
-                            AND old.policy_version = m.policy_version
-                            AND old.name = m.name AND old.live = 1 AND old.lsn < m.lsn
-                      ) AS replaces
-               FROM metric AS m
-               LEFT JOIN batch AS b ON b.state = 'trained' AND b.learner_step = m.learner_step
-               LEFT JOIN version AS v ON v.version = m.policy_version
-               WHERE m.changed_lsn > :lsn ORDER BY m.learner_step, m.lsn, m.name""",
-            lsn=lsn,
-        )
+        changed = _changed_metrics(tx, lsn)
+        is_whole = not lsn or any(not row["live"] or row["replaces"] for row in changed)
+        if lsn and is_whole:
+            changed = _changed_metrics(tx, 0)
     names = ("learner_step", "policy_version", "name", "value", "at_us")
     counting = [Metric(**pick(row, names)) for row in changed if row["live"]]
     newest = {(row.learner_step, row.policy_version, row.name): row for row in counting}
-    is_append = all(row["live"] and not row["replaces"] for row in changed)
-    return MetricChanges(lsn=newest_lsn, rows=tuple(newest.values()), is_append=is_append)
+    return MetricChanges(lsn=newest_lsn, rows=tuple(newest.values()), is_whole=is_whole)
+
+
+def _changed_metrics(tx: Transaction, lsn: int) -> list[sqlite3.Row]:
+    """Return the rows that changed after `lsn`; `replaces` says that one stands for an older."""
+    return tx.rows(
+        """SELECT m.learner_step, m.policy_version, m.name, m.value, m.live,
+                  coalesce(b.trained_us, v.published_us, 0) AS at_us,
+                  EXISTS (
+                      SELECT 1 FROM metric AS old
+                      WHERE old.learner_step = m.learner_step
+                        AND old.policy_version = m.policy_version
+                        AND old.name = m.name AND old.live = 1 AND old.lsn < m.lsn
+                  ) AS replaces
+           FROM metric AS m
+           LEFT JOIN batch AS b ON b.state = 'trained' AND b.learner_step = m.learner_step
+           LEFT JOIN version AS v ON v.version = m.policy_version
+           WHERE m.changed_lsn > :lsn ORDER BY m.learner_step, m.lsn, m.name""",
+        lsn=lsn,
+    )
 
 
 def published_version(layout: RunLayout, version: int) -> VersionRecord:

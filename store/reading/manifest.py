@@ -136,7 +136,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     tables = dict(known)
     for name, part in snapshot.new_parts.items():
         kept = (old for old in known.get(name, ()) if old.until <= part.since)
-        tables[name] = (*kept, _write_part(layout, name, part, until=snapshot.lsn))
+        tables[name] = (*kept, _write_part(layout, name=name, part=part, until=snapshot.lsn))
     empty = _empty_steps(layout) if previous is None else previous.segments[0]
     superseded = previous.superseded if previous is not None else {}
     manifest = Manifest(
@@ -156,7 +156,7 @@ def export_nothing(layout: RunLayout) -> None:
     tables = {}
     for name, export in EXPORTS.items():
         nothing = NewPart(since=0, table=export.schema.empty_table())
-        tables[name] = (_write_part(layout, name, nothing, until=0),)
+        tables[name] = (_write_part(layout, name=name, part=nothing, until=0),)
     manifest = Manifest(
         run_id=layout.info.run_id,
         lsn=0,
@@ -184,7 +184,7 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
 
 
-def _write_part(layout: RunLayout, name: str, part: NewPart, *, until: int) -> ExportedPart:
+def _write_part(layout: RunLayout, *, name: str, part: NewPart, until: int) -> ExportedPart:
     path = _write_table(layout, part.table, name=f"{name}-{part.since}-{until}.parquet")
     return ExportedPart(path=path, since=part.since, until=until, n_rows=part.table.num_rows)
 

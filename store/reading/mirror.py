@@ -61,7 +61,9 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
             write_atomically(copy.open_sql, views.encode(), mode=READ_WRITE, beneath=copy.root)
         _bring(layout.storage, copy)
     if as_of is not None:
-        _fetch_missing(layout.storage, copy, dict.fromkeys(read_as_of(layout, as_of).segments))
+        _fetch_missing(
+            layout.storage, copy, paths=dict.fromkeys(read_as_of(layout, as_of).segments)
+        )
     return copy
 
 
@@ -152,13 +154,13 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
         if manifest.lsn < _lsn_here(copy):
             return
         try:
-            _fetch_missing(storage, copy, _named(manifest))
+            _fetch_missing(storage, copy, paths=_named(manifest))
         except StoreError:
             if tries_left == 0 or storage.read(MANIFEST_NAME).to_pybytes() == data:
                 raise
             continue
         write_atomically(copy.manifest, data, mode=READ_WRITE, beneath=copy.root)
-        _forget(storage, copy, manifest)
+        _forget(storage, copy, manifest=manifest)
         return
 
 
@@ -176,7 +178,7 @@ def _named(manifest: Manifest) -> dict[str, int | None]:
     return {**dict.fromkeys(manifest.segments), **parts}
 
 
-def _fetch_missing(storage: Storage, copy: RunLayout, paths: Mapping[str, int | None]) -> None:
+def _fetch_missing(storage: Storage, copy: RunLayout, *, paths: Mapping[str, int | None]) -> None:
     missing = {path: n_rows for path, n_rows in paths.items() if not copy.storage.exists(path)}
     with ThreadPoolExecutor(PARALLEL) as pool:
         fetch = functools.partial(_fetch, storage, copy)
@@ -207,7 +209,7 @@ def _fetch(storage: Storage, copy: RunLayout, path: str, n_rows: int | None) -> 
     copy.storage.write(path, data)
 
 
-def _forget(storage: Storage, copy: RunLayout, manifest: Manifest) -> None:
+def _forget(storage: Storage, copy: RunLayout, *, manifest: Manifest) -> None:
     pinned = oldest_pinned_lsn(copy)
     if pinned is not None and pinned < manifest.lsn:
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import duckdb
 
+from printable import one_line
 from store.atomic_write import READ_WRITE, write_atomically
 from store.errors import FormatError
 from store.layout import RUN_ID, RunLayout
@@ -100,7 +101,7 @@ def check_statements(text: str) -> None:
     """
     for statement in duckdb.extract_statements(text):
         if not ALLOWED_STATEMENT.match(statement.query):
-            shown = " ".join(statement.query.split())[:SHOWN_CHARACTERS]
+            shown = one_line(statement.query)[:SHOWN_CHARACTERS]
             raise FormatError(f"open.sql may only make views, macros and variables, not {shown}")
 
 

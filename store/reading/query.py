@@ -12,7 +12,7 @@ from pathlib import Path
 
 import duckdb
 
-from printable import printable
+from printable import one_line, printable
 from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
@@ -71,7 +71,7 @@ def show(
             raise FormatError(f"it has no line {VIEWS_MARK!r}")
         connection.execute(fixed(sources, root))
         if as_of is not None:
-            _show_as_of(connection, layout, as_of, root=root)
+            _show_as_of(connection, layout, lsn=as_of, root=root)
         not_whole = functools.partial(_not_whole, root=layout.root, prefix=prefix)
         _leave_out(connection, not_whole, prefix=prefix)
         connection.execute(views)
@@ -82,10 +82,9 @@ def show(
             "memory_limit if you trust the run"
         ) from error
     except (duckdb.Error, FormatError) as error:
-        why = " ".join(str(error).split())
         raise FormatError(
-            f"the views of {layout.run_directory} cannot be made ({why}); gigpo fsck "
-            f"--repair {layout.run_directory}"
+            f"the views of {layout.run_directory} cannot be made ({one_line(error)}); "
+            f"gigpo fsck --repair {layout.run_directory}"
         ) from error
 
 
@@ -186,7 +185,7 @@ def _looks_whole(path: str, directory: int) -> bool:
 
 
 def _show_as_of(
-    connection: duckdb.DuckDBPyConnection, layout: RunLayout, lsn: int, *, root: str
+    connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, lsn: int, root: str
 ) -> None:
     """Replace the files and tables of the manifest by those that the catalog had at `lsn`."""
     snapshot = read_as_of(layout, lsn)

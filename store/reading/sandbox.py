@@ -38,7 +38,7 @@ import duckdb
 import pyarrow as pa
 from duckdb.sqltypes import DuckDBPyType
 
-from printable import SHOWN_CHARACTERS
+from printable import SHOWN_CHARACTERS, one_line
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
@@ -105,9 +105,9 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(channel, asked), daemon=True).start()
     while True:
         try:
-            _answer(channel, run.connection, json.loads(asked.get()))
+            _answer(channel, run.connection, asked=json.loads(asked.get()))
         except Exception as error:  # noqa: BLE001  a process border: the parent gets it
-            _send_why(channel, run, error)
+            _send_why(channel, run, error=error)
 
 
 def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None:
@@ -156,7 +156,7 @@ def _open(order: dict) -> _Opened:
         )
         return connection
 
-    connection, lsn = _connect(layout, order["lsn"], limited, prefix=prefix)
+    connection, lsn = _connect(layout, lsn=order["lsn"], limited=limited, prefix=prefix)
     return _Opened(connection=connection, layout=layout, lsn=lsn, prefix=prefix)
 
 
@@ -180,9 +180,9 @@ def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:
 
 def _connect(
     layout: RunLayout,
+    *,
     lsn: int | None,
     limited: Callable[[], duckdb.DuckDBPyConnection],
-    *,
     prefix: str,
 ) -> tuple[duckdb.DuckDBPyConnection, int]:
     """Return the run's views at `lsn`, by default now, and the lsn that they show.
@@ -266,7 +266,7 @@ def _bytes(text: str) -> int:
     return int(float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(unit))
 
 
-def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked: dict) -> None:
+def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, *, asked: dict) -> None:
     """Send the rows, then END.
 
     Raises StoreError for anything but one query, and for more than `max_rows` or `max_bytes`.
@@ -277,7 +277,7 @@ def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, asked
     try:
         relation = _for_arrow(connection.sql(sql), times_as_text=asked["times_as_text"])
         with relation.to_arrow_reader(BATCH_ROWS) as batches:
-            more = _send_rows(channel, batches, asked)
+            more = _send_rows(channel, batches, asked=asked)
     finally:
         connection.execute("ROLLBACK")
     wire.send(channel, wire.END, json.dumps({"more": more}).encode())
@@ -345,10 +345,10 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
     return f"{family.upper()}({', '.join(types)})"
 
 
-def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dict) -> bool:
+def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, *, asked: dict) -> bool:
     """Send batches as small Arrow streams, first one without rows. Return if there are more."""
     max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
-    _send_batch(channel, batches.schema, None)
+    _send_batch(channel, schema=batches.schema, batch=None)
     n_rows = n_bytes = 0
     for batch in batches:
         n_bytes += batch.nbytes
@@ -363,14 +363,14 @@ def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, asked: dic
                     f"SQL: the result has more than {max_rows:,} rows; aggregate, add LIMIT or "
                     "raise max_rows"
                 )
-            _send_batch(channel, batch.schema, batch.slice(0, max_rows - n_rows))
+            _send_batch(channel, schema=batch.schema, batch=batch.slice(0, max_rows - n_rows))
             return True
         n_rows += batch.num_rows
-        _send_batch(channel, batch.schema, batch)
+        _send_batch(channel, schema=batch.schema, batch=batch)
     return False
 
 
-def _send_batch(channel: socket.socket, schema: pa.Schema, batch: pa.RecordBatch | None) -> None:
+def _send_batch(channel: socket.socket, *, schema: pa.Schema, batch: pa.RecordBatch | None) -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
         if batch is not None:
@@ -378,7 +378,7 @@ def _send_batch(channel: socket.socket, schema: pa.Schema, batch: pa.RecordBatch
     wire.send(channel, wire.ROWS, memoryview(sink.getvalue()))
 
 
-def _send_why(channel: socket.socket, run: _Opened, error: Exception) -> None:
+def _send_why(channel: socket.socket, run: _Opened, *, error: Exception) -> None:
     """Send the error, or the files that were left out because of it, so that asking again helps."""
     if isinstance(error, duckdb.Error) and leave_out_unreadable(
         run.connection, error, prefix=run.prefix
@@ -391,7 +391,7 @@ def _send_why(channel: socket.socket, run: _Opened, error: Exception) -> None:
 def _send_error(channel: socket.socket, error: Exception) -> None:
     """Send an error in one line. Of a Python traceback send only the last line."""
     lines = str(error).strip().splitlines() or [""]
-    text = lines[-1] if lines[0].startswith("Traceback") else " ".join(" ".join(lines).split())
+    text = lines[-1] if lines[0].startswith("Traceback") else one_line(error)
     # DuckDB would advise settings that are locked.
     if isinstance(error, duckdb.OutOfMemoryException):
         text = (

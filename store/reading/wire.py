@@ -29,11 +29,11 @@ def send(
 
 def receive(connection: socket.socket, *, deadline: float | None = None) -> tuple[bytes, bytearray]:
     """Return the next message. Raises TimeoutError, EOFError or OSError."""
-    kind, length = _HEAD.unpack(_receive_bytes(connection, _HEAD.size, deadline))
-    return kind, _receive_bytes(connection, length, deadline)
+    kind, length = _HEAD.unpack(_receive_bytes(connection, _HEAD.size, deadline=deadline))
+    return kind, _receive_bytes(connection, length, deadline=deadline)
 
 
-def _receive_bytes(connection: socket.socket, n_bytes: int, deadline: float | None) -> bytearray:
+def _receive_bytes(connection: socket.socket, n_bytes: int, *, deadline: float | None) -> bytearray:
     content = bytearray(n_bytes)
     view = memoryview(content)
     while view:

@@ -130,12 +130,12 @@ def status(path: Path, *, root: Path) -> os.stat_result | None:
 
 def is_file(path: Path, *, root: Path) -> bool:
     """Return whether a regular file is there. False for one behind a link."""
-    return _has_kind(path, root, stat.S_ISREG)
+    return _has_kind(path, root=root, is_kind=stat.S_ISREG)
 
 
 def is_directory(path: Path, *, root: Path) -> bool:
     """Return whether a directory is there. False for one behind a link."""
-    return _has_kind(path, root, stat.S_ISDIR)
+    return _has_kind(path, root=root, is_kind=stat.S_ISDIR)
 
 
 def remove(path: Path, *, root: Path) -> None:
@@ -257,7 +257,7 @@ def _check_no_null(name: str) -> None:
         raise UnsafePathError(errno.EINVAL, text)
 
 
-def _has_kind(path: Path, root: Path, is_kind: Callable[[int], bool]) -> bool:
+def _has_kind(path: Path, *, root: Path, is_kind: Callable[[int], bool]) -> bool:
     try:
         found = status(path, root=root)
     except UnsafePathError:

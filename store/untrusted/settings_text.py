@@ -24,6 +24,8 @@ from yaml.events import (
     SequenceStartEvent,
 )
 
+from printable import REASON_CHARACTERS, one_line
+
 MAX_CHARACTERS = 2**20  # of a text; the settings of a run have some 5,000
 MAX_EVENTS = 100_000  # of the YAML parser: about one for each value
 # The YAML scanner looks at every open collection of a line for each character behind it.
@@ -46,7 +48,7 @@ def parse_settings_text(text: object) -> dict[str, object]:
     try:
         content = _content(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.YAMLError as error:
-        raise ValueError(f"they are no YAML: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(f"they are no YAML: {one_line(error)[:REASON_CHARACTERS]}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

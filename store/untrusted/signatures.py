@@ -56,7 +56,7 @@ def made_by_this_user(run: Path) -> bool:
         signed, texts = _signed(run), _texts(run)
     except OSError:  # also for a link
         return False
-    return all(_signature(key, name, text) in signed for name, text in texts)
+    return all(_signature(key, name=name, text=text) in signed for name, text in texts)
 
 
 def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None = None) -> bool:
@@ -78,7 +78,7 @@ def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None =
         ) from error
     if config is not None:
         texts.append((CONFIG, config))
-    new = [_signature(key, name, text) for name, text in texts]
+    new = [_signature(key, name=name, text=text) for name, text in texts]
     old = [signature for signature in _signed(run) if signature not in new]
     content = json.dumps({"signatures": (old + new)[-MAX_SIGNATURES:]}, indent=1)
     write_atomically(run / SIGNED, content.encode(), mode=READ_WRITE, beneath=run)
@@ -91,7 +91,7 @@ def _texts(run: Path) -> list[tuple[str, bytes]]:
     return [(name, read_bytes(run / name, root=run, at_most=MAX_TEXT_BYTES)) for name in names]
 
 
-def _signature(key: bytes, name: str, text: bytes) -> str:
+def _signature(key: bytes, *, name: str, text: bytes) -> str:
     return hmac.new(key, f"async-gigpo {name}\0".encode() + text, hashlib.sha256).hexdigest()
 
 

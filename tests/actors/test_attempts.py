@@ -154,6 +154,6 @@ def test_what_a_fenced_worker_reports_is_not_entered(tmp_path: Path) -> None:
     assert lease is not None
     attempts = Attempts(lease)
     attempts.begin(0)
-    coordinator.record_unfinished("w", attempts.close("stopped"), lease.epoch - 1)
+    coordinator.record_unfinished("w", attempts.close("stopped"), epoch=lease.epoch - 1)
     assert Stage.sql(SimpleNamespace(coordinator=coordinator), SHOWN) == []  # type: ignore[arg-type]
     coordinator.close()

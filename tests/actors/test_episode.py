@@ -81,7 +81,12 @@ def play(form: Form, policy: object, **changes: object) -> Trajectory:
     )
     return asyncio.run(
         play_episode(
-            InProcess("key_room"), policy, form(), task=task, episode=IDS, rules=rules(**changes)
+            InProcess("key_room"),
+            policy,
+            form=form(),
+            task=task,
+            episode=IDS,
+            rules=rules(**changes),
         )  # type: ignore[arg-type]
     )
 
@@ -124,7 +129,7 @@ def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:
     policy = Silent(form(), ["<action>go east</action>"] * 4)
     task = list_tasks("key_room", OPTIONS)["train"][0]
     playing = play_episode(
-        InProcess("key_room"), policy, form(), task=task, episode=ids, rules=rules()
+        InProcess("key_room"), policy, form=form(), task=task, episode=ids, rules=rules()
     )
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(playing)
@@ -174,7 +179,7 @@ def test_an_action_that_is_understood_and_not_listed(form: Form, rule: str, vali
     played = play_episode(
         Unlisted("key_room"),
         policy,
-        form(),
+        form=form(),
         task=task,
         episode=IDS,
         rules=rules(max_steps=1, invalid=rule),
@@ -205,7 +210,12 @@ def test_an_observation_that_no_prompt_has_a_place_for_is_named(form: Form) -> N
     ):
         asyncio.run(
             play_episode(
-                ShowsImagesLater("key_room"), policy, form(), task=task, episode=IDS, rules=rules()
+                ShowsImagesLater("key_room"),
+                policy,
+                form=form(),
+                task=task,
+                episode=IDS,
+                rules=rules(),
             )
         )
 

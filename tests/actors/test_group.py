@@ -93,7 +93,7 @@ def group_of(table: Any, n: int, *, n_extra: int = 0, attempts: int = 1) -> Grou
         version=SimpleNamespace(version=0),
         temperature=1.0,
     )
-    return GroupRollout(lease, config, table, table, table)
+    return GroupRollout(lease, config, coordinator=table, committer=table, episodes=table)
 
 
 async def begun(table: Table, n: int, *, n_extra: int = 0) -> asyncio.Task[None]:

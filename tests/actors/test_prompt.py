@@ -173,7 +173,9 @@ def test_the_scripted_answer_parses_back_to_its_action(
 
 
 def test_braces_in_game_text_are_text() -> None:
-    text = render(TEMPLATES["compact"], Observation(text="{step} {x}", objective="{y}"), [], kept=0)
+    text = render(
+        TEMPLATES["compact"], Observation(text="{step} {x}", objective="{y}"), history=[], kept=0
+    )
     assert "{step} {x}" in text
     assert "{y}" in text
 

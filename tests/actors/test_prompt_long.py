@@ -96,7 +96,7 @@ def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
     form = PromptForm(counting, settings("window", 4000))
     policy = ScriptedPolicy(form.encode_answer)
     trajectory = asyncio.run(
-        play_episode(Wordy(), policy, form, task=TASK, episode=IDS, rules=rules())
+        play_episode(Wordy(), policy, form=form, task=TASK, episode=IDS, rules=rules())
     )
     assert len(trajectory.steps[0].prompt_ids) <= 4000
     assert counting.longest > LONG_CHARACTERS
@@ -168,7 +168,7 @@ def test_a_template_that_loops_ends_the_worker_by_name(
         tasks = [replace(TASK, id=name) for name in ("one", "two")]
         n_words = 20_000 if most_characters == LONG_CHARACTERS else 20
         playing = [
-            play_episode(Wordy(n_words), policy, form, task=task, episode=IDS, rules=rules())
+            play_episode(Wordy(n_words), policy, form=form, task=task, episode=IDS, rules=rules())
             for task in tasks
         ]
         return await asyncio.wait_for(asyncio.gather(*playing, return_exceptions=True), timeout=60)
@@ -220,7 +220,7 @@ def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name
 
     async def episode() -> None:
         config = endpoint_config("m", max_response=9, max_model=90_000)
-        endpoint = Endpoint(ScriptedPolicy(lambda text: []), looping, config)
+        endpoint = Endpoint(ScriptedPolicy(lambda text: []), looping, config=config)
         await endpoint.start()
         try:
             pool: Any = Asks()

@@ -51,7 +51,7 @@ def test_each_shows_what_there_is_to_see_in_every_form(name: str) -> None:
         shown = ("A room.",)
     elif name == "sokoban_image":  # what there is to see is the image
         shown = ()
-    assert all(part in render(template, SEEN, [], kept=0) for part in (*shown, "win"))
+    assert all(part in render(template, SEEN, history=[], kept=0) for part in (*shown, "win"))
     assert all(part in render_next(template, SEEN, step=2) for part in shown)
 
 
@@ -63,7 +63,7 @@ def test_a_template_of_ones_own_is_a_file(tmp_path: Path) -> None:
         answer="<move>{action}</move>",
     )
     template = find_template(path)
-    assert render(template, SEEN, [], kept=0) == "I see A room. {}"
+    assert render(template, SEEN, history=[], kept=0) == "I see A room. {}"
     assert template.tags == ("move",)
     assert template.upstream is None
     check_config(Config(prompt=PromptConfig(template=path)))
@@ -82,7 +82,7 @@ TURNS = [Turn(observation=f"room {n}", action=f"go {n}") for n in (1, 2, 3)]
 def test_steps_taken_turns_shown_and_separators(tmp_path: Path) -> None:
     template = documented(0, tmp_path / "own.yaml")
     seen = Observation(text="room 4", objective="win", actions=("look", "go 4"))
-    assert render(template, seen, TURNS, kept=2) == (
+    assert render(template, seen, history=TURNS, kept=2) == (
         "win\nYou took 3 step(s). The last 2:\n"
         "[Observation 2: 'room 2', Action 2: 'go 2']\n[Observation 3: 'room 3', Action 3: 'go 3']\n"
         "You are at step 4: room 4\nYou can: ['look'\n 'go 4']"
@@ -98,14 +98,14 @@ def test_a_turn_may_show_what_came_of_it(tmp_path: Path) -> None:
         Turn(observation="<information>B</information>", action="what?"),
     ]
     seen = Observation(text="", objective="Who?")
-    assert render(template, seen, turns, kept=2) == (
+    assert render(template, seen, history=turns, kept=2) == (
         "Who?\nYou took 3 step(s):\nStep 2:<search>b</search> "
         "\n<information>B</information>\n\nStep 3:what? "
     )
-    assert render(template, replace(seen, text="C"), turns[:1], kept=1).endswith(
+    assert render(template, replace(seen, text="C"), history=turns[:1], kept=1).endswith(
         "Step 1:<search>a</search> \nC\n"
     )
-    assert render(template, seen, [], kept=0) == "Who?"
+    assert render(template, seen, history=[], kept=0) == "Who?"
 
 
 def test_a_message_may_say_how_many_steps_were_taken_in_every_form(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_message_may_say_how_many_steps_were_taken_in_every_form(tmp_path: Pat
             tmp_path / "own.yaml", first=words + ", {shown} shown", next=words, turn_separator="{{"
         )
     )
-    assert render(template, SEEN, TURNS, kept=0) == "3 of 4, 0 shown"
+    assert render(template, SEEN, history=TURNS, kept=0) == "3 of 4, 0 shown"
     assert render_next(template, SEEN, step=2) == "1 of 2"
     assert template.turn_separator == "{"
 

@@ -92,7 +92,7 @@ def on_stage(
         stage.runner = RolloutRunner(
             client,
             config,
-            committer=Committer(client, coordinator.layout, pending),
+            committer=Committer(client, coordinator.layout, pending=pending),
             episodes=stage,  # type: ignore[arg-type]
             weights=stage,
             concurrency=Concurrency.of(config),

@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import store
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
-from actors.inference.weight_files import RECEIVED, WeightLoad
+from actors.inference.weight_load import RECEIVED, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from actors.policy import Completion, EngineLostError, Prompt
 from configs import ActorsConfig

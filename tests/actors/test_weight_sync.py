@@ -13,7 +13,7 @@ import pytest
 
 import store
 from actors.inference import weight_sync
-from actors.inference.weight_files import WeightLoad
+from actors.inference.weight_load import WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from store import Catalog, RunLayout, VersionRecord, WeightFileError, export, write_open_sql
 

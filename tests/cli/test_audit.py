@@ -447,7 +447,7 @@ def test_an_output_of_another_process_meanwhile_is_not_written_over(
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(StoreError, match="mine exists; name another file"):
         write_new_file(
-            "--output", tmp_path / "mine", lambda file: file.write_text("theirs"), run=run
+            "--output", tmp_path / "mine", write=lambda file: file.write_text("theirs"), run=run
         )
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
 

@@ -186,7 +186,7 @@ def test_a_task_counts_as_often_in_the_score_as_it_was_played() -> None:
 
 def test_a_run_compared_with_itself_does_not_differ(played: Path) -> None:
     console = Console(width=1000, record=True)
-    evaluation.show_evaluation_comparison(played, played, console)
+    evaluation.show_evaluation_comparison(played, played, console=console)
     text = console.export_text()
     assert "20 tasks in common" in text and "p = 1.0000" in text and "0 tasks differ" in text
 

@@ -93,7 +93,7 @@ def test_a_model_behind_a_server_is_evaluated_into_a_store_and_goes_on_where_it_
     fsck = run(["-m", "cli", "fsck", str(new)])
     assert fsck.returncode == 0, fsck.stdout + fsck.stderr
     console = Console(width=200, record=True)
-    evaluation.show_evaluation_comparison(new, new, console)
+    evaluation.show_evaluation_comparison(new, new, console=console)
     assert "20 tasks in common" in console.export_text()
     check_not_trained_on(new, tmp_path)
 

@@ -68,6 +68,14 @@ def test_help_and_mistakes_load_nothing_heavy(asked: str) -> None:
     assert not set(done.stdout.rpartition("LOADED")[2].split()) & HEAVY
 
 
+def test_only_the_learner_and_engines_of_a_run_load_torch(tmp_path: Path) -> None:
+    done = run("train", KEY_ROOM, f"run_dir={tmp_path / 'run'}", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.rpartition("LOADED")[2].split())
+    assert "driver.supervisor" in loaded
+    assert not loaded & {"torch", "vllm", "deepspeed", "transformers"}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_has_an_example_and_explains_every_option(
     name: str, capsys: pytest.CaptureFixture[str]

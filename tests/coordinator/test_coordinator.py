@@ -136,7 +136,9 @@ def test_admission_counts_claimed_groups_until_the_new_weights_are_out(tmp_path:
     assert leases(coordinator) == []  # synchronous: nothing is played while the learner trains
     publish(coordinator, 1, 1)
     assert leases(coordinator) == []
-    coordinator.settle(batch.batch_id, 1, (), 0, {"loss": 1.0})
+    coordinator.settle(
+        batch.batch_id, learner_step=1, filtered=(), version_in=0, metrics={"loss": 1.0}
+    )
     assert [lease.version.version for lease in leases(coordinator)] == [1, 1]
     assert coordinator.status().metrics["loss"] == 1.0
 
@@ -174,7 +176,9 @@ def play_in_any_order(
             assert all(version - group.version_min <= max_staleness for group in batch.groups)
             step += 1
             publish(coordinator, version + 1, step)
-            coordinator.settle(batch.batch_id, step, (), version, {})
+            coordinator.settle(
+                batch.batch_id, learner_step=step, filtered=(), version_in=version, metrics={}
+            )
             version += 1
         assert coordinator.catalog.counts().outstanding <= (max_staleness + 1) * 2
     coordinator.close()
@@ -192,7 +196,7 @@ def test_a_heartbeat_of_any_component_renews_the_leases_of_all_that_called(
     until = "SELECT lease_until_us FROM grp WHERE lease_worker = 'w'"
     with coordinator.catalog._database.transaction() as tx:
         ((before,),) = tx.rows(until)
-    coordinator.heartbeat("v", None, 0.0)
+    coordinator.heartbeat("v", None, waits_s=0.0)
     with coordinator.catalog._database.transaction() as tx:
         ((after,),) = tx.rows(until)
     assert after > before
@@ -320,5 +324,5 @@ def test_a_heartbeat_after_the_end_is_heard_and_not_written(tmp_path: Path) -> N
     coordinator = make_coordinator(tmp_path / "run", max_staleness=0)
     coordinator.close()
     # the first beat in a second, which would be written
-    coordinator.heartbeat("worker-0", None, 0.0)
+    coordinator.heartbeat("worker-0", None, waits_s=0.0)
     assert "worker-0" in coordinator._heartbeats.components()

@@ -54,7 +54,7 @@ def test_a_group_that_became_too_old_is_played_again_from_the_start(
     coordinator: Coordinator,
 ) -> None:
     first = leased(coordinator)
-    coordinator.give_up("w", first.group.group_uid, "too old")
+    coordinator.give_up("w", first.group.group_uid, why="too old")
     again = leased(coordinator, "v")
     assert again.group.group_uid == first.group.group_uid
     assert again.group.missing == first.group.missing
@@ -66,7 +66,7 @@ def test_it_is_stale_after_too_many_tries(coordinator: Coordinator) -> None:
     uid = lease.group.group_uid
     for _ in range(MAX_REQUEUES + 1):
         assert lease.group.group_uid == uid
-        coordinator.give_up("w", uid, "too old")
+        coordinator.give_up("w", uid, why="too old")
         lease = leased(coordinator)
     assert lease.group.group_uid != uid
     assert states(coordinator)[uid] == ("stale", "too old")
@@ -77,7 +77,7 @@ def test_it_is_stale_at_once_if_some_of_it_is_committed_which_stays(
 ) -> None:
     lease = leased(coordinator)
     play(coordinator, member_of(lease, 1))
-    coordinator.give_up("w", lease.group.group_uid, "too old")
+    coordinator.give_up("w", lease.group.group_uid, why="too old")
     assert states(coordinator)[lease.group.group_uid] == ("stale", "too old")
     with connect(coordinator.layout) as connection:
         assert connection.sql("SELECT member FROM trajectories").fetchall() == [(1,)]
@@ -87,7 +87,7 @@ def test_who_lost_its_lease_can_give_up_nothing(coordinator: Coordinator) -> Non
     lease = leased(coordinator, "slow")
     coordinator.remove("slow", "died")
     assert leased(coordinator, "quick").group.group_uid == lease.group.group_uid
-    coordinator.give_up("slow", lease.group.group_uid, "too old")
+    coordinator.give_up("slow", lease.group.group_uid, why="too old")
     assert states(coordinator)[lease.group.group_uid][0] == "open"
     assert leased(coordinator, "third").group.group_uid != lease.group.group_uid, (
         "it is still the quick one's"
@@ -110,16 +110,16 @@ def test_an_abandoned_group_is_never_handed_out_again_and_ten_in_a_row_end_the_r
     coordinator: Coordinator,
 ) -> None:
     first = leased(coordinator)
-    coordinator.abandon("w", first.group.group_uid, "task 'x': it broke")
+    coordinator.abandon("w", first.group.group_uid, why="task 'x': it broke")
     assert states(coordinator)[first.group.group_uid] == ("abandoned", "task 'x': it broke")
     assert any("it broke" in notice for notice in coordinator.status().notices.values())
     for _ in range(MAX_ABANDONED - 2):
-        coordinator.abandon("w", leased(coordinator).group.group_uid, "it broke")
+        coordinator.abandon("w", leased(coordinator).group.group_uid, why="it broke")
     with pytest.raises(
         EnvironmentFailed,
         match=f"{MAX_ABANDONED} groups in a row were abandoned; the last one: it broke",
     ):
-        coordinator.abandon("w", leased(coordinator).group.group_uid, "it broke")
+        coordinator.abandon("w", leased(coordinator).group.group_uid, why="it broke")
 
 
 def test_a_member_that_was_played_before_another_one_failed_does_not_end_the_row(
@@ -128,7 +128,7 @@ def test_a_member_that_was_played_before_another_one_failed_does_not_end_the_row
     def member_1_breaks() -> None:
         lease = leased(coordinator)
         play(coordinator, member_of(lease, 0))
-        coordinator.abandon("w", lease.group.group_uid, "member 1 always breaks")
+        coordinator.abandon("w", lease.group.group_uid, why="member 1 always breaks")
 
     for _ in range(MAX_ABANDONED - 1):
         member_1_breaks()
@@ -140,7 +140,7 @@ def test_a_group_that_is_played_in_between_ends_the_row(coordinator: Coordinator
     for number in range(2 * MAX_ABANDONED):
         lease = leased(coordinator)
         if number % (MAX_ABANDONED - 1):
-            coordinator.abandon("w", lease.group.group_uid, "it broke")
+            coordinator.abandon("w", lease.group.group_uid, why="it broke")
         else:
             play(coordinator, lease)
             batch = coordinator.claim(0)  # makes room for more
@@ -202,7 +202,7 @@ def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
             n_response_tokens=0,
             why="worker_failed",
         )
-        coordinator.record_unfinished("w", [row], lease.epoch)
+        coordinator.record_unfinished("w", [row], epoch=lease.epoch)
     coordinator.remove("w", "gave no sign of life")
 
 

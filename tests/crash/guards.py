@@ -197,7 +197,7 @@ def repair_rescues_no_changed_bytes(root: str) -> None:
         assert merged is not None and merged.merged is not None
         change_a_byte(layout.root / merged.merged.path)
         change_a_byte(layout.root / early.path)
-        repair(catalog, layout, check(layout, level=CONTENTS))
+        repair(catalog, layout, findings=check(layout, level=CONTENTS))
         known = catalog.known_trajectories(
             [trajectory.traj_uid for trajectory in merged.merged.trajectories]
         )

@@ -180,13 +180,13 @@ FORKS = [
     for name, before, line, check in (
         (
             "names",
-            "            ",
+            "        ",
             "sync_directory(Path(directory), beneath=unfinished)",
             "power fork",
         ),
         (
             "mark that is gone",
-            "unlink()\n        ",
+            "unlink()\n    ",
             "sync_directory(unfinished, beneath=unfinished)",
             "power fork",
         ),

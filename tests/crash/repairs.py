@@ -122,7 +122,7 @@ def published(base: Path, diary: Sequence[Line], thorough: bool) -> list[str]:
 
 def _repair(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
-        repair(catalog, layout, check(layout, level=CONTENTS))
+        repair(catalog, layout, findings=check(layout, level=CONTENTS))
 
 
 def _opens(layout: RunLayout) -> bool:

@@ -90,7 +90,10 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     tiny = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2)
     make_tiny_model(
-        other, train_tokenizer(["open the chest"] * 9, vocabulary_size=280), tiny, seed=0
+        other,
+        tokenizer=train_tokenizer(["open the chest"] * 9, vocabulary_size=280),
+        config=tiny,
+        seed=0,
     )
     config = from_source(tmp_path, str(played))
     with pytest.raises(ConfigError, match=r"differs in \d+ entries"):

@@ -235,7 +235,9 @@ def test_an_evaluation_shows_its_own_progress(
         endpoint=configs.EndpointConfig(url="http://h/v1", model="m-7b"),
     )
     out = io.StringIO()
-    with Progress(config, "training", shown_in(Console(file=out, width=400))) as progress:
+    with Progress(
+        config, title="training", screen=shown_in(Console(file=out, width=400))
+    ) as progress:
         progress.show(status(heldout_open=0))
         for left in (20, 15):
             progress.show_evaluation(status(heldout_open=left))
@@ -257,7 +259,9 @@ def test_the_time_left_is_that_of_this_start(
     monkeypatch.setattr("driver.progress.LINE_EVERY_S", 0.0)
     config = replace(Config(run_dir=str(tmp_path)), learner=replace(Config().learner, steps=80))
     out = io.StringIO()
-    with Progress(config, "training", shown_in(Console(file=out, width=400))) as progress:
+    with Progress(
+        config, title="training", screen=shown_in(Console(file=out, width=400))
+    ) as progress:
         for step in (60, 60, 62, 58, 80):  # 58: the learner died, and went on from a checkpoint
             progress.show(status(heldout_open=0, learner_step=step))
             clock_s[0] += 5.0

@@ -39,7 +39,7 @@ driver.progress.LINE_EVERY_S = 0.0
 screen = getattr(Screen, sys.argv[1])()
 config = replace(configs.Config(), run_dir="/a/long/directory" * 6)
 screen.console.print("what is done, in a line that is much longer than a terminal " * 3)
-with Progress(config, "training", screen) as progress:
+with Progress(config, title="training", screen=screen) as progress:
     metrics = {"learner/idle_fraction": 0.63, "time/step_s": 2.0}
     progress.show(status(metrics=metrics))
     progress.show(status(metrics=metrics, notices={1: "started again: worker-0 died " * 5}))
@@ -163,7 +163,7 @@ def test_the_table_names_the_side_that_limits(
         components={"worker-0": worker},
         metrics={} if idle is None else {"learner/idle_fraction": idle},
     )
-    progress = Progress(config, "training", Screen.quiet())
+    progress = Progress(config, title="training", screen=Screen.quiet())
     progress.show(now)
     assert dict(progress._figures(now))["limited by"] == limit
 

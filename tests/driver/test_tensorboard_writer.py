@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from driver.tensorboard_writer import Curves, tensorboard_files
+import configs
+from driver.tensorboard_writer import TensorBoardFiles
+from driver.trackers.follow import Metrics, follow_metrics
 from store import Catalog, MetricChanges, RunLayout, StoreError, export, write_open_sql
 from tests.support.curves_read import in_store, in_tensorboard
 from tests.support.store_samples import open_train_group, play
@@ -78,13 +82,19 @@ def unexpected(text: str) -> None:
     raise AssertionError(f"nothing is to be said here: {text}")
 
 
+def curves_of(run: Run, say: Callable[[str], None]) -> AbstractContextManager[Metrics]:
+    """Follow the metrics of a run that is shown in TensorBoard alone."""
+    config = replace(configs.Config(), run_dir=str(run.layout.root), trackers=["tensorboard"])
+    return follow_metrics(config, run.layout, say=say)
+
+
 def files(run: Run) -> list[Path]:
     """Return those with something in them."""
     return [path for path in (run.layout.root / "tensorboard").iterdir() if path.stat().st_size]
 
 
 def test_polls_between_steps_write_nothing_and_the_last_rows_are_there(run: Run) -> None:
-    with tensorboard_files(run.layout, unexpected) as curves:
+    with curves_of(run, unexpected) as curves:
         curves.follow()
         assert not (run.layout.root / "tensorboard").exists(), "there is nothing to show yet"
         for _ in range(3):
@@ -118,13 +128,15 @@ def in_store_of(run: Run) -> list[tuple[str, int, float]]:
 def test_after_a_kill_the_next_start_writes_what_was_missing_and_takes_back_what_is_void(
     run: Run,
 ) -> None:
-    curves = Curves(run.layout, unexpected)
+    writer = TensorBoardFiles(run.layout, unexpected)
+    curves = Metrics(run.layout, [writer])
     run.train(4, loss=1.0)
     run.record({"heldout/success": 0.5}, version=2, step=2)
     curves.follow()
     run.train(1, loss=1.0)  # recorded and never written: both processes are killed here
     run.roll_back(2)
-    again = Curves(run.layout, unexpected)
+    started = TensorBoardFiles(run.layout, unexpected)
+    again = Metrics(run.layout, [started])
     again.follow()
     assert in_tensorboard(run.layout.root) == run.shown()
     assert {step for _, step, _ in run.shown()} == {1, 2}
@@ -133,11 +145,11 @@ def test_after_a_kill_the_next_start_writes_what_was_missing_and_takes_back_what
     assert in_tensorboard(run.layout.root) == run.shown()
     assert ("loss/loss", 3, 10.0) in run.shown()
     assert len(files(run)) == 1
-    again.close()
+    started.close()
 
 
 def test_a_learner_that_dies_takes_its_steps_back_while_the_driver_goes_on(run: Run) -> None:
-    with tensorboard_files(run.layout, unexpected) as curves:
+    with curves_of(run, unexpected) as curves:
         run.train(5, loss=1.0)
         curves.follow()
         run.roll_back(3)
@@ -152,7 +164,7 @@ def test_a_learner_that_dies_takes_its_steps_back_while_the_driver_goes_on(run: 
 
 
 def test_a_figure_that_replaces_another_is_there_once(run: Run) -> None:
-    with tensorboard_files(run.layout, unexpected) as curves:
+    with curves_of(run, unexpected) as curves:
         run.train(1, loss=1.0)
         curves.follow()
         run.record({"loss/loss": 9.0}, version=0)
@@ -164,7 +176,8 @@ def test_a_figure_that_replaces_another_is_there_once(run: Run) -> None:
 def test_an_open_tensorboard_forgets_what_was_taken_back(run: Run) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    curves = Curves(run.layout, unexpected)
+    writer = TensorBoardFiles(run.layout, unexpected)
+    curves = Metrics(run.layout, [writer])
     run.train(3, loss=1.0)
     curves.follow()
     watching = EventAccumulator(str(run.layout.root / "tensorboard"), size_guidance={"scalars": 0})
@@ -178,7 +191,7 @@ def test_an_open_tensorboard_forgets_what_was_taken_back(run: Run) -> None:
         (1, 2.0),
         (2, 7.0),
     ]
-    curves.close()
+    writer.close()
 
 
 def test_files_of_older_code_go_and_what_is_not_ours_stays(run: Run) -> None:
@@ -187,14 +200,14 @@ def test_files_of_older_code_go_and_what_is_not_ours_stays(run: Run) -> None:
     for name in (OLDER, "unfinished", "notes.txt", "mine/events.out.tfevents.1.h.1"):
         (directory / name).write_text("x")
     run.train(1, loss=1.0)
-    with tensorboard_files(run.layout, unexpected) as curves:
+    with curves_of(run, unexpected) as curves:
         curves.follow()
     names = {path.name for path in directory.iterdir()}
     assert {"mine", "notes.txt"} < names and len(names) == 4
     assert (directory / OLDER).read_bytes() == b"", (
         "an open TensorBoard reads on from here to the new file"
     )
-    with tensorboard_files(run.layout, unexpected) as curves:
+    with curves_of(run, unexpected) as curves:
         curves.follow()
     assert not (directory / OLDER).exists()
     assert in_tensorboard(run.layout.root) == run.shown()
@@ -205,7 +218,7 @@ def test_a_step_has_the_time_at_which_it_was_settled(run: Run) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run.train(2, loss=1.0)
-    with tensorboard_files(run.layout, unexpected) as curves:
+    with curves_of(run, unexpected) as curves:
         curves.follow()
     events = EventAccumulator(str(run.layout.root / "tensorboard"))
     events.Reload()
@@ -228,7 +241,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_the_run_goes_on(run
     directory = run.layout.root / "tensorboard"
     directory.touch()
     said: list[str] = []
-    with tensorboard_files(run.layout, said.append) as curves:
+    with curves_of(run, said.append) as curves:
         for _ in range(2):
             run.train(1, loss=1.0)
             curves.follow()
@@ -236,7 +249,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_the_run_goes_on(run
         curves.follow()
     assert said == [f"{directory} cannot be written: File exists; {GIVEN_UP}"]
     assert not directory.exists(), "this start has given them up"
-    with tensorboard_files(run.layout, unexpected) as curves:
+    with curves_of(run, unexpected) as curves:
         curves.follow()
     assert in_tensorboard(run.layout.root) == run.shown()
 
@@ -245,20 +258,25 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_the_run_goes_on(run
 def test_a_full_disk_is_said_once_and_the_run_goes_on(run: Run, from_the_start: bool) -> None:
     directory = run.layout.root / "tensorboard"
     said: list[str] = []
-    with tensorboard_files(run.layout, said.append) as curves:
-        if from_the_start:
-            directory.mkdir()
-            (directory / "unfinished").symlink_to("/dev/full")
-        else:
-            run.train(1, loss=1.0)
-            curves.follow()
-            assert curves._file is not None
-            curves._file.close()
-            curves._file = Path("/dev/full").open("wb")  # noqa: SIM115  # the curves close it
-        for _ in range(2):
-            run.train(1, loss=1.0)
-            curves.follow()
+    writer = TensorBoardFiles(run.layout, said.append)
+    curves = Metrics(run.layout, [writer])
+    if from_the_start:
+        directory.mkdir()
+        (directory / "unfinished").symlink_to("/dev/full")
+    else:
+        run.train(1, loss=1.0)
+        curves.follow()
+        assert writer._file is not None
+        writer._file.close()
+        writer._file = Path("/dev/full").open("wb")  # noqa: SIM115  # the writer closes it
+    for _ in range(2):
+        run.train(1, loss=1.0)
+        curves.follow()
+    writer.close()
     assert said == [f"{directory} cannot be written: No space left on device; {GIVEN_UP}"]
+
+
+LACKING = ["trackers lack the last metrics: the catalog is gone"]
 
 
 def look_at_a_lost_catalog(
@@ -269,10 +287,10 @@ def look_at_a_lost_catalog(
     def unreadable(layout: RunLayout, lsn: int) -> MetricChanges:
         raise StoreError("the catalog is gone")
 
-    with tensorboard_files(run.layout, say) as curves:
+    with curves_of(run, say) as curves:
         run.train(1, loss=1.0)
         curves.follow()
-        monkeypatch.setattr("driver.tensorboard_writer.metrics_since", unreadable)
+        monkeypatch.setattr("driver.trackers.follow.metrics_since", unreadable)
         if error is not None:
             raise error
 
@@ -283,13 +301,15 @@ def test_the_last_look_never_hides_the_error_that_ends_a_run(
     said: list[str] = []
     with pytest.raises(ZeroDivisionError, match="the real error"):
         look_at_a_lost_catalog(run, monkeypatch, said.append, ZeroDivisionError("the real error"))
-    directory = run.layout.root / "tensorboard"
-    assert said == [f"{directory} lacks the last metrics: the catalog is gone"]
+    assert said == LACKING
 
 
-def test_a_last_look_that_fails_closes_the_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoreError, match="the catalog is gone"):
-        look_at_a_lost_catalog(run, monkeypatch, unexpected, None)
+def test_a_last_look_that_fails_is_said_and_closes_the_file(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    look_at_a_lost_catalog(run, monkeypatch, said.append, None)
+    assert said == LACKING
     directory = f"{run.layout.root / 'tensorboard'}/"
     opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert not [path for path in opened if path.startswith(directory)]
@@ -297,6 +317,7 @@ def test_a_last_look_that_fails_closes_the_file(run: Run, monkeypatch: pytest.Mo
 
 def test_a_run_that_never_came_up_is_left_as_it_is(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
-    with pytest.raises(KeyboardInterrupt), tensorboard_files(layout, unexpected):
+    config = replace(configs.Config(), run_dir=str(layout.root), trackers=["tensorboard"])
+    with pytest.raises(KeyboardInterrupt), follow_metrics(config, layout, say=unexpected):
         raise KeyboardInterrupt
     assert not (layout.root / "tensorboard").exists()

@@ -45,7 +45,7 @@ def config_of(run: Run, *trackers: str) -> Config:
 
 def start(run: Run, tracker: str, n_steps: int, *, loss: float = 1.0, heldout: int = 0) -> None:
     """Drive the run once: train some steps, and look after each."""
-    with follow_metrics(config_of(run, tracker), run.layout, unexpected) as metrics:
+    with follow_metrics(config_of(run, tracker), run.layout, say=unexpected) as metrics:
         metrics.follow()
         for _ in range(n_steps):
             run.train(1, loss=loss)
@@ -157,6 +157,7 @@ def fake_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) 
     path.write_text(f"#!{sys.executable}\nimport sys, time\n{program}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(tracker_module.sys, "executable", str(path))
+    monkeypatch.setattr(tracker_module, "_is_there", lambda package: True)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_tracker_that_fails_is_one_line_and_the_run_goes_on(
     monkeypatch.setattr(tracker_module, "START_S", 0.5)
     monkeypatch.setattr(tracker_module, "CLOSE_S", 1.0)
     said: list[str] = []
-    with follow_metrics(config_of(run, "wandb"), run.layout, said.append) as metrics:
+    with follow_metrics(config_of(run, "wandb"), run.layout, say=said.append) as metrics:
         for _ in range(3):
             run.train(1, loss=1.0)
             metrics.follow()
@@ -192,7 +193,9 @@ def test_a_tracker_that_reads_nothing_never_blocks_the_run(
     monkeypatch.setattr(tracker_module, "CLOSE_S", 0.1)
     said: list[str] = []
     run.record({f"loss/{number:05d}": 1.0 for number in range(9000)}, version=0, step=0)
-    tracker = TrackerProcess("wandb", config_of(run, "wandb"), run.layout, said.append)
+    tracker = TrackerProcess(
+        "wandb", config=config_of(run, "wandb"), layout=run.layout, say=said.append
+    )
     tracker.wait_until_ready()
     from store import metrics_since
 

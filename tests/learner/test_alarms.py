@@ -96,7 +96,7 @@ def test_after_too_many_bad_updates_the_error_ends_with_the_query_that_shows_the
     tmp_path: Path, train: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path / "a run", max_staleness=1, steps=9)
-    monkeypatch.setattr("learner.training.alarms.MAX_BAD_UPDATES", 2)
+    monkeypatch.setattr("learner.training.run_health.MAX_BAD_UPDATES", 2)
     answers = {2: lambda updates: bad(updates, rows=(0, 3))}
     # one is allowed to be good in between: only those in a row count
     with pytest.raises(BadUpdatesError) as raised:
@@ -146,7 +146,7 @@ def test_where_only_the_gradient_is_not_finite_the_query_shows_the_updates(
     tmp_path: Path, train: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path / "run", max_staleness=0, steps=9)
-    monkeypatch.setattr("learner.training.alarms.MAX_BAD_UPDATES", 0)
+    monkeypatch.setattr("learner.training.run_health.MAX_BAD_UPDATES", 0)
     with pytest.raises(BadUpdatesError) as raised:
         train(config, lambda step, updates: bad(updates, rows=()))
     message = str(raised.value)
@@ -452,14 +452,18 @@ def test_notices_are_lines_of_their_own_each_shown_once(tmp_path: Path) -> None:
     coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=0))
     out = io.StringIO()
     with Progress(
-        coordinator.config, "training", shown_in(Console(file=out, width=400, markup=False))
+        coordinator.config,
+        title="training",
+        screen=shown_in(Console(file=out, width=400, markup=False)),
     ) as progress:
         progress.show(coordinator.status())
-        coordinator.notice("learner", "alarm", "learner step 2: loss/ess 0.05 is below [bound]")
+        coordinator.notice(
+            "learner", "alarm", detail="learner step 2: loss/ess 0.05 is below [bound]"
+        )
         progress.show(coordinator.status())
         progress.show(coordinator.status())
         for number in range(30):
-            coordinator.notice("learner", "bad update", f"number {number} {'x' * 500}")
+            coordinator.notice("learner", "bad update", detail=f"number {number} {'x' * 500}")
         progress.show(coordinator.status())
     coordinator.close()
     lines = out.getvalue().splitlines()
@@ -471,12 +475,14 @@ def test_notices_are_lines_of_their_own_each_shown_once(tmp_path: Path) -> None:
 
 def test_in_a_terminal_a_notice_stays_above_the_table(tmp_path: Path) -> None:
     coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=0))
-    coordinator.notice("learner", "alarm", "it began")
+    coordinator.notice("learner", "alarm", detail="it began")
     status: Status = coordinator.status()
     coordinator.close()
     out = io.StringIO()
     with Progress(
-        coordinator.config, "training", shown_in(Console(file=out, width=100, force_terminal=True))
+        coordinator.config,
+        title="training",
+        screen=shown_in(Console(file=out, width=100, force_terminal=True)),
     ) as progress:
         progress.show(status)
         progress.show(status)

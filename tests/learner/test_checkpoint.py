@@ -113,7 +113,7 @@ def state_of(engine: Engine) -> State:
     return {
         (name, kind): t.clone()
         for kind in KINDS
-        for name, t in read_state(engine.deepspeed, parameters, kind)
+        for name, t in read_state(engine.deepspeed, parameters, kind=kind)
     }
 
 
@@ -366,7 +366,10 @@ def test_a_checkpoint_of_another_model_is_refused(
     _, source = checkpoint
     config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=1)
     make_tiny_model(
-        tmp_path / "other", train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0
+        tmp_path / "other",
+        tokenizer=train_tokenizer(["go north"] * 9, vocabulary_size=280),
+        config=config,
+        seed=0,
     )
     other = make_engine(tmp_path / "other", zero_stage=0)
     words = (

@@ -499,7 +499,7 @@ def test_adapters_of_a_bf16_base_are_trained_in_float32(
         assert torch.equal(tensor, before[name]) == ("_proj.weight" not in name), (
             "what is not adapted stays, bit for bit"
         )
-    found = read_state(engine.deepspeed, trainable(engine.policy.causal_lm), MASTER)
+    found = read_state(engine.deepspeed, trainable(engine.policy.causal_lm), kind=MASTER)
     masters = {name: tensor.clone() for name, tensor in found}
     assert all((tensor != tensor.bfloat16()).any() for tensor in masters.values()), (
         "nothing rounds them on the way"

@@ -259,7 +259,7 @@ def test_bad_updates_in_a_row_are_counted_across_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path / "run", max_staleness=0, steps=9, checkpoint_every=1)
-    monkeypatch.setattr("learner.training.alarms.MAX_BAD_UPDATES", 2)
+    monkeypatch.setattr("learner.training.run_health.MAX_BAD_UPDATES", 2)
 
     def until_killed(step: int, updates: Any) -> Any:
         if step == 4:

@@ -24,7 +24,7 @@ from learner.data.batch_loader import (
     with_staleness,
 )
 from learner.explain import explain, table
-from learner.training.alarms import StarvationError, check_batches
+from learner.training.run_health import StarvationError, check_batches
 from learner.training.step_metrics import StepTimes, step_metrics
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
 from store.reading.query import connect
@@ -204,7 +204,7 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
     )
     assert 0 < mixed.n_live_tokens < mixed.n_response_tokens and offline.n_live_tokens == 0
     times = StepTimes(step_s=2.0)
-    figures = step_metrics(mixed, [], times)
+    figures = step_metrics(mixed, updates=[], times=times)
     assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
     assert mixed.live is not None and mixed.offline is not None
     assert (mixed.live.success, mixed.offline.success) == (0.5, 0.5)
@@ -220,7 +220,7 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
         means = (figures[f"{name}/return"], figures[f"{name}/episode_steps"])
         assert means == pytest.approx((episode_return, n_steps))
     none_played = {"train/success", "train/return", "train/episode_steps", "tokens/generated_per_s"}
-    assert not step_metrics(offline, [], times).keys() & none_played
+    assert not step_metrics(offline, updates=[], times=times).keys() & none_played
     staleness = with_staleness(mixed.rows, version=7).select(["split", "staleness"]).to_pylist()
     assert {(row["split"], row["staleness"]) for row in staleness} == {
         ("train", 0),

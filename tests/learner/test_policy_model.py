@@ -586,7 +586,12 @@ def test_a_last_layer_whose_feed_forward_half_is_of_another_kind_computes_as_bef
     (batch,) = cut(history_rows())
     expected = made()
     use_packed_attention(expected)
-    hidden_TH = packed_hidden(expected, batch.input_ids_T, batch.position_ids_T, batch.bounds_S1)
+    hidden_TH = packed_hidden(
+        expected,
+        input_ids_T=batch.input_ids_T,
+        position_ids_T=batch.position_ids_T,
+        bounds_S1=batch.bounds_S1,
+    )
     logits_NV = expected.lm_head(hidden_TH[batch.positions_N]) / TEMPERATURE
     logprobs_N = logits_NV.log_softmax(-1).gather(1, batch.response_ids_N[:, None])[:, 0]
     assert_close(policy(batch)[0], logprobs_N)
@@ -742,7 +747,7 @@ def test_the_hub_is_not_asked_while_files_are_loaded(tmp_path: Path) -> None:
         return bool(constants.HF_HUB_OFFLINE)
 
     before = is_offline()
-    assert loaded("anything", tmp_path, is_offline)
+    assert loaded("anything", tmp_path, load=is_offline)
     assert is_offline() == before
 
 

@@ -119,9 +119,11 @@ def play_and_crash(config: Config, choices: list[int], data: st.DataObject) -> N
             )
             step, version = step + 1, version + 1
             publish(coordinator, version, step)
-            coordinator.settle(batch.batch_id, step, {}, version - 1, {})
+            coordinator.settle(
+                batch.batch_id, learner_step=step, filtered={}, version_in=version - 1, metrics={}
+            )
             if step % 2 == 0:
-                coordinator.checkpoint(step, "nowhere", version)
+                coordinator.checkpoint(step, path="nowhere", version=version)
                 saved = step
         elif choice == 5:
             before = coordinator.catalog.counts()

@@ -39,7 +39,12 @@ from store import files_digest, weight_files
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "base"
     config = TinyModelConfig(vocabulary_size=280, hidden_size=32, layers=1)
-    make_tiny_model(path, train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0)
+    make_tiny_model(
+        path,
+        tokenizer=train_tokenizer(["go north"] * 9, vocabulary_size=280),
+        config=config,
+        seed=0,
+    )
     return path
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.training import alarms
-from learner.training.alarms import StarvationDeadline
+from learner.training import run_health
+from learner.training.run_health import StarvationDeadline
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(alarms, "time", clock)
+    monkeypatch.setattr(run_health, "time", clock)
     return clock
 
 

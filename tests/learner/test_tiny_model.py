@@ -61,7 +61,7 @@ def test_the_directory_loads_and_depends_on_the_seed_alone(tmp_path: Path) -> No
     for name, seed in {"a": 0, "again": 0, "b": 1}.items():
         torch.rand(1)  # the caller's random numbers neither matter nor are disturbed
         state = torch.get_rng_state()
-        make_tiny_model(tmp_path / name, TOKENIZER, CONFIG, seed=seed)
+        make_tiny_model(tmp_path / name, tokenizer=TOKENIZER, config=CONFIG, seed=seed)
         assert torch.equal(state, torch.get_rng_state())
     weights = {
         name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "again", "b")

@@ -202,7 +202,7 @@ def test_weights_have_the_names_of_the_base_models_files(
 
 def test_zero_3_is_refused_for_what_would_hang(vision_base: Path, policy: PolicyModel) -> None:
     with pytest.raises(ValueError, match="zero_stage=3 with a vision model"):
-        names_to_publish(vision_base, policy, LearnerConfig(zero_stage=3))
-    assert names_to_publish(vision_base, policy, LearnerConfig(zero_stage=2))[
+        names_to_publish(vision_base, policy=policy, learner=LearnerConfig(zero_stage=3))
+    assert names_to_publish(vision_base, policy=policy, learner=LearnerConfig(zero_stage=2))[
         "model.visual.merger.ln_q.weight"
     ].startswith("visual.")

@@ -109,7 +109,7 @@ def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
     tokenizer = train_tokenizer(
         sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size
     )
-    make_tiny_model(lamps / "tiny", tokenizer, config.model.tiny, seed=0)
+    make_tiny_model(lamps / "tiny", tokenizer=tokenizer, config=config.model.tiny, seed=0)
     form, rules = PromptForm(tokenizer, config.prompt), EpisodeRules.of(config, temperature=1.0)
 
     async def play() -> list[Trajectory]:
@@ -120,7 +120,7 @@ def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
                 ids = EpisodeIds.of(uid(task.id), member)
                 policy = ScriptedPolicy(form.encode_answer)
                 return await play_episode(
-                    environment, policy, form, task=task, episode=ids, rules=rules
+                    environment, policy, form=form, task=task, episode=ids, rules=rules
                 )
 
         try:
@@ -169,7 +169,7 @@ def test_the_documented_command_trains_it(lamps: Path) -> None:
     tokenizer = train_tokenizer(
         sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size
     )
-    make_tiny_model(lamps / "tiny", tokenizer, config.model.tiny, seed=0)
+    make_tiny_model(lamps / "tiny", tokenizer=tokenizer, config=config.model.tiny, seed=0)
     run = trained(
         lamps,
         f"model.path={lamps / 'tiny'}",

@@ -13,7 +13,8 @@ import torch
 import configs
 from gigpo import Tokens, token_diagnostics
 from learner.data.batch_loader import Episodes
-from learner.training.alarms import BAD_IN_A_ROW, EMPTY_IN_A_ROW, collapse_alarms
+from learner.training.alarms import collapse_alarms
+from learner.training.run_health import BAD_IN_A_ROW, EMPTY_IN_A_ROW
 from learner.training.step_metrics import StepTimes, UpdateStats, step_metrics
 from store.catalog.records import Evaluation, SuccessRate
 
@@ -76,7 +77,7 @@ def of_a_learner_step() -> set[str]:
         n_rows=1, n_response_tokens=7, n_live_tokens=7,
         read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,
     )  # fmt: skip
-    metrics = step_metrics(ready, [of_an_update()], StepTimes(step_s=1.0))  # type: ignore[arg-type]
+    metrics = step_metrics(ready, updates=[of_an_update()], times=StepTimes(step_s=1.0))  # type: ignore[arg-type]
     alarms = collapse_alarms(metrics, before={}, learner_step=1, config=configs.Config())
     return {*metrics, *alarms.values, BAD_IN_A_ROW, EMPTY_IN_A_ROW}
 

@@ -197,7 +197,8 @@ def test_a_round_that_is_shown_is_harmless(run: Path, monkeypatch: pytest.Monkey
     shown = shown_by(lambda console: evaluation.show_evaluation(run, console), is_terminal=False)
     assert_harmless(shown)
     shown = shown_by(
-        lambda console: evaluation.show_evaluation_comparison(run, run, console), is_terminal=False
+        lambda console: evaluation.show_evaluation_comparison(run, run, console=console),
+        is_terminal=False,
     )
     assert_harmless(shown)
 
@@ -206,7 +207,10 @@ def test_lines_while_it_runs_are_harmless() -> None:
     config = replace(Config(), run_dir=ALL)
 
     def show(console: object) -> None:
-        with said_with_spinner(ALL, console), Progress(config, ALL, shown_in(console)) as progress:  # type: ignore[arg-type]
+        with (
+            said_with_spinner(ALL, console),
+            Progress(config, title=ALL, screen=shown_in(console)) as progress,
+        ):  # type: ignore[arg-type]
             status = type("Status", (), {"notices": {1: ALL}})
             progress._show_notices(status)  # type: ignore[arg-type]
             component = type("Component", (), {"waiting_on": ALL, "waits_s": 1.0})

@@ -234,7 +234,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "things": 1,
     }
     observations, tried, starts = explored(options)
-    texts = [render(TEMPLATES[TEMPLATE], seen, (), kept=0) for seen in observations]
+    texts = [render(TEMPLATES[TEMPLATE], seen, history=(), kept=0) for seen in observations]
     tokenizer = train_tokenizer(texts, vocabulary_size=SIZE.vocabulary_size)
     form = PromptForm(
         tokenizer, PromptConfig(template=TEMPLATE, history_length=0, max_prompt_tokens=500)
@@ -249,7 +249,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         )
         for situation, command, leads_to in tried
     ]
-    make_tiny_model(directory / "untrained", tokenizer, SIZE, seed=0)
+    make_tiny_model(directory / "untrained", tokenizer=tokenizer, config=SIZE, seed=0)
     engine = make_engine(
         directory / "untrained",
         plain(loss=LossConfig(policy="behaviour_cloning"), learning_rate=1e-2),

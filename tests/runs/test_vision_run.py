@@ -194,4 +194,4 @@ def test_both_the_tower_and_the_text_model_were_trained(run: Path) -> None:
 
 def test_a_checkpoint_is_exported_as_the_version_it_belongs_to(run: Path, tmp_path: Path) -> None:
     _, digest = published(run)[3]
-    assert export_checkpoint(RunLayout.open(run), 3, tmp_path / "exported") == digest
+    assert export_checkpoint(RunLayout.open(run), 3, dest=tmp_path / "exported") == digest

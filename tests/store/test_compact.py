@@ -668,7 +668,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_the_maintainer_merges_expires_and_sweeps(layout: RunLayout, catalog: Catalog) -> None:
     play_and_train(layout, catalog, 4)
-    maintainer = Maintainer(catalog, layout, settings(keep_days=0.0))
+    maintainer = Maintainer(catalog, layout, settings=settings(keep_days=0.0))
     maintainer.work()
     # no checkpoint: all of it may be trained on again
     assert [f.level for f in catalog.live_segments()] == [1]
@@ -693,7 +693,7 @@ def test_a_damaged_file_is_left_out_by_the_maintainer_and_said_once(
     play_and_train(layout, catalog, 5)
     bad = catalog.live_segments()[0].segment_id
     (layout.segments / "w0" / f"{bad}.parquet").unlink()
-    maintainer = Maintainer(catalog, layout, settings())
+    maintainer = Maintainer(catalog, layout, settings=settings())
     maintainer.work()
     maintainer.work()
     assert [f.level for f in catalog.live_segments()] == [0, 1]
@@ -707,7 +707,7 @@ def test_what_the_maintainer_fails_of_is_raised_in_its_owner(
         raise ValueError("out of tea")
 
     monkeypatch.setattr(maintainer_module, "merges", broken)
-    maintainer = Maintainer(catalog, layout, settings())
+    maintainer = Maintainer(catalog, layout, settings=settings())
     maintainer.check()
     maintainer.start()
     wait_for(lambda: maintainer._failure)
@@ -732,7 +732,7 @@ def test_a_full_disk_is_said_once_and_waited_for(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("store.atomic_write.os.fsync", no_space)
-    maintainer = Maintainer(catalog, layout, settings())
+    maintainer = Maintainer(catalog, layout, settings=settings())
     maintainer.start()
     wait_for(lambda: [f.level for f in catalog.live_segments()] == [1])
     maintainer.close()

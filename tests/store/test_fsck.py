@@ -63,7 +63,7 @@ def test_each_damage_is_repaired_and_nothing_is_deleted(layout: RunLayout, what:
     DAMAGE[what](layout)
     contents = set(fingerprint(layout.segments).values())
     with Catalog.open(layout) as catalog:
-        done = repair(catalog, layout, check(layout, level=CONTENTS))
+        done = repair(catalog, layout, findings=check(layout, level=CONTENTS))
     assert done
     assert check(layout, level=CONTENTS) == []
     assert contents <= set(fingerprint(layout.root).values())  # every file is still somewhere
@@ -77,7 +77,7 @@ def test_what_can_be_damaged_but_not_repaired_is_left_alone(layout: RunLayout) -
     DAMAGE["ledger"](layout)
     with Catalog.open(layout) as catalog:
         before = fingerprint(layout.root)
-        assert repair(catalog, layout, check(layout, level=CONTENTS)) == []
+        assert repair(catalog, layout, findings=check(layout, level=CONTENTS)) == []
         assert fingerprint(layout.root) == before
     assert [finding.what for finding in check(layout, level=CATALOG)] == ["ledger"]
 
@@ -202,7 +202,7 @@ def test_after_repair_and_a_retry_only_consumed_rows_are_gone(
         held = {uid for (uid,) in ask(layout, query, path)}
         flip(layout.root / path, 4321)
         with Catalog.open(layout) as catalog:
-            (line,) = repair(catalog, layout, check(layout, level=CONTENTS))
+            (line,) = repair(catalog, layout, findings=check(layout, level=CONTENTS))
             note = json.loads(
                 (layout.quarantine / Path(path).name).with_suffix(".json").read_text()
             )
@@ -237,7 +237,7 @@ def test_a_claimed_batch_with_a_lost_group_is_rolled_back(layout: RunLayout) -> 
         batch = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
         assert batch is not None
         (layout.root / batch.segments[0].path).unlink()
-        (line,) = repair(catalog, layout, check(layout, level=CONTENTS))
+        (line,) = repair(catalog, layout, findings=check(layout, level=CONTENTS))
         assert f"batch {batch.batch_id} was rolled back" in line
         with pytest.raises(StoreError, match="is rolled_back"):
             catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
@@ -260,7 +260,7 @@ def test_a_rolled_back_group_that_lost_rows_is_played_before_it_is_trained_on_ag
         for retired in ask(layout, "SELECT path FROM segment WHERE retired_lsn IS NOT NULL"):
             (layout.root / retired[0]).unlink()
         (layout.root / path).unlink()
-        repair(catalog, layout, check(layout, level=CONTENTS))
+        repair(catalog, layout, findings=check(layout, level=CONTENTS))
         assert state_of(layout)[0] == "trained"  # what was trained on, was
         catalog.roll_back(0)
         assert (state_of(layout)[0], state_of(layout)[1]) == ("open", "open")
@@ -352,12 +352,12 @@ def test_a_file_that_is_put_back_is_kept_and_its_trajectories_count_again(
         kept = (layout.root / path).read_bytes()
         (layout.root / path).unlink()
         with Catalog.open(layout) as catalog:
-            repair(catalog, layout, check(layout, level=CONTENTS))
+            repair(catalog, layout, findings=check(layout, level=CONTENTS))
             rewrite_anew(layout.root / path, kept)
             sweep_orphans(catalog, layout, opened_us=2**62, named=())
             (finding,) = check(layout, level=CONTENTS)
             assert (finding.what, finding.subject) == ("segment_returned", path)
-            repair(catalog, layout, [finding])
+            repair(catalog, layout, findings=[finding])
         assert check(layout, level=CONTENTS) == []
         assert (rows_of(layout), state_of(layout)) == (before, states)
 
@@ -372,14 +372,16 @@ def test_a_file_that_is_put_back_late_or_damaged_does_not_count(layout: RunLayou
     kept = (layout.root / path).read_bytes()
     (layout.root / path).unlink()
     with Catalog.open(layout) as catalog:
-        repair(catalog, layout, check(layout, level=CONTENTS))
+        repair(catalog, layout, findings=check(layout, level=CONTENTS))
         rewrite_anew(layout.root / path, kept[:-9])
-        (line,) = repair(catalog, layout, check(layout, level=CONTENTS))
+        (line,) = repair(catalog, layout, findings=check(layout, level=CONTENTS))
         assert "not what was committed" in line and not (layout.root / path).exists()
         play_what_is_open(layout, catalog)
         before = rows_of(layout)
         rewrite_anew(layout.root / path, kept)
-        assert "0 trajectories" in repair(catalog, layout, check(layout, level=CONTENTS))[0]
+        assert (
+            "0 trajectories" in repair(catalog, layout, findings=check(layout, level=CONTENTS))[0]
+        )
         assert check(layout, level=CONTENTS) == []
         assert rows_of(layout) == before
         assert path in sweep_retired(catalog, layout, window_s=0.0)

@@ -36,7 +36,7 @@ def test_flipped_bits_in_an_export_are_found_and_it_is_written_anew(layout: RunL
     (finding,) = check(layout, level=CONTENTS)
     assert finding.what == "export_damaged"
     with Catalog.open(layout) as catalog:
-        repair(catalog, layout, [finding])
+        repair(catalog, layout, findings=[finding])
     assert check(layout, level=CONTENTS) == []
 
 
@@ -64,7 +64,7 @@ def test_an_older_manifest_whose_files_are_gone_is_replaced(layout: RunLayout) -
             ("manifest_segment", "manifest_damaged")[number]
         ]
         with Catalog.open(layout) as catalog:
-            repair(catalog, layout, check(layout, level=CONTENTS))
+            repair(catalog, layout, findings=check(layout, level=CONTENTS))
         assert check(layout, level=CONTENTS) == []
 
 
@@ -78,7 +78,7 @@ def test_open_sql_that_is_gone_or_garbage_is_written_again(
     (finding,) = check(layout, level=CONTENTS)
     assert finding.what == "open_sql_missing"
     with Catalog.open(layout) as catalog:
-        (line,) = repair(catalog, layout, [finding])
+        (line,) = repair(catalog, layout, findings=[finding])
     assert "advantages(...)" in line
     assert check(layout, level=CONTENTS) == []
     with closing(connect(layout)) as views:
@@ -132,7 +132,7 @@ def test_a_manifest_with_any_content_is_one_finding(
     assert len(str(problem.value)) < 1000
     assert [finding.what for finding in check(layout, level=CONTENTS)] == ["manifest_damaged"]
     with Catalog.open(layout) as catalog:
-        repair(catalog, layout, check(layout, level=CONTENTS))
+        repair(catalog, layout, findings=check(layout, level=CONTENTS))
     assert check(layout, level=CONTENTS) == []
 
 
@@ -180,7 +180,7 @@ def test_a_run_without_manifest_and_open_sql_gets_both(layout: RunLayout) -> Non
     found = check(layout, level=CONTENTS)
     assert [finding.what for finding in found] == ["manifest_missing", "open_sql_missing"]
     with Catalog.open(layout) as catalog:
-        repair(catalog, layout, found)
+        repair(catalog, layout, findings=found)
     assert check(layout, level=CONTENTS) == []
 
 

@@ -236,7 +236,7 @@ def own(root: Path) -> None:
         ]  # type: ignore[misc]
         threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
         threads.append(threading.Thread(target=lambda: (sys.stdin.readline(), stop.set())))
-        maintainer = Maintainer(catalog, layout, EAGER)
+        maintainer = Maintainer(catalog, layout, settings=EAGER)
         export(catalog, layout)
         maintainer.start()
         for thread in threads:

@@ -138,7 +138,7 @@ class StoreMachine(RuleBasedStateMachine):
         until_us = self.run.clock_us + LEASE_S * US_PER_S
         if renews:
             held = self.model.held_by(worker)
-            assert self.catalog.renew_leases([worker], LEASE_S) == len(held)
+            assert self.catalog.renew_leases([worker], lease_s=LEASE_S) == len(held)
             self.model.lease(held, worker=worker, until_us=until_us)
             return
         expected = self.model.next_free(self.run.clock_us)

@@ -556,14 +556,14 @@ def test_half_a_group_is_not_trained_on(
         lost = target.root / batch.segments[0].path
         content = lost.read_bytes()
         lost.unlink()
-        repair(catalog, target, check(target, level=CONTENTS))
+        repair(catalog, target, findings=check(target, level=CONTENTS))
         assert catalog.offline_batches_left(1, uses=2) == 2, (
             "task-0 and task-1 once more; the claim is released"
         )
         assert check(target, level=CONTENTS) == []
         assert learn(catalog, 2) == ["task-0", "task-1"]
         lost.write_bytes(content)
-        repair(catalog, target, check(target, level=CONTENTS))
+        repair(catalog, target, findings=check(target, level=CONTENTS))
         assert catalog.offline_batches_left(1, uses=2) == 2
         assert check(target, level=CONTENTS) == []
 

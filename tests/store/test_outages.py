@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -153,7 +154,7 @@ def test_an_outage_stops_no_maintainer_and_is_said_once(
             failed.release()
             raise UnavailableError("the server is away")
 
-        maintainer = Maintainer(catalog, layout, settings)
+        maintainer = Maintainer(catalog, layout, settings=settings)
         with monkeypatch.context() as patch:
             patch.setattr(storage.LocalStorage, "read", unavailable)
             with pytest.raises(UnavailableError):
@@ -272,7 +273,7 @@ def test_readers_of_one_remote_run_take_turns(
     layout = make_remote(tmp_path)
     fetch_missing, refused = mirror_module._fetch_missing, []
 
-    def another_comes(*arguments: object) -> None:
+    def another_comes(*arguments: Any, **named: Any) -> None:
         copy = arguments[1]
         assert isinstance(copy, RunLayout)
         with copy.mirror_lock.open() as lock:
@@ -280,7 +281,7 @@ def test_readers_of_one_remote_run_take_turns(
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 refused.append(True)
-        fetch_missing(*arguments)  # type: ignore[arg-type]
+        fetch_missing(*arguments, **named)
 
     monkeypatch.setattr(mirror_module, "_fetch_missing", another_comes)
     mirror(layout)

@@ -130,7 +130,7 @@ def served(
 
     async def run() -> Any:
         config = endpoint_config("number-game", max_response=max_response, max_model=max_model)
-        endpoint = Endpoint(policy, tokenizer(template), config)
+        endpoint = Endpoint(policy, tokenizer(template), config=config)
         await endpoint.start()
         try:
             return await body(endpoint)
@@ -170,7 +170,7 @@ class LetterTokenizer:
 async def two_turns_over_http(policy: Policy, *, max_model_tokens: int) -> list[Step]:
     """Return the steps of a program that asks, repeats the reply, and asks again."""
     config = endpoint_config("m", max_response=12, max_model=max_model_tokens)
-    endpoint = Endpoint(policy, LetterTokenizer(), config)
+    endpoint = Endpoint(policy, LetterTokenizer(), config=config)
     await endpoint.start()
     with endpoint.episode(IDS, rules()) as recording:
         client = openai.AsyncOpenAI(

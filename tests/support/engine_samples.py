@@ -23,7 +23,12 @@ LENGTHS = (3, 20)  # of random prompts
 
 def make_base(path: Path) -> Path:
     config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2)
-    make_tiny_model(path, train_tokenizer(["go north"] * 9, vocabulary_size=280), config, seed=0)
+    make_tiny_model(
+        path,
+        tokenizer=train_tokenizer(["go north"] * 9, vocabulary_size=280),
+        config=config,
+        seed=0,
+    )
     return path
 
 

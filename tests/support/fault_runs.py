@@ -249,7 +249,7 @@ def untrained_model(path: Path) -> Path:
     tokenizer = train_tokenizer(
         sample_chats(config), vocabulary_size=config.model.tiny.vocabulary_size
     )
-    make_tiny_model(path, tokenizer, config.model.tiny, seed=0)
+    make_tiny_model(path, tokenizer=tokenizer, config=config.model.tiny, seed=0)
     return path
 
 

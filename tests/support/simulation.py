@@ -172,7 +172,7 @@ class SimulatedEpisodes:
     async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
         environment = self._setup.environment(random.Random(self._random.getrandbits(64)))
         return await play_episode(
-            environment, self._policy, self._form, task=task, episode=ids, rules=rules
+            environment, self._policy, form=self._form, task=task, episode=ids, rules=rules
         )
 
     def waiting(self) -> tuple[str, float] | None:
@@ -297,7 +297,7 @@ class SimulatedLearner:
         )
         if self.step % self.config.learner.checkpoint_every == 0:
             await self.coordinator.checkpoint(
-                self.step, f"checkpoints/step{self.step}", self.version
+                self.step, path=f"checkpoints/step{self.step}", version=self.version
             )
 
     async def _publish(self, version: int) -> None:

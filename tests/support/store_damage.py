@@ -122,7 +122,7 @@ def put_back(layout: RunLayout) -> None:
     kept, times = path.read_bytes(), (path.stat().st_atime, path.stat().st_mtime)
     path.unlink()
     with Catalog.open(layout) as catalog:
-        repair(catalog, layout, check(layout, level=NAMES))
+        repair(catalog, layout, findings=check(layout, level=NAMES))
     path.write_bytes(kept)
     os.utime(path, times)
 

@@ -10,8 +10,9 @@ from markupsafe import Markup
 
 from analysis.evaluation_stats import Z_95
 from analysis.run_status import duration
+from analysis.speed_limit import speed_limit
 from analysis.view.charts import bars, lines, steps
-from analysis.view.html import html, percent
+from analysis.view.html import html
 from analysis.view.page import Asked, Page
 from analysis.view.pages.anchor import wrong_states
 from analysis.view.panel import Panel, show_rows
@@ -318,8 +319,9 @@ def show_limits(table: pa.Table) -> Markup:
     if not row["n_steps"]:
         return Markup('<p class="empty">No learner step is done yet.</p>')
     step_s = row["step_s"] or 1.0
+    waits = row["waits_for_groups"] or 0.0
     parts = {
-        "waits for groups": row["waits_for_groups"] or 0.0,
+        "waits for groups": waits,
         "prepares the batch": (row["batch_wait_s"] or 0.0) / step_s,
         "publishes weights": (row["publish_s"] or 0.0) / step_s,
         "saves checkpoints": (row["checkpoint_s"] or 0.0) / step_s,
@@ -328,24 +330,9 @@ def show_limits(table: pa.Table) -> Markup:
     return html(
         "run_limits.html",
         row=row,
-        sentence=limit_sentence(parts, trains),
+        sentence=f"Limited by the {speed_limit(learner_waits=waits, workers_wait=None)}.",
         parts=[("trains", trains), *parts.items()],
     )
-
-
-def limit_sentence(parts: dict[str, float], trains: float) -> str:
-    """Return the sentence that says what limits the speed."""
-    waits = parts["waits for groups"]
-    other, share = max(list(parts.items())[1:], key=lambda part: part[1])
-    if waits >= 0.5:
-        return (
-            f"The learner waits for actors {percent(waits)} of the time: the actors are the limit."
-        )
-    if share > max(trains, waits):
-        return f"The learner {other} {percent(share)} of the time: that is the limit."
-    if waits >= 0.1:
-        return f"The learner trains {percent(trains)} of the time, and waits {percent(waits)}."
-    return f"The learner trains {percent(trains)} of the time: the learner is the limit."
 
 
 def show_alarms(table: pa.Table) -> Markup:

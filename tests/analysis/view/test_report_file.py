@@ -31,7 +31,7 @@ def test_the_sentences_have_the_figures_of_the_run(report: Path) -> None:
         "Did it learn?": "Training tasks: 50 % (50 % to 50 %) won, over 1 learner step. "
         "Held-out tasks: 100 % won by version 2 (21 % to 100 %; 1 of 1 episodes).",
         "Is it stable?": "On at the newest learner step: entropy.",
-        "What limits it?": "The learner waited for actors 62 % of 4 s: the actors are the limit.",
+        "What limits it?": "The actors (the learner waits 62%), over 4 s.",
         "What was dropped?": "25 % of 8 groups: 1 filtered, 1 stale; 1 were trained on.",
         "Can it be trusted?": "No group was too stale, no task is in both splits. Weights that "
         "played were 1.0 versions old on average, 1 at most.",

@@ -1,4 +1,4 @@
-"""Read names and shapes of weight files, and record what a change of weights cost."""
+"""Check the weights that an engine is to load, and record what their change cost."""
 
 from __future__ import annotations
 
