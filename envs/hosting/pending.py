@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from envs.base import Task
+from envs.hosting.answers import task_of
 
 MAX_ACTION_CHARACTERS = 80
 
@@ -48,8 +49,8 @@ class PendingOperations:
 
 def request_name(method: str, argument: object) -> str:
     """Return "reset of task 'a task'" or "step 'an action'"."""
-    if isinstance(argument, Task):
-        return f"{method} of task {argument.id!r}"
+    if (task := task_of(argument)) is not None:
+        return f"{method} of task {task.id!r}"
     shown = repr(argument)
     if len(shown) > MAX_ACTION_CHARACTERS:
         shown = shown[:MAX_ACTION_CHARACTERS] + "..."
@@ -58,7 +59,7 @@ def request_name(method: str, argument: object) -> str:
 
 def request_of_task(method: str, argument: object, task: Task) -> str:
     """Return "reset of task train/7" or "step 'go' of task train/7"."""
-    request = method if isinstance(argument, Task) else request_name(method, argument)
+    request = request_name(method, argument) if task_of(argument) is None else method
     return f"{request} of task {task.split}/{task.id}"
 
 

@@ -1,0 +1,77 @@
+"""Ask an environment object in its process: the request to restore a state, answer and state.
+
+answer = answer_of(environment, "step", environment.step(action))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from envs.base import Observation, Task, Transition
+from envs.validation import checked_answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restoring:
+    """The argument of a request to `restore_state`."""
+
+    task: Task
+    saved: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """The state after an answer, as a deterministic environment describes it."""
+
+    key: bytes | None  # equal keys of one task are equal states; None if it gives no key
+    saved: bytes | None  # for `restore_state`; None if it cannot be restored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The answer of an environment, and its state; None if it is not deterministic."""
+
+    result: Observation | Transition | None  # None: of `restore_state`
+    state: State | None
+
+
+def task_of(argument: object) -> Task | None:
+    """Return the task that a request's argument begins or goes on with; None for an action."""
+    if isinstance(argument, Restoring):
+        return argument.task
+    return argument if isinstance(argument, Task) else None
+
+
+def arguments_of(argument: object) -> tuple[object, ...]:
+    """Return the arguments of an environment's method from a request's one argument."""
+    if isinstance(argument, Restoring):
+        return argument.task, argument.saved
+    return (argument,)
+
+
+def answer_of(environment: Any, method: str, result: object) -> Answer:
+    """Check what a method returned, and add the state. Raises TypeError, ValueError."""
+    if method == "restore_state":
+        return Answer(result=None, state=None)
+    checked = checked_answer(method, result)
+    if not getattr(environment, "deterministic", False):
+        return Answer(result=checked, state=None)
+    key = _optional(environment, "state_key", (str, bytes))
+    if isinstance(key, str):
+        key = key.encode()
+    saved = _optional(environment, "save_state", (bytes,))
+    return Answer(result=checked, state=State(key=key, saved=saved))
+
+
+def _optional(environment: Any, method: str, types: tuple[type, ...]) -> Any:
+    """Return the answer of a method that an environment may have; None without it."""
+    ask: Callable[[], object] | None = getattr(environment, method, None)
+    if ask is None:
+        return None
+    answer = ask()
+    if not isinstance(answer, types):
+        names = " or ".join(kind.__name__ for kind in types)
+        raise TypeError(f"{method} returned {type(answer).__name__}; it must return {names}")
+    return answer
