@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
 
 import numpy as np
@@ -127,28 +127,23 @@ class TextWorldEnv:
         return hashlib.blake2b(told + tree, digest_size=16).digest()
 
     def save_state(self) -> bytes:
-        """Return all that `restore_state` needs: some 3 KB, as most memory is as in the file."""
+        """Return all that `restore_state` needs: some 2 KB, as most memory is as in the file."""
         assert self._game is not None
         ram, *registers = _interpreter(self._game).get_state()
-        progression = _progression(self._game)
-        known = (list(progression.state.facts), progression.valid_actions)
+        known = _known_to_names(_progression(self._game))
         own = (self._room, self._commands, self._is_over)
         saved = (ram ^ self._story[: ram.size], registers, known, own)
         return zlib.compress(pickle.dumps(saved), level=1)
 
     def restore_state(self, task: Task, saved: bytes) -> None:
         """Go on where `save_state` was called, in this process or in another one."""
-        from textworld.logic import State
-
         is_new = self._open(task)
         assert self._game is not None
         if is_new:
             self._game.reset()  # makes the objects that are changed below
         ram, registers, known, own = pickle.loads(zlib.decompress(saved))
         _interpreter(self._game).set_state((ram ^ self._story[: ram.size], *registers))
-        progression = _progression(self._game)
-        facts, progression._valid_actions = known
-        progression.state = State(progression.game.kb.logic, facts)
+        _set_known(_progression(self._game), *known)
         self._room, self._commands, self._is_over = own
 
     def close(self) -> None:
@@ -193,6 +188,37 @@ def _interpreter(game):  # type: ignore[no-untyped-def]  # jericho.FrotzEnv; no 
 
 def _progression(game):  # type: ignore[no-untyped-def]  # TextWorld's GameProgression
     return game._wrapped_env._game_progression
+
+
+# TextWorld's own records hold hashes that differ from process to process.
+def _known_to_names(progression):  # type: ignore[no-untyped-def]
+    """Return the names in the facts, and in the actions that are valid now."""
+    facts = [(fact.name, _names(fact.arguments)) for fact in progression.state.facts]
+    rules = progression.game.kb.rules
+    actions = []
+    for action in progression.valid_actions:
+        variables = [action.mapping[each] for each in rules[action.name].placeholders]
+        actions.append((action.name, _names(variables)))
+    return facts, actions
+
+
+def _names(variables):  # type: ignore[no-untyped-def]
+    return [(variable.name, variable.type) for variable in variables]
+
+
+def _set_known(progression, facts, actions):  # type: ignore[no-untyped-def]
+    """Set facts and valid actions from the names in them."""
+    from textworld.logic import Proposition, State, Variable
+
+    kb = progression.game.kb
+    named = [(name, list(starmap(Variable, variables))) for name, variables in facts]
+    progression.state = State(kb.logic, starmap(Proposition, named))
+    valid = []
+    for name, variables in actions:
+        rule = kb.rules[name]
+        found = starmap(Variable, variables)
+        valid.append(rule.instantiate(dict(zip(rule.placeholders, found, strict=True))))
+    progression._valid_actions = valid
 
 
 def _object_tree(ram: NDArray[np.uint8]) -> bytes:

@@ -21,6 +21,7 @@ from envs.hosting.transition_cache import (
     TransitionCache,
 )
 from tests.support.cached_play import play_and_compare
+from tests.support.search_samples import LOCAL
 
 ROOMS: dict[str, object] = {
     "rows": 6,
@@ -38,6 +39,7 @@ WORLDS: dict[str, tuple[str, Mapping[str, object]]] = {
     "key_room": ("key_room", {}),
     "sokoban": ("sokoban", ROOMS),
     "sokoban, drawn": ("sokoban", ROOMS | {"observation": "image", "cell_pixels": 4}),
+    "search_local": ("search_local", {**LOCAL, "list_actions": True}),
     "frozenlake": ("gymnasium", {**LAKE, "train_seeds": [0, 3]}),
     "frozenlake, slippery": (
         "gymnasium",

@@ -14,7 +14,7 @@ from envs import EnvironmentPool, Observation, Task, Transition, environment_cla
 
 GROUP = 8  # episodes of one task at once, which ask the same questions at the same time
 # CACHED_EPISODES=1000 is the long form.
-EPISODES = int(os.environ.get("CACHED_EPISODES", "48"))
+EPISODES = int(os.environ.get("CACHED_EPISODES", "16"))
 NONSENSE = ("", "xyzzy", "take the moon", "click[moon]", "<answer>moon</answer>")
 
 
