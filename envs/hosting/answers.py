@@ -1,5 +1,6 @@
-"""Ask an environment object in its process: the request to restore a state, answer and state.
+"""Requests to an environment object, and its answers with the state that it is in then.
 
+action = prepared(environment, argument)
 answer = answer_of(environment, "step", environment.step(action))
 """
 
@@ -14,11 +15,12 @@ from envs.validation import checked_answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Restoring:
-    """The argument of a request to `restore_state`."""
+class StepFrom:
+    """The argument of a request to restore a state and take a step from there."""
 
     task: Task
     saved: bytes
+    action: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,30 +35,34 @@ class State:
 class Answer:
     """The answer of an environment, and its state; None if it is not deterministic."""
 
-    result: Observation | Transition | None  # None: of `restore_state`
+    result: Observation | Transition
     state: State | None
 
 
 def task_of(argument: object) -> Task | None:
-    """Return the task that a request's argument begins or goes on with; None for an action."""
-    if isinstance(argument, Restoring):
+    """Return the task that a request begins or goes on with; None for an action alone."""
+    if isinstance(argument, StepFrom):
         return argument.task
     return argument if isinstance(argument, Task) else None
 
 
-def arguments_of(argument: object) -> tuple[object, ...]:
-    """Return the arguments of an environment's method from a request's one argument."""
-    if isinstance(argument, Restoring):
-        return argument.task, argument.saved
-    return (argument,)
+def prepared(environment: Any, argument: object) -> object:
+    """Restore the state that a request names. Return the argument of `reset` or `step`."""
+    if isinstance(argument, StepFrom):
+        environment.restore_state(argument.task, argument.saved)
+        return argument.action
+    return argument
+
+
+def is_deterministic(make: type) -> bool:
+    """Return whether a class says so itself. What it inherits was said of other code."""
+    return vars(make).get("deterministic") is True
 
 
 def answer_of(environment: Any, method: str, result: object) -> Answer:
     """Check what a method returned, and add the state. Raises TypeError, ValueError."""
-    if method == "restore_state":
-        return Answer(result=None, state=None)
     checked = checked_answer(method, result)
-    if not getattr(environment, "deterministic", False):
+    if not (is_deterministic(type(environment)) and environment.deterministic):
         return Answer(result=checked, state=None)
     key = _optional(environment, "state_key", (str, bytes))
     if isinstance(key, str):

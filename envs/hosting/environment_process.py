@@ -30,7 +30,7 @@ from envs.errors import (
     log_hint,
     write_log,
 )
-from envs.hosting.answers import Answer, answer_of, arguments_of, task_of
+from envs.hosting.answers import Answer, answer_of, prepared, task_of
 from envs.hosting.child_process import ChildProcess, prepare_child, read_options
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.options import Options
@@ -102,7 +102,7 @@ class EnvironmentProcess:
         self._ready: asyncio.Future[None]
 
     async def call(self, environment_id: int, method: str, argument: object) -> Answer:
-        if method == "step" and environment_id not in self._held_ids:
+        if task_of(argument) is None and environment_id not in self._held_ids:
             raise EnvironmentDied(
                 f"the process of {self._env_name!r} that held this environment is gone, through "
                 f"another episode's request{log_hint(self._log)}",
@@ -340,9 +340,10 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
                     make = environment_class(env_name)
                     called = make.__init__
                     environments[environment_id] = make(Options(options))
-            called = getattr(environments[environment_id], method)
-            arguments = arguments_of(pickle.loads(pickled_argument))
-            result = answer_of(environments[environment_id], method, called(*arguments))
+            environment = environments[environment_id]
+            called = getattr(environment, method)
+            argument = prepared(environment, pickle.loads(pickled_argument))
+            result = answer_of(environment, method, called(argument))
             # The result is pickled by itself: if the parent cannot read it, only this request
             # fails.
             answer = (number, pickle.dumps(result), None)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from envs.base import Task
-from envs.hosting.answers import task_of
+from envs.hosting.answers import StepFrom
 
 MAX_ACTION_CHARACTERS = 80
 
@@ -49,9 +49,9 @@ class PendingOperations:
 
 def request_name(method: str, argument: object) -> str:
     """Return "reset of task 'a task'" or "step 'an action'"."""
-    if (task := task_of(argument)) is not None:
-        return f"{method} of task {task.id!r}"
-    shown = repr(argument)
+    if isinstance(argument, Task):
+        return f"{method} of task {argument.id!r}"
+    shown = repr(argument.action if isinstance(argument, StepFrom) else argument)
     if len(shown) > MAX_ACTION_CHARACTERS:
         shown = shown[:MAX_ACTION_CHARACTERS] + "..."
     return f"{method} {shown}"
@@ -59,7 +59,7 @@ def request_name(method: str, argument: object) -> str:
 
 def request_of_task(method: str, argument: object, task: Task) -> str:
     """Return "reset of task train/7" or "step 'go' of task train/7"."""
-    request = request_name(method, argument) if task_of(argument) is None else method
+    request = method if isinstance(argument, Task) else request_name(method, argument)
     return f"{request} of task {task.split}/{task.id}"
 
 

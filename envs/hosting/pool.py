@@ -35,7 +35,7 @@ from envs.errors import (
     where_raised,
     write_log,
 )
-from envs.hosting.answers import Answer, answer_of, arguments_of, task_of
+from envs.hosting.answers import Answer, answer_of, is_deterministic, prepared, task_of
 from envs.hosting.environment_process import EnvironmentProcess, close_safely
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.hosting.transition_cache import (
@@ -112,7 +112,7 @@ class EnvironmentPool:
             ]
         self._objects = _Objects(self._hosts)
         self._cache = TransitionCache(
-            env_name, deterministic=getattr(make, "deterministic", False), max_bytes=MAX_BYTES
+            env_name, deterministic=is_deterministic(make), max_bytes=MAX_BYTES
         )
 
     @asynccontextmanager
@@ -137,9 +137,9 @@ class EnvironmentPool:
         """
         return self._pending.oldest()
 
-    def remembered_share(self) -> float:
-        """Return the share of resets and steps that were remembered, of all so far; 0 of none."""
-        return self._cache.n_remembered / max(1, self._cache.n_answers)
+    def answers(self) -> tuple[int, int]:
+        """Return the number of resets and steps so far, and how many of them were remembered."""
+        return self._cache.n_answers, self._cache.n_remembered
 
     def close(self) -> None:
         for host in self._hosts:
@@ -240,10 +240,11 @@ class _EventLoopHost:
             called = make.__init__
             if environment_id not in self._environments:
                 self._environments[environment_id] = make(Options(self._options))
-            called = getattr(self._environments[environment_id], method)
+            environment = self._environments[environment_id]
+            called = getattr(environment, method)
             async with deadline:
-                result = await called(*arguments_of(argument))
-            return answer_of(self._environments[environment_id], method, result)
+                result = await called(prepared(environment, argument))
+            return answer_of(environment, method, result)
         except asyncio.CancelledError:
             self._drop(environment_id)  # it was interrupted, so its state is unknown
             raise

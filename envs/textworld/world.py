@@ -141,8 +141,9 @@ class TextWorldEnv:
         assert self._game is not None
         if is_new:
             self._game.reset()  # makes the objects that are changed below
-        ram, registers, known, own = pickle.loads(zlib.decompress(saved))
-        _interpreter(self._game).set_state((ram ^ self._story[: ram.size], *registers))
+        changed, registers, known, own = pickle.loads(zlib.decompress(saved))
+        ram = changed ^ self._story[: changed.size]
+        _interpreter(self._game).set_state((ram, *registers))
         _set_known(_progression(self._game), *known)
         self._room, self._commands, self._is_over = own
 

@@ -229,7 +229,7 @@ def test_remembered_episodes_equal_played_ones(
     games = [game for _, game in islice(treasures(split="train", seed=0, rooms=2, things=2), 2)]
     carried = {"key", *(thing for game in games for thing in game.things)}
     also = ["look", "inventory", *(f"drop {thing}" for thing in sorted(carried))]
-    assert play_and_compare("textworld", options, train, max_steps=25, also=also) > 0.2
+    assert play_and_compare("textworld", options, train, max_steps=25, also=also) > 0.05
 
 
 def test_things_in_another_order_are_another_state(

@@ -12,7 +12,7 @@ import pytest
 
 import configs
 from envs import EnvironmentDied, Observation, Task, Transition, environment_class
-from envs.hosting.answers import Answer, answer_of, arguments_of
+from envs.hosting.answers import Answer, answer_of, prepared
 from envs.hosting.transition_cache import (
     MAX_BYTES,
     RESET,
@@ -52,7 +52,7 @@ WORLDS: dict[str, tuple[str, Mapping[str, object]]] = {
 def test_remembered_episodes_equal_played_ones(world: str) -> None:
     name, options = WORLDS[world]
     tasks = environment_class(name).tasks("train", options)[:3]
-    assert play_and_compare(name, options, tasks, max_steps=12) > 0.2
+    assert play_and_compare(name, options, tasks, max_steps=12) > 0.05
 
 
 class Counter:
@@ -85,11 +85,15 @@ class Counter:
 
 
 class Keyed(Counter):
+    deterministic = True
+
     def state_key(self) -> str:
         return str(self.count)
 
 
 class Saved(Keyed):
+    deterministic = True
+
     def save_state(self) -> bytes:
         return str(self.count).encode()
 
@@ -99,8 +103,9 @@ class Saved(Keyed):
 
 
 class Forgetful(Counter):
-    """Says that it is deterministic, and is not: the second object counts from elsewhere."""
+    """Says that it is deterministic, and is not: each object gives another reward."""
 
+    deterministic = True
     made = 0
 
     def __init__(self, options: Mapping[str, object]) -> None:
@@ -112,8 +117,18 @@ class Forgetful(Counter):
         return replace(super().step(action), reward=float(self.offset))
 
 
+class Silent(Forgetful):
+    """Says nothing itself."""
+
+
 class Honest(Forgetful):
-    deterministic = False
+    """Says so, but not of this object."""
+
+    deterministic = True
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        super().__init__(options)
+        self.deterministic = False
 
 
 TASK = Task(id="one", env_name="counter", split="train", seed=0)
@@ -138,7 +153,7 @@ class Here:
 
         async def call(method: str, argument: object) -> Answer:
             await asyncio.sleep(0)
-            result = getattr(environment, method)(*arguments_of(argument))
+            result = getattr(environment, method)(prepared(environment, argument))
             return answer_of(environment, method, result)
 
         return EnvironmentObject(call, task)
@@ -266,8 +281,9 @@ def test_an_environment_that_does_not_keep_its_promise_is_named() -> None:
         asyncio.run(play())
 
 
-def test_an_environment_that_promises_nothing_is_always_asked() -> None:
-    here = Here(Honest)
+@pytest.mark.parametrize("make", [Silent, Honest])
+def test_an_environment_that_promises_nothing_is_always_asked(make: type) -> None:
+    here = Here(make)
 
     async def play() -> None:
         await asyncio.gather(*(here.play("up", "up") for _ in range(3)))
@@ -312,6 +328,8 @@ def test_another_task_under_a_known_id_is_another_task() -> None:
 
 
 class Odd(Counter):
+    deterministic = True
+
     def state_key(self) -> object:
         return 5
 

@@ -176,4 +176,4 @@ def test_remembered_episodes_equal_played_ones(data: Path) -> None:
     options = {**ALL, "data": str(data), "train_tasks": 2}
     also = ["search[red lamp]", "search[chair]", "click[back to search]", "click[next >]"]
     tasks = WebShopEnv.tasks("train", options)
-    assert play_and_compare("webshop", options, tasks, max_steps=15, also=also) > 0.2
+    assert play_and_compare("webshop", options, tasks, max_steps=15, also=also) > 0.05

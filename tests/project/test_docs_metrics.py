@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 
 import configs
+from coordinator.coordinator import REMEMBERED
 from gigpo import Tokens, token_diagnostics
 from learner.data.batch_loader import Episodes
 from learner.training.alarms import BAD_IN_A_ROW, EMPTY_IN_A_ROW, collapse_alarms
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PREFIXES = (
     "alarm",
     "anchor",
+    "env",
     "groups",
     "heldout",
     "learner",
@@ -32,7 +34,7 @@ PREFIXES = (
     "train",
 )
 METRIC = re.compile(rf"(?:{'|'.join(PREFIXES)})/[a-z0-9_]+")
-SOURCES = ("actors", "gigpo", "learner", "store")
+SOURCES = ("actors", "coordinator", "gigpo", "learner", "store")
 
 
 def documented() -> list[str]:
@@ -94,7 +96,7 @@ def of_an_evaluation() -> set[str]:
 def test_the_page_names_the_metrics_that_are_written() -> None:
     names = documented()
     assert len(names) == len(set(names)), "each is there once"
-    assert set(names) == of_a_learner_step() | of_an_evaluation()
+    assert set(names) == of_a_learner_step() | of_an_evaluation() | {REMEMBERED}
 
 
 def test_the_page_names_every_metric_that_the_sources_spell_out() -> None:

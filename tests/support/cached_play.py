@@ -82,8 +82,9 @@ async def _play(
                 listed = _observation(answers[-1]).actions or ()
                 usual = rng.random() < 0.9 and (*listed, *also)
                 actions.append(rng.choice(usual or NONSENSE))
-                answers.append(await environment.step(actions[-1]))
-                if answers[-1].terminated or answers[-1].truncated:
+                transition = await environment.step(actions[-1])
+                answers.append(transition)
+                if transition.terminated or transition.truncated:
                     break
         return Played(task=task, actions=actions, answers=answers)
 
@@ -93,6 +94,7 @@ async def _play(
             task = draw.choice(tasks)
             group = (episode(task, draw.getrandbits(32)) for _ in range(GROUP))
             played += await asyncio.gather(*group)
-        return played, pool.remembered_share()
+        n_answers, n_remembered = pool.answers()
+        return played, n_remembered / n_answers
     finally:
         pool.close()
