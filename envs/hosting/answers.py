@@ -6,12 +6,15 @@ answer = answer_of(environment, "step", environment.step(action))
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from envs.base import Observation, Task, Transition
 from envs.validation import checked_answer
+
+KEY_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,7 @@ class StepFrom:
 class State:
     """The state after an answer, as a deterministic environment describes it."""
 
-    key: bytes | None  # equal keys of one task are equal states; None if it gives no key
+    key: bytes | None  # digest; equal keys of one task are equal states; None if it gives none
     saved: bytes | None  # for `restore_state`; None if it cannot be restored
 
 
@@ -65,8 +68,9 @@ def answer_of(environment: Any, method: str, result: object) -> Answer:
     if not (is_deterministic(type(environment)) and environment.deterministic):
         return Answer(result=checked, state=None)
     key = _optional(environment, "state_key", (str, bytes))
-    if isinstance(key, str):
-        key = key.encode()
+    if key is not None:
+        key = key.encode() if isinstance(key, str) else key
+        key = hashlib.blake2b(key, digest_size=KEY_BYTES).digest()  # it may describe a whole page
     saved = _optional(environment, "save_state", (bytes,))
     return Answer(result=checked, state=State(key=key, saved=saved))
 

@@ -10,6 +10,9 @@ Text engines hold Python's lock, so they do not share a process with the event l
 model. One process holds many environment objects. Objects are reused by `reset(task)`, because some
 engines leak memory with each new one.
 
+Answers of deterministic environments are remembered (`transition_cache.py`): an episode then asks
+an object only for what is new.
+
 An environment that raises or returns nonsense is closed, which fails its own episode. A process
 that hangs is killed, which fails all episodes in it. An environment whose `reset` and `step` are
 coroutines waits for somebody else, such as a server: it lives on the event loop itself.
