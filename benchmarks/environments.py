@@ -37,6 +37,7 @@ REQUIRED = {
     "webshop_equal_rewards": ">= 0.99",
     "webshop_equal_first_pages": ">= 0.98",
     "textworld_cached_ms_a_step": "<= 0.3",
+    "textworld_uncached_over_cached": ">= 5",
 }
 
 

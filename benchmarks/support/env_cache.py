@@ -45,7 +45,8 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
     ):
         played = asyncio.run(_play(name, options, tasks, max_steps=env.max_steps))
         figures |= {f"textworld_{kind}_{figure}": value for figure, value in played.items()}
-    return figures
+    ratio = figures["textworld_uncached_ms_a_step"] / figures["textworld_cached_ms_a_step"]
+    return figures | {"textworld_uncached_over_cached": ratio}
 
 
 async def _play(
