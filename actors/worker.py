@@ -1,11 +1,12 @@
 """Run the actor: a Ray process that plays leased groups with its own policy and commits them.
 
 The loop is `RolloutRunner.run`; it never waits for the learner while it has something to play.
-Beside it run three small loops:
+Beside it run small loops:
 
 _send_heartbeats   says that the event loop is alive, and what the worker waits for
 _watch_engine      calls the engine; an engine that does not answer ends the worker
 _adapt             adapts requests and groups to the engine's load
+_count_answers     reports how many answers of environments were remembered
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ HEARTBEAT_EVERY_S = 0.5
 LOOP_TIMEOUT_S = 10.0  # an event loop that stands still for longer counts as silent
 START_TIMEOUT_S = 1800.0  # for an engine with a large model, and for its weights
 ENGINE_CALL_EVERY_S = 2.0
+COUNT_EVERY_S = 5.0  # how often the answers of environments are counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,8 @@ class Worker:
         """Lease, play and commit groups until `stop`. Raises the first error of any loop."""
         async with asyncio.TaskGroup() as loops:
             beside = [loops.create_task(self._send_heartbeats())]
+            if isinstance(self.episodes, EnvironmentEpisodes):
+                beside.append(loops.create_task(self._count_answers(self.episodes)))
             if self.engine is not None:
                 beside.append(loops.create_task(self._watch_engine(self.engine)))
                 beside.append(loops.create_task(self._adapt(self.engine)))
@@ -183,6 +187,17 @@ class Worker:
         while True:
             await asyncio.sleep(ADAPT_EVERY_S)
             self.runner.adapt(preempted=engine.preempted())
+
+    async def _count_answers(self, episodes: EnvironmentEpisodes) -> None:
+        n_before = remembered_before = 0
+        while True:
+            await asyncio.sleep(COUNT_EVERY_S)
+            n_answers, n_remembered = episodes.answers()
+            if n_answers > n_before:
+                await self.coordinator.count_answers(
+                    n_answers - n_before, n_remembered - remembered_before
+                )
+            n_before, remembered_before = n_answers, n_remembered
 
     def _weight_sync(self, layout: RunLayout) -> WeightSync | None:
         if self.engine is None:

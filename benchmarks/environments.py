@@ -9,6 +9,7 @@ FOLDER has `alfworld/`, `webshop/` and `qa/`; the default is GIGPO_DATA, or `dat
     webshop   steps of one core, start-up, equality with recorded episodes of the original
     search    index, queries, server, both environments; recall with the question as only search
     gym       Sokoban; FrozenLake and Taxi through the adapter and without it
+    cache     a step of the quick start with remembered answers and without
 
 An environment without its data or package is named and left out. The last line is JSON.
 """
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.figures import quick_parser, show_json, show_table
 
 # the folder of data that each one needs
-NEEDED_DATA = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None}
+NEEDED_DATA = {"alfworld": None, "webshop": "webshop", "search": "qa", "gym": None, "cache": None}
 OPTIONAL_PACKAGES = ("alfworld", "fast_downward")
 REQUIRED = {
     "alfworld_over_stock": ">= 10",
@@ -35,6 +36,8 @@ REQUIRED = {
     "webshop_equal_steps": "1",
     "webshop_equal_rewards": ">= 0.99",
     "webshop_equal_first_pages": ">= 0.98",
+    "textworld_cached_ms_a_step": "<= 0.3",
+    "textworld_uncached_over_cached": ">= 5",
 }
 
 

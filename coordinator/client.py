@@ -132,6 +132,9 @@ class CoordinatorClient:
             Coordinator.record_unfinished, self.component, episodes, epoch=lease.epoch
         )
 
+    def count_answers(self, n_answers: int, n_remembered: int) -> Reply[None]:
+        return self._call(Coordinator.count_answers, n_answers, n_remembered)
+
     def give_up(self, lease: Lease, why: str) -> Reply[None]:
         return self._call(Coordinator.give_up, self.component, lease.group.group_uid, why=why)
 

@@ -47,6 +47,7 @@ MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the r
 LEASE_S = 120.0  # without a heartbeat of its worker; then another gets the group
 ABANDON_LEASE_S = 1.0  # of a group that is leased only to be abandoned at once
 NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalog keeps all
+REMEMBERED = "env/remembered"  # a metric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,7 @@ class Coordinator:
         self._leases = LeaseTable(extra_members=config.actors.extra_members)
         self._weight_updates = WeightUpdateLock()
         self._suspects = Suspects(self.catalog.times_lost())
+        self._n_answers = self._n_remembered = 0  # of environments, since the last learner step
         self._rendezvous: str | None = None  # a restarted learner states a new one
         self._n_abandoned = 0  # groups in a row
         self._n_notices = 0
@@ -237,6 +239,11 @@ class Coordinator:
         self._leases.end_reported(worker, episodes)
         self.catalog.record_unfinished(episodes, worker=worker)
 
+    def count_answers(self, n_answers: int, n_remembered: int) -> None:
+        """Count the resets and steps of a worker's environments, and those it remembered."""
+        self._n_answers += n_answers
+        self._n_remembered += n_remembered
+
     def give_up(self, worker: str, group_uid: bytes, *, why: str) -> None:
         """Give up a group that became too old in play. Its committed trajectories stay.
 
@@ -337,6 +344,9 @@ class Coordinator:
         self.catalog.settle(
             batch_id, learner_step=learner_step, filtered=filtered, version_in=version_in
         )
+        if self._n_answers:
+            metrics = {**metrics, REMEMBERED: self._n_remembered / self._n_answers}
+        self._n_answers = self._n_remembered = 0
         self.catalog.record_metrics(
             learner_step=learner_step, policy_version=version_in, values=metrics
         )

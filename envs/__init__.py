@@ -6,7 +6,7 @@
     options.py     check an environment's options
     validation.py  check an environment before a run, and everything that it returns
     errors.py      errors of environments, described in one line
-    hosting/       child processes, pools, an HTTP server and its guards
+    hosting/       child processes, pools, remembered answers, an HTTP server and its guards
     adapters/      environments of other packages, and of a server
     textworld/, alfworld/, webshop/, search/, sokoban.py
                    the environments of this project

@@ -80,6 +80,10 @@ class Environment(Protocol):
 
     `reset` and `step` may both be coroutines, for a world behind a network. They are then awaited
     on the worker's event loop instead of being called in a process of their own.
+
+    A class may say `deterministic = True`: the task and the actions alone decide every answer, so
+    answers are remembered. With it, `state_key`, `save_state` and `restore_state` are optional
+    (docs/your_environment.md).
     """
 
     def __init__(self, options: Mapping[str, object]) -> None: ...

@@ -101,6 +101,8 @@ class Room:
 
 
 class SokobanEnv:
+    deterministic = True
+
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = _parse(options)
         self._is_over = True
@@ -150,6 +152,9 @@ class SokobanEnv:
             won=won,
             valid=word is not None,
         )
+
+    def state_key(self) -> str:
+        return self._room.to_text()  # with it the episode is over or not
 
     def close(self) -> None:
         pass

@@ -124,6 +124,10 @@ class EnvironmentEpisodes:
     def waiting(self) -> tuple[str, float] | None:
         return self._pool.oldest()
 
+    def answers(self) -> tuple[int, int]:
+        """Return how often an environment was asked so far, and how many answers it remembered."""
+        return self._pool.answers()
+
     async def close(self) -> None:
         self._pool.close()
 

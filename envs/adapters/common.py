@@ -35,6 +35,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "anchor": (lambda value: value in ("suffix", "observation"), "'suffix' or 'observation'"),
     "shows": (lambda value: value in ("anchor", "text"), "'anchor' or 'text'"),
     "manager": (lambda value: isinstance(value, str) and ":" in value, "module:name"),
+    "deterministic": (lambda value: isinstance(value, bool), "true or false"),
     "win_at": (lambda value: type(value) in (int, float), "a number"),
 }
 

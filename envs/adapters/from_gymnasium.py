@@ -9,6 +9,8 @@ Options:
     objective
     win_at        an episode is won if it terminates with at least this reward
     train_seeds, heldout_seeds
+    deterministic whether seed and actions alone decide what happens, so that answers can be
+                  remembered; false if it is left out
 
 An action that is no name, or that `info["action_mask"]` forbids, changes nothing and is invalid.
 """
@@ -23,14 +25,20 @@ from envs.adapters.common import SEEDS, adapter_options, import_package, seeded_
 from envs.base import Observation, Task, Transition
 from envs.options import load_target
 
-OPTIONS = ("id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", *SEEDS)
+OPTIONS = (
+    "id", "kwargs", "task_kwargs", "render", "actions", "objective", "win_at", "deterministic",
+    *SEEDS,
+)  # fmt: skip
 # "ansi" marks the player with a colour
 HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 
 
 class GymnasiumEnv:
+    deterministic = True  # an object may say otherwise
+
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._options = adapter_options("gymnasium", options, OPTIONS)
+        self._options = _checked(options)
+        self.deterministic = self._options["deterministic"]
         self._gymnasium = import_package("gymnasium", "gymnasium")
         self._render: Any = None
         if self._options["render"] not in ("observation", "ansi"):
@@ -45,7 +53,7 @@ class GymnasiumEnv:
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
-        given = adapter_options("gymnasium", options, OPTIONS)
+        given = _checked(options)
         return seeded_tasks("gymnasium", split, given, name=str(given["id"]))
 
     def reset(self, task: Task) -> Observation:
@@ -138,3 +146,7 @@ class GymnasiumEnv:
         if self._options["render"] == "ansi":
             return HIGHLIGHTED.sub(r"[\1]", self._env.render()).strip("\n")
         return str(state)
+
+
+def _checked(options: Mapping[str, object]) -> dict[str, Any]:
+    return adapter_options("gymnasium", {"deterministic": False, **options}, OPTIONS)

@@ -130,6 +130,10 @@ class Engine:
         self._list_operators()
         return text, self._library.check_goal()
 
+    def state_key(self) -> str:
+        """Return the changes of the facts. The planner's state follows from its facts."""
+        return repr(self._facts.changes())
+
     def close(self) -> None:
         """Leave the copy of the planner to the next engine of this process."""
         if self._library is not None:

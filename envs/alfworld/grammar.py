@@ -35,15 +35,23 @@ class Facts:
 
     def __init__(self, facts: Mapping[Signature, frozenset[tuple[str, ...]]]) -> None:
         self._facts = {signature: set(arguments) for signature, arguments in facts.items()}
+        self._changed: set[tuple[Signature, tuple[str, ...]]] = set()  # since the beginning
         self._in_order: dict[Signature, list[tuple[str, ...]]] = {}
 
     def set(self, signature: Signature, arguments: tuple[str, ...], *, holds: bool) -> None:
         known = self._facts.setdefault(signature, set())
+        if (arguments in known) == holds:
+            return
         (known.add if holds else known.discard)(arguments)
+        self._changed ^= {(signature, arguments)}
         self._in_order.pop(signature, None)
 
     def holds(self, signature: Signature, arguments: tuple[str, ...]) -> bool:
         return arguments in self._facts.get(signature, ())
+
+    def changes(self) -> list[tuple[Signature, tuple[str, ...]]]:
+        """Return the facts that have begun or ceased to hold since the beginning, in order."""
+        return sorted(self._changed)
 
     def in_order(self, signature: Signature) -> list[tuple[str, ...]]:
         if signature not in self._in_order:

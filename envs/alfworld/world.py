@@ -46,6 +46,8 @@ class AlfWorldEnv:
     The next command of the game's walkthrough is demonstrated as long as the agent follows it.
     """
 
+    deterministic = True
+
     def __init__(self, options: Mapping[str, object]) -> None:
         self._data = _parse(options).data
         self._engine: Engine | None = None
@@ -110,6 +112,10 @@ class AlfWorldEnv:
             truncated=False,
             won=won,
         )
+
+    def state_key(self) -> str:
+        assert self._engine is not None
+        return f"{self._engine.state_key()} {len(self._walkthrough)} {self._is_over}"
 
     def close(self) -> None:
         if self._engine is not None:

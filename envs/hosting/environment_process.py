@@ -30,11 +30,11 @@ from envs.errors import (
     log_hint,
     write_log,
 )
+from envs.hosting.answers import Answer, answer_of, prepared, task_of
 from envs.hosting.child_process import ChildProcess, prepare_child, read_options
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.options import Options
 from envs.registry import environment_class
-from envs.validation import checked_answer
 from printable import printable
 
 # for a process to import its environment and make the first object of it: some engines are slow
@@ -61,7 +61,7 @@ class _Request:
     method: str
     argument: object
     description: str  # "step 'go' of task train/7"
-    answer: asyncio.Future[object]
+    answer: asyncio.Future[Answer]
 
 
 class EnvironmentProcess:
@@ -101,15 +101,15 @@ class EnvironmentProcess:
         self._timer: asyncio.TimerHandle | None = None
         self._ready: asyncio.Future[None]
 
-    async def call(self, environment_id: int, method: str, argument: object) -> object:
-        if method != "reset" and environment_id not in self._held_ids:
+    async def call(self, environment_id: int, method: str, argument: object) -> Answer:
+        if task_of(argument) is None and environment_id not in self._held_ids:
             raise EnvironmentDied(
                 f"the process of {self._env_name!r} that held this environment is gone, through "
                 f"another episode's request{log_hint(self._log)}",
                 at_fault=False,
             )
-        if isinstance(argument, Task):
-            self._tasks[environment_id] = argument
+        if (task := task_of(argument)) is not None:
+            self._tasks[environment_id] = task
         if self._process is None:
             async with self._starting:
                 if self._process is None:
@@ -121,7 +121,7 @@ class EnvironmentProcess:
         if self._process is not None:
             self._detach().end(patience_s=CLOSE_TIMEOUT_S)
 
-    async def _request(self, environment_id: int, method: str, argument: object) -> object:
+    async def _request(self, environment_id: int, method: str, argument: object) -> Answer:
         self._held_ids.add(environment_id)
         request = _Request(
             number=next(self._numbers),
@@ -340,8 +340,10 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
                     make = environment_class(env_name)
                     called = make.__init__
                     environments[environment_id] = make(Options(options))
-            called = getattr(environments[environment_id], method)
-            result = checked_answer(method, called(pickle.loads(pickled_argument)))
+            environment = environments[environment_id]
+            called = getattr(environment, method)
+            argument = prepared(environment, pickle.loads(pickled_argument))
+            result = answer_of(environment, method, called(argument))
             # The result is pickled by itself: if the parent cannot read it, only this request
             # fails.
             answer = (number, pickle.dumps(result), None)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from envs.base import Task
+from envs.hosting.answers import StepFrom
 
 MAX_ACTION_CHARACTERS = 80
 
@@ -50,7 +51,7 @@ def request_name(method: str, argument: object) -> str:
     """Return "reset of task 'a task'" or "step 'an action'"."""
     if isinstance(argument, Task):
         return f"{method} of task {argument.id!r}"
-    shown = repr(argument)
+    shown = repr(argument.action if isinstance(argument, StepFrom) else argument)
     if len(shown) > MAX_ACTION_CHARACTERS:
         shown = shown[:MAX_ACTION_CHARACTERS] + "..."
     return f"{method} {shown}"

@@ -10,6 +10,9 @@ Text engines hold Python's lock, so they do not share a process with the event l
 model. One process holds many environment objects. Objects are reused by `reset(task)`, because some
 engines leak memory with each new one.
 
+Answers of deterministic environments are remembered (`transition_cache.py`): an episode then asks
+an object only for what is new.
+
 An environment that raises or returns nonsense is closed, which fails its own episode. A process
 that hangs is killed, which fails all episodes in it. An environment whose `reset` and `step` are
 coroutines waits for somebody else, such as a server: it lives on the event loop itself.
@@ -19,9 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -35,17 +38,24 @@ from envs.errors import (
     where_raised,
     write_log,
 )
+from envs.hosting.answers import Answer, answer_of, is_deterministic, prepared, task_of
 from envs.hosting.environment_process import EnvironmentProcess, close_safely
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
+from envs.hosting.transition_cache import (
+    MAX_BYTES,
+    RESET,
+    CachedEpisode,
+    EnvironmentObject,
+    TransitionCache,
+)
 from envs.options import Options
 from envs.registry import environment_class, is_program
-from envs.validation import checked_answer
 
 
 class _Host(Protocol):
     """A place where environment objects live, each with an id."""
 
-    async def call(self, environment_id: int, method: str, argument: object) -> object:
+    async def call(self, environment_id: int, method: str, argument: object) -> Answer:
         """Return `method(argument)` of an environment. Raises EnvironmentDied."""
         ...
 
@@ -53,17 +63,26 @@ class _Host(Protocol):
 
 
 class PooledEnvironment:
-    """One environment object of a pool. Its first `reset` creates it."""
+    """An environment lent by a pool, for episodes one after the other."""
 
-    def __init__(self, host: _Host, environment_id: int) -> None:
-        self._host = host
-        self._id = environment_id
+    def __init__(self, cache: TransitionCache, objects: _Objects) -> None:
+        self._cache = cache
+        self._objects = objects
+        self._episode: CachedEpisode | None = None
 
     async def reset(self, task: Task) -> Observation:
-        return cast(Observation, await self._host.call(self._id, "reset", task))
+        self.close()
+        self._episode = self._cache.episode(task, self._objects)
+        return cast(Observation, await self._episode.answer(RESET))
 
     async def step(self, action: str) -> Transition:
-        return cast(Transition, await self._host.call(self._id, "step", action))
+        assert self._episode is not None, "reset comes first"
+        return cast(Transition, await self._episode.answer(action))
+
+    def close(self) -> None:
+        """Leave the environment object to other episodes."""
+        if self._episode is not None:
+            self._episode.close()
 
 
 class EnvironmentPool:
@@ -86,32 +105,33 @@ class EnvironmentPool:
         self._pending = PendingOperations()
         shared: dict[str, Any] = {"answer_timeout_s": answer_timeout_s, "log": log}
         shared["pending"] = self._pending
-        if inspect.iscoroutinefunction(environment_class(env_name).step):
+        make = environment_class(env_name)
+        if inspect.iscoroutinefunction(make.step):
             self._hosts = [_EventLoopHost(env_name, options, **shared)]
         else:
             shared["starting"] = asyncio.Lock()
             self._hosts = [
                 EnvironmentProcess(env_name, options, **shared) for _ in range(processes)
             ]
-        self._idle: list[PooledEnvironment] = []
-        self._ids = itertools.count()
+        self._objects = _Objects(self._hosts)
+        self._cache = TransitionCache(
+            env_name, deterministic=is_deterministic(make), max_bytes=MAX_BYTES
+        )
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[PooledEnvironment]:
         """Lend an environment for one episode, which begins with `reset`.
 
-        Its calls raise EnvironmentDied. It can be lent again however the episode ends, also when a
-        call is cancelled: a host closes a failed object, and answers calls in order.
+        Its calls raise EnvironmentDied. Its object can be lent again however the episode ends, also
+        when a call is cancelled: a host closes a failed object, and answers calls in order.
         """
-        if self._idle:
-            environment = self._idle.pop()
-        else:
-            number = next(self._ids)
-            environment = PooledEnvironment(self._hosts[number % len(self._hosts)], number)
+        environment = PooledEnvironment(self._cache, self._objects)
+        self._objects.n_episodes += 1
         try:
             yield environment
         finally:
-            self._idle.append(environment)
+            self._objects.n_episodes -= 1
+            environment.close()
 
     def oldest(self) -> tuple[str, float] | None:
         """Return the oldest unanswered call and for how many seconds it is pending; None if none.
@@ -120,9 +140,45 @@ class EnvironmentPool:
         """
         return self._pending.oldest()
 
+    def answers(self) -> tuple[int, int]:
+        """Return the number of resets and steps so far, and how many of them were remembered."""
+        return self._cache.n_answers, self._cache.n_remembered
+
     def close(self) -> None:
         for host in self._hosts:
             host.close()
+
+
+class _Objects:
+    """The environment objects of a pool that no episode holds."""
+
+    def __init__(self, hosts: Sequence[_Host]) -> None:
+        self.n_episodes = 0  # that are being played; there are at most as many objects
+        self._hosts = hosts
+        self._idle: list[EnvironmentObject] = []  # longest idle first
+        self._n_objects = 0
+
+    def take(self, task: Task, node: object) -> EnvironmentObject:
+        """Return an object: at best one that stands at the node, then one that played the task.
+
+        It may have the task's engine in memory. A new object disturbs no other task's.
+        """
+        chosen: EnvironmentObject | None = None
+        for each in self._idle:
+            if each.task == task and (chosen is None or each.stands_at(node)):
+                chosen = each
+        if chosen is None and self._n_objects < self.n_episodes:
+            number, self._n_objects = self._n_objects, self._n_objects + 1
+            host = self._hosts[number % len(self._hosts)]
+            return EnvironmentObject(partial(host.call, number), task)
+        if chosen is None:
+            chosen = self._idle[0]
+        self._idle.remove(chosen)
+        chosen.task = task
+        return chosen
+
+    def give_back(self, returned: EnvironmentObject) -> None:
+        self._idle.append(returned)
 
 
 def try_environment(
@@ -176,10 +232,10 @@ class _EventLoopHost:
         self._tasks: dict[int, Task] = {}  # task of each environment's newest reset
         self._pending, self._log = pending, log
 
-    async def call(self, environment_id: int, method: str, argument: object) -> object:
+    async def call(self, environment_id: int, method: str, argument: object) -> Answer:
         self._pending.begin(environment_id, request_name(method, argument))
-        if isinstance(argument, Task):
-            self._tasks[environment_id] = argument
+        if (task := task_of(argument)) is not None:
+            self._tasks[environment_id] = task
         deadline = asyncio.timeout(self._answer_timeout_s)
         called: Callable[..., Any] | None = None
         try:
@@ -187,10 +243,11 @@ class _EventLoopHost:
             called = make.__init__
             if environment_id not in self._environments:
                 self._environments[environment_id] = make(Options(self._options))
-            called = getattr(self._environments[environment_id], method)
+            environment = self._environments[environment_id]
+            called = getattr(environment, method)
             async with deadline:
-                answer = await called(argument)
-            return checked_answer(method, answer)
+                result = await called(prepared(environment, argument))
+            return answer_of(environment, method, result)
         except asyncio.CancelledError:
             self._drop(environment_id)  # it was interrupted, so its state is unknown
             raise

@@ -168,6 +168,8 @@ class SearchEnv:
 
 
 class LocalSearchEnv:
+    deterministic = True
+
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = _parse_local(options)
         self._path = Path(str(options["corpus"])).resolve()
@@ -197,6 +199,9 @@ class LocalSearchEnv:
         if reply.kind == SEARCH:
             (hits,) = self._corpus.search([reply.text], self._options.topk)
         return self._episode.after(reply, hits)
+
+    def state_key(self) -> str:
+        return str(self._episode is None or self._episode.is_over)
 
     def close(self) -> None:
         pass

@@ -10,12 +10,17 @@ Options: `cache_dir` (folder of games), `seed` (of the games), `train_games`, `h
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from envs.base import Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_numbers
@@ -29,6 +34,11 @@ STATUS_LINE = re.compile(r"^>\s*-=\s*(?P<room>.+?)\s*=-[-\d/]*\s*\Z", re.MULTILI
 ROOM_TITLE = re.compile(r"-=\s*.+?\s*=-")
 GAME_NAME = re.compile(r"[0-9a-f]{32}\.z8")
 WIN_NOTICE = "*** The End ***"
+# The Z-machine's table of objects: where its address stands, and what precedes its first object.
+OBJECTS_ADDRESS, DEFAULTS_BYTES = 10, 126
+OBJECT_BYTES = 14
+TREE = slice(6, 12)  # of an object: parent, sibling and child
+PROPERTIES = slice(12, 14)  # of an object: the address of its properties, which follow the table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +55,13 @@ class TextWorldEnv:
     """Plays one game at a time. An open game is kept, so a group loads it once per process."""
 
     makes_tasks = True
+    deterministic = True
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._cache_dir = _parse(options).cache_dir
         self._game = None
         self._game_path = ""
+        self._story: NDArray[np.uint8]  # of the game's file, with which the memory begins
         self._is_over = True
         self._objective = ""
         self._room = ""
@@ -75,15 +87,10 @@ class TextWorldEnv:
         ]
 
     def reset(self, task: Task) -> Observation:
-        path = _game_file(self._cache_dir, task)
-        if path != self._game_path:
-            self.close()
-            self._game = _open_game(path)
-            self._game_path = path
+        self._open(task)
         assert self._game is not None
         state = self._game.reset()
         self._is_over = False
-        self._objective = task.data["objective"]
         return self._observe(state)
 
     def step(self, action: str) -> Transition:
@@ -107,12 +114,55 @@ class TextWorldEnv:
             valid=is_valid,
         )
 
+    def state_key(self) -> bytes:
+        """Return the room, the facts, and the order in which things lie about.
+
+        Facts alone are too little: a game lists first what was put down last.
+        """
+        assert self._game is not None
+        facts = sorted(map(str, _progression(self._game).state.facts))
+        told = f"{self._room} {self._is_over} {facts}".encode()
+        return told + _object_tree(_interpreter(self._game).get_state()[0])
+
+    def save_state(self) -> bytes:
+        """Return all that `restore_state` needs: some 2 KB, as most memory is as in the file."""
+        assert self._game is not None
+        ram, *registers = _interpreter(self._game).get_state()
+        known = _known_to_names(_progression(self._game))
+        own = (self._room, self._commands, self._is_over)
+        saved = (ram ^ self._story[: ram.size], registers, known, own)
+        return zlib.compress(pickle.dumps(saved), level=1)
+
+    def restore_state(self, task: Task, saved: bytes) -> None:
+        """Go on where `save_state` was called, in this process or in another one."""
+        is_new = self._open(task)
+        assert self._game is not None
+        if is_new:
+            self._game.reset()  # makes the objects that are changed below
+        changed, registers, known, own = pickle.loads(zlib.decompress(saved))
+        ram = changed ^ self._story[: changed.size]
+        _interpreter(self._game).set_state((ram, *registers))
+        _set_known(_progression(self._game), *known)
+        self._room, self._commands, self._is_over = own
+
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
         self._game = None
         self._game_path = ""
         self._is_over = True
+
+    def _open(self, task: Task) -> bool:
+        """Open the task's game unless it is open. Return whether it had to be opened."""
+        self._objective = task.data["objective"]
+        path = _game_file(self._cache_dir, task)
+        if path == self._game_path:
+            return False
+        self.close()
+        self._game = _open_game(path)
+        self._game_path = path
+        self._story = np.fromfile(path, np.uint8)
+        return True
 
     # `state` is a textworld.GameState; textworld ships no types.
     def _observe(self, state) -> Observation:  # type: ignore[no-untyped-def]
@@ -129,6 +179,53 @@ class TextWorldEnv:
         # Room and commands identify the state. The last reply does not: it depends on the way in.
         anchor = f"{self._room}: {', '.join(listed)}"
         return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
+
+
+def _interpreter(game):  # type: ignore[no-untyped-def]  # jericho.FrotzEnv; no types there
+    return game.unwrapped._jericho
+
+
+def _progression(game):  # type: ignore[no-untyped-def]  # TextWorld's GameProgression
+    return game._wrapped_env._game_progression
+
+
+# TextWorld's own records hold hashes that differ from process to process.
+def _known_to_names(progression):  # type: ignore[no-untyped-def]
+    """Return the names in the facts, and in the actions that are valid now."""
+    facts = [(fact.name, _names(fact.arguments)) for fact in progression.state.facts]
+    rules = progression.game.kb.rules
+    actions = []
+    for action in progression.valid_actions:
+        variables = [action.mapping[each] for each in rules[action.name].placeholders]
+        actions.append((action.name, _names(variables)))
+    return facts, actions
+
+
+def _names(variables):  # type: ignore[no-untyped-def]
+    return [(variable.name, variable.type) for variable in variables]
+
+
+def _set_known(progression, facts, actions):  # type: ignore[no-untyped-def]
+    """Set facts and valid actions from the names in them."""
+    from textworld.logic import Proposition, State, Variable
+
+    kb = progression.game.kb
+    named = [(name, list(starmap(Variable, variables))) for name, variables in facts]
+    progression.state = State(kb.logic, starmap(Proposition, named))
+    valid = []
+    for name, variables in actions:
+        rule = kb.rules[name]
+        found = starmap(Variable, variables)
+        valid.append(rule.instantiate(dict(zip(rule.placeholders, found, strict=True))))
+    progression._valid_actions = valid
+
+
+def _object_tree(ram: NDArray[np.uint8]) -> bytes:
+    """Return parent, sibling and child of every object in the Z-machine's memory."""
+    begin = int.from_bytes(ram[OBJECTS_ADDRESS : OBJECTS_ADDRESS + 2].tobytes()) + DEFAULTS_BYTES
+    first = ram[begin : begin + OBJECT_BYTES]
+    end = int.from_bytes(first[PROPERTIES].tobytes())
+    return ram[begin:end].reshape(-1, OBJECT_BYTES)[:, TREE].tobytes()
 
 
 def _game_file(cache_dir: Path, task: Task) -> str:

@@ -105,6 +105,8 @@ class WebShopEnv:
     score, and 0 until something is bought.
     """
 
+    deterministic = True
+
     def __init__(self, options: Mapping[str, object]) -> None:
         self._options = _parse(options)
         self._shop: Shop  # opened by the first reset; all environments of a process share it
@@ -170,6 +172,11 @@ class WebShopEnv:
             valid=is_valid,
             task_score=score,
         )
+
+    def state_key(self) -> str:
+        place = (self._query, self._result_page, self._product, self._is_sub_page)
+        # in the order of choice, in which the last page lists the options
+        return repr((self._page, place, list(self._chosen.items()), self._is_over))
 
     def close(self) -> None:
         self._is_over = True

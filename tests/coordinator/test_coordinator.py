@@ -136,11 +136,13 @@ def test_admission_counts_claimed_groups_until_the_new_weights_are_out(tmp_path:
     assert leases(coordinator) == []  # synchronous: nothing is played while the learner trains
     publish(coordinator, 1, 1)
     assert leases(coordinator) == []
+    coordinator.count_answers(3, 1)
+    coordinator.count_answers(5, 5)  # of another worker
     coordinator.settle(
         batch.batch_id, learner_step=1, filtered=(), version_in=0, metrics={"loss": 1.0}
     )
     assert [lease.version.version for lease in leases(coordinator)] == [1, 1]
-    assert coordinator.status().metrics["loss"] == 1.0
+    assert coordinator.status().metrics == {"loss": 1.0, "env/remembered": 0.75}
 
 
 @settings(max_examples=25, deadline=None)

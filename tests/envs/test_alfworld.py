@@ -22,6 +22,7 @@ from envs.alfworld import engine as engine_module
 from envs.alfworld.games import TASK_MARK, TASK_TYPES, Game, list_games, read_game
 from envs.alfworld.generated import OBJECTS, list_generated, pairs, read_generated
 from tests.support.alfworld_stock import assert_equal_to_stock, load_stock, stock_engine
+from tests.support.cached_play import play_and_compare
 
 AlfWorld = environment_class("alfworld")
 OPTIONS: dict[str, object] = {
@@ -292,3 +293,8 @@ def test_an_unknown_split_and_an_unknown_game_are_named() -> None:
     lost = Task(id="x", env_name="alfworld", split="train", seed=1, data=data)
     with pytest.raises(ValueError, match="'nothing' is no generated game"):
         AlfWorld(OPTIONS).reset(lost)
+
+
+def test_remembered_episodes_equal_played_ones() -> None:
+    tasks = heldout_tasks()[:2]
+    assert play_and_compare("alfworld", OPTIONS, tasks, max_steps=15, also=["help"]) > 0.05

@@ -15,6 +15,7 @@ from envs import Task, environment_class
 pytest.importorskip("alfworld", reason="pip install 'async-gigpo[alfworld]'")
 from envs.alfworld.games import TASK_TYPES, read_game
 from tests.support.alfworld_stock import assert_equal_to_stock, stock_engine
+from tests.support.cached_play import play_and_compare
 
 AlfWorld = environment_class("alfworld")
 
@@ -96,3 +97,8 @@ def test_random_walks_are_equal_to_the_stock_engine(options: dict[str, object], 
     for seed, task in enumerate([*one_of_each_type(tasks), *tasks[:6]]):
         game = read_game(Path(str(options["data"])), split, task.data["game"])
         assert_equal_to_stock(env, stock, task, game, steps=40, seed=seed)
+
+
+def test_remembered_episodes_equal_played_ones(options: dict[str, object]) -> None:
+    tasks = AlfWorld.tasks("heldout", options)[:2]
+    assert play_and_compare("alfworld", options, tasks, max_steps=20, also=["help"]) > 0.05

@@ -19,7 +19,6 @@ from envs import (
     EnvironmentDied,
     EnvironmentFailed,
     EnvironmentPool,
-    PooledEnvironment,
     Task,
     list_tasks_in_child,
     try_environment,
@@ -176,8 +175,8 @@ def test_hundreds_of_requests_to_a_process_that_hangs_do_not_stop_the_event_loop
         async with pool.environment() as environment:
             await environment.reset(TASK)
             hung = asyncio.create_task(environment.step("hang"))
-            others = [PooledEnvironment(environment._host, number) for number in range(1, 1000)]
-            asked = [asyncio.create_task(other.reset(TASK)) for other in others]
+            host = pool._hosts[0]
+            asked = [asyncio.create_task(host.call(n, "reset", TASK)) for n in range(1, 1000)]
             endings = await asyncio.gather(hung, *asked, return_exceptions=True)
         pool.close()
         return endings

@@ -14,6 +14,7 @@ import pytest
 from envs import Task, environment_class
 from envs.textworld.games import Treasure, goals, treasures
 from envs.textworld.world import _shorten
+from tests.support.cached_play import play_and_compare
 
 TextWorld = environment_class("textworld")
 
@@ -220,3 +221,51 @@ def test_shorten_keeps_the_story_and_drops_the_frame() -> None:
     )
     assert _shorten(raw) == "You are in the attic."
     assert _shorten("You take the cup.\n\n\n>      -= Hall =-0/12") == "You take the cup."
+
+
+def test_remembered_episodes_equal_played_ones(
+    options: Mapping[str, object], train: Sequence[Task]
+) -> None:
+    games = [game for _, game in islice(treasures(split="train", seed=0, rooms=2, things=2), 2)]
+    carried = {"key", *(thing for game in games for thing in game.things)}
+    also = ["look", "inventory", *(f"drop {thing}" for thing in sorted(carried))]
+    assert play_and_compare("textworld", options, train, max_steps=25, also=also) > 0.05
+
+
+def test_things_in_another_order_are_another_state(
+    options: Mapping[str, object], train: Sequence[Task]
+) -> None:
+    """A game lists first what was put down last, so its facts alone do not tell its next text."""
+    env = TextWorld(options)
+    ends = []
+    for things in ("key", "book"), ("book", "key"):
+        env.reset(train[0])
+        takes = [f"take {thing} from desk" for thing in things]
+        for action in ("go south", *takes, *(f"put {thing} on desk" for thing in things)):
+            assert env.step(action).valid
+        key, look = env.state_key(), env.step("look").observation  # type: ignore[attr-defined]
+        ends.append((key, look))
+    (one_key, one), (other_key, other) = ends
+    assert one.anchor == other.anchor and one.text != other.text
+    assert one_key != other_key
+
+
+def test_a_restored_state_goes_on_as_the_saved_one_in_another_process(
+    options: Mapping[str, object], train: Sequence[Task]
+) -> None:
+    """Another object stands for another process here: it has opened the other game."""
+    one, other = TextWorld(options), TextWorld(options)
+    other.reset(train[1])
+    rng = random.Random(0)
+    seen = one.reset(train[0])
+    for _ in range(20):
+        saved, key = one.save_state(), one.state_key()  # type: ignore[attr-defined]
+        action = rng.choice(seen.actions or ())
+        other.restore_state(train[0], saved)  # type: ignore[attr-defined]
+        assert other.state_key() == key  # type: ignore[attr-defined]
+        transition = one.step(action)
+        assert other.step(action) == transition
+        assert other.state_key() == one.state_key()  # type: ignore[attr-defined]
+        if transition.terminated:
+            break
+        seen = transition.observation

@@ -16,6 +16,7 @@ from envs import Observation, Task, bm25
 from envs.webshop import WebShopEnv, nouns
 from envs.webshop.catalogue import Catalogue, read
 from envs.webshop.goals import HUMAN, SYNTHETIC, Goals
+from tests.support.cached_play import play_and_compare
 from tests.support.webshop_samples import ALL
 
 
@@ -169,3 +170,10 @@ def test_every_name_of_the_thousand_is_tagged(catalogue: Catalogue) -> None:
     assert len(tagged.keys_N) == 1000
     assert all(tagged.nouns(product.name) is not None for product in catalogue)
     assert tagged.nouns("Of no product") is None
+
+
+def test_remembered_episodes_equal_played_ones(data: Path) -> None:
+    options = {**ALL, "data": str(data), "train_tasks": 2}
+    also = ["search[red lamp]", "search[chair]", "click[back to search]", "click[next >]"]
+    tasks = WebShopEnv.tasks("train", options)
+    assert play_and_compare("webshop", options, tasks, max_steps=15, also=also) > 0.05

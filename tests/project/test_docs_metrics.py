@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 
 import configs
+from coordinator.coordinator import REMEMBERED
 from gigpo import Tokens, token_diagnostics
 from learner.data.batch_loader import Episodes
 from learner.training.alarms import collapse_alarms
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PREFIXES = (
     "alarm",
     "anchor",
+    "env",
     "groups",
     "heldout",
     "learner",
@@ -33,7 +35,7 @@ PREFIXES = (
     "train",
 )
 METRIC = re.compile(rf"(?:{'|'.join(PREFIXES)})/[a-z0-9_]+")
-SOURCES = ("actors", "gigpo", "learner", "store")
+SOURCES = ("actors", "coordinator", "gigpo", "learner", "store")
 
 
 def documented() -> list[str]:
@@ -95,7 +97,7 @@ def of_an_evaluation() -> set[str]:
 def test_the_page_names_the_metrics_that_are_written() -> None:
     names = documented()
     assert len(names) == len(set(names)), "each is there once"
-    assert set(names) == of_a_learner_step() | of_an_evaluation()
+    assert set(names) == of_a_learner_step() | of_an_evaluation() | {REMEMBERED}
 
 
 def test_the_page_names_every_metric_that_the_sources_spell_out() -> None:
