@@ -364,7 +364,7 @@ def _incidents() -> Panel:
 def _mistakes(asked: Asked) -> Panel:
     """Return the states in which the policy goes wrong, without links: there is no server."""
     show = partial(show_rows, links={}, hints=HINTS, hidden=("group_uid", "state_hash"))
-    return replace(wrong_states(asked, rows=WRONG_STATES), show=show, later=False)
+    return replace(wrong_states(asked, rows=WRONG_STATES), show=show)
 
 
 def _checkpoints() -> Panel:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.charts import bars
-from analysis.view.group_query import OF_BATCHES, OF_GROUP, group_versions, of_group
+from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
 from analysis.view.html import html
 from analysis.view.page import Asked, Page
 from analysis.view.panel import Chart, Panel, show_rows
@@ -35,9 +35,7 @@ OTHER = "other actions"
 
 # The return that the group's episodes lose in a state: they mix actions, and the best of these
 # would have given more. Only groups of the last learner steps say what the policy does now.
-WRONG = (
-    OF_BATCHES
-    + """, actions AS (
+WRONG = """, actions AS (
     SELECT s.group_uid, s.state_hash, any_value(s.task_id) AS task_id,
            any_value(left(s.anchor_text, $state_characters)) AS state,
            left(s.action_text, $characters) AS action, count(*) AS visits,
@@ -56,7 +54,6 @@ SELECT any_value(state) AS state, any_value(task_id) AS task, sum(visits) AS vis
 FROM actions GROUP BY group_uid, state_hash HAVING count(*) > 1 AND lost_return > 0
 ORDER BY lost_return DESC LIMIT $rows
 """
-)
 STATE = (
     OF_GROUP
     + """
@@ -218,8 +215,7 @@ def wrong_states(asked: Asked, *, rows: int) -> Panel:
         "costliest come first. Tasks that were always lost are not here, as nothing can be "
         "compared: see Task over time.",
         query=fill(
-            WRONG,
-            steps=RECENT_STEPS,
+            of_batches(asked, RECENT_STEPS) + WRONG,
             rows=rows,
             characters=ACTION_CHARACTERS,
             state_characters=STATE_CHARACTERS,

@@ -48,7 +48,7 @@ OF_TASK = """
 WITH chosen AS (
     SELECT group_uid, version_min, version_max FROM groups
     WHERE task_id = $task AND n_steps > 0 ORDER BY opened_at DESC, group_uid LIMIT $groups),
-steps AS (
+steps AS MATERIALIZED (
     SELECT s.* FROM steps AS s SEMI JOIN chosen USING (group_uid)
     WHERE version_min >= (SELECT min(version_min) FROM chosen)
       AND version_max <= (SELECT max(version_max) FROM chosen))

@@ -33,17 +33,16 @@ recent AS (
         ORDER BY learner_step DESC LIMIT $steps)),
 heldout AS (
     SELECT value AS success, policy_version AS version FROM metrics
-    WHERE name = 'heldout/success' ORDER BY learner_step DESC, policy_version DESC LIMIT 1)
-SELECT consumed.*, recent.success AS train_success,
+    WHERE name = 'heldout/success' ORDER BY learner_step DESC, policy_version DESC LIMIT 1),
+played AS (
+    SELECT sum(n_members) AS episodes, sum(n_steps) AS steps FROM groups)
+SELECT consumed.*, played.*, recent.success AS train_success,
        (SELECT success FROM heldout) AS heldout_success,
        (SELECT version FROM heldout) AS heldout_version,
        (SELECT max(version) FROM versions) AS version,
-       (SELECT sum(n_members) FROM groups) AS episodes,
-       (SELECT sum(n_steps) FROM groups) AS steps,
-       (SELECT count(*) FROM groups WHERE state = 'open') AS open_groups,
        (SELECT max(entered_at) FROM ledger) AS changed_at,
        epoch(last_at - first_at) AS trained_s
-FROM consumed, recent
+FROM consumed, recent, played
 """
 # A batch's success is the mean over its groups. Its interval goes by how much groups differ, since
 # episodes of one task are alike; a batch of few groups has a wide one.
@@ -126,38 +125,18 @@ SELECT name AS process, coalesce(waiting_on, 'working') AS waits_for,
        epoch((SELECT max(last_beat_at) FROM components) - last_beat_at) AS silent_s
 FROM components ORDER BY name
 """
-# The view `generation_overlap`, for the newest learner steps: the versions spare the older files.
 OVERLAP = """
-WITH requests AS (
-    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us
-    FROM steps WHERE split <> 'imported' AND version_max >= $version),
-ordered AS (
-    SELECT *, max(end_us) OVER (
-        ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
-    FROM requests),
-numbered AS (
-    SELECT *, sum((before_us IS NULL OR begin_us > before_us)::INT) OVER (
-        ORDER BY begin_us, end_us, before_us NULLS FIRST ROWS UNBOUNDED PRECEDING) AS busy_number
-    FROM ordered),
-busy AS (
-    SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number),
-training AS (
-    SELECT DISTINCT learner_step, epoch_us(claimed_at) AS begin_us, epoch_us(trained_at) AS end_us
-    FROM lineage WHERE batch_state = 'trained' AND version_in >= $version + $margin)
-SELECT learner_step,
-       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us))
-           FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
-FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
-GROUP BY learner_step, t.begin_us, t.end_us ORDER BY learner_step
+SELECT learner_step, fraction FROM generation_overlap WHERE learner_step > $step ORDER BY 1
 """
-NEWEST_VERSION = "SELECT coalesce(max(version), 0) AS version FROM versions"
-MARGIN = 10  # versions that a request may be older than the training beside it
+NEWEST = """
+SELECT coalesce(max(version), 0) AS version, coalesce(max(learner_step), 0) AS learner_step
+FROM versions
+"""
 
 
 def panels(asked: Asked) -> Sequence[Panel]:
     """Return the panels of a run."""
-    (newest,) = asked.rows(NEWEST_VERSION)
-    since = max(-MARGIN, newest["version"] - SHOWN_STEPS - MARGIN)
+    (newest,) = asked.rows(NEWEST)
     return [
         figures(),
         success(),
@@ -188,7 +167,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             title="Generation beside training",
             explains="Share of each learner step's training in which actors went on generating, "
             f"for the last {SHOWN_STEPS} steps. 100 % means that training stopped nobody.",
-            query=fill(OVERLAP, version=since, margin=MARGIN),
+            query=fill(OVERLAP, step=newest["learner_step"] - SHOWN_STEPS),
             show=partial(
                 lines,
                 x="learner_step",
@@ -250,6 +229,7 @@ def limits(when: str, *, n_steps: int, version: int) -> Panel:
         explains=f"Who waits for whom, {when}. Actors play episodes; the learner trains on them.",
         query=fill(LIMITS, steps=n_steps, version=version),
         show=show_limits,
+        later=True,
     )
 
 
@@ -273,6 +253,7 @@ def times(*, n_steps: int) -> Panel:
             },
         ),
         empty="No learner step is done yet.",
+        later=True,
     )
 
 
@@ -290,6 +271,7 @@ def staleness() -> Panel:
             names={"learner_step": "learner step", "oldest": "oldest group", "mean": "mean"},
         ),
         empty="No batch of this run's own groups has been trained on yet.",
+        later=True,
     )
 
 

@@ -164,7 +164,8 @@ SELECT s.* FROM slices AS s, bounds WHERE s.begin_us < high_us AND s.end_us >= l
 ORDER BY lane, begin_us, what
 """
 )
-# Intervals that overlap are one. A running maximum of the ends says where a new one begins.
+# The view generation_overlap for this window's requests and learner steps, and for the window
+# itself (a span without a learner step): each interval adds what the ones before have not covered.
 OVERLAP = (
     REQUESTS
     + """,
@@ -172,38 +173,31 @@ phases AS (
     SELECT 'engine' AS lane, begin_us, answered_us AS end_us FROM requests
     UNION ALL
     SELECT 'environments', answered_us, end_us FROM requests),
-ordered AS (
-    SELECT *, max(end_us) OVER (PARTITION BY lane ORDER BY begin_us, end_us
-        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us FROM phases),
-numbered AS (
-    SELECT *, sum((before_us IS NULL OR begin_us > before_us)::INT) OVER (
-        PARTITION BY lane ORDER BY begin_us, end_us, before_us NULLS FIRST
-        ROWS UNBOUNDED PRECEDING) AS busy_number FROM ordered),
-busy AS (
-    SELECT lane, min(begin_us) AS begin_us, max(end_us) AS end_us
-    FROM numbered GROUP BY lane, busy_number),
-touched AS (
-    SELECT b.*, low_us, high_us FROM batches AS b, bounds
-    WHERE claimed_us < high_us AND trained_us > low_us),
-by_step AS (
-    SELECT learner_step, any_value(claimed_us) AS claimed_us, any_value(trained_us) AS trained_us,
-           any_value(n_groups) AS n_groups,
-           coalesce(sum(least(b.end_us, trained_us) - greatest(b.begin_us, claimed_us))
-               FILTER (b.begin_us IS NOT NULL), 0) AS overlap_us
-    FROM touched LEFT JOIN busy AS b
-      ON b.lane = 'engine' AND b.begin_us < trained_us AND b.end_us > claimed_us
-    GROUP BY learner_step),
+spans AS (
+    SELECT learner_step, n_groups, claimed_us AS from_us, trained_us AS until_us
+    FROM batches, bounds WHERE claimed_us < high_us AND trained_us > low_us
+    UNION ALL
+    SELECT NULL, NULL, low_us, high_us FROM bounds),
+beside AS (
+    SELECT s.*, p.*, max(p.end_us) OVER (
+               PARTITION BY learner_step, lane ORDER BY p.begin_us
+               ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS covered_us
+    FROM spans AS s LEFT JOIN phases AS p ON p.begin_us < s.until_us AND p.end_us > s.from_us),
+added AS (
+    SELECT *, greatest(0, least(end_us, until_us) - greatest(begin_us, from_us, covered_us))
+        AS added_us FROM beside),
 shares AS (
-    SELECT lane, sum(least(end_us, high_us) - greatest(begin_us, low_us))
-           / any_value(high_us - low_us) AS share
-    FROM busy, bounds WHERE begin_us < high_us AND end_us > low_us GROUP BY lane)
-SELECT learner_step, make_timestamp(claimed_us) AS claimed_at,
-       (trained_us - claimed_us) / 1e6 AS training_s,
-       overlap_us / (trained_us - claimed_us) AS overlap, n_groups AS groups,
-       sum(overlap_us) OVER () / sum(trained_us - claimed_us) OVER () AS overlap_of_all,
-       (SELECT share FROM shares WHERE lane = 'engine') AS engine,
-       (SELECT share FROM shares WHERE lane = 'environments') AS environments
-FROM by_step FULL JOIN (SELECT 1 AS one) ON TRUE ORDER BY learner_step DESC
+    SELECT learner_step, n_groups, from_us, (until_us - from_us) / 1e6 AS span_s,
+           coalesce(sum(added_us) FILTER (lane = 'engine'), 0) / (until_us - from_us) AS engine,
+           coalesce(sum(added_us) FILTER (lane = 'environments'), 0) / (until_us - from_us)
+               AS environments
+    FROM added GROUP BY learner_step, n_groups, from_us, until_us)
+SELECT s.learner_step, make_timestamp(s.from_us) AS claimed_at, s.span_s AS training_s,
+       s.engine AS overlap, s.n_groups AS groups,
+       sum(s.engine * s.span_s) OVER () / sum(s.span_s) OVER () AS overlap_of_all,
+       w.engine, w.environments
+FROM shares AS w LEFT JOIN shares AS s ON s.learner_step IS NOT NULL
+WHERE w.learner_step IS NULL ORDER BY s.learner_step DESC
 """
 )
 TRACED = (
