@@ -45,7 +45,7 @@ from driver.trackers.follow import Consumer, follow_metrics
 from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
-from store import RunLayout, trust
+from store import RunLayout, check_fork, trust
 
 
 def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
@@ -74,7 +74,11 @@ def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> 
     """Return the settings of the fork `source`, RUN@STEP. Raises as `settings_to_train`."""
     if trusts:
         trust(resume.parse_fork(source)[0])
-    return _checked(resume.load_fork(source, overrides))
+    config = _checked(resume.load_fork(source, overrides))
+    run, learner_step = resume.parse_fork(source)
+    if not RunLayout.exists(Path(config.run_dir)):
+        check_fork(RunLayout.open(run), Path(config.run_dir), learner_step=learner_step)
+    return config
 
 
 def _checked(config: Config) -> Config:

@@ -69,6 +69,12 @@ WHERE s.state_hash IS NOT NULL
 GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
 """
 )
+# Of a stale or abandoned group most attempts may have given no episode.
+UNFINISHED = """
+SELECT number AS attempt, why, n_steps AS steps, n_response_tokens AS tokens, worker, version,
+       begun_at, ended_at
+FROM unfinished WHERE group_uid = $group ORDER BY begun_at, attempt
+"""
 HISTORY = """
 SELECT entered_at, state, reason FROM ledger WHERE group_uid = $group ORDER BY lsn
 """
@@ -121,6 +127,12 @@ def panels(asked: Asked) -> Sequence[Panel]:
             later=True,
             empty="No step of the group has an anchor state.",
             width="whole",
+        ),
+        Panel(
+            title="Unfinished attempts",
+            explains="Attempts that were begun and gave no episode: why, and how far they got.",
+            query=fill(UNFINISHED, group=group),
+            empty="Every attempt that was begun gave an episode, or is being played.",
         ),
         Panel(
             title="History",

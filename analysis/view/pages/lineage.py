@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from analysis.view.html import html
 from analysis.view.page import Asked, BadAddressError, Page
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
+from store import RunLayout
 
 LISTED_STEPS = 100
 BOXES = 6  # of a stage; the others are counted
@@ -232,9 +234,12 @@ def start(asked: Asked) -> Sequence[Panel]:
         ),
         Panel(
             title="Checkpoints",
-            explains="Those that no roll-back went behind, and how many learner steps each added.",
+            explains="Those that no roll-back went behind, how many learner steps each added, and "
+            "whether it is on disk now: old ones are removed, but for those of keep_every.",
             query=CHECKPOINTS,
             show=partial(_linked, asked),
+            combine=partial(with_presence, asked.run),
+            keeps=False,  # removing a checkpoint changes no lsn
             empty="No checkpoint was saved yet.",
             width="whole",
         ),
@@ -323,6 +328,18 @@ def of_version(asked: Asked, version: int) -> Sequence[Panel]:
         ),
         *made[-1:],
     ]
+
+
+def with_presence(run: str, table: pa.Table) -> pa.Table:
+    """Add a column to rows with a learner step: is the checkpoint's directory there? On disk here.
+
+    Raises StoreError if the run is gone, ArrowException for steps that are no numbers.
+    """
+    layout = RunLayout.open(Path(run))
+    steps = table["learner_step"].cast(pa.int64()).to_pylist()
+    is_there = [step is not None and layout.checkpoint_dir(step).is_dir() for step in steps]
+    shown = ["yes" if each else "removed" for each in is_there]
+    return table.add_column(1, "on_disk", pa.array(shown, pa.string()))
 
 
 def show_chain(asked: Asked, kind: str, name: str, table: pa.Table) -> Markup:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
 
 import pyarrow as pa
 from markupsafe import Markup
 
-from analysis.evaluation_stats import Z_95
+from analysis.evaluation_stats import Z_95, interval
 from analysis.run_status import duration
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html, percent
 from analysis.view.page import Asked, Page
 from analysis.view.pages.anchor import wrong_states
-from analysis.view.panel import Panel, show_rows
+from analysis.view.panel import Chart, Panel, show_rows
+from analysis.view.report_summary import heldout_tasks
 from analysis.view.sql_text import fill
 
 RECENT_STEPS = 5  # learner steps that "now" means
 SHOWN_STEPS = 60  # of the chart of times
 SHOWN_EVENTS = 30
 SHOWN_STATES = 8
+SILENT_S = 120.0  # a worker that is silent for so long has lost its leases
 
 FIGURES = """
 WITH consumed AS (
@@ -54,11 +57,21 @@ WITH batches AS (
     WHERE batch_state = 'trained' AND live AND lineage.source IS NULL AND n_members > 0
     GROUP BY learner_step),
 heldout AS (
-    SELECT learner_step, value AS heldout FROM metrics WHERE name = 'heldout/success'
-    QUALIFY row_number() OVER (PARTITION BY learner_step ORDER BY policy_version DESC) = 1)
+    SELECT learner_step, policy_version, value AS heldout FROM metrics
+    WHERE name = 'heldout/success'
+    QUALIFY row_number() OVER (PARTITION BY learner_step ORDER BY policy_version DESC) = 1),
+tasks AS (
+    SELECT purpose_version, task_id, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played
+    FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0 GROUP BY ALL),
+rounds AS (
+    SELECT purpose_version AS policy_version,
+           list({'task_id': task_id, 'won': won, 'played': played} ORDER BY task_id)
+               AS heldout_tasks
+    FROM tasks GROUP BY purpose_version)
 SELECT learner_step, success, greatest(0, success - $z * error) AS low,
-       least(1, success + $z * error) AS high, heldout, episodes
-FROM batches FULL JOIN heldout USING (learner_step) ORDER BY learner_step
+       least(1, success + $z * error) AS high, episodes, heldout, heldout_tasks
+FROM batches FULL JOIN (FROM heldout LEFT JOIN rounds USING (policy_version)) USING (learner_step)
+ORDER BY learner_step
 """
 LIMITS = """
 WITH recent AS (
@@ -120,10 +133,10 @@ INCIDENTS = f"""
 SELECT logged_at, component, what, detail FROM ({HAPPENED})
 ORDER BY logged_at DESC LIMIT $rows
 """
+# A process that left for good is still in the view.
 COMPONENTS = """
-SELECT name AS process, coalesce(waiting_on, 'working') AS waits_for,
-       epoch((SELECT max(last_beat_at) FROM components) - last_beat_at) AS silent_s
-FROM components ORDER BY name
+SELECT name AS process, coalesce(waiting_on, 'working') AS waits_for, last_beat_at
+FROM components WHERE waiting_on IS DISTINCT FROM 'gone' ORDER BY name
 """
 OVERLAP = """
 SELECT learner_step, fraction FROM generation_overlap WHERE learner_step > $step ORDER BY 1
@@ -137,6 +150,7 @@ FROM versions
 def panels(asked: Asked) -> Sequence[Panel]:
     """Return the panels of a run."""
     (newest,) = asked.rows(NEWEST)
+    now = datetime.now(UTC).replace(tzinfo=None) if asked.is_live else None
     return [
         figures(),
         success(),
@@ -151,9 +165,12 @@ def panels(asked: Asked) -> Sequence[Panel]:
         alarms(),
         Panel(
             title="Processes",
-            explains="What each process waits for, and how long it has been silent.",
+            explains="What each process waited for when it was last heard of, and how long ago "
+            "that was.",
             query=COMPONENTS,
+            show=partial(show_processes, asked.run, now=now),
             empty="No process has reported yet.",
+            keeps=False,  # time goes on
         ),
         Panel(
             title="Incidents",
@@ -198,24 +215,40 @@ def success() -> Panel:
     return Panel(
         title="Success",
         explains="Share of episodes that reach their goal, batch by batch. The band is a 95 % "
-        "interval over the batch's groups; held-out tasks are never trained on.",
+        "interval over the batch's groups, a whisker one over the held-out tasks (Wilson), which "
+        "are never trained on.",
         query=fill(SUCCESS, z=Z_95),
-        show=partial(
-            lines,
-            x="learner_step",
-            y=["success"],
-            points=["heldout"],
-            low="low",
-            high="high",
-            names={
-                "learner_step": "learner step",
-                "success": "training tasks",
-                "heldout": "held-out tasks",
-            },
-            is_fraction=True,
-            height=260,
-        ),
+        show=show_success,
         empty="No batch has been trained on yet.",
+    )
+
+
+def show_success(table: pa.Table) -> Chart:
+    """Draw the success of the batches, and of each evaluation with its interval."""
+    lows: list[float | None] = []
+    highs: list[float | None] = []
+    for tasks in table["heldout_tasks"].to_pylist():
+        low, high = interval(heldout_tasks(tasks)) if tasks else (None, None)
+        lows.append(low)
+        highs.append(high)
+    drawn = table.drop_columns("heldout_tasks")
+    for name, values in (("heldout_low", lows), ("heldout_high", highs)):
+        drawn = drawn.append_column(name, pa.array(values, pa.float64()))
+    return lines(
+        drawn,
+        x="learner_step",
+        y=["success"],
+        points=["heldout"],
+        low="low",
+        high="high",
+        whiskers={"heldout": ("heldout_low", "heldout_high")},
+        names={
+            "learner_step": "learner step",
+            "success": "training tasks",
+            "heldout": "held-out tasks",
+        },
+        is_fraction=True,
+        height=260,
     )
 
 
@@ -333,6 +366,27 @@ def limit_sentence(parts: dict[str, float], trains: float) -> str:
 def show_alarms(table: pa.Table) -> Markup:
     """Show which alarms are on, and when each last was."""
     return html("run_alarms.html", rows=table.to_pylist(), means=ALARM_MEANS)
+
+
+def show_processes(run: str, table: pa.Table, *, now: datetime | None) -> Markup:
+    """Show the processes, after a sentence if the run was silent for so long that it may be over.
+
+    `now`: in UTC without a zone, as times are stored; None for a fixed moment, which counts from
+    the newest sign of life then.
+    """
+    rows = table.to_pylist()
+    heard = [datetime.fromisoformat(row["last_beat_at"]) for row in rows]
+    end = max(heard) if now is None else now
+    silent_s = [max(0.0, (end - at).total_seconds()) for at in heard]
+    shown = pa.table(
+        {
+            "process": [row["process"] for row in rows],
+            "waits_for": [row["waits_for"] for row in rows],
+            "last_heard_of": [f"{duration(silent)} ago" for silent in silent_s],
+        }
+    )
+    silent = duration(min(silent_s)) if min(silent_s) > SILENT_S else ""
+    return html("run_processes.html", silent=silent, run=run, table=show_rows(shown, links={}))
 
 
 def show_incidents(table: pa.Table) -> Markup:
