@@ -23,8 +23,9 @@ import pyarrow as pa
 from store import Reader, RunLayout, StoreError, open_run, read_manifest
 
 REFRESH_S = 3.0  # between two looks for a newer snapshot
-# A new reader costs a second of a core. It is opened after at least so many times its own cost.
-REFRESH_COST_FACTOR = 4.0
+# A newer snapshot takes a new reader, and the page that follows is drawn again: about three times
+# the cost of the reader. A training beside it is to lose less than 2 % of a few cores.
+REFRESH_COST_FACTOR = 25.0
 REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 KEPT_READERS = 3  # of a run, beside the newest

@@ -193,7 +193,6 @@ def panels(asked: Asked) -> Sequence[Panel]:
                 is_fraction=True,
             ),
             later=True,
-            alone=True,
             width="whole",
         ),
     ]
