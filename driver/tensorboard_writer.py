@@ -89,7 +89,7 @@ class Curves:
         except Exception as error:  # noqa: BLE001
             self.say(f"{self.directory} lacks the last metrics: {' '.join(str(error).split())}")
 
-    def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
+    def after(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
         """Return a `show` that also follows the metrics."""
 
         def show_and_follow(status: Status) -> None:

@@ -176,11 +176,13 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
     model_path = config.model.path or str(_make_base_policy(config, screen))
     if config.source:
         offline_sources.import_sources(config, console)
-    beside: list[Consumer] = [screen.lines] if screen.lines else []
+    consumers: list[Consumer] = [screen.lines] if screen.lines else []
     if config.alarms.webhook_env:
-        beside.append(AlarmWebhook(config, layout, screen.warn))
+        consumers.append(AlarmWebhook(config, layout, screen.warn))
     with (
-        follow_metrics(config, layout, screen.warn, tell=console.print, beside=beside) as metrics,
+        follow_metrics(
+            config, layout, screen.warn, tell=console.print, consumers=consumers
+        ) as metrics,
         _supervisor(config, model_path, config, screen) as supervisor,
         prometheus_endpoint(config, supervisor.engine_metrics) as figures,
         Progress(config, "training", screen) as progress,
@@ -188,7 +190,7 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
         console.print(f"{layout.root}: {supervisor.restored}")
         screen.event("start", run=config.run_dir, run_id=layout.info.run_id)
         metrics.follow()  # those of earlier starts
-        learner_step = supervisor.train(figures.beside(metrics.beside(progress.show)))
+        learner_step = supervisor.train(figures.after(metrics.after(progress.show)))
         if learner_step < config.learner.steps:
             console.print(
                 f"offline rollouts are used up after learner step {learner_step}; raise "
@@ -196,7 +198,7 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
             )
         if not configs.is_offline(config):
             episodes_per_task = config.evaluation.final_episodes_per_task
-            show = figures.beside(metrics.beside(progress.show_evaluation))
+            show = figures.after(metrics.after(progress.show_evaluation))
             supervisor.evaluate(episodes_per_task, show)
 
 
@@ -252,7 +254,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         _supervisor(clone, str(untrained), config, screen) as supervisor,
         Progress(clone, "cloning", screen) as progress,
     ):
-        supervisor.train(metrics.beside(progress.show))
+        supervisor.train(metrics.after(progress.show))
         version = supervisor.status().version
     run_control.clear_stopping(Path(config.run_dir))
     copy_weights(layout.weights_dir(version), policy, follow_links=False)

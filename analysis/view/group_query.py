@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.view.page import Asked
+from analysis.view.page import PageRequest
 from analysis.view.sql_text import Value, fill
 
 # `steps` of this group only, also for the macro advantages(): it reads the nearest `steps`. They
@@ -46,12 +46,12 @@ WHERE batch_state = 'trained' AND live
 """
 
 
-def group_versions(asked: Asked, group: uuid.UUID) -> str:
+def group_versions(asked: PageRequest, group: uuid.UUID) -> str:
     """Return the condition on versions that spares most of the files."""
     return _between(asked.rows(fill(VERSIONS, group=group)))
 
 
-def of_batches(asked: Asked, n_steps: int) -> str:
+def of_batches(asked: PageRequest, n_steps: int) -> str:
     """Return the begin of a query: OF_BATCHES, filled for the last `n_steps` learner steps."""
     # DuckDB leaves out files by numbers that stand in the query, not by those of a subquery.
     versions = _between(asked.rows(fill(BATCHES_VERSIONS, steps=n_steps)))

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from analysis.evaluation_stats import interval, success
 from analysis.view.charts import intervals, lines
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
-from analysis.view.page import Asked
+from analysis.view.page import PageRequest
 from analysis.view.pages import run as run_page
 from analysis.view.pages.anchor import HINTS, wrong_states
 from analysis.view.pages.funnel import FUNNEL, REASONS, UNFINISHED
@@ -177,7 +177,7 @@ def compose(reader: Reader, *, name: str) -> str:
 
 def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
     """Return the panels of the report, in order."""
-    asked = Asked(
+    asked = PageRequest(
         parameters={},
         run=run,
         run_number=0,
@@ -361,7 +361,7 @@ def _incidents() -> Panel:
     )
 
 
-def _mistakes(asked: Asked) -> Panel:
+def _mistakes(asked: PageRequest) -> Panel:
     """Return the states in which the policy goes wrong, without links: there is no server."""
     show = partial(show_rows, links={}, hints=HINTS, hidden=("group_uid", "state_hash"))
     return replace(wrong_states(asked, rows=WRONG_STATES), show=show)

@@ -1,7 +1,7 @@
 """Follow a run's metrics, and give each row once to everyone that shows them.
 
-    with follow_metrics(config, layout, say, beside=[webhook]) as metrics:
-        supervisor.train(metrics.beside(progress.show))
+    with follow_metrics(config, layout, say, consumers=[webhook]) as metrics:
+        supervisor.train(metrics.after(progress.show))
 
 Consumes  the catalog's metrics, at every look of the supervisor
 Produces  rows for the trackers, the webhook and the lines of JSON
@@ -64,14 +64,14 @@ class Metrics:
                     consumer.take(changes.rows, is_whole=is_whole)
                 self._lsn[consumer] = changes.lsn
 
-    def beside(self, show: Show) -> Show:
+    def after(self, show: Show) -> Show:
         """Return a `show` that also follows the metrics."""
 
         def show_and_follow(status: Status) -> None:
             show(status)
             self.follow()
 
-        return self._curves.beside(show_and_follow) if self._curves else show_and_follow
+        return self._curves.after(show_and_follow) if self._curves else show_and_follow
 
 
 @contextmanager
@@ -81,9 +81,9 @@ def follow_metrics(
     say: Callable[[str], None],
     *,
     tell: Callable[[str], None] | None = None,
-    beside: Sequence[Consumer] = (),
+    consumers: Sequence[Consumer] = (),
 ) -> Iterator[Metrics]:
-    """Yield the metrics of a run, followed by its trackers and by the consumers `beside` them.
+    """Yield the metrics of a run, followed by its trackers and by the `consumers`.
 
     `say` shows what failed, `tell` (by default the same) what is waited for. At the end, give them
     the rows that the processes recorded while they stopped.
@@ -99,9 +99,9 @@ def follow_metrics(
         for name in config.trackers:
             if name != TENSORBOARD:
                 trackers.append(TrackerProcess(name, config, layout, say))
-        for consumer in beside:
+        for consumer in consumers:
             stack.callback(consumer.close)
-        metrics = Metrics(layout, [*trackers, *beside], curves)
+        metrics = Metrics(layout, [*trackers, *consumers], curves)
         try:
             yield metrics
         finally:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from analysis.view.charts import bars
 from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
 from analysis.view.html import html
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.shades import shade_class
 from analysis.view.sql_text import fill
@@ -142,7 +142,7 @@ HINTS = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of one anchor state, or a list of states to look at."""
     group, state = asked.uid("group"), asked.uid("state")
     if group is None or state is None:
@@ -206,7 +206,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def wrong_states(asked: Asked, *, rows: int) -> Panel:
+def wrong_states(asked: PageRequest, *, rows: int) -> Panel:
     """Return the panel of the states in which the policy still loses most return."""
     return Panel(
         title="Where the policy still goes wrong",
@@ -227,7 +227,7 @@ def wrong_states(asked: Asked, *, rows: int) -> Panel:
     )
 
 
-def show_wrong(asked: Asked, table: pa.Table) -> Markup:
+def show_wrong(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the costliest states. Each leads to its page."""
 
     def anchor(row: Mapping[str, Any]) -> str:
@@ -240,7 +240,7 @@ def show_wrong(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links=links, hints=HINTS, hidden=("group_uid", "state_hash"))
 
 
-def show_state(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_state(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the state, with links to its group and task."""
     row = table.slice(0, 1).to_pylist()[0]
     return html(
@@ -252,7 +252,7 @@ def show_state(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     )
 
 
-def show_actions(asked: Asked, table: pa.Table) -> Markup:
+def show_actions(asked: PageRequest, table: pa.Table) -> Markup:
     """Show each action with its visits as dots on a common scale of returns."""
     rows = table.to_pylist()
     tried = [row for row in rows if row["visits"]]
@@ -298,7 +298,7 @@ def show_learnt(table: pa.Table) -> Chart:
     return bars(pa.table(columns), x="version", y=shares, names=names, is_fraction=True)
 
 
-def show_states(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_states(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the group's anchor states. Each leads to its page."""
 
     def anchor(row: Mapping[str, Any]) -> str:
@@ -307,7 +307,7 @@ def show_states(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     return show_rows(table, links={"state": anchor}, hints=HINTS, hidden=("state_hash",))
 
 
-def show_visits(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_visits(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show each visit, with links to its transcript and to the state that followed."""
 
     def trajectory(row: Mapping[str, Any]) -> str:
@@ -322,7 +322,7 @@ def show_visits(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
 
 
 def _dot(
-    asked: Asked, dot: Mapping[str, Any], *, low: float, high: float, largest: float
+    asked: PageRequest, dot: Mapping[str, Any], *, low: float, high: float, largest: float
 ) -> dict[str, Any]:
     outcome = "won" if dot["won"] else "not won"
     return {

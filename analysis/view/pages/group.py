@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from analysis.view.group_query import NEWEST_GROUP, OF_GROUP, group_versions, of_group
 from analysis.view.html import html, json_script
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Panel, show_rows
 from analysis.view.shades import SHADES, shade_class
 from analysis.view.sql_text import fill
@@ -80,7 +80,7 @@ SELECT entered_at, state, reason FROM ledger WHERE group_uid = $group ORDER BY l
 """
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of a group.
 
     An address that names none leads to the newest trained group of mixed outcome.
@@ -142,7 +142,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def show_group(asked: Asked, table: pa.Table) -> Markup:
+def show_group(asked: PageRequest, table: pa.Table) -> Markup:
     """Show what the group is, with links to the same task's groups before and after."""
     row = table.slice(0, 1).to_pylist()[0]
     return html(
@@ -154,7 +154,7 @@ def show_group(asked: Asked, table: pa.Table) -> Markup:
     )
 
 
-def show_lanes(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_lanes(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the episodes as lanes."""
     rows = table.slice(0, MAX_STEPS).to_pylist()
     largest = max(
@@ -174,7 +174,7 @@ def show_lanes(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     )
 
 
-def show_episodes(asked: Asked, table: pa.Table) -> Markup:
+def show_episodes(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the episodes as a table."""
 
     def trajectory(row: Mapping[str, Any]) -> str:
@@ -183,7 +183,7 @@ def show_episodes(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links={"traj_uid": trajectory})
 
 
-def show_anchors(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_anchors(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the anchor states. Each leads to its page."""
 
     def anchor(row: Mapping[str, Any]) -> str:
@@ -192,7 +192,7 @@ def show_anchors(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     return show_rows(table, links={"state": anchor, "state_hash": anchor})
 
 
-def _lane(asked: Asked, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict:
+def _lane(asked: PageRequest, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict:
     rows = [row for row, _ in pairs]
     oldest, newest = min(r["version_min"] for r in rows), max(r["version_max"] for r in rows)
     return {
@@ -206,7 +206,9 @@ def _lane(asked: Asked, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, An
     }
 
 
-def _cell(asked: Asked, group: uuid.UUID, row: Mapping[str, Any], largest: float) -> dict[str, Any]:
+def _cell(
+    asked: PageRequest, group: uuid.UUID, row: Mapping[str, Any], largest: float
+) -> dict[str, Any]:
     advantage = row["advantage"]
     state = row["state_hash"]
     if not row["is_action_valid"]:

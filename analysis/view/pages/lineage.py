@@ -19,7 +19,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
 from store import RunLayout
@@ -195,7 +195,7 @@ USING (version) ORDER BY learner_step DESC
 NOT_THERE = "The run has no such {} at this moment."
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the lineage of what the address names, or lists to begin with."""
     given = [(kind, asked.text(kind)) for kind in KINDS if asked.text(kind)]
     if len(given) > 1:
@@ -219,7 +219,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     return of_version(asked, number)
 
 
-def start(asked: Asked) -> Sequence[Panel]:
+def start(asked: PageRequest) -> Sequence[Panel]:
     """Return the lists from which a lineage is chosen."""
     return [
         Panel(
@@ -246,7 +246,7 @@ def start(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def of_rows(asked: Asked, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
+def of_rows(asked: PageRequest, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
     """Return the lineage of a trajectory or a group."""
     query = OF_TRAJECTORY if kind == "traj" else OF_GROUP
     found = asked.rows(fill(query, traj=uid, group=uid))
@@ -281,7 +281,7 @@ def of_rows(asked: Asked, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
     ]
 
 
-def of_steps(asked: Asked, kind: str, name: str, *, first: int, last: int) -> Sequence[Panel]:
+def of_steps(asked: PageRequest, kind: str, name: str, *, first: int, last: int) -> Sequence[Panel]:
     """Return the lineage of learner steps: one, or those that a checkpoint added."""
     (found,) = asked.rows(fill(OF_STEPS, first=first, last=last))
     if not found["groups"]:
@@ -305,7 +305,7 @@ def of_steps(asked: Asked, kind: str, name: str, *, first: int, last: int) -> Se
     ]
 
 
-def of_version(asked: Asked, version: int) -> Sequence[Panel]:
+def of_version(asked: PageRequest, version: int) -> Sequence[Panel]:
     """Return the lineage of a version: what made it, and what it played."""
     found = asked.rows(fill(OF_VERSION, version=version))
     if not found:
@@ -342,7 +342,7 @@ def with_presence(run: str, table: pa.Table) -> pa.Table:
     return table.add_column(1, "on_disk", pa.array(shown, pa.string()))
 
 
-def show_chain(asked: Asked, kind: str, name: str, table: pa.Table) -> Markup:
+def show_chain(asked: PageRequest, kind: str, name: str, table: pa.Table) -> Markup:
     """Draw the stages as boxes that lead to one another."""
     rows = table.to_pylist()
     boxes = [
@@ -362,7 +362,7 @@ def show_chain(asked: Asked, kind: str, name: str, table: pa.Table) -> Markup:
     return html("lineage_chain.html", stages=stages)
 
 
-def _chain(asked: Asked, kind: str, name: str, *, chosen: str, held: str) -> Panel:
+def _chain(asked: PageRequest, kind: str, name: str, *, chosen: str, held: str) -> Panel:
     query = CHAIN.replace("{chosen}", chosen).replace("{held}", held)
     return Panel(
         title="Chain",
@@ -385,7 +385,7 @@ def _past(last: int) -> Panel:
     )
 
 
-def _missing(asked: Asked, what: str) -> Panel:
+def _missing(asked: PageRequest, what: str) -> Panel:
     return Panel(
         title="Chain",
         explains="From the weights that wrote the rows to the checkpoint that contains what they "
@@ -397,11 +397,11 @@ def _missing(asked: Asked, what: str) -> Panel:
     )
 
 
-def _form(asked: Asked, kind: str | None, name: str | None) -> Markup:
+def _form(asked: PageRequest, kind: str | None, name: str | None) -> Markup:
     return html("lineage_form.html", asked=asked, kinds=KINDS, kind=kind, name=name)
 
 
-def _linked(asked: Asked, table: pa.Table) -> Markup:
+def _linked(asked: PageRequest, table: pa.Table) -> Markup:
     """Show rows with a link from each name to its lineage, from a group or episode to its page."""
 
     def to(kind: str, column: str) -> Any:
@@ -423,7 +423,7 @@ def _linked(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links=links)
 
 
-def _address(asked: Asked, kind: str, name: str) -> str | None:
+def _address(asked: PageRequest, kind: str, name: str) -> str | None:
     return asked.link("/lineage", **{kind: name}) if kind in KINDS else None
 
 

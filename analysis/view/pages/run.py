@@ -13,7 +13,7 @@ from analysis.evaluation_stats import Z_95, interval
 from analysis.run_status import duration
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html, percent
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.pages.anchor import wrong_states
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.report_summary import heldout_tasks
@@ -147,7 +147,7 @@ FROM versions
 """
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of a run."""
     (newest,) = asked.rows(NEWEST)
     now = datetime.now(UTC).replace(tzinfo=None) if asked.is_live else None

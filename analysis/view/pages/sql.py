@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Chart, Panel
 
 SHOWN_ROWS = 5_000  # of an answer; a file has all
@@ -72,7 +72,7 @@ FIRST = """SELECT learner_step, value AS success
 FROM metrics WHERE name = 'train/success' ORDER BY learner_step"""
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the form with the answer, and a chart of it where one is chosen."""
     query = (asked.text("q") or FIRST).replace("\r\n", "\n")
     x, y = asked.text("x"), asked.text("y")

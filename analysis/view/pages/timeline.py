@@ -26,7 +26,7 @@ from markupsafe import Markup
 
 from analysis.view.charts import COLOURS, draw, new_figure
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import fill
 from analysis.view.text import plain
@@ -250,7 +250,7 @@ MEANING_OF = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of one window."""
     begin, end, first, last = window(asked)
     reach = asked.rows(fill(REACH, begin=str(begin), end=str(end)))[0]
@@ -306,7 +306,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def window(asked: Asked) -> tuple[datetime, datetime, datetime, datetime]:
+def window(asked: PageRequest) -> tuple[datetime, datetime, datetime, datetime]:
     """Return the window that the address names, and the run's first and last moment.
 
     Without one: the last minutes, or those around a learner step.
@@ -333,7 +333,7 @@ def window(asked: Asked) -> tuple[datetime, datetime, datetime, datetime]:
     return end - length, end, first, last
 
 
-def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime) -> Chart:
+def show_lanes(asked: PageRequest, table: pa.Table, *, begin: datetime, end: datetime) -> Chart:
     """Draw a lane for each part, the engine's and the environments' with their height."""
     rows = table.to_pylist()
     names = {row["lane"] for row in rows}
@@ -440,7 +440,7 @@ def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime)
     return draw(drawn, f"{len(lanes)} lanes from {begin} to {end}", n_entries=shown)
 
 
-def show_overlap(asked: Asked, table: pa.Table) -> Markup:
+def show_overlap(asked: PageRequest, table: pa.Table) -> Markup:
     """Say the share of overlap, and show it for each learner step."""
     rows = table.to_pylist()
 
@@ -457,7 +457,7 @@ def show_overlap(asked: Asked, table: pa.Table) -> Markup:
     )
 
 
-def show_slices(asked: Asked, table: pa.Table) -> Markup:
+def show_slices(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the slices. An episode's leads to its transcript, a learner step's to its lineage."""
 
     def address(row: Mapping[str, Any]) -> str | None:
@@ -515,7 +515,7 @@ def to_trace(table: pa.Table) -> bytes:
 
 
 def _form(
-    asked: Asked,
+    asked: PageRequest,
     *,
     begin: datetime,
     end: datetime,

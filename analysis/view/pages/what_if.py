@@ -18,7 +18,7 @@ from analysis.run_status import config_of
 from analysis.view.charts import COLOURS, GRID, columns_of, draw, new_figure
 from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import Value, fill
 from analysis.view.text import plain
@@ -95,7 +95,7 @@ HINTS = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the comparison of the run's own setting with the one in the address."""
     group, n_steps = asked.uid("group"), asked.whole("steps")
     if n_steps is None:
@@ -177,7 +177,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     return found
 
 
-def own_settings(asked: Asked) -> AdvantageSettings | None:
+def own_settings(asked: PageRequest) -> AdvantageSettings | None:
     """Return the setting that the run trains with, None if its config cannot be read here."""
     try:
         return AdvantageSettings.of(config_of(Path(asked.run)).algorithm)
@@ -238,7 +238,7 @@ def show_scatter(table: pa.Table) -> Chart:
     return draw(drawn, f"old against new advantages of {len(data['own'])} steps, {n_flips} flip")
 
 
-def show_flips(asked: Asked, table: pa.Table) -> Markup:
+def show_flips(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the steps whose sign changes."""
 
     def anchor(row: Mapping[str, Any]) -> str | None:
@@ -256,7 +256,7 @@ def show_flips(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links=links, hints=HINTS, hidden=hidden)
 
 
-def show_groups(asked: Asked, given: Mapping[str, str], table: pa.Table) -> Markup:
+def show_groups(asked: PageRequest, given: Mapping[str, str], table: pa.Table) -> Markup:
     """Show the flips of each group. Each leads to the same question about it alone."""
     setting = {name: given.get(name, "") for name in NAMES}
 
@@ -280,7 +280,7 @@ def _value(name: str, text: str) -> Value:
 
 
 def _form(
-    asked: Asked,
+    asked: PageRequest,
     group: uuid.UUID | None,
     n_steps: int,
     *,

@@ -212,7 +212,9 @@ def test_a_run_that_is_silent_is_not_shown_as_working() -> None:
         }
     )
     later = datetime(2026, 1, 1, 2, 59, 30)
-    assert "Nothing was heard of this run for 2 h 59 min" in show_processes("a", processes, now=later)
+    assert "Nothing was heard of this run for 2 h 59 min" in show_processes(
+        "a", processes, now=later
+    )
     assert "Nothing was heard" not in show_processes("a", processes, now=None)
     assert "30 s ago" in show_processes("a", processes, now=None)
 
