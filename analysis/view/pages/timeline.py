@@ -24,7 +24,7 @@ from bokeh.models import (
 )
 from markupsafe import Markup
 
-from analysis.view.charts import COLOURS, draw, new_figure
+from analysis.view.charts import COLOURS, GRID, draw, new_figure
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
@@ -229,6 +229,14 @@ ORDER BY begin_us, duration_us DESC, lane, thread, what LIMIT $slices
 """
 )
 FIRST_LANES = ("learner", "publishing", "checkpoints", "evaluation", "engine", "environments")
+COUNTED_LANES = ("engine", "environments")  # their height says how many ran at once
+AXIS_PX, LANE_PX = 70, 46  # heights
+# Within a lane, which is 1 high.
+SLICE_HEIGHT, COUNTED_HEIGHT = 0.7, 0.84
+MIDDLE = 0.4  # where its name stands
+BELOW_LANES = 0.15
+US_PER_MS = 1e3  # Bokeh's times are in ms
+EVENT, EVENT_COLOUR = "event", "#b3261e"
 COLOUR_OF = {
     "trains": COLOURS[0],
     "waits": "#b9bec5",
@@ -339,56 +347,69 @@ def show_lanes(asked: PageRequest, table: pa.Table, *, begin: datetime, end: dat
     names = {row["lane"] for row in rows}
     workers = sorted(names - {*FIRST_LANES, "events"})
     lanes = [name for name in (*FIRST_LANES, *workers, "events") if name in names]
-    base = {name: len(lanes) - 1 - number for number, name in enumerate(lanes)}
     drawn = new_figure(
         x="time (UTC)",
-        height=70 + 46 * len(lanes),
+        height=AXIS_PX + LANE_PX * len(lanes),
         x_range=Range1d(start=_ms(begin), end=_ms(end)),
     )
+    n_entries = _draw_slices(drawn, _slices(asked, rows, lanes))
+    _label_lanes(drawn, lanes)
+    return draw(drawn, f"{len(lanes)} lanes from {begin} to {end}", n_entries=n_entries)
+
+
+def _slices(
+    asked: PageRequest, rows: Sequence[Mapping[str, Any]], lanes: Sequence[str]
+) -> dict[str, dict[str, list[Any]]]:
+    """Return the rectangles and their tips, as columns, by kind. Lanes are 1 apart, from above."""
+    base = {name: float(len(lanes) - 1 - number) for number, name in enumerate(lanes)}
     highest = {
         lane: max((row["at_once"] for row in rows if row["lane"] == lane), default=0) or 1.0
-        for lane in ("engine", "environments")
+        for lane in COUNTED_LANES
     }
     # Both splits of a bin stand on one another.
     foot: dict[tuple[str, int], float] = {}
-    kinds: dict[str, dict[str, list[Any]]] = {}
+    found: dict[str, dict[str, list[Any]]] = {}
     for row in rows:
-        kind = row["what"] if row["what"] in COLOUR_OF else "event"
-        places = kinds.setdefault(
-            kind,
-            {name: [] for name in ("left", "right", "bottom", "top", "what", "took", "more")}
-            | {"link": []},
-        )
-        low = float(base[row["lane"]])
-        if row["lane"] in highest:
-            low += foot.get((row["lane"], row["begin_us"]), 0.0)
-            height = 0.84 * row["at_once"] / highest[row["lane"]]
-            foot[row["lane"], row["begin_us"]] = low - base[row["lane"]] + height
-            more = f"{row['at_once']:.1f} at once, at most {highest[row['lane']]:.0f}"
+        lane, step = row["lane"], row["learner_step"]
+        low = base[lane]
+        if lane in highest:
+            low += foot.get((lane, row["begin_us"]), 0.0)
+            height = COUNTED_HEIGHT * row["at_once"] / highest[lane]
+            foot[lane, row["begin_us"]] = low - base[lane] + height
+            more = f"{row['at_once']:.1f} at once, at most {highest[lane]:.0f}"
         else:
-            height, more = 0.7, plain(row["detail"] or "", at_most=160)
-        step = row["learner_step"]
-        places["left"].append(row["begin_us"] / 1e3)
-        places["right"].append(row["end_us"] / 1e3)
-        places["bottom"].append(low)
-        places["top"].append(low + height)
+            height, more = SLICE_HEIGHT, plain(row["detail"] or "", at_most=160)
         what = plain(MEANING_OF.get(row["what"], row["what"]), at_most=60)
-        places["what"].append(what if step is None else f"{what}, learner step {step}")
-        places["took"].append(f"{(row['end_us'] - row['begin_us']) / 1e6:,.3f} s")
-        places["more"].append(more)
-        places["link"].append(asked.link("/lineage", learner_step=step) if step is not None else "")
-    shown = 0
+        slice_ = {
+            "left": row["begin_us"] / US_PER_MS,
+            "right": row["end_us"] / US_PER_MS,
+            "bottom": low,
+            "top": low + height,
+            "what": what if step is None else f"{what}, learner step {step}",
+            "took": f"{(row['end_us'] - row['begin_us']) / 1e6:,.3f} s",
+            "more": more,
+            "link": "" if step is None else asked.link("/lineage", learner_step=step),
+        }
+        columns = found.setdefault(row["what"] if row["what"] in COLOUR_OF else EVENT, {})
+        for name, value in slice_.items():
+            columns.setdefault(name, []).append(value)
+    return found
+
+
+def _draw_slices(drawn: Any, slices: Mapping[str, Mapping[str, list[Any]]]) -> int:
+    """Draw the slices of each kind with tips and links. Return the entries of the legend."""
+    n_entries = 0
     linked: list[Any] = []
-    for kind, colour in {**COLOUR_OF, "event": "#b3261e"}.items():
-        if kind not in kinds:
+    for kind, colour in {**COLOUR_OF, EVENT: EVENT_COLOUR}.items():
+        if kind not in slices:
             continue
-        source = ColumnDataSource(kinds[kind])
+        source = ColumnDataSource(dict(slices[kind]))
         label: dict[str, Any] = (
             {} if kind == "heldout" else {"legend_label": MEANING_OF.get(kind, kind)}
         )
-        shown += bool(label)
+        n_entries += bool(label)
         marks: Any
-        if kind == "event":
+        if kind == EVENT:
             marks = drawn.scatter(
                 x="left",
                 y="top",
@@ -410,20 +431,22 @@ def show_lanes(asked: PageRequest, table: pa.Table, *, begin: datetime, end: dat
                 line_width=0 if kind in ("train", "heldout") else 1,
                 **label,
             )
-        drawn.add_tools(
-            HoverTool(
-                renderers=[marks],
-                tooltips=[("", "@what"), ("took", "@took"), ("", "@more")],
-            )
-        )
+        tips = [("", "@what"), ("took", "@took"), ("", "@more")]
+        drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
         if kind in ("trains", "waits", "publishes", "saves"):
             linked.append(marks)
     # Of several such tools Bokeh obeys the first alone.
     drawn.add_tools(TapTool(renderers=linked, callback=OpenURL(url="@link", same_tab=True)))
-    drawn.y_range = Range1d(start=-0.15, end=len(lanes))
-    drawn.yaxis.ticker = [base[name] + 0.4 for name in lanes]
+    return n_entries
+
+
+def _label_lanes(drawn: Any, lanes: Sequence[str]) -> None:
+    """Name the lanes at the left, and times below."""
+    middles = [len(lanes) - 1 - number + MIDDLE for number in range(len(lanes))]
+    drawn.y_range = Range1d(start=-BELOW_LANES, end=len(lanes))
+    drawn.yaxis.ticker = middles
     drawn.yaxis.major_label_overrides = {
-        base[name] + 0.4: plain(name, at_most=16) for name in lanes
+        at: plain(name, at_most=16) for at, name in zip(middles, lanes, strict=True)
     }
     drawn.xaxis.ticker = DatetimeTicker(desired_num_ticks=4)
     drawn.xaxis.formatter = DatetimeTickFormatter(
@@ -435,9 +458,8 @@ def show_lanes(asked: PageRequest, table: pa.Table, *, begin: datetime, end: dat
         hours="%H:%M",
     )
     drawn.ygrid.visible = False
-    drawn.xgrid.grid_line_color = "#8b949e"
+    drawn.xgrid.grid_line_color = GRID
     drawn.xgrid.grid_line_alpha = 0.25
-    return draw(drawn, f"{len(lanes)} lanes from {begin} to {end}", n_entries=shown)
 
 
 def show_overlap(asked: PageRequest, table: pa.Table) -> Markup:
