@@ -1,19 +1,22 @@
 -- To add a view: write it here, describe it in docs/sql.md ("The views"), and list it in VIEWS of
 -- tests/store/test_reader.py and, if a rebuild gives it back, of tests/store/test_rebuild.py.
 
--- One row per step of every committed trajectory. A segment may hold trajectories that another
--- segment committed first: those rows are excluded.
-CREATE OR REPLACE VIEW steps AS
+-- One row per step of every committed trajectory, with the file that holds it. A segment may hold
+-- trajectories that another segment committed first: those rows are excluded.
+CREATE OR REPLACE VIEW stored_steps AS
 SELECT s.* EXCLUDE (filename)
        REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid,
                 s.state_hash::UUID AS state_hash,
                 -- UTC without a zone, as in the exported tables
-                make_timestamp(epoch_us(s.t_start)) AS t_start)
+                make_timestamp(epoch_us(s.t_start)) AS t_start),
+       replace(filename, getvariable('run') || '/', '') AS file
 FROM read_parquet(
     getvariable('segments'), schema = getvariable('columns'), filename = TRUE) AS s
 ANTI JOIN (
     SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
     ON s.filename = e.filename AND s.traj_uid = e.traj_uid;
+
+CREATE OR REPLACE VIEW steps AS SELECT * EXCLUDE (file) FROM stored_steps;
 
 CREATE OR REPLACE VIEW trajectories AS
 SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_name,

@@ -39,6 +39,7 @@ from tests.support.store_samples import make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VIEWS = [
+    "stored_steps",
     "steps",
     "trajectories",
     "groups",

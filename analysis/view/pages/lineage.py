@@ -68,13 +68,7 @@ CHAIN = """
 WITH chosen AS (
     SELECT * FROM lineage WHERE batch_state = 'trained' AND live AND {chosen}),
 held AS (
-    SELECT s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.version_min,
-           s.version_max, s.split, replace(s.filename, getvariable('run') || '/', '') AS path
-    FROM read_parquet(
-        getvariable('segments'), schema = getvariable('columns'), filename = TRUE) AS s
-    ANTI JOIN (
-        SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
-        ON s.filename = e.filename AND s.traj_uid = e.traj_uid
+    SELECT traj_uid, group_uid, version_min, version_max, split, file AS path FROM stored_steps
     WHERE {held}),
 written AS (
     SELECT version, sum(n) AS steps FROM (
@@ -130,18 +124,18 @@ SELECT stage, kind, name, title, digest, happened_at, detail,
 FROM boxes QUALIFY row_number() OVER (PARTITION BY stage ORDER BY place) <= $boxes
 ORDER BY stage, place
 """
+# Of a copy that does not count only the file is known.
 EPISODES = """
-SELECT s.member AS episode, s.traj_uid::UUID AS traj_uid, count(*) AS steps,
-       min(s.version_min) AS version_min, max(s.version_max) AS version_max,
-       regexp_extract(s.filename, '([0-9a-f]+)[.]parquet$', 1) AS file_digest,
-       replace(s.filename, getvariable('run') || '/', '') AS file,
-       count(e.traj_uid) = 0 AS counts
-FROM read_parquet(getvariable('segments'), schema = getvariable('columns'), filename = TRUE) AS s
-LEFT JOIN (
-    SELECT DISTINCT getvariable('run') || '/' || path AS filename, traj_uid
-    FROM exported.excluded) AS e ON s.filename = e.filename AND s.traj_uid = e.traj_uid
-WHERE {held}
-GROUP BY s.member, s.traj_uid, s.filename ORDER BY episode, counts DESC, file
+WITH held AS (
+    SELECT member AS episode, traj_uid, count(*) AS steps, min(version_min) AS version_min,
+           max(version_max) AS version_max, file, TRUE AS counts
+    FROM stored_steps WHERE {held} GROUP BY member, traj_uid, file),
+copies AS (
+    SELECT h.episode, h.traj_uid, e.path AS file, FALSE AS counts
+    FROM exported.excluded AS e JOIN held AS h ON e.traj_uid::UUID = h.traj_uid)
+SELECT episode, traj_uid, steps, version_min, version_max,
+       regexp_extract(file, '([0-9a-f]+)[.]parquet$', 1) AS file_digest, file, counts
+FROM (FROM held UNION ALL BY NAME FROM copies) ORDER BY episode, counts DESC, file
 """
 CONSUMED = """
 SELECT learner_step, outcome, live, staleness, version_in, version_in + 1 AS published,
@@ -253,11 +247,11 @@ def of_rows(asked: PageRequest, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
     if not found:
         return [_missing(asked, "trajectory" if kind == "traj" else kind)]
     group = uuid.UUID(found[0]["group_uid"])
-    # Whole files are spared by their versions, and parts of files by the uid.
+    # Whole files are spared by their versions.
     held = "TRUE" if found[0]["oldest"] is None else _within(found[0])
-    held += fill(" AND s.group_uid = $group::BLOB", group=group)
+    held += fill(" AND group_uid = $group", group=group)
     if kind == "traj":
-        held += fill(" AND s.traj_uid = $traj::BLOB", traj=uid)
+        held += fill(" AND traj_uid = $traj", traj=uid)
     chosen = fill("group_uid = $group", group=group)
     return [
         _chain(asked, kind, str(uid), chosen=chosen, held=held),
@@ -287,7 +281,7 @@ def of_steps(asked: PageRequest, kind: str, name: str, *, first: int, last: int)
     if not found["groups"]:
         return [_missing(asked, kind.replace("_", " "))]
     chosen = fill("learner_step BETWEEN $first AND $last", first=first, last=last)
-    held = f"{_within(found)} AND s.group_uid::UUID IN (SELECT group_uid FROM chosen)"
+    held = f"{_within(found)} AND group_uid IN (SELECT group_uid FROM chosen)"
     goes_back = kind != "learner_step"
     many = [_past(last)] if goes_back else []
     return [
@@ -434,7 +428,7 @@ def _digest_of(name: str) -> str | None:
 
 def _within(found: Mapping[str, Any]) -> str:
     return fill(
-        "s.version_min >= $oldest AND s.version_max <= $newest",
+        "version_min >= $oldest AND version_max <= $newest",
         oldest=found["oldest"],
         newest=found["newest"],
     )
