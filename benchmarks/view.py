@@ -267,6 +267,7 @@ def measure_slowdown(root: Path, *, turns: int, turn_s: float) -> float:
             process.start()
             stack.callback(process.kill)
         while not progress[0]:
+            assert busy[0].is_alive(), "the training ended"
             time.sleep(0.1)
         viewer = subprocess.Popen(
             [sys.executable, "-m", "cli", "view", str(root), "--no-browser", "--port", "0"],
@@ -346,7 +347,7 @@ def main() -> None:
             build(run, n_steps=100_000 if options.quick else 1_000_000)
             print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
         figures = measure(run)
-        turns, turn_s = (2, 8.0) if options.quick else (4, 30.0)
+        turns, turn_s = (2, 6.0) if options.quick else (4, 30.0)
         figures["training_slowdown"] = measure_slowdown(
             Path(directory) / "training", turns=turns, turn_s=turn_s
         )
