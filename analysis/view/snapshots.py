@@ -24,8 +24,8 @@ from store import Reader, RunLayout, StoreError, open_run, read_manifest
 
 REFRESH_S = 3.0  # between two looks for a newer snapshot
 # A newer snapshot takes a new reader, and the page that follows is drawn again: about three times
-# the cost of the reader. A training beside it is to lose less than 2 % of a few cores.
-REFRESH_COST_FACTOR = 25.0
+# the cost of the reader. A training beside it is to lose less than 2 % of two cores.
+REFRESH_COST_FACTOR = 40.0
 REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 KEPT_READERS = 3  # of a run, beside the newest
