@@ -15,12 +15,16 @@ from store import RunLayout, StoreError
 
 END_STEPS = 5  # learner steps averaged at either end of the training curve
 
+# Columns of a query with a row for each learner step, or some: is it at an end of the curve?
+ENDS = f"""
+    learner_step < min(learner_step) OVER () + {END_STEPS} AS is_first,
+    learner_step > max(learner_step) OVER () - {END_STEPS} AS is_last"""
 TRAINING = f"""
 SELECT
-    avg(value) FILTER (learner_step <= {END_STEPS}),
-    avg(value) FILTER (learner_step > (SELECT max(learner_step) FROM metrics) - {END_STEPS}),
-    count(DISTINCT learner_step)
-FROM metrics WHERE name = '{{}}'
+    avg(value) FILTER (is_first),
+    avg(value) FILTER (is_last),
+    max(learner_step) - min(learner_step) + 1
+FROM (SELECT *, {ENDS} FROM metrics WHERE name = '{{}}')
 """
 TIMES = "SELECT count(*), sum(value), median(value) FROM metrics WHERE name = 'time/step_s'"
 EVALUATED = """

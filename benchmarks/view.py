@@ -6,20 +6,33 @@ The run is invented: groups of 8 episodes of 29 to 50 steps, 16 groups a file as
 learner steps of 8 groups with their metrics. Each page is opened for several groups or tasks, with
 everything that it fetches later. `first_page_ms` is the start page after the program started,
 `p95_page_ms` is over all visits of all pages, `p95_later_ms` over the panels fetched afterwards.
-The last line is JSON.
+
+`training_slowdown` is the share of its learner steps per second that a training loses to a viewer
+whose page follows it: one process writes the store, others keep the remaining cores busy, and the
+viewer is stopped and continued in turn. It is the median over the turns. The last line is JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+import os
 import re
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import httpx2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,6 +45,7 @@ from support.figures import quick_parser, show_json, show_table
 from analysis.view.pages import PAGES
 from analysis.view.server import make_app
 from configs import Config
+from coordinator.export_schedule import Exporter
 from gigpo import AdvantageSettings, advantages_macro
 from store import (
     SEGMENT_SCHEMA,
@@ -47,6 +61,7 @@ from store import (
 )
 from store.segments import write_rows
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 FILE_GROUPS = 16
 BATCH_GROUPS = 8
 GROUP_SIZE = store_load.GROUP_SIZE
@@ -60,43 +75,74 @@ METRICS = (
 VISITS = 12  # of each page, of another group or task each time
 TOKEN = "benchmark"
 ARROW_QUERY = "SELECT traj_uid, step_index, obs_text, action_text, reward FROM steps LIMIT 200000"
-REQUIRED = {"first_page_ms": "< 1000", "p95_page_ms": "< 500"}
+REQUIRED = {"first_page_ms": "< 1000", "p95_page_ms": "< 500", "training_slowdown": "< 0.02"}
+SMALL_STEPS = 4  # of an episode of the training that is slowed down: its files stay small
+POLL_S = 3.0  # as a page asks for a newer lsn
 LATER = re.compile(r'data-later="([^"]+)"')
 
 
-def build(root: Path, *, n_steps: int) -> RunLayout:
-    """Write a run of about so many steps."""
+class Training:
+    """Learner steps of a run whose groups are always the same episodes, under new names."""
+
+    def __init__(self, layout: RunLayout, catalog: Catalog, *, n_steps: int | None = None) -> None:
+        """`n_steps`: only so many of each episode."""
+        self.layout, self.catalog = layout, catalog
+        self.version = 0
+        played = store_load.invented(FILE_GROUPS, store_load.make_pool(seed=0))
+        self.played = [
+            [dataclasses.replace(each, steps=each.steps[:n_steps]) for each in group]
+            for group in played
+        ]
+        self.rows = to_table(list(itertools.chain(*self.played)))
+        self.random = np.random.default_rng(0)
+
+    def train_file(self) -> None:
+        """Commit one file of groups, and train on them batch by batch."""
+        tasks = self.random.integers(0, TASKS, FILE_GROUPS)
+        groups = [_open(self.catalog, task) for task in tasks]
+        _commit(self.layout, self.catalog, groups, self.played, self.rows, version=self.version)
+        for _ in range(FILE_GROUPS // BATCH_GROUPS):
+            batch = self.catalog.claim(
+                n_groups=BATCH_GROUPS, current_version=self.version, max_staleness=9
+            )
+            assert batch is not None
+            self.version += 1
+            self.catalog.record_version(
+                version=self.version,
+                path=f"weights/v{self.version}",
+                digest="d",
+                learner_step=self.version,
+            )
+            self.catalog.settle(
+                batch.batch_id,
+                learner_step=self.version,
+                filtered={},
+                version_in=self.version - 1,
+            )
+            values = {name: float(self.random.random()) for name in METRICS}
+            self.catalog.record_metrics(
+                learner_step=self.version, policy_version=self.version - 1, values=values
+            )
+
+
+def create(root: Path) -> RunLayout:
+    """Make an empty run with its views."""
     layout = RunLayout.create(root, config_yaml="")
     macro = advantages_macro(AdvantageSettings.of(Config().algorithm))
     write_open_sql(layout, macros=[macro], max_staleness=9)
-    played = store_load.invented(FILE_GROUPS, store_load.make_pool(seed=0))
-    rows = to_table([trajectory for group in played for trajectory in group])
-    rng = np.random.default_rng(0)
-    version = 0
+    return layout
+
+
+def build(root: Path, *, n_steps: int) -> None:
+    """Write a run of about so many steps."""
+    layout = create(root)
     with Catalog.open(layout) as catalog:
-        for _ in range(max(1, n_steps // rows.num_rows)):
-            groups = [_open(catalog, task) for task in rng.integers(0, TASKS, FILE_GROUPS)]
-            _commit(layout, catalog, groups, played, rows, version=version)
-            for _ in range(FILE_GROUPS // BATCH_GROUPS):
-                batch = catalog.claim(
-                    n_groups=BATCH_GROUPS, current_version=version, max_staleness=9
-                )
-                assert batch is not None
-                version += 1
-                catalog.record_version(
-                    version=version, path=f"weights/v{version}", digest="d", learner_step=version
-                )
-                catalog.settle(
-                    batch.batch_id, learner_step=version, filtered={}, version_in=version - 1
-                )
-                values = {name: float(rng.random()) for name in METRICS}
-                catalog.record_metrics(
-                    learner_step=version, policy_version=version - 1, values=values
-                )
-            if version % 50 == 0:
+        training = Training(layout, catalog)
+        for _ in range(max(1, n_steps // training.rows.num_rows)):
+            training.train_file()
+            if training.version % 50 == 0:
                 export(catalog, layout)
         export(catalog, layout)
-    return layout
 
 
 def _open(catalog: Catalog, task: int) -> Group:
@@ -171,7 +217,8 @@ def measure(run: Path) -> dict[str, float]:
             if page.example is not None:
                 many = page.example.replace("LIMIT 1", f"LIMIT {VISITS}")
                 addresses += [f"{page.path}?{urlencode(row)}" for row in reader.rows(many)]
-            times, later = [], []
+            times: list[float] = []
+            later: list[float] = []
             for address in addresses:
                 times.append(_timed(client, address, later))
             print(
@@ -192,7 +239,7 @@ def measure(run: Path) -> dict[str, float]:
     return figures
 
 
-def _timed(client: TestClient, address: str, later: list[float]) -> float:
+def _timed(client: httpx2.Client, address: str, later: list[float]) -> float:
     """Return the milliseconds of a page, and add those of the panels that it fetches later."""
     began = time.perf_counter()
     page = client.get(address)
@@ -203,6 +250,89 @@ def _timed(client: TestClient, address: str, later: list[float]) -> float:
         assert client.get(panel.replace("&amp;", "&")).status_code == 200, panel
         later.append(1e3 * (time.perf_counter() - began))
     return took_ms
+
+
+def measure_slowdown(root: Path, *, turns: int, turn_s: float) -> float:
+    """Return the share of its learner steps that a training loses to a viewer that follows it."""
+    context = multiprocessing.get_context("spawn")
+    progress = context.Array("d", 2)  # learner steps, and when the last of them ended
+    busy = [context.Process(target=train, args=(root, progress), daemon=True)]
+    busy += [
+        context.Process(target=keep_busy, daemon=True)
+        for _ in range(len(os.sched_getaffinity(0)) - 1)
+    ]
+    looks, ends = threading.Event(), threading.Event()
+    with contextlib.ExitStack() as stack:
+        for process in busy:
+            process.start()
+            stack.callback(process.kill)
+        while not progress[0]:
+            assert busy[0].is_alive(), "the training ended"
+            time.sleep(0.1)
+        viewer = subprocess.Popen(
+            [sys.executable, "-m", "cli", "view", str(root), "--no-browser", "--port", "0"],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(viewer.kill)
+        assert viewer.stdout is not None
+        address = viewer.stdout.readline().split()[0]
+        page = threading.Thread(target=follow, args=(address, looks, ends), daemon=True)
+        page.start()
+        stack.callback(page.join)
+        stack.callback(ends.set)
+        losses = []
+        for turn in range(turns):
+            rates = {}
+            # The run grows: the order is turned round each time.
+            for is_looked_at in (turn % 2 == 0, turn % 2 == 1):
+                viewer.send_signal(signal.SIGCONT if is_looked_at else signal.SIGSTOP)
+                (looks.set if is_looked_at else looks.clear)()
+                rates[is_looked_at] = _rate(progress, turn_s)
+            losses.append(1 - rates[True] / rates[False])
+            print(
+                f"{rates[False]:.2f} learner steps/s, beside a viewer {rates[True]:.2f}", flush=True
+            )
+        viewer.send_signal(signal.SIGCONT)  # it has to answer the last request
+    return statistics.median(losses)
+
+
+def train(root: Path, progress: SynchronizedArray[float]) -> None:
+    """Train without an end, export as a coordinator does, and count the learner steps."""
+    layout = create(root)
+    with Catalog.open(layout) as catalog:
+        training, exporter = (
+            Training(layout, catalog, n_steps=SMALL_STEPS),
+            Exporter(catalog, layout),
+        )
+        while True:
+            training.train_file()
+            exporter.when_due()
+            progress[:] = [training.version, time.perf_counter()]
+
+
+def keep_busy() -> None:
+    """Use one core without an end, as actors and learner do."""
+    while True:
+        pass
+
+
+def follow(address: str, looks: threading.Event, ends: threading.Event) -> None:
+    """Ask for the newest lsn and fetch the page again for a newer one, as an open page does."""
+    shown = None
+    with httpx2.Client(base_url=address, timeout=120) as client:
+        while not ends.wait(POLL_S):
+            if looks.is_set() and (lsn := client.get("lsn").json()["lsn"]) != shown:
+                _timed(client, "run", [])
+                shown = lsn
+
+
+def _rate(progress: SynchronizedArray[float], seconds: float) -> float:
+    steps, ended_s = progress[:]
+    time.sleep(seconds)
+    later_steps, later_ended_s = progress[:]
+    return (later_steps - steps) / (later_ended_s - ended_s)
 
 
 def main() -> None:
@@ -217,6 +347,10 @@ def main() -> None:
             build(run, n_steps=100_000 if options.quick else 1_000_000)
             print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
         figures = measure(run)
+        turns, turn_s = (2, 6.0) if options.quick else (4, 30.0)
+        figures["training_slowdown"] = measure_slowdown(
+            Path(directory) / "training", turns=turns, turn_s=turn_s
+        )
     show_table(figures, REQUIRED)
     show_json(figures, figures)
 

@@ -291,8 +291,8 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
             else:
                 if in_new_run and not has_weights:
                     supervisor.publish(model_as_version_zero(layout, Path(model_path)))
-                show = metrics.beside(show)
-            supervisor.evaluate(config.evaluation.final_episodes_per_task, figures.beside(show))
+                show = metrics.after(show)
+            supervisor.evaluate(config.evaluation.final_episodes_per_task, figures.after(show))
 
 
 def model_as_version_zero(layout: RunLayout, model: Path) -> VersionRecord:

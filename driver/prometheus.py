@@ -1,7 +1,7 @@
 """Serve a run's newest figures to Prometheus, on 127.0.0.1.
 
     with prometheus_endpoint(config, supervisor.engine_metrics) as figures:
-        supervisor.train(figures.beside(progress.show))
+        supervisor.train(figures.after(progress.show))
 
 `gigpo_*` are our figures, as of the supervisor's last look. `vllm:*` are the engines' own, asked
 of the workers at each scrape: without a scrape they cost nothing.
@@ -34,7 +34,7 @@ class RunFigures(Collector):
         self._run, self._engine_metrics = run, engine_metrics
         self._status: Status | None = None  # before the first look
 
-    def beside(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
+    def after(self, show: Callable[[Status], None]) -> Callable[[Status], None]:
         """Return a `show` that also keeps the status for the next scrape."""
 
         def show_and_keep(status: Status) -> None:

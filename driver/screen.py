@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from driver.trackers.given import by_step
+from driver.trackers.delivered import by_step
 from printable import plain_console, printable
 from store import Metric
 

@@ -46,7 +46,7 @@ from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
 from printable import one_line
-from store import RunLayout, trust
+from store import RunLayout, check_fork, trust
 
 
 def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
@@ -75,7 +75,11 @@ def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> 
     """Return the settings of the fork `source`, RUN@STEP. Raises as `settings_to_train`."""
     if trusts:
         trust(resume.parse_fork(source)[0])
-    return _checked(resume.load_fork(source, overrides))
+    config = _checked(resume.load_fork(source, overrides))
+    run, learner_step = resume.parse_fork(source)
+    if not RunLayout.exists(Path(config.run_dir)):
+        check_fork(RunLayout.open(run), Path(config.run_dir), learner_step=learner_step)
+    return config
 
 
 def _checked(config: Config) -> Config:
@@ -173,12 +177,12 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
     model_path = config.model.path or str(_make_base_policy(config, screen))
     if config.source:
         offline_sources.import_sources(config, console)
-    beside: list[Consumer] = [screen.lines] if screen.lines else []
+    consumers: list[Consumer] = [screen.lines] if screen.lines else []
     if config.alarms.webhook_env:
-        beside.append(AlarmWebhook(config, layout, say=screen.warn))
+        consumers.append(AlarmWebhook(config, layout, say=screen.warn))
     with (
         follow_metrics(
-            config, layout, say=screen.warn, tell=console.print, beside=beside
+            config, layout, say=screen.warn, tell=console.print, consumers=consumers
         ) as metrics,
         _supervisor(config, model_path=model_path, driven=config, screen=screen) as supervisor,
         prometheus_endpoint(config, supervisor.engine_metrics) as figures,
@@ -187,7 +191,7 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
         console.print(f"{layout.root}: {supervisor.restored}")
         screen.event("start", run=config.run_dir, run_id=layout.info.run_id)
         metrics.follow()  # those of earlier starts
-        learner_step = supervisor.train(figures.beside(metrics.beside(progress.show)))
+        learner_step = supervisor.train(figures.after(metrics.after(progress.show)))
         if learner_step < config.learner.steps:
             console.print(
                 f"offline rollouts are used up after learner step {learner_step}; raise "
@@ -195,7 +199,7 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
             )
         if not configs.is_offline(config):
             episodes_per_task = config.evaluation.final_episodes_per_task
-            show = figures.beside(metrics.beside(progress.show_evaluation))
+            show = figures.after(metrics.after(progress.show_evaluation))
             supervisor.evaluate(episodes_per_task, show)
 
 
@@ -247,7 +251,7 @@ def _clone_scripted_player(policy: Path, config: Config, *, screen: Screen) -> N
         _supervisor(clone, model_path=str(untrained), driven=config, screen=screen) as supervisor,
         Progress(clone, title="cloning", screen=screen) as progress,
     ):
-        supervisor.train(metrics.beside(progress.show))
+        supervisor.train(metrics.after(progress.show))
         version = supervisor.status().version
     run_control.clear_stopping(Path(config.run_dir))
     from learner import copy_weights  # here: it loads torch

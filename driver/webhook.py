@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from configs import Config, ConfigError
-from driver.trackers.given import Given, by_step
+from driver.trackers.delivered import DeliveredMetrics, by_step
 from learner import describe_alarm
 from printable import one_line
 from store import Metric, RunLayout, StoreError
@@ -52,7 +52,9 @@ class AlarmWebhook:
     def __init__(self, config: Config, layout: RunLayout, *, say: Callable[[str], None]) -> None:
         self._config, self._say, self._url = config, say, webhook_url(config)
         self._run = str(layout.root)
-        self._given = Given(layout, "webhook")  # its notes: 1 for an alarm that was posted as on
+        self._delivered = DeliveredMetrics(
+            layout, "webhook"
+        )  # its notes: 1 for an alarm that was posted as on
         self._is_first = True
         self._is_said = False  # a failure, once
         self._posts: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED)
@@ -79,13 +81,13 @@ class AlarmWebhook:
         for learner_step, values in steps:
             for name in (name for name in values if name.startswith(ALARM)):
                 is_on = bool(values[name])
-                if is_on != bool(self._given.notes.get(name, 0)):
-                    self._given.notes[name] = int(is_on)
+                if is_on != bool(self._delivered.notes.get(name, 0)):
+                    self._delivered.notes[name] = int(is_on)
                     changed = True
                     self._queue(name, learner_step=learner_step, values=values)
         if changed:
             try:
-                self._given.save()
+                self._delivered.save()
             except StoreError as error:  # a full disk
                 self._fail(str(error))
 

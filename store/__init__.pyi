@@ -29,6 +29,7 @@ from .errors import UnavailableError as UnavailableError
 from .exchange.datasets import export_selection as export_selection
 from .exchange.datasets import import_selection as import_selection
 from .exchange.datasets import live_files as live_files
+from .exchange.fork import check_fork as check_fork
 from .exchange.fork import fork as fork
 from .exchange.offline_import import OfflineSource as OfflineSource
 from .exchange.offline_import import TakenSource as TakenSource

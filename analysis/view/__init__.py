@@ -1,7 +1,7 @@
 """Show a run in a browser: `gigpo view RUN`. Pages are read in this order:
 
 pages/              one module a page: the queries, and how each is shown; PAGES lists them all
-page.py             Page, and Asked: an address's parameters and its snapshot
+page.py             Page, and PageRequest: an address's parameters and its snapshot
 panel.py            Panel: one query with a title and an explanation, and its way to HTML
 charts.py           lines, bars and steps with one look
 shades.py           colours of advantages

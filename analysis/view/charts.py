@@ -50,14 +50,16 @@ def lines(
     high: str | None = None,
     names: Mapping[str, str] | None = None,
     points: Sequence[str] = (),
+    whiskers: Mapping[str, tuple[str, str]] | None = None,
     is_fraction: bool = False,
     height: int = HEIGHT,
 ) -> Chart:
     """Draw columns `y` over column `x`, with an interval from `low` to `high` around the first.
 
-    Columns in `points` are drawn as points: values that are there now and then. `names`: how
-    columns are called in the legend.
+    Columns in `points` are drawn as points: values that are there now and then. `whiskers`: the
+    columns of their intervals. `names`: how columns are called in the legend.
     """
+    whiskers = whiskers or {}
     data, names = columns_of(table, x=x), dict(names or {})
     drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
     source = ColumnDataSource(_with_gaps(data, [*y, *filter(None, (low, high))]))
@@ -75,9 +77,14 @@ def lines(
         label = names.get(column, column)
         if column in points:
             there = [at for at, value in enumerate(data[column]) if value is not None]
+            ends = whiskers.get(column, ())
             some = ColumnDataSource(
-                {each: [data[each][at] for at in there] for each in (x, column)}
+                {each: [data[each][at] for at in there] for each in (x, column, *ends)}
             )
+            if ends:
+                drawn.segment(
+                    x0=x, x1=x, y0=ends[0], y1=ends[1], source=some, color=colour, line_width=2
+                )
             marks = drawn.scatter(
                 x=x,
                 y=column,
@@ -93,9 +100,12 @@ def lines(
                 x=x, y=column, source=source, size=4, color=colour, legend_label=label
             )
         tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(is_fraction)}")]
-        if low and high and column == y[0]:
+        between = (low, high) if low and high and column == y[0] else whiskers.get(column)
+        if between:
             digits = _digits(is_fraction)
-            tips.append(("95 % interval", f"@{{{low}}}{digits} to @{{{high}}}{digits}"))
+            tips.append(
+                ("95 % interval", f"@{{{between[0]}}}{digits} to @{{{between[1]}}}{digits}")
+            )
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
     finish_legend(drawn, n_entries=len(y) + len(points))
     named = " and ".join(names.get(each, each) for each in [*y, *points])

@@ -16,7 +16,17 @@ BOW = 16.0  # between a bow and the nodes beside it
 LANE = 7.0  # between two bows of the same rows
 LOOP = 26.0
 LABEL = 116.0  # room of a label beside a bow
-ARROW = 7.0
+LABEL_GAP = 4.0  # between a curve and its label
+ARROW = 7.0  # its length
+ARROW_WING = 0.55  # half of its width, as a part of its length
+MARGIN = 8.0  # around the graph
+LANES = 5  # of bows; the next one begins anew
+PORT = 16.0  # between two edges at one side of a node, at most
+PORTS_WIDTH = 0.6  # part of a node's side where edges begin and end
+BEND = 0.7  # how far a straight edge's handles reach, as a part of the room between rows
+ARCH = 0.55  # the same for an edge within a row
+ABOVE_ARCH, BELOW_ARCH = 7.0, 8.0  # between an arch and its label
+LOOP_SPREAD = 1.6  # of a loop's handles, as a part of the room between its ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +90,10 @@ def lay_out(
     }
     curves = _curves(nodes, row_of, sorted(edges), sizes=sizes)
     sides = [x for x, _ in nodes.values()] or [0.0]
-    left = min([min(sides) - sizes.width / 2, *(curve.left for curve in curves.values())]) - 8
-    right = max([max(sides) + sizes.width / 2, *(curve.right for curve in curves.values())]) + 8
+    left = min([min(sides) - sizes.width / 2, *(curve.left for curve in curves.values())]) - MARGIN
+    right = (
+        max([max(sides) + sizes.width / 2, *(curve.right for curve in curves.values())]) + MARGIN
+    )
     height = len(ordered) * (sizes.height + sizes.gap_y) + sizes.gap_y / 2
     return Layout(nodes=nodes, edges=curves, left=left, width=right - left, height=height)
 
@@ -140,7 +152,7 @@ def _curves(
             )
         else:
             between = [*_between((edge[1], edge[0]), nodes, row_of), begin, end]
-            curves[edge] = _up(begin, end, between, lane=bows % 5, sizes=sizes)
+            curves[edge] = _up(begin, end, between, lane=bows % LANES, sizes=sizes)
             bows += 1
     return {edge: curves[edge] for edge in edges}
 
@@ -155,7 +167,7 @@ def _ports(
     found = {}
     for of_node in by_node.values():
         of_node.sort(key=lambda edge: (nodes[edge[1 - end]][0], edge))
-        apart = min(16.0, sizes.width * 0.6 / len(of_node))
+        apart = min(PORT, sizes.width * PORTS_WIDTH / len(of_node))
         for at, edge in enumerate(of_node):
             found[edge] = (at - (len(of_node) - 1) / 2) * apart
     return found
@@ -180,12 +192,12 @@ def _down(begin: Point, end: Point, between: Sequence[Point], sizes: Sizes) -> C
 
     if not any(is_hit(node) for node in between):
         return _curve(
-            begin, (begin[0], begin[1] + reach * 0.7), (end[0], end[1] - reach * 0.7), end
+            begin, (begin[0], begin[1] + reach * BEND), (end[0], end[1] - reach * BEND), end
         )
     left = min(x for x, _ in between) - sizes.width / 2 - BOW
     right = max(x for x, _ in between) + sizes.width / 2 + BOW
     side = left if middle - left <= right - middle else right
-    out = (8 * side - begin[0] - end[0]) / 6  # so that the curve is at `side` half way
+    out = _handle(side, begin[0], end[0])
     return _curve(begin, (out, begin[1] + reach), (out, end[1] - reach), end)
 
 
@@ -193,8 +205,13 @@ def _up(begin: Point, end: Point, between: Sequence[Point], *, lane: int, sizes:
     side = max(x for x, _ in between) + sizes.width / 2 + BOW + lane * LANE
     first = (begin[0] + sizes.width / 2, begin[1] - sizes.height / 5)
     last = (end[0] + sizes.width / 2, end[1] + sizes.height / 5)
-    out = (8 * side - first[0] - last[0]) / 6
+    out = _handle(side, first[0], last[0])
     return _curve(first, (out, first[1]), (out, last[1]), last, anchor="start")
+
+
+def _handle(side: float, begin: float, end: float) -> float:
+    """Return where both handles of a Bézier curve are, so that it is at `side` half way."""
+    return (8 * side - begin - end) / 6
 
 
 def _same_row(begin: Point, end: Point, sizes: Sizes) -> Curve:
@@ -203,18 +220,18 @@ def _same_row(begin: Point, end: Point, sizes: Sizes) -> Curve:
     first, last = (begin[0] + shift, begin[1] + top), (end[0] - shift, end[1] + top)
     if end[0] < begin[0]:  # the way back runs below
         first, last = (first[0], begin[1] - top), (last[0], end[1] - top)
-    height = sizes.gap_y * (0.55 if end[0] > begin[0] else -0.55)
+    height = sizes.gap_y * (ARCH if end[0] > begin[0] else -ARCH)
     curve = _curve(first, (first[0], first[1] - height), (last[0], last[1] - height), last)
     x, y = curve.label_at
-    return replace(curve, label_at=(x, y - 7 if height > 0 else y + 8))
+    return replace(curve, label_at=(x, y - ABOVE_ARCH if height > 0 else y + BELOW_ARCH))
 
 
 def _loop(at: Point, sizes: Sizes) -> Curve:
     x, spread = at[0] + sizes.width / 2, sizes.height / 3
     return _curve(
         (x, at[1] + spread),
-        (x + LOOP, at[1] + spread * 1.6),
-        (x + LOOP, at[1] - spread * 1.6),
+        (x + LOOP, at[1] + spread * LOOP_SPREAD),
+        (x + LOOP, at[1] - spread * LOOP_SPREAD),
         (x, at[1] - spread),
         anchor="start",
     )
@@ -225,7 +242,7 @@ def _curve(begin: Point, one: Point, two: Point, end: Point, *, anchor: str = "m
     length = math.hypot(end[0] - two[0], end[1] - two[1]) or 1.0
     along = ((end[0] - two[0]) / length, (end[1] - two[1]) / length)
     base = (end[0] - ARROW * along[0], end[1] - ARROW * along[1])
-    wing = (-along[1] * ARROW * 0.55, along[0] * ARROW * 0.55)
+    wing = (-along[1] * ARROW * ARROW_WING, along[0] * ARROW * ARROW_WING)
     corners = (end, (base[0] + wing[0], base[1] + wing[1]), (base[0] - wing[0], base[1] - wing[1]))
     middle = (
         (begin[0] + 3 * one[0] + 3 * two[0] + end[0]) / 8,
@@ -235,10 +252,10 @@ def _curve(begin: Point, one: Point, two: Point, end: Point, *, anchor: str = "m
     return Curve(
         path=f"M{_at(begin)}C{_at(one)} {_at(two)} {_at(base)}",
         arrow=" ".join(_at(corner) for corner in corners),
-        label_at=(middle[0] + (4 if anchor == "start" else 0), middle[1]),
+        label_at=(middle[0] + (LABEL_GAP if anchor == "start" else 0), middle[1]),
         label_anchor=anchor,
-        right=max(sides) + (LABEL if anchor == "start" else 4),
-        left=min(sides) - 4,
+        right=max(sides) + (LABEL if anchor == "start" else LABEL_GAP),
+        left=min(sides) - LABEL_GAP,
     )
 
 

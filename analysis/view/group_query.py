@@ -8,13 +8,16 @@ versions too reads the parts of about that time only.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from analysis.view.page import Asked
+from analysis.view.page import PageRequest
 from analysis.view.sql_text import Value, fill
 
-# `steps` of this group only, also for the macro advantages(): it reads the nearest `steps`.
+# `steps` of this group only, also for the macro advantages(): it reads the nearest `steps`. They
+# are read once: advantages() and the query around it would each read the files again.
 OF_GROUP = """
-WITH steps AS (
+WITH steps AS MATERIALIZED (
     FROM steps WHERE group_uid = $group{versions})
 """
 # The same for the groups of the last `$steps` batches; more tables may follow.
@@ -24,12 +27,8 @@ WITH trained AS (
     WHERE batch_state = 'trained' AND live
       AND learner_step > (
           SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps),
-span AS (
-    SELECT min(version_min) AS oldest, max(version_max) AS newest
-    FROM groups SEMI JOIN trained USING (group_uid)),
-steps AS (
-    SELECT s.* FROM steps AS s SEMI JOIN trained USING (group_uid)
-    WHERE version_min >= (SELECT oldest FROM span) AND version_max <= (SELECT newest FROM span))
+steps AS MATERIALIZED (
+    SELECT s.* FROM steps AS s SEMI JOIN trained USING (group_uid) WHERE TRUE{versions})
 """
 # The newest group of mixed outcome, or else the newest one.
 NEWEST_GROUP = """
@@ -37,22 +36,38 @@ SELECT group_uid FROM groups WHERE state = 'trained'
 ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, completed_at DESC LIMIT 1
 """
 VERSIONS = """
-SELECT version_min, version_max FROM groups WHERE group_uid = $group
+SELECT version_min AS oldest, version_max AS newest FROM groups WHERE group_uid = $group
+"""
+BATCHES_VERSIONS = """
+SELECT min(g.version_min) AS oldest, max(g.version_max) AS newest
+FROM groups AS g JOIN lineage AS l USING (group_uid)
+WHERE batch_state = 'trained' AND live
+  AND learner_step > (SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps
 """
 
 
-def group_versions(asked: Asked, group: uuid.UUID) -> str:
+def group_versions(asked: PageRequest, group: uuid.UUID) -> str:
     """Return the condition on versions that spares most of the files."""
-    found = asked.rows(fill(VERSIONS, group=group))
-    if not found or found[0]["version_min"] is None:
-        return ""
-    return fill(
-        " AND version_min >= $oldest AND version_max <= $newest",
-        oldest=found[0]["version_min"],
-        newest=found[0]["version_max"],
-    )
+    return _between(asked.rows(fill(VERSIONS, group=group)))
+
+
+def of_batches(asked: PageRequest, n_steps: int) -> str:
+    """Return the begin of a query: OF_BATCHES, filled for the last `n_steps` learner steps."""
+    # DuckDB leaves out files by numbers that stand in the query, not by those of a subquery.
+    versions = _between(asked.rows(fill(BATCHES_VERSIONS, steps=n_steps)))
+    return fill(OF_BATCHES.replace("{versions}", versions), steps=n_steps)
 
 
 def of_group(query: str, *, group: uuid.UUID, versions: str, **values: Value) -> str:
     """Return a query that begins with OF_GROUP, filled for one group."""
     return fill(query.replace("{versions}", versions), group=group, **values)
+
+
+def _between(found: Sequence[Mapping[str, Any]]) -> str:
+    if not found or found[0]["oldest"] is None:
+        return ""
+    return fill(
+        " AND version_min >= $oldest AND version_max <= $newest",
+        oldest=found[0]["oldest"],
+        newest=found[0]["newest"],
+    )

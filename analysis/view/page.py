@@ -19,7 +19,7 @@ class BadAddressError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PageRequest:
     """Hold the parameters of an address, and the snapshot to ask for its page."""
 
     parameters: Mapping[str, str]
@@ -95,7 +95,7 @@ class Page:
     path: str
     title: str
     question: str  # that the page answers, in one sentence
-    panels: Callable[[Asked], Sequence[Panel]]
+    panels: Callable[[PageRequest], Sequence[Panel]]
     is_start: bool = True  # it stands in the navigation: it needs no parameter
     compares: bool = False  # it shows other runs too: an address names their moments as well
     follows: bool = True  # it may be replaced by newer rows while somebody looks at it

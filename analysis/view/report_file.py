@@ -18,13 +18,13 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.evaluation_stats import interval, success
-from analysis.report import END_STEPS
 from analysis.view.charts import intervals, lines
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
-from analysis.view.page import Asked
+from analysis.view.page import PageRequest
 from analysis.view.pages import run as run_page
 from analysis.view.pages.anchor import HINTS, wrong_states
 from analysis.view.pages.funnel import FUNNEL, REASONS, UNFINISHED
+from analysis.view.pages.lineage import with_presence
 from analysis.view.panel import (
     Ask,
     Chart,
@@ -177,7 +177,7 @@ def compose(reader: Reader, *, name: str) -> str:
 
 def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
     """Return the panels of the report, in order."""
-    asked = Asked(
+    asked = PageRequest(
         parameters={},
         run=run,
         run_number=0,
@@ -200,7 +200,7 @@ def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
         Section(title="Dropped", panels=_dropped()),
         Section(title="Incidents", panels=[_incidents()]),
         Section(title="Mistakes", panels=[_mistakes(asked)]),
-        Section(title="Weights", panels=[_checkpoints(), _versions()]),
+        Section(title="Weights", panels=[_checkpoints(run), _versions()]),
         Section(title="Settings", panels=[_settings()]),
     ]
 
@@ -319,7 +319,7 @@ def _summary() -> Panel:
     return Panel(
         title="What the run did",
         explains="Intervals are of 95 %. The figures below say how they came about.",
-        query=fill(SUMMARY, steps=END_STEPS),
+        query=SUMMARY,
         show=show_summary,
         width="whole",
     )
@@ -361,18 +361,19 @@ def _incidents() -> Panel:
     )
 
 
-def _mistakes(asked: Asked) -> Panel:
+def _mistakes(asked: PageRequest) -> Panel:
     """Return the states in which the policy goes wrong, without links: there is no server."""
     show = partial(show_rows, links={}, hints=HINTS, hidden=("group_uid", "state_hash"))
-    return replace(wrong_states(asked, rows=WRONG_STATES), show=show, later=False)
+    return replace(wrong_states(asked, rows=WRONG_STATES), show=show)
 
 
-def _checkpoints() -> Panel:
+def _checkpoints(run: str) -> Panel:
     return Panel(
         title="Checkpoints",
         explains=f"The newest {NEWEST} that were saved. A run goes on, or is forked, from one that "
-        "is still on disk.",
+        "is on disk.",
         query=fill(CHECKPOINTS, rows=NEWEST),
+        combine=partial(with_presence, run),
         empty="No checkpoint was saved.",
     )
 

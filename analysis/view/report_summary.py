@@ -9,20 +9,23 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.evaluation_stats import Z_95, TaskResult, interval, success
-from analysis.report import END_STEPS
+from analysis.report import END_STEPS, ENDS
 from analysis.run_status import duration
 from analysis.speed_limit import speed_limit
 from analysis.view.html import html, number, percent
 
 # Intervals of training success go by how much groups differ: episodes of one task are alike.
-SUMMARY = """
+SUMMARY = (
+    """
 WITH consumed AS (
     SELECT learner_step, n_won / n_members AS rate, staleness
     FROM lineage JOIN groups USING (group_uid)
     WHERE batch_state = 'trained' AND live AND lineage.source IS NULL AND n_members > 0),
 ends AS (
-    SELECT *, learner_step < min(learner_step) OVER () + $steps AS is_first,
-           learner_step > max(learner_step) OVER () - $steps AS is_last FROM consumed),
+    SELECT *,"""
+    + ENDS
+    + """
+    FROM consumed),
 training AS (
     SELECT avg(rate) FILTER (is_first) AS first_success,
            stddev_samp(rate) FILTER (is_first) / sqrt(count(*) FILTER (is_first)) AS first_error,
@@ -62,6 +65,7 @@ SELECT training.*, times.*, played.*, before.*,
        (SELECT count(*) FROM task_overlap) AS in_both_splits
 FROM training, times, played, before
 """
+)
 
 
 def show_summary(table: pa.Table) -> Markup:

@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from analysis.view.downloads import DOWNLOADS, download
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages import PAGES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder
 from analysis.view.snapshots import Snapshots
@@ -207,7 +207,7 @@ class Viewer:
             return HTMLResponse(shown[0])
         return HTMLResponse(self._frame(page, asked, request, Markup("").join(shown)))
 
-    def _panel(self, panel: Panel, asked: Asked, request: Request) -> Markup:
+    def _panel(self, panel: Panel, asked: PageRequest, request: Request) -> Markup:
         """Return a panel, from memory where the same address was shown at the same lsn.
 
         Drawing a chart takes 50 ms of a core. A panel with an error is not kept.
@@ -263,7 +263,7 @@ class Viewer:
             return PlainTextResponse(f"{plain(error, at_most=2000)}\n", status_code=400)
         return download(table, "arrow", name="answer", lsn=asked.lsn)
 
-    def _asked(self, request: Request) -> Asked:
+    def _asked(self, request: Request) -> PageRequest:
         """Return what the page's function gets. Raises BadAddressError and StoreError."""
         parameters = dict(request.query_params.items())
         number = _run_number(request, n_runs=len(self.stored))
@@ -276,7 +276,7 @@ class Viewer:
             self._moment(other, parameters.get(f"as_of_{other}", ""))
             for other in range(len(self.stored))
         ]
-        return Asked(
+        return PageRequest(
             parameters=parameters,
             run=self.names[number],
             run_number=number,
@@ -299,7 +299,7 @@ class Viewer:
             self.stored[number].ensure(lsn)
         return lsn
 
-    def _download(self, page: Page, asked: Asked, kind: str, request: Request) -> Response:
+    def _download(self, page: Page, asked: PageRequest, kind: str, request: Request) -> Response:
         """Return the rows of a panel as a file, to the page that shows it or with the token."""
         is_page = request.headers.get("sec-fetch-site") in ("same-origin", "none")
         given = request.headers.get("authorization", "")
@@ -317,7 +317,7 @@ class Viewer:
         )
         return download(table, kind, name=panel.name, lsn=asked.lsn, write=panel.files.get(kind))
 
-    def _frame(self, page: Page, asked: Asked, request: Request, panels: Markup) -> Markup:
+    def _frame(self, page: Page, asked: PageRequest, request: Request, panels: Markup) -> Markup:
         stored = self.stored[asked.run_number]
         others: dict[str, object] = {}
         if page.compares:

@@ -1,7 +1,7 @@
 """Follow a run's metrics, and give each row once to everyone that shows them.
 
-    with follow_metrics(config, layout, say=say, beside=[webhook]) as metrics:
-        supervisor.train(metrics.beside(progress.show))
+    with follow_metrics(config, layout, say=say, consumers=[webhook]) as metrics:
+        supervisor.train(metrics.after(progress.show))
 
 Consumes  the catalog's metrics, at every look of the supervisor
 Produces  rows for TensorBoard, the trackers, the webhook and the lines of JSON
@@ -60,7 +60,7 @@ class Metrics:
                     consumer.take(changes.rows, is_whole=changes.is_whole)
                 self._lsn[consumer] = changes.lsn
 
-    def beside(self, show: Show) -> Show:
+    def after(self, show: Show) -> Show:
         """Return a `show` that also follows the metrics."""
 
         def show_and_follow(status: Status) -> None:
@@ -77,9 +77,9 @@ def follow_metrics(
     *,
     say: Callable[[str], None],
     tell: Callable[[str], None] | None = None,
-    beside: Sequence[Consumer] = (),
+    consumers: Sequence[Consumer] = (),
 ) -> Iterator[Metrics]:
-    """Yield the metrics of a run, followed by its trackers and by the consumers `beside` them.
+    """Yield the metrics of a run, followed by its trackers and by the `consumers`.
 
     `say` shows what failed, `tell` (by default the same) what is waited for. At the end, give them
     the rows that the processes recorded while they stopped.
@@ -89,15 +89,15 @@ def follow_metrics(
         trackers: list[TrackerProcess] = []
         tell = tell or say
         stack.enter_context(_closed_at_the_end(trackers, tell))
-        consumers = list(beside)
+        followers = list(consumers)
         for name in config.trackers:
             if name == TENSORBOARD:
-                consumers.append(TensorBoardFiles(layout, say))
+                followers.append(TensorBoardFiles(layout, say))
             else:
                 trackers.append(TrackerProcess(name, config=config, layout=layout, say=say))
-        for consumer in consumers:
-            stack.callback(consumer.close)
-        metrics = Metrics(layout, [*trackers, *consumers])
+        for follower in followers:
+            stack.callback(follower.close)
+        metrics = Metrics(layout, [*trackers, *followers])
         try:
             yield metrics
         finally:

@@ -24,7 +24,7 @@ from typing import Any
 
 from configs import Config, ConfigError, flat
 from driver.run_lock import RUN_MARK
-from driver.trackers.given import Given
+from driver.trackers.delivered import DeliveredMetrics
 from driver.trackers.services import PACKAGES, TrackerSetup
 from driver.trackers.tracker_process import READY
 from store import Metric, RunLayout, StoreError
@@ -75,7 +75,7 @@ class TrackerProcess:
     ) -> None:
         """Start the process. The tracker loads its libraries beside the run's own start."""
         self.name, self._say = name, say
-        self._given = Given(layout, name)
+        self._delivered = DeliveredMetrics(layout, name)
         self.log = layout.logs / f"{name}.log"
         directory = layout.root / DIRECTORY
         directory.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ class TrackerProcess:
             run_name=layout.root.resolve().name,
             directory=str(directory.resolve()),
             settings=shown_settings(config),
-            n_logged=self._given.notes.get(N_LOGGED, 0),
+            n_logged=self._delivered.notes.get(N_LOGGED, 0),
         )
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log.parent.mkdir(exist_ok=True)
@@ -125,7 +125,7 @@ class TrackerProcess:
     def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
         """Send the rows that the tracker was not given before."""
         try:
-            new = self._given.new(rows, counted=N_LOGGED)
+            new = self._delivered.new(rows, counted=N_LOGGED)
         except StoreError as error:  # a full disk
             self.fail(str(error))
             return

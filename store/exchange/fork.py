@@ -80,15 +80,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     It has the weights of the checkpoint's version only if the other run still has them. Raises
     StoreError if it cannot be made, naming the checkpoints that there are.
     """
-    if source.info.storage_uri is not None:
-        raise StoreError(
-            f"{source.root} has its files in {source.info.storage_uri}; "
-            "only a run with all of its files here is forked"
-        )
-    if not is_file(source.catalog, root=source.root):
-        raise StoreError(
-            f"{source.catalog} is missing: the run has not begun, or gigpo rebuild {source.root}"
-        )
+    _check_is_here(source)
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
@@ -106,10 +98,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             _remove(unfinished)
         raise_if_interrupted(error)
         if isinstance(error, sqlite3.Error) and is_damage(error):
-            raise FormatError(
-                f"{source.catalog} cannot be read ({error}); restore it from a backup, or "
-                f"gigpo rebuild {source.root}"
-            ) from error
+            raise _unreadable(source, error) from error
         if isinstance(error, (OSError, sqlite3.Error)) and not isinstance(error, StoreError):
             raise StoreError(
                 f"cannot make the fork {root}: {error}; "
@@ -140,6 +129,40 @@ def _fill(unfinished: Path, source: RunLayout, *, learner_step: int, config_yaml
         sync_directory(Path(directory), beneath=unfinished)
     (unfinished / UNFINISHED_FORK).unlink()
     sync_directory(unfinished, beneath=unfinished)
+
+
+def check_fork(source: RunLayout, root: Path, *, learner_step: int) -> None:
+    """Raise StoreError if `fork` would find no such checkpoint. Nothing is made."""
+    if os.path.lexists(root.with_name(root.name + UNFINISHED)):
+        return  # a killed fork may be whole already, and needs the checkpoint no more
+    _check_is_here(source)
+    try:
+        with closing(connect_read_only(source)) as catalog:
+            check_pages(catalog, source)
+            catalog.row_factory = sqlite3.Row
+            _checkpoint(source, catalog, learner_step=learner_step)
+    except sqlite3.Error as error:
+        raise_if_interrupted(error)
+        raise _unreadable(source, error) from error
+
+
+def _check_is_here(source: RunLayout) -> None:
+    if source.info.storage_uri is not None:
+        raise StoreError(
+            f"{source.root} has its files in {source.info.storage_uri}; "
+            "only a run with all of its files here is forked"
+        )
+    if not is_file(source.catalog, root=source.root):
+        raise StoreError(
+            f"{source.catalog} is missing: the run has not begun, or gigpo rebuild {source.root}"
+        )
+
+
+def _unreadable(source: RunLayout, error: sqlite3.Error) -> FormatError:
+    return FormatError(
+        f"{source.catalog} cannot be read ({error}); restore it from a backup, or "
+        f"gigpo rebuild {source.root}"
+    )
 
 
 def _is_whole(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:

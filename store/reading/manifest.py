@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.atomic_write import READ_WRITE, write_atomically
-from store.catalog.catalog import Catalog
 from store.catalog.database import columns_of
 from store.catalog.snapshot import EXPORTS, ExportedPart, NewPart
 from store.clock import US_PER_S, now_us
@@ -25,6 +25,9 @@ from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
+
+if TYPE_CHECKING:
+    from store.catalog.catalog import Catalog
 
 # A shell opens the exports right after the manifest. Python readers are pinned, and need no grace.
 GRACE_S = 60.0

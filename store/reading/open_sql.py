@@ -93,16 +93,18 @@ def fixed(text: str, root: Path | str) -> str:
     return PLACE.sub(lambda _: f"SET VARIABLE run = {sql_literal(root)};\n", text, count=1)
 
 
-def check_statements(text: str) -> None:
-    """Raise FormatError naming the first statement that a run's own SQL does not need.
+def checked_statements(text: str) -> list[duckdb.Statement]:
+    """Return the statements. Raise FormatError naming the first that a run's SQL does not need.
 
     The sandbox guards against every statement. This check gives the reader a reason, and leaves the
     sandbox less to guard: opening a run touches no database, file, extension, secret or setting.
     """
-    for statement in duckdb.extract_statements(text):
+    statements = duckdb.extract_statements(text)
+    for statement in statements:
         if not ALLOWED_STATEMENT.match(statement.query):
             shown = one_line(statement.query)[:SHOWN_CHARACTERS]
             raise FormatError(f"open.sql may only make views, macros and variables, not {shown}")
+    return statements
 
 
 def move(layout: RunLayout) -> bool:

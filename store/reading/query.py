@@ -17,7 +17,7 @@ from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.reading.mirror import mirror
-from store.reading.open_sql import VIEWS_MARK, check_statements, fixed, sql_literal
+from store.reading.open_sql import VIEWS_MARK, checked_statements, fixed, sql_literal
 from store.untrusted.file_access import is_file, open_directory, open_file_in, read_text
 
 PARQUET_MAGIC = b"PAR1"
@@ -65,16 +65,18 @@ def show(
     sources, mark, views = text.partition(VIEWS_MARK)
     root = f"{prefix}{layout.root}"
     try:
-        check_statements(sources)
-        check_statements(views)
+        makes_sources = checked_statements(fixed(sources, root))
+        makes_views = checked_statements(views)
         if not mark:
             raise FormatError(f"it has no line {VIEWS_MARK!r}")
-        connection.execute(fixed(sources, root))
+        for statement in makes_sources:
+            connection.execute(statement)
         if as_of is not None:
             _show_as_of(connection, layout, lsn=as_of, root=root)
         not_whole = functools.partial(_not_whole, root=layout.root, prefix=prefix)
         _leave_out(connection, not_whole, prefix=prefix)
-        connection.execute(views)
+        for statement in makes_views:
+            connection.execute(statement)
     except duckdb.OutOfMemoryException as error:
         limit = connection.execute("SELECT current_setting('memory_limit')").fetchall()[0][0]
         raise StoreError(

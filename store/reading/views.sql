@@ -1,19 +1,22 @@
 -- To add a view: write it here, describe it in docs/sql.md ("The views"), and list it in VIEWS of
 -- tests/store/test_reader.py and, if a rebuild gives it back, of tests/store/test_rebuild.py.
 
--- One row per step of every committed trajectory. A segment may hold trajectories that another
--- segment committed first: those rows are excluded.
-CREATE OR REPLACE VIEW steps AS
+-- One row per step of every committed trajectory, with the file that holds it. A segment may hold
+-- trajectories that another segment committed first: those rows are excluded.
+CREATE OR REPLACE VIEW stored_steps AS
 SELECT s.* EXCLUDE (filename)
        REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid,
                 s.state_hash::UUID AS state_hash,
                 -- UTC without a zone, as in the exported tables
-                make_timestamp(epoch_us(s.t_start)) AS t_start)
+                make_timestamp(epoch_us(s.t_start)) AS t_start),
+       replace(filename, getvariable('run') || '/', '') AS file
 FROM read_parquet(
     getvariable('segments'), schema = getvariable('columns'), filename = TRUE) AS s
 ANTI JOIN (
     SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
     ON s.filename = e.filename AND s.traj_uid = e.traj_uid;
+
+CREATE OR REPLACE VIEW steps AS SELECT * EXCLUDE (file) FROM stored_steps;
 
 CREATE OR REPLACE VIEW trajectories AS
 SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_name,
@@ -85,32 +88,25 @@ SELECT task_id FROM groups WHERE split IN ('train', 'heldout') OR source IS NOT 
 GROUP BY task_id HAVING count(DISTINCT split = 'heldout') > 1;
 
 -- For each learner step, the fraction of the time from claim to settlement in which at least one
--- request was being generated.
+-- request was being generated. Requests in order of their begin each add what the ones before have
+-- not covered. A condition on learner_step spares most of the work.
 CREATE OR REPLACE VIEW generation_overlap AS
-WITH requests AS (
-    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us
-    FROM steps WHERE split <> 'imported'
-),
-ordered AS (
-    SELECT *, max(end_us) OVER (
-        ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
-    FROM requests
-),
-numbered AS (
-    SELECT *, count(*) FILTER (before_us IS NULL OR begin_us > before_us)
-        OVER (ORDER BY begin_us, end_us) AS busy_number
-    FROM ordered
-),
-busy AS (
-    SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number
-),
-training AS (
-    SELECT DISTINCT learner_step, epoch_us(claimed_at) AS begin_us, epoch_us(trained_at) AS end_us
+WITH training AS (
+    SELECT DISTINCT learner_step, epoch_us(claimed_at) AS claimed_us,
+           epoch_us(trained_at) AS trained_us
     FROM lineage WHERE batch_state = 'trained'
+),
+beside AS (
+    SELECT t.*, r.begin_us, r.end_us, max(r.end_us) OVER (
+               PARTITION BY learner_step, claimed_us ORDER BY r.begin_us
+               ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS covered_us
+    FROM training AS t LEFT JOIN (
+        SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us
+        FROM steps WHERE split <> 'imported') AS r
+        ON r.begin_us < t.trained_us AND r.end_us > t.claimed_us
 )
-SELECT t.learner_step, (t.end_us - t.begin_us) / 1e6 AS training_s,
+SELECT learner_step, (trained_us - claimed_us) / 1e6 AS training_s,
        coalesce(
-           sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us))
-               FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
-FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
-GROUP BY t.learner_step, t.begin_us, t.end_us;
+           sum(greatest(0, least(end_us, trained_us) - greatest(begin_us, claimed_us, covered_us)))
+               FILTER (begin_us IS NOT NULL), 0) / (trained_us - claimed_us) AS fraction
+FROM beside GROUP BY learner_step, claimed_us, trained_us;

@@ -79,7 +79,7 @@ def test_a_scrape_has_our_figures_and_those_of_every_engine() -> None:
     both = {"worker-0": engine(), "worker-1": engine()}
     with prometheus_endpoint(config_of(port), lambda: both) as figures:
         assert ("gigpo_learner_step", (RUN,)) not in scrape(port), "nobody has looked yet"
-        show = figures.beside(lambda status: None)
+        show = figures.after(lambda status: None)
         show(status())
         first = scrape(port)
         show(status(learner_step=5))

@@ -253,8 +253,8 @@ def test_trackers_may_change_between_two_starts() -> None:
 def test_a_damaged_record_is_one_line(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     (layout.root / "given.json").write_text('{"wandb": 3}')
-    from driver.trackers.given import Given
+    from driver.trackers.delivered import DeliveredMetrics
     from store import StoreError
 
     with pytest.raises(StoreError, match="given.json is not readable"):
-        Given(layout, "wandb")
+        DeliveredMetrics(layout, "wandb")

@@ -81,8 +81,8 @@ def figures(*, ess: float, is_on: bool) -> Mapping[str, float]:
 def drive(run: Run, said: list[str], *ess: float) -> None:
     """Drive the run once, with a look after each learner step."""
     config = config_of(run)
-    beside = [AlarmWebhook(config, run.layout, say=said.append)]
-    with follow_metrics(config, run.layout, say=said.append, beside=beside) as metrics:
+    consumers = [AlarmWebhook(config, run.layout, say=said.append)]
+    with follow_metrics(config, run.layout, say=said.append, consumers=consumers) as metrics:
         metrics.follow()
         for value in ess:
             run.train(1, loss=1.0)

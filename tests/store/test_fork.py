@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from store import Catalog, RunLayout, StoreError, export, fork, write_open_sql, write_segment
+from store import (
+    Catalog,
+    RunLayout,
+    StoreError,
+    check_fork,
+    export,
+    fork,
+    write_open_sql,
+    write_segment,
+)
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from store.reading.query import connect
@@ -305,7 +314,10 @@ def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(run: Life, tmp_pat
         match=r"no checkpoint of learner step 3: there are those of 1, 2; .* before it is that of step 2",
     ):
         fork(run.layout, tmp_path / "fork", learner_step=3, config_yaml="")
+    check_fork(run.layout, tmp_path / "fork", learner_step=1)
     shutil.rmtree(run.layout.checkpoint_dir(1))
+    with pytest.raises(StoreError, match="no checkpoint of learner step 1"):
+        check_fork(run.layout, tmp_path / "fork", learner_step=1)
     with pytest.raises(
         StoreError,
         match=r"no checkpoint of learner step 1: there are those of 2\. learner.keep_every",

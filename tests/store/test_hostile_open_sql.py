@@ -12,7 +12,7 @@ import pytest
 
 from store import FormatError, StoreError
 from store.reading import landlock, reader
-from store.reading.open_sql import MACROS_MARK, check_statements
+from store.reading.open_sql import MACROS_MARK, checked_statements
 from store.reading.reader import open_run
 from tests.support.hostile_statements import HEAVY, SECRET, World, make_world
 
@@ -112,7 +112,7 @@ def test_no_statement_but_views_macros_and_variables_is_allowed(text: str) -> No
     with pytest.raises(
         FormatError, match="open.sql may only make views, macros and variables, not"
     ):
-        check_statements(text.format(canary="/canary"))
+        checked_statements(text.format(canary="/canary"))
 
 
 def test_a_run_with_another_statement_is_not_opened(world: World, tmp_path: Path) -> None:

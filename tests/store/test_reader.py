@@ -32,12 +32,14 @@ from store import (
     write_segment,
 )
 from store.reading.open_sql import RUN_LINE, fixed, move, sql_literal
+from store.reading.open_sql import VIEWS as VIEWS_SQL
 from store.reading.query import connect
 from store.reading.reader import open_run
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VIEWS = [
+    "stored_steps",
     "steps",
     "trajectories",
     "groups",
@@ -218,6 +220,28 @@ def test_an_open_sql_of_an_older_code_is_read_and_moved(
 def test_generation_overlap_is_the_covered_part_of_the_training_time(full: RunLayout) -> None:
     # Steps were generated in 2023, the batch was trained now: nothing covers it.
     assert query(full, "SELECT learner_step, fraction FROM generation_overlap") == [(1, 0.0)]
+
+
+def test_requests_that_overlap_count_once_in_the_generation_overlap() -> None:
+    _, _, view = VIEWS_SQL.read_text().partition("CREATE OR REPLACE VIEW generation_overlap")
+    with duckdb.connect() as connection:
+        connection.execute(
+            """CREATE TABLE steps AS
+            SELECT split, make_timestamp(begin_us) AS t_start, end_us - begin_us AS gen_us
+            FROM (VALUES ('train', 0, 4), ('train', 2, 5), ('heldout', 3, 4), ('train', 9, 30),
+                         ('imported', 30, 40)) AS requests(split, begin_us, end_us)"""
+        )
+        connection.execute(
+            """CREATE TABLE lineage AS
+            SELECT learner_step, 'trained' AS batch_state, make_timestamp(begin_us) AS claimed_at,
+                   make_timestamp(end_us) AS trained_at
+            FROM (VALUES (1, 1, 11), (2, 21, 25), (3, 30, 40))
+                AS batches(learner_step, begin_us, end_us)"""
+        )
+        connection.execute(f"CREATE VIEW generation_overlap{view}")
+        found = connection.sql("SELECT learner_step, fraction FROM generation_overlap ORDER BY 1")
+        # of [1, 11): [1, 5) and [9, 11)
+        assert found.fetchall() == [(1, 0.6), (2, 1.0), (3, 0.0)]
 
 
 def test_a_reader_of_nothing_is_told_so(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.charts import bars
-from analysis.view.group_query import OF_BATCHES, OF_GROUP, group_versions, of_group
+from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
 from analysis.view.html import html
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.shades import shade_class
 from analysis.view.sql_text import fill
@@ -35,9 +35,7 @@ OTHER = "other actions"
 
 # The return that the group's episodes lose in a state: they mix actions, and the best of these
 # would have given more. Only groups of the last learner steps say what the policy does now.
-WRONG = (
-    OF_BATCHES
-    + """, actions AS (
+WRONG = """, actions AS (
     SELECT s.group_uid, s.state_hash, any_value(s.task_id) AS task_id,
            any_value(left(s.anchor_text, $state_characters)) AS state,
            left(s.action_text, $characters) AS action, count(*) AS visits,
@@ -56,7 +54,6 @@ SELECT any_value(state) AS state, any_value(task_id) AS task, sum(visits) AS vis
 FROM actions GROUP BY group_uid, state_hash HAVING count(*) > 1 AND lost_return > 0
 ORDER BY lost_return DESC LIMIT $rows
 """
-)
 STATE = (
     OF_GROUP
     + """
@@ -145,7 +142,7 @@ HINTS = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of one anchor state, or a list of states to look at."""
     group, state = asked.uid("group"), asked.uid("state")
     if group is None or state is None:
@@ -209,7 +206,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def wrong_states(asked: Asked, *, rows: int) -> Panel:
+def wrong_states(asked: PageRequest, *, rows: int) -> Panel:
     """Return the panel of the states in which the policy still loses most return."""
     return Panel(
         title="Where the policy still goes wrong",
@@ -218,8 +215,7 @@ def wrong_states(asked: Asked, *, rows: int) -> Panel:
         "costliest come first. Tasks that were always lost are not here, as nothing can be "
         "compared: see Task over time.",
         query=fill(
-            WRONG,
-            steps=RECENT_STEPS,
+            of_batches(asked, RECENT_STEPS) + WRONG,
             rows=rows,
             characters=ACTION_CHARACTERS,
             state_characters=STATE_CHARACTERS,
@@ -231,7 +227,7 @@ def wrong_states(asked: Asked, *, rows: int) -> Panel:
     )
 
 
-def show_wrong(asked: Asked, table: pa.Table) -> Markup:
+def show_wrong(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the costliest states. Each leads to its page."""
 
     def anchor(row: Mapping[str, Any]) -> str:
@@ -244,7 +240,7 @@ def show_wrong(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links=links, hints=HINTS, hidden=("group_uid", "state_hash"))
 
 
-def show_state(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_state(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the state, with links to its group and task."""
     row = table.slice(0, 1).to_pylist()[0]
     return html(
@@ -256,7 +252,7 @@ def show_state(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     )
 
 
-def show_actions(asked: Asked, table: pa.Table) -> Markup:
+def show_actions(asked: PageRequest, table: pa.Table) -> Markup:
     """Show each action with its visits as dots on a common scale of returns."""
     rows = table.to_pylist()
     tried = [row for row in rows if row["visits"]]
@@ -302,7 +298,7 @@ def show_learnt(table: pa.Table) -> Chart:
     return bars(pa.table(columns), x="version", y=shares, names=names, is_fraction=True)
 
 
-def show_states(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_states(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the group's anchor states. Each leads to its page."""
 
     def anchor(row: Mapping[str, Any]) -> str:
@@ -311,7 +307,7 @@ def show_states(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     return show_rows(table, links={"state": anchor}, hints=HINTS, hidden=("state_hash",))
 
 
-def show_visits(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_visits(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show each visit, with links to its transcript and to the state that followed."""
 
     def trajectory(row: Mapping[str, Any]) -> str:
@@ -326,7 +322,7 @@ def show_visits(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
 
 
 def _dot(
-    asked: Asked, dot: Mapping[str, Any], *, low: float, high: float, largest: float
+    asked: PageRequest, dot: Mapping[str, Any], *, low: float, high: float, largest: float
 ) -> dict[str, Any]:
     outcome = "won" if dot["won"] else "not won"
     return {

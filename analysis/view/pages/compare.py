@@ -22,7 +22,7 @@ from analysis.evaluation_stats import Z_95, TaskResult, interval, sign_flip_p, s
 from analysis.run_status import duration
 from analysis.view.charts import COLOURS, draw, finish_legend, new_figure
 from analysis.view.html import html, number, percent
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages.run import FIGURES, RECENT_STEPS
 from analysis.view.panel import Chart, Panel, shell_word
 from analysis.view.report_summary import heldout_tasks
@@ -105,7 +105,7 @@ FIGURE_ROWS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 class Pair:
     """The two runs of the page."""
 
-    asked: Asked
+    asked: PageRequest
     other: int  # number of the second run
     names: tuple[str, str]
 
@@ -132,7 +132,7 @@ class Pair:
         return f"{path}?{urlencode(kept)}"
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of two runs, or of one with a line on how to open two."""
     pair = pair_of(asked)
     if pair is None:
@@ -209,7 +209,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def pair_of(asked: Asked) -> Pair | None:
+def pair_of(asked: PageRequest) -> Pair | None:
     """Return the two runs that the address names; None if only one is open."""
     if len(asked.runs) < 2:
         return None
@@ -405,7 +405,7 @@ def _draw_curves(
     return draw(drawn, f"success of {' and '.join(pair.names)} over {label}")
 
 
-def _only_one(asked: Asked) -> Panel:
+def _only_one(asked: PageRequest) -> Panel:
     how = Markup("<p>One run is open. Open two with <code>{}</code></p>").format(
         plain(f"gigpo view {shell_word(asked.run)} OTHER_RUN", at_most=500)
     )

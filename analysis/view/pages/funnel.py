@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from analysis.view.charts import bars
 from analysis.view.html import html
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
 
@@ -66,7 +66,7 @@ FROM unfinished GROUP BY ALL ORDER BY attempts DESC
 """
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of the funnel."""
     return [
         Panel(
@@ -106,7 +106,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def show_funnel(asked: Asked, table: pa.Table) -> Markup:
+def show_funnel(asked: PageRequest, table: pa.Table) -> Markup:
     """Show for each split the stages, and where groups left them."""
     return html(
         "funnel.html",
@@ -115,7 +115,7 @@ def show_funnel(asked: Asked, table: pa.Table) -> Markup:
     )
 
 
-def show_reasons(asked: Asked, table: pa.Table) -> Markup:
+def show_reasons(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the reasons. Each leads to its groups."""
 
     def address(row: Mapping[str, Any]) -> str:
@@ -124,7 +124,7 @@ def show_reasons(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links={"reason": address, "groups": address}, hints=MEANINGS)
 
 
-def _split(asked: Asked, row: Mapping[str, Any]) -> dict[str, Any]:
+def _split(asked: PageRequest, row: Mapping[str, Any]) -> dict[str, Any]:
     opened = row["opened"]
     counts = {state: row[state] for state in STATES}
     return {

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from analysis.view.graph_layout import DENSE, ROOMY, Layout, lay_out
 from analysis.view.group_query import NEWEST_GROUP, OF_GROUP, group_versions, of_group
 from analysis.view.html import html, json_script, number
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Panel, show_rows
 from analysis.view.shades import SHADES, shade_class
 from analysis.view.sql_text import fill
@@ -48,7 +48,7 @@ OF_TASK = """
 WITH chosen AS (
     SELECT group_uid, version_min, version_max FROM groups
     WHERE task_id = $task AND n_steps > 0 ORDER BY opened_at DESC, group_uid LIMIT $groups),
-steps AS (
+steps AS MATERIALIZED (
     SELECT s.* FROM steps AS s SEMI JOIN chosen USING (group_uid)
     WHERE version_min >= (SELECT min(version_min) FROM chosen)
       AND version_max <= (SELECT max(version_max) FROM chosen))
@@ -135,7 +135,7 @@ class Edge:
         return total / self.visits
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the graph of a group or of a task: the newest mixed group if none is named."""
     group, task = asked.uid("group"), asked.text("task")
     values = {"states": MAX_STATES, "characters": TEXT_CHARACTERS, "rows": MAX_MOVES}
@@ -176,7 +176,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def show_graph(asked: Asked, table: pa.Table) -> Markup:
+def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
     """Draw the graph, with its states as a table beside it."""
     rows = table.to_pylist()
     states, edges = states_of(rows), edges_of(rows)
@@ -227,7 +227,7 @@ def show_graph(asked: Asked, table: pa.Table) -> Markup:
     )
 
 
-def show_moves(asked: Asked, table: pa.Table) -> Markup:
+def show_moves(asked: PageRequest, table: pa.Table) -> Markup:
     """Show each action of each state as a row."""
     rows = table.to_pylist()
     by_node = {state.node: state for state in states_of(rows)}
@@ -313,7 +313,7 @@ def _layout(
 
 
 def _edge(
-    asked: Asked,
+    asked: PageRequest,
     edge: Edge,
     layout: Layout,
     by_node: Mapping[str, State],
@@ -363,7 +363,7 @@ def _edge(
 
 
 def _node(
-    asked: Asked,
+    asked: PageRequest,
     state: State,
     layout: Layout,
     details: list[Mapping[str, str]],
@@ -414,7 +414,11 @@ def _ending(
 
 
 def _turn(
-    asked: Asked, rows: Sequence[Mapping[str, Any]], by_node: Mapping[str, State], *, sign: int
+    asked: PageRequest,
+    rows: Sequence[Mapping[str, Any]],
+    by_node: Mapping[str, State],
+    *,
+    sign: int,
 ) -> dict[str, Any] | None:
     """Return the move that loses (sign -1) or gains most, over its visits."""
     some = [
@@ -427,7 +431,7 @@ def _turn(
     return {**row, "number": state.number, "link": _anchor(asked, state)}
 
 
-def _anchor(asked: Asked, state: State | None) -> str | None:
+def _anchor(asked: PageRequest, state: State | None) -> str | None:
     if state is None or state.is_merged:
         return None
     return asked.link("/anchor", group=state.group, state=state.node)
@@ -443,7 +447,7 @@ def _lines(text: str) -> list[str]:
     return [text[:at], rest if len(rest) <= LINE_CHARACTERS else rest[: LINE_CHARACTERS - 1] + "…"]
 
 
-def _scope(asked: Asked, group: uuid.UUID | None, task: str | None) -> Markup:
+def _scope(asked: PageRequest, group: uuid.UUID | None, task: str | None) -> Markup:
     """Return what the graph is of, with links to the alternatives."""
     found = asked.rows(fill(ABOUT, group=group)) if group is not None else []
     about = found[0] if found else None

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from analysis.view.group_query import NEWEST_GROUP, OF_GROUP, group_versions, of_group
 from analysis.view.html import html, json_script
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Panel, show_rows
 from analysis.view.shades import SHADES, shade_class
 from analysis.view.sql_text import fill
@@ -69,12 +69,18 @@ WHERE s.state_hash IS NOT NULL
 GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
 """
 )
+# Of a stale or abandoned group most attempts may have given no episode.
+UNFINISHED = """
+SELECT number AS attempt, why, n_steps AS steps, n_response_tokens AS tokens, worker, version,
+       begun_at, ended_at
+FROM unfinished WHERE group_uid = $group ORDER BY begun_at, attempt
+"""
 HISTORY = """
 SELECT entered_at, state, reason FROM ledger WHERE group_uid = $group ORDER BY lsn
 """
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of a group.
 
     An address that names none leads to the newest trained group of mixed outcome.
@@ -123,6 +129,12 @@ def panels(asked: Asked) -> Sequence[Panel]:
             width="whole",
         ),
         Panel(
+            title="Unfinished attempts",
+            explains="Attempts that were begun and gave no episode: why, and how far they got.",
+            query=fill(UNFINISHED, group=group),
+            empty="Every attempt that was begun gave an episode, or is being played.",
+        ),
+        Panel(
             title="History",
             explains="The states that the group was in, and why (UTC).",
             query=fill(HISTORY, group=group),
@@ -130,7 +142,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def show_group(asked: Asked, table: pa.Table) -> Markup:
+def show_group(asked: PageRequest, table: pa.Table) -> Markup:
     """Show what the group is, with links to the same task's groups before and after."""
     row = table.slice(0, 1).to_pylist()[0]
     return html(
@@ -142,7 +154,7 @@ def show_group(asked: Asked, table: pa.Table) -> Markup:
     )
 
 
-def show_lanes(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_lanes(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the episodes as lanes."""
     rows = table.slice(0, MAX_STEPS).to_pylist()
     largest = max(
@@ -162,7 +174,7 @@ def show_lanes(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     )
 
 
-def show_episodes(asked: Asked, table: pa.Table) -> Markup:
+def show_episodes(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the episodes as a table."""
 
     def trajectory(row: Mapping[str, Any]) -> str:
@@ -171,7 +183,7 @@ def show_episodes(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links={"traj_uid": trajectory})
 
 
-def show_anchors(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
+def show_anchors(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the anchor states. Each leads to its page."""
 
     def anchor(row: Mapping[str, Any]) -> str:
@@ -180,7 +192,7 @@ def show_anchors(asked: Asked, group: uuid.UUID, table: pa.Table) -> Markup:
     return show_rows(table, links={"state": anchor, "state_hash": anchor})
 
 
-def _lane(asked: Asked, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict:
+def _lane(asked: PageRequest, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict:
     rows = [row for row, _ in pairs]
     oldest, newest = min(r["version_min"] for r in rows), max(r["version_max"] for r in rows)
     return {
@@ -194,7 +206,9 @@ def _lane(asked: Asked, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, An
     }
 
 
-def _cell(asked: Asked, group: uuid.UUID, row: Mapping[str, Any], largest: float) -> dict[str, Any]:
+def _cell(
+    asked: PageRequest, group: uuid.UUID, row: Mapping[str, Any], largest: float
+) -> dict[str, Any]:
     advantage = row["advantage"]
     state = row["state_hash"]
     if not row["is_action_valid"]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.html import html
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.pages.funnel import MEANINGS, STATES
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
@@ -34,7 +34,7 @@ CONDITIONS = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the list, with the form that selects."""
     values: dict[str, str | int | None] = {
         name: asked.whole(name) if name.endswith("_version") else asked.text(name)
@@ -63,7 +63,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def show_groups(asked: Asked, table: pa.Table) -> Markup:
+def show_groups(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the groups. Each leads to its page, and its task to the task's groups."""
 
     def group(row: Mapping[str, Any]) -> str:

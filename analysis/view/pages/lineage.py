@@ -12,15 +12,17 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
+from store import RunLayout
 
 LISTED_STEPS = 100
 BOXES = 6  # of a stage; the others are counted
@@ -66,13 +68,7 @@ CHAIN = """
 WITH chosen AS (
     SELECT * FROM lineage WHERE batch_state = 'trained' AND live AND {chosen}),
 held AS (
-    SELECT s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid, s.version_min,
-           s.version_max, s.split, replace(s.filename, getvariable('run') || '/', '') AS path
-    FROM read_parquet(
-        getvariable('segments'), schema = getvariable('columns'), filename = TRUE) AS s
-    ANTI JOIN (
-        SELECT getvariable('run') || '/' || path AS filename, traj_uid FROM exported.excluded) AS e
-        ON s.filename = e.filename AND s.traj_uid = e.traj_uid
+    SELECT traj_uid, group_uid, version_min, version_max, split, file AS path FROM stored_steps
     WHERE {held}),
 written AS (
     SELECT version, sum(n) AS steps FROM (
@@ -128,18 +124,18 @@ SELECT stage, kind, name, title, digest, happened_at, detail,
 FROM boxes QUALIFY row_number() OVER (PARTITION BY stage ORDER BY place) <= $boxes
 ORDER BY stage, place
 """
+# Of a copy that does not count only the file is known.
 EPISODES = """
-SELECT s.member AS episode, s.traj_uid::UUID AS traj_uid, count(*) AS steps,
-       min(s.version_min) AS version_min, max(s.version_max) AS version_max,
-       regexp_extract(s.filename, '([0-9a-f]+)[.]parquet$', 1) AS file_digest,
-       replace(s.filename, getvariable('run') || '/', '') AS file,
-       count(e.traj_uid) = 0 AS counts
-FROM read_parquet(getvariable('segments'), schema = getvariable('columns'), filename = TRUE) AS s
-LEFT JOIN (
-    SELECT DISTINCT getvariable('run') || '/' || path AS filename, traj_uid
-    FROM exported.excluded) AS e ON s.filename = e.filename AND s.traj_uid = e.traj_uid
-WHERE {held}
-GROUP BY s.member, s.traj_uid, s.filename ORDER BY episode, counts DESC, file
+WITH held AS (
+    SELECT member AS episode, traj_uid, count(*) AS steps, min(version_min) AS version_min,
+           max(version_max) AS version_max, file, TRUE AS counts
+    FROM stored_steps WHERE {held} GROUP BY member, traj_uid, file),
+copies AS (
+    SELECT h.episode, h.traj_uid, e.path AS file, FALSE AS counts
+    FROM exported.excluded AS e JOIN held AS h ON e.traj_uid::UUID = h.traj_uid)
+SELECT episode, traj_uid, steps, version_min, version_max,
+       regexp_extract(file, '([0-9a-f]+)[.]parquet$', 1) AS file_digest, file, counts
+FROM (FROM held UNION ALL BY NAME FROM copies) ORDER BY episode, counts DESC, file
 """
 CONSUMED = """
 SELECT learner_step, outcome, live, staleness, version_in, version_in + 1 AS published,
@@ -193,7 +189,7 @@ USING (version) ORDER BY learner_step DESC
 NOT_THERE = "The run has no such {} at this moment."
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the lineage of what the address names, or lists to begin with."""
     given = [(kind, asked.text(kind)) for kind in KINDS if asked.text(kind)]
     if len(given) > 1:
@@ -217,7 +213,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     return of_version(asked, number)
 
 
-def start(asked: Asked) -> Sequence[Panel]:
+def start(asked: PageRequest) -> Sequence[Panel]:
     """Return the lists from which a lineage is chosen."""
     return [
         Panel(
@@ -232,27 +228,30 @@ def start(asked: Asked) -> Sequence[Panel]:
         ),
         Panel(
             title="Checkpoints",
-            explains="Those that no roll-back went behind, and how many learner steps each added.",
+            explains="Those that no roll-back went behind, how many learner steps each added, and "
+            "whether it is on disk now: old ones are removed, but for those of keep_every.",
             query=CHECKPOINTS,
             show=partial(_linked, asked),
+            combine=partial(with_presence, asked.run),
+            keeps=False,  # removing a checkpoint changes no lsn
             empty="No checkpoint was saved yet.",
             width="whole",
         ),
     ]
 
 
-def of_rows(asked: Asked, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
+def of_rows(asked: PageRequest, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
     """Return the lineage of a trajectory or a group."""
     query = OF_TRAJECTORY if kind == "traj" else OF_GROUP
     found = asked.rows(fill(query, traj=uid, group=uid))
     if not found:
         return [_missing(asked, "trajectory" if kind == "traj" else kind)]
     group = uuid.UUID(found[0]["group_uid"])
-    # Whole files are spared by their versions, and parts of files by the uid.
+    # Whole files are spared by their versions.
     held = "TRUE" if found[0]["oldest"] is None else _within(found[0])
-    held += fill(" AND s.group_uid = $group::BLOB", group=group)
+    held += fill(" AND group_uid = $group", group=group)
     if kind == "traj":
-        held += fill(" AND s.traj_uid = $traj::BLOB", traj=uid)
+        held += fill(" AND traj_uid = $traj", traj=uid)
     chosen = fill("group_uid = $group", group=group)
     return [
         _chain(asked, kind, str(uid), chosen=chosen, held=held),
@@ -276,13 +275,13 @@ def of_rows(asked: Asked, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
     ]
 
 
-def of_steps(asked: Asked, kind: str, name: str, *, first: int, last: int) -> Sequence[Panel]:
+def of_steps(asked: PageRequest, kind: str, name: str, *, first: int, last: int) -> Sequence[Panel]:
     """Return the lineage of learner steps: one, or those that a checkpoint added."""
     (found,) = asked.rows(fill(OF_STEPS, first=first, last=last))
     if not found["groups"]:
         return [_missing(asked, kind.replace("_", " "))]
     chosen = fill("learner_step BETWEEN $first AND $last", first=first, last=last)
-    held = f"{_within(found)} AND s.group_uid::UUID IN (SELECT group_uid FROM chosen)"
+    held = f"{_within(found)} AND group_uid IN (SELECT group_uid FROM chosen)"
     goes_back = kind != "learner_step"
     many = [_past(last)] if goes_back else []
     return [
@@ -300,7 +299,7 @@ def of_steps(asked: Asked, kind: str, name: str, *, first: int, last: int) -> Se
     ]
 
 
-def of_version(asked: Asked, version: int) -> Sequence[Panel]:
+def of_version(asked: PageRequest, version: int) -> Sequence[Panel]:
     """Return the lineage of a version: what made it, and what it played."""
     found = asked.rows(fill(OF_VERSION, version=version))
     if not found:
@@ -325,7 +324,19 @@ def of_version(asked: Asked, version: int) -> Sequence[Panel]:
     ]
 
 
-def show_chain(asked: Asked, kind: str, name: str, table: pa.Table) -> Markup:
+def with_presence(run: str, table: pa.Table) -> pa.Table:
+    """Add a column to rows with a learner step: is the checkpoint's directory there? On disk here.
+
+    Raises StoreError if the run is gone, ArrowException for steps that are no numbers.
+    """
+    layout = RunLayout.open(Path(run))
+    steps = table["learner_step"].cast(pa.int64()).to_pylist()
+    is_there = [step is not None and layout.checkpoint_dir(step).is_dir() for step in steps]
+    shown = ["yes" if each else "removed" for each in is_there]
+    return table.add_column(1, "on_disk", pa.array(shown, pa.string()))
+
+
+def show_chain(asked: PageRequest, kind: str, name: str, table: pa.Table) -> Markup:
     """Draw the stages as boxes that lead to one another."""
     rows = table.to_pylist()
     boxes = [
@@ -345,7 +356,7 @@ def show_chain(asked: Asked, kind: str, name: str, table: pa.Table) -> Markup:
     return html("lineage_chain.html", stages=stages)
 
 
-def _chain(asked: Asked, kind: str, name: str, *, chosen: str, held: str) -> Panel:
+def _chain(asked: PageRequest, kind: str, name: str, *, chosen: str, held: str) -> Panel:
     query = CHAIN.replace("{chosen}", chosen).replace("{held}", held)
     return Panel(
         title="Chain",
@@ -368,7 +379,7 @@ def _past(last: int) -> Panel:
     )
 
 
-def _missing(asked: Asked, what: str) -> Panel:
+def _missing(asked: PageRequest, what: str) -> Panel:
     return Panel(
         title="Chain",
         explains="From the weights that wrote the rows to the checkpoint that contains what they "
@@ -380,11 +391,11 @@ def _missing(asked: Asked, what: str) -> Panel:
     )
 
 
-def _form(asked: Asked, kind: str | None, name: str | None) -> Markup:
+def _form(asked: PageRequest, kind: str | None, name: str | None) -> Markup:
     return html("lineage_form.html", asked=asked, kinds=KINDS, kind=kind, name=name)
 
 
-def _linked(asked: Asked, table: pa.Table) -> Markup:
+def _linked(asked: PageRequest, table: pa.Table) -> Markup:
     """Show rows with a link from each name to its lineage, from a group or episode to its page."""
 
     def to(kind: str, column: str) -> Any:
@@ -406,7 +417,7 @@ def _linked(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links=links)
 
 
-def _address(asked: Asked, kind: str, name: str) -> str | None:
+def _address(asked: PageRequest, kind: str, name: str) -> str | None:
     return asked.link("/lineage", **{kind: name}) if kind in KINDS else None
 
 
@@ -417,7 +428,7 @@ def _digest_of(name: str) -> str | None:
 
 def _within(found: Mapping[str, Any]) -> str:
     return fill(
-        "s.version_min >= $oldest AND s.version_max <= $newest",
+        "version_min >= $oldest AND version_max <= $newest",
         oldest=found["oldest"],
         newest=found["newest"],
     )

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
 
 import pyarrow as pa
 from markupsafe import Markup
 
-from analysis.evaluation_stats import Z_95
+from analysis.evaluation_stats import Z_95, interval
 from analysis.run_status import duration
 from analysis.speed_limit import speed_limit
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.pages.anchor import wrong_states
-from analysis.view.panel import Panel, show_rows
+from analysis.view.panel import Chart, Panel, show_rows
+from analysis.view.report_summary import heldout_tasks
 from analysis.view.sql_text import fill
 
 RECENT_STEPS = 5  # learner steps that "now" means
 SHOWN_STEPS = 60  # of the chart of times
 SHOWN_EVENTS = 30
 SHOWN_STATES = 8
+SILENT_S = 120.0  # a worker that is silent for so long has lost its leases
 
 FIGURES = """
 WITH consumed AS (
@@ -34,17 +37,16 @@ recent AS (
         ORDER BY learner_step DESC LIMIT $steps)),
 heldout AS (
     SELECT value AS success, policy_version AS version FROM metrics
-    WHERE name = 'heldout/success' ORDER BY learner_step DESC, policy_version DESC LIMIT 1)
-SELECT consumed.*, recent.success AS train_success,
+    WHERE name = 'heldout/success' ORDER BY learner_step DESC, policy_version DESC LIMIT 1),
+played AS (
+    SELECT sum(n_members) AS episodes, sum(n_steps) AS steps FROM groups)
+SELECT consumed.*, played.*, recent.success AS train_success,
        (SELECT success FROM heldout) AS heldout_success,
        (SELECT version FROM heldout) AS heldout_version,
        (SELECT max(version) FROM versions) AS version,
-       (SELECT sum(n_members) FROM groups) AS episodes,
-       (SELECT sum(n_steps) FROM groups) AS steps,
-       (SELECT count(*) FROM groups WHERE state = 'open') AS open_groups,
        (SELECT max(entered_at) FROM ledger) AS changed_at,
        epoch(last_at - first_at) AS trained_s
-FROM consumed, recent
+FROM consumed, recent, played
 """
 # A batch's success is the mean over its groups. Its interval goes by how much groups differ, since
 # episodes of one task are alike; a batch of few groups has a wide one.
@@ -56,11 +58,21 @@ WITH batches AS (
     WHERE batch_state = 'trained' AND live AND lineage.source IS NULL AND n_members > 0
     GROUP BY learner_step),
 heldout AS (
-    SELECT learner_step, value AS heldout FROM metrics WHERE name = 'heldout/success'
-    QUALIFY row_number() OVER (PARTITION BY learner_step ORDER BY policy_version DESC) = 1)
+    SELECT learner_step, policy_version, value AS heldout FROM metrics
+    WHERE name = 'heldout/success'
+    QUALIFY row_number() OVER (PARTITION BY learner_step ORDER BY policy_version DESC) = 1),
+tasks AS (
+    SELECT purpose_version, task_id, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played
+    FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0 GROUP BY ALL),
+rounds AS (
+    SELECT purpose_version AS policy_version,
+           list({'task_id': task_id, 'won': won, 'played': played} ORDER BY task_id)
+               AS heldout_tasks
+    FROM tasks GROUP BY purpose_version)
 SELECT learner_step, success, greatest(0, success - $z * error) AS low,
-       least(1, success + $z * error) AS high, heldout, episodes
-FROM batches FULL JOIN heldout USING (learner_step) ORDER BY learner_step
+       least(1, success + $z * error) AS high, episodes, heldout, heldout_tasks
+FROM batches FULL JOIN (FROM heldout LEFT JOIN rounds USING (policy_version)) USING (learner_step)
+ORDER BY learner_step
 """
 LIMITS = """
 WITH recent AS (
@@ -122,43 +134,24 @@ INCIDENTS = f"""
 SELECT logged_at, component, what, detail FROM ({HAPPENED})
 ORDER BY logged_at DESC LIMIT $rows
 """
+# A process that left for good is still in the view.
 COMPONENTS = """
-SELECT name AS process, coalesce(waiting_on, 'working') AS waits_for,
-       epoch((SELECT max(last_beat_at) FROM components) - last_beat_at) AS silent_s
-FROM components ORDER BY name
+SELECT name AS process, coalesce(waiting_on, 'working') AS waits_for, last_beat_at
+FROM components WHERE waiting_on IS DISTINCT FROM 'gone' ORDER BY name
 """
-# The view `generation_overlap`, for the newest learner steps: the versions spare the older files.
 OVERLAP = """
-WITH requests AS (
-    SELECT epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS end_us
-    FROM steps WHERE split <> 'imported' AND version_max >= $version),
-ordered AS (
-    SELECT *, max(end_us) OVER (
-        ORDER BY begin_us, end_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us
-    FROM requests),
-numbered AS (
-    SELECT *, sum((before_us IS NULL OR begin_us > before_us)::INT) OVER (
-        ORDER BY begin_us, end_us, before_us NULLS FIRST ROWS UNBOUNDED PRECEDING) AS busy_number
-    FROM ordered),
-busy AS (
-    SELECT min(begin_us) AS begin_us, max(end_us) AS end_us FROM numbered GROUP BY busy_number),
-training AS (
-    SELECT DISTINCT learner_step, epoch_us(claimed_at) AS begin_us, epoch_us(trained_at) AS end_us
-    FROM lineage WHERE batch_state = 'trained' AND version_in >= $version + $margin)
-SELECT learner_step,
-       coalesce(sum(least(b.end_us, t.end_us) - greatest(b.begin_us, t.begin_us))
-           FILTER (b.begin_us IS NOT NULL), 0) / (t.end_us - t.begin_us) AS fraction
-FROM training AS t LEFT JOIN busy AS b ON b.begin_us < t.end_us AND b.end_us > t.begin_us
-GROUP BY learner_step, t.begin_us, t.end_us ORDER BY learner_step
+SELECT learner_step, fraction FROM generation_overlap WHERE learner_step > $step ORDER BY 1
 """
-NEWEST_VERSION = "SELECT coalesce(max(version), 0) AS version FROM versions"
-MARGIN = 10  # versions that a request may be older than the training beside it
+NEWEST = """
+SELECT coalesce(max(version), 0) AS version, coalesce(max(learner_step), 0) AS learner_step
+FROM versions
+"""
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of a run."""
-    (newest,) = asked.rows(NEWEST_VERSION)
-    since = max(-MARGIN, newest["version"] - SHOWN_STEPS - MARGIN)
+    (newest,) = asked.rows(NEWEST)
+    now = datetime.now(UTC).replace(tzinfo=None) if asked.is_live else None
     return [
         figures(),
         success(),
@@ -173,9 +166,12 @@ def panels(asked: Asked) -> Sequence[Panel]:
         alarms(),
         Panel(
             title="Processes",
-            explains="What each process waits for, and how long it has been silent.",
+            explains="What each process waited for when it was last heard of, and how long ago "
+            "that was.",
             query=COMPONENTS,
+            show=partial(show_processes, asked.run, now=now),
             empty="No process has reported yet.",
+            keeps=False,  # time goes on
         ),
         Panel(
             title="Incidents",
@@ -189,7 +185,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             title="Generation beside training",
             explains="Share of each learner step's training in which actors went on generating, "
             f"for the last {SHOWN_STEPS} steps. 100 % means that training stopped nobody.",
-            query=fill(OVERLAP, version=since, margin=MARGIN),
+            query=fill(OVERLAP, step=newest["learner_step"] - SHOWN_STEPS),
             show=partial(
                 lines,
                 x="learner_step",
@@ -198,7 +194,6 @@ def panels(asked: Asked) -> Sequence[Panel]:
                 is_fraction=True,
             ),
             later=True,
-            alone=True,
             width="whole",
         ),
     ]
@@ -220,24 +215,40 @@ def success() -> Panel:
     return Panel(
         title="Success",
         explains="Share of episodes that reach their goal, batch by batch. The band is a 95 % "
-        "interval over the batch's groups; held-out tasks are never trained on.",
+        "interval over the batch's groups, a whisker one over the held-out tasks (Wilson), which "
+        "are never trained on.",
         query=fill(SUCCESS, z=Z_95),
-        show=partial(
-            lines,
-            x="learner_step",
-            y=["success"],
-            points=["heldout"],
-            low="low",
-            high="high",
-            names={
-                "learner_step": "learner step",
-                "success": "training tasks",
-                "heldout": "held-out tasks",
-            },
-            is_fraction=True,
-            height=260,
-        ),
+        show=show_success,
         empty="No batch has been trained on yet.",
+    )
+
+
+def show_success(table: pa.Table) -> Chart:
+    """Draw the success of the batches, and of each evaluation with its interval."""
+    lows: list[float | None] = []
+    highs: list[float | None] = []
+    for tasks in table["heldout_tasks"].to_pylist():
+        low, high = interval(heldout_tasks(tasks)) if tasks else (None, None)
+        lows.append(low)
+        highs.append(high)
+    drawn = table.drop_columns("heldout_tasks")
+    for name, values in (("heldout_low", lows), ("heldout_high", highs)):
+        drawn = drawn.append_column(name, pa.array(values, pa.float64()))
+    return lines(
+        drawn,
+        x="learner_step",
+        y=["success"],
+        points=["heldout"],
+        low="low",
+        high="high",
+        whiskers={"heldout": ("heldout_low", "heldout_high")},
+        names={
+            "learner_step": "learner step",
+            "success": "training tasks",
+            "heldout": "held-out tasks",
+        },
+        is_fraction=True,
+        height=260,
     )
 
 
@@ -251,6 +262,7 @@ def limits(when: str, *, n_steps: int, version: int) -> Panel:
         explains=f"Who waits for whom, {when}. Actors play episodes; the learner trains on them.",
         query=fill(LIMITS, steps=n_steps, version=version),
         show=show_limits,
+        later=True,
     )
 
 
@@ -274,6 +286,7 @@ def times(*, n_steps: int) -> Panel:
             },
         ),
         empty="No learner step is done yet.",
+        later=True,
     )
 
 
@@ -291,6 +304,7 @@ def staleness() -> Panel:
             names={"learner_step": "learner step", "oldest": "oldest group", "mean": "mean"},
         ),
         empty="No batch of this run's own groups has been trained on yet.",
+        later=True,
     )
 
 
@@ -338,6 +352,27 @@ def show_limits(table: pa.Table) -> Markup:
 def show_alarms(table: pa.Table) -> Markup:
     """Show which alarms are on, and when each last was."""
     return html("run_alarms.html", rows=table.to_pylist(), means=ALARM_MEANS)
+
+
+def show_processes(run: str, table: pa.Table, *, now: datetime | None) -> Markup:
+    """Show the processes, after a sentence if the run was silent for so long that it may be over.
+
+    `now`: in UTC without a zone, as times are stored; None for a fixed moment, which counts from
+    the newest sign of life then.
+    """
+    rows = table.to_pylist()
+    heard = [datetime.fromisoformat(row["last_beat_at"]) for row in rows]
+    end = max(heard) if now is None else now
+    silent_s = [max(0.0, (end - at).total_seconds()) for at in heard]
+    shown = pa.table(
+        {
+            "process": [row["process"] for row in rows],
+            "waits_for": [row["waits_for"] for row in rows],
+            "last_heard_of": [f"{duration(silent)} ago" for silent in silent_s],
+        }
+    )
+    silent = duration(min(silent_s)) if min(silent_s) > SILENT_S else ""
+    return html("run_processes.html", silent=silent, run=run, table=show_rows(shown, links={}))
 
 
 def show_incidents(table: pa.Table) -> Markup:

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from analysis.view.charts import bars, lines, steps
 from analysis.view.html import html
-from analysis.view.page import Asked, Page
+from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Chart, Panel
 
 SHOWN_ROWS = 5_000  # of an answer; a file has all
@@ -72,11 +72,11 @@ FIRST = """SELECT learner_step, value AS success
 FROM metrics WHERE name = 'train/success' ORDER BY learner_step"""
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
-    """Return the form with the answer, and a chart of it where columns are chosen."""
+def panels(asked: PageRequest) -> Sequence[Panel]:
+    """Return the form with the answer, and a chart of it where one is chosen."""
     query = (asked.text("q") or FIRST).replace("\r\n", "\n")
     x, y = asked.text("x"), asked.text("y")
-    kind = asked.text("chart") or "lines"
+    kind = asked.text("chart")
     form = html(
         "sql_form.html",
         asked=asked,
@@ -93,13 +93,13 @@ def panels(asked: Asked) -> Sequence[Panel]:
         )
         return [_answer(form + waits, query="SELECT 'not asked yet' AS answer")]
     found = [_answer(form, query=query, alone=query != FIRST)]
-    if x and y:
+    if x or y or kind:
         found.append(
             Panel(
                 title="Chart",
                 explains=f"The first {SHOWN_ROWS:,} rows of the answer.",
                 query=query,
-                show=partial(show_chart, kind=kind, x=x, y=y),
+                show=partial(show_chart, kind=kind or "lines", x=x, y=y),
                 n_rows=SHOWN_ROWS,
                 alone=True,
                 width="whole",
@@ -108,9 +108,20 @@ def panels(asked: Asked) -> Sequence[Panel]:
     return found
 
 
-def show_chart(table: pa.Table, *, kind: str, x: str, y: str) -> Chart:
-    """Draw columns of an answer over another one. Raises ValueError if one is not there."""
+def show_chart(table: pa.Table, *, kind: str, x: str | None, y: str | None) -> Chart:
+    """Draw columns of an answer over another one.
+
+    Without names: the first column, and the numbers among the others. Raises ValueError if a named
+    column is not there or nothing is a number.
+    """
     names = table.column_names
+    x = x or names[0]
+    if y is None:
+        y = ", ".join(
+            each for each in names if each != x and _is_number(table.schema.field(each).type)
+        )
+        if not y:
+            raise ValueError(f"beside {x} the answer has no column of numbers to draw")
     wanted = [each.strip() for each in y.split(",")]
     for name in (x, *wanted):
         if name not in names:

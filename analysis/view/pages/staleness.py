@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from analysis.view.charts import COLOURS, INK, bars, draw, new_figure
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import fill
 from analysis.view.text import plain
@@ -123,7 +123,7 @@ HINTS = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of the staleness map."""
     first, last = asked.whole("from_step"), asked.whole("to_step")
     behind = (asked.text("up") or "version") == "behind"
@@ -199,7 +199,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def show_map(asked: Asked, table: pa.Table, *, bound: int, behind: bool) -> Chart:
+def show_map(asked: PageRequest, table: pa.Table, *, bound: int, behind: bool) -> Chart:
     """Draw the groups, the diagonal and the bound."""
     rows = sorted(table.to_pylist(), key=lambda row: row["learner_step"])
     batches = {row["learner_step"]: row["version_in"] for row in rows}
@@ -245,7 +245,7 @@ def show_map(asked: Asked, table: pa.Table, *, bound: int, behind: bool) -> Char
     return draw(drawn, f"groups by learner step and oldest version: {counts}", n_entries=5)
 
 
-def show_violations(asked: Asked, table: pa.Table) -> Markup:
+def show_violations(asked: PageRequest, table: pa.Table) -> Markup:
     """Show what must not be there. Each row leads to its group."""
 
     def group(row: Mapping[str, Any]) -> str:
@@ -290,7 +290,7 @@ def _draw_bounds(drawn: Any, batches: Mapping[int, int], *, bound: int, behind: 
 
 
 def _places(
-    asked: Asked, rows: Sequence[Mapping[str, Any]], *, kind: str, behind: bool
+    asked: PageRequest, rows: Sequence[Mapping[str, Any]], *, kind: str, behind: bool
 ) -> dict[str, list[Any]]:
     """Return where the marks of a kind stand. Groups of one step and version stand side by side."""
     cells: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
@@ -317,7 +317,9 @@ def _places(
     return {**places, "link": links}
 
 
-def _form(asked: Asked, run: Mapping[str, Any], *, first: int, last: int, behind: bool) -> Markup:
+def _form(
+    asked: PageRequest, run: Mapping[str, Any], *, first: int, last: int, behind: bool
+) -> Markup:
     """Return the form of the map, with links to the steps before and after."""
     up = "behind" if behind else None
     newest, oldest = run["last"] or 0, run["first"] or 0

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from analysis.view.charts import lines
 from analysis.view.group_query import group_versions
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import Value, fill
 
@@ -143,7 +143,7 @@ HINTS = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of one task, or the list of tasks."""
     task = asked.text("task")
     if task is None:
@@ -189,7 +189,7 @@ def of_played(query: str, **values: Value) -> str:
     return fill(query.replace("{conditions}", conditions), **values)
 
 
-def task_list(asked: Asked) -> Panel:
+def task_list(asked: PageRequest) -> Panel:
     """Return the list of tasks, with the form that selects."""
     given = {name: value for name in ("split", "text") if (value := asked.text(name))}
     return Panel(
@@ -204,7 +204,7 @@ def task_list(asked: Asked) -> Panel:
     )
 
 
-def show_tasks(asked: Asked, table: pa.Table) -> Markup:
+def show_tasks(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the tasks, each with the results of its newest groups."""
     rows = []
     for row in table.to_pylist():
@@ -221,7 +221,7 @@ def show_tasks(asked: Asked, table: pa.Table) -> Markup:
     return html("task_list.html", rows=rows, is_cut=len(rows) == LISTED_TASKS, limit=LISTED_TASKS)
 
 
-def show_figures(asked: Asked, task: str, table: pa.Table) -> Markup:
+def show_figures(asked: PageRequest, task: str, table: pa.Table) -> Markup:
     """Say in one sentence how it went, and show the figures behind it."""
     row = table.slice(0, 1).to_pylist()[0]
     return html(
@@ -270,7 +270,7 @@ def show_over_versions(table: pa.Table) -> Chart:
     )
 
 
-def two_transcripts(asked: Asked, turns: Mapping[str, Any]) -> Panel:
+def two_transcripts(asked: PageRequest, turns: Mapping[str, Any]) -> Panel:
     """Return the panel of the first win beside the last loss."""
     found: dict[str, uuid.UUID] = {}
     versions: dict[str, str] = {}
@@ -298,7 +298,7 @@ def two_transcripts(asked: Asked, turns: Mapping[str, Any]) -> Panel:
     )
 
 
-def show_two(asked: Asked, table: pa.Table) -> Markup:
+def show_two(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the two transcripts side by side, with the step at which they part."""
     by_step: dict[int, dict[str, dict[str, Any]]] = {}
     heads: dict[str, dict[str, Any]] = {}
@@ -335,7 +335,7 @@ def parting_step(pairs: Sequence[Mapping[str, Any]]) -> int | None:
     return None
 
 
-def show_groups(asked: Asked, table: pa.Table) -> Markup:
+def show_groups(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the task's groups. Each leads to its page."""
 
     def group(row: Mapping[str, Any]) -> str:

@@ -24,9 +24,9 @@ from bokeh.models import (
 )
 from markupsafe import Markup
 
-from analysis.view.charts import COLOURS, draw, new_figure
+from analysis.view.charts import COLOURS, GRID, draw, new_figure
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import fill
 from analysis.view.text import plain
@@ -164,7 +164,8 @@ SELECT s.* FROM slices AS s, bounds WHERE s.begin_us < high_us AND s.end_us >= l
 ORDER BY lane, begin_us, what
 """
 )
-# Intervals that overlap are one. A running maximum of the ends says where a new one begins.
+# The view generation_overlap for this window's requests and learner steps, and for the window
+# itself (a span without a learner step): each interval adds what the ones before have not covered.
 OVERLAP = (
     REQUESTS
     + """,
@@ -172,38 +173,31 @@ phases AS (
     SELECT 'engine' AS lane, begin_us, answered_us AS end_us FROM requests
     UNION ALL
     SELECT 'environments', answered_us, end_us FROM requests),
-ordered AS (
-    SELECT *, max(end_us) OVER (PARTITION BY lane ORDER BY begin_us, end_us
-        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_us FROM phases),
-numbered AS (
-    SELECT *, sum((before_us IS NULL OR begin_us > before_us)::INT) OVER (
-        PARTITION BY lane ORDER BY begin_us, end_us, before_us NULLS FIRST
-        ROWS UNBOUNDED PRECEDING) AS busy_number FROM ordered),
-busy AS (
-    SELECT lane, min(begin_us) AS begin_us, max(end_us) AS end_us
-    FROM numbered GROUP BY lane, busy_number),
-touched AS (
-    SELECT b.*, low_us, high_us FROM batches AS b, bounds
-    WHERE claimed_us < high_us AND trained_us > low_us),
-by_step AS (
-    SELECT learner_step, any_value(claimed_us) AS claimed_us, any_value(trained_us) AS trained_us,
-           any_value(n_groups) AS n_groups,
-           coalesce(sum(least(b.end_us, trained_us) - greatest(b.begin_us, claimed_us))
-               FILTER (b.begin_us IS NOT NULL), 0) AS overlap_us
-    FROM touched LEFT JOIN busy AS b
-      ON b.lane = 'engine' AND b.begin_us < trained_us AND b.end_us > claimed_us
-    GROUP BY learner_step),
+spans AS (
+    SELECT learner_step, n_groups, claimed_us AS from_us, trained_us AS until_us
+    FROM batches, bounds WHERE claimed_us < high_us AND trained_us > low_us
+    UNION ALL
+    SELECT NULL, NULL, low_us, high_us FROM bounds),
+beside AS (
+    SELECT s.*, p.*, max(p.end_us) OVER (
+               PARTITION BY learner_step, lane ORDER BY p.begin_us
+               ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS covered_us
+    FROM spans AS s LEFT JOIN phases AS p ON p.begin_us < s.until_us AND p.end_us > s.from_us),
+added AS (
+    SELECT *, greatest(0, least(end_us, until_us) - greatest(begin_us, from_us, covered_us))
+        AS added_us FROM beside),
 shares AS (
-    SELECT lane, sum(least(end_us, high_us) - greatest(begin_us, low_us))
-           / any_value(high_us - low_us) AS share
-    FROM busy, bounds WHERE begin_us < high_us AND end_us > low_us GROUP BY lane)
-SELECT learner_step, make_timestamp(claimed_us) AS claimed_at,
-       (trained_us - claimed_us) / 1e6 AS training_s,
-       overlap_us / (trained_us - claimed_us) AS overlap, n_groups AS groups,
-       sum(overlap_us) OVER () / sum(trained_us - claimed_us) OVER () AS overlap_of_all,
-       (SELECT share FROM shares WHERE lane = 'engine') AS engine,
-       (SELECT share FROM shares WHERE lane = 'environments') AS environments
-FROM by_step FULL JOIN (SELECT 1 AS one) ON TRUE ORDER BY learner_step DESC
+    SELECT learner_step, n_groups, from_us, (until_us - from_us) / 1e6 AS span_s,
+           coalesce(sum(added_us) FILTER (lane = 'engine'), 0) / (until_us - from_us) AS engine,
+           coalesce(sum(added_us) FILTER (lane = 'environments'), 0) / (until_us - from_us)
+               AS environments
+    FROM added GROUP BY learner_step, n_groups, from_us, until_us)
+SELECT s.learner_step, make_timestamp(s.from_us) AS claimed_at, s.span_s AS training_s,
+       s.engine AS overlap, s.n_groups AS groups,
+       sum(s.engine * s.span_s) OVER () / sum(s.span_s) OVER () AS overlap_of_all,
+       w.engine, w.environments
+FROM shares AS w LEFT JOIN shares AS s ON s.learner_step IS NOT NULL
+WHERE w.learner_step IS NULL ORDER BY s.learner_step DESC
 """
 )
 TRACED = (
@@ -235,6 +229,14 @@ ORDER BY begin_us, duration_us DESC, lane, thread, what LIMIT $slices
 """
 )
 FIRST_LANES = ("learner", "publishing", "checkpoints", "evaluation", "engine", "environments")
+COUNTED_LANES = ("engine", "environments")  # their height says how many ran at once
+AXIS_PX, LANE_PX = 70, 46  # heights
+# Within a lane, which is 1 high.
+SLICE_HEIGHT, COUNTED_HEIGHT = 0.7, 0.84
+MIDDLE = 0.4  # where its name stands
+BELOW_LANES = 0.15
+US_PER_MS = 1e3  # Bokeh's times are in ms
+EVENT, EVENT_COLOUR = "event", "#b3261e"
 COLOUR_OF = {
     "trains": COLOURS[0],
     "waits": "#b9bec5",
@@ -256,7 +258,7 @@ MEANING_OF = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of one window."""
     begin, end, first, last = window(asked)
     reach = asked.rows(fill(REACH, begin=str(begin), end=str(end)))[0]
@@ -312,7 +314,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def window(asked: Asked) -> tuple[datetime, datetime, datetime, datetime]:
+def window(asked: PageRequest) -> tuple[datetime, datetime, datetime, datetime]:
     """Return the window that the address names, and the run's first and last moment.
 
     Without one: the last minutes, or those around a learner step.
@@ -339,62 +341,75 @@ def window(asked: Asked) -> tuple[datetime, datetime, datetime, datetime]:
     return end - length, end, first, last
 
 
-def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime) -> Chart:
+def show_lanes(asked: PageRequest, table: pa.Table, *, begin: datetime, end: datetime) -> Chart:
     """Draw a lane for each part, the engine's and the environments' with their height."""
     rows = table.to_pylist()
     names = {row["lane"] for row in rows}
     workers = sorted(names - {*FIRST_LANES, "events"})
     lanes = [name for name in (*FIRST_LANES, *workers, "events") if name in names]
-    base = {name: len(lanes) - 1 - number for number, name in enumerate(lanes)}
     drawn = new_figure(
         x="time (UTC)",
-        height=70 + 46 * len(lanes),
+        height=AXIS_PX + LANE_PX * len(lanes),
         x_range=Range1d(start=_ms(begin), end=_ms(end)),
     )
+    n_entries = _draw_slices(drawn, _slices(asked, rows, lanes))
+    _label_lanes(drawn, lanes)
+    return draw(drawn, f"{len(lanes)} lanes from {begin} to {end}", n_entries=n_entries)
+
+
+def _slices(
+    asked: PageRequest, rows: Sequence[Mapping[str, Any]], lanes: Sequence[str]
+) -> dict[str, dict[str, list[Any]]]:
+    """Return the rectangles and their tips, as columns, by kind. Lanes are 1 apart, from above."""
+    base = {name: float(len(lanes) - 1 - number) for number, name in enumerate(lanes)}
     highest = {
         lane: max((row["at_once"] for row in rows if row["lane"] == lane), default=0) or 1.0
-        for lane in ("engine", "environments")
+        for lane in COUNTED_LANES
     }
     # Both splits of a bin stand on one another.
     foot: dict[tuple[str, int], float] = {}
-    kinds: dict[str, dict[str, list[Any]]] = {}
+    found: dict[str, dict[str, list[Any]]] = {}
     for row in rows:
-        kind = row["what"] if row["what"] in COLOUR_OF else "event"
-        places = kinds.setdefault(
-            kind,
-            {name: [] for name in ("left", "right", "bottom", "top", "what", "took", "more")}
-            | {"link": []},
-        )
-        low = float(base[row["lane"]])
-        if row["lane"] in highest:
-            low += foot.get((row["lane"], row["begin_us"]), 0.0)
-            height = 0.84 * row["at_once"] / highest[row["lane"]]
-            foot[row["lane"], row["begin_us"]] = low - base[row["lane"]] + height
-            more = f"{row['at_once']:.1f} at once, at most {highest[row['lane']]:.0f}"
+        lane, step = row["lane"], row["learner_step"]
+        low = base[lane]
+        if lane in highest:
+            low += foot.get((lane, row["begin_us"]), 0.0)
+            height = COUNTED_HEIGHT * row["at_once"] / highest[lane]
+            foot[lane, row["begin_us"]] = low - base[lane] + height
+            more = f"{row['at_once']:.1f} at once, at most {highest[lane]:.0f}"
         else:
-            height, more = 0.7, plain(row["detail"] or "", at_most=160)
-        step = row["learner_step"]
-        places["left"].append(row["begin_us"] / 1e3)
-        places["right"].append(row["end_us"] / 1e3)
-        places["bottom"].append(low)
-        places["top"].append(low + height)
+            height, more = SLICE_HEIGHT, plain(row["detail"] or "", at_most=160)
         what = plain(MEANING_OF.get(row["what"], row["what"]), at_most=60)
-        places["what"].append(what if step is None else f"{what}, learner step {step}")
-        places["took"].append(f"{(row['end_us'] - row['begin_us']) / 1e6:,.3f} s")
-        places["more"].append(more)
-        places["link"].append(asked.link("/lineage", learner_step=step) if step is not None else "")
-    shown = 0
+        slice_ = {
+            "left": row["begin_us"] / US_PER_MS,
+            "right": row["end_us"] / US_PER_MS,
+            "bottom": low,
+            "top": low + height,
+            "what": what if step is None else f"{what}, learner step {step}",
+            "took": f"{(row['end_us'] - row['begin_us']) / 1e6:,.3f} s",
+            "more": more,
+            "link": "" if step is None else asked.link("/lineage", learner_step=step),
+        }
+        columns = found.setdefault(row["what"] if row["what"] in COLOUR_OF else EVENT, {})
+        for name, value in slice_.items():
+            columns.setdefault(name, []).append(value)
+    return found
+
+
+def _draw_slices(drawn: Any, slices: Mapping[str, Mapping[str, list[Any]]]) -> int:
+    """Draw the slices of each kind with tips and links. Return the entries of the legend."""
+    n_entries = 0
     linked: list[Any] = []
-    for kind, colour in {**COLOUR_OF, "event": "#b3261e"}.items():
-        if kind not in kinds:
+    for kind, colour in {**COLOUR_OF, EVENT: EVENT_COLOUR}.items():
+        if kind not in slices:
             continue
-        source = ColumnDataSource(kinds[kind])
+        source = ColumnDataSource(dict(slices[kind]))
         label: dict[str, Any] = (
             {} if kind == "heldout" else {"legend_label": MEANING_OF.get(kind, kind)}
         )
-        shown += bool(label)
+        n_entries += bool(label)
         marks: Any
-        if kind == "event":
+        if kind == EVENT:
             marks = drawn.scatter(
                 x="left",
                 y="top",
@@ -416,20 +431,22 @@ def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime)
                 line_width=0 if kind in ("train", "heldout") else 1,
                 **label,
             )
-        drawn.add_tools(
-            HoverTool(
-                renderers=[marks],
-                tooltips=[("", "@what"), ("took", "@took"), ("", "@more")],
-            )
-        )
+        tips = [("", "@what"), ("took", "@took"), ("", "@more")]
+        drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
         if kind in ("trains", "waits", "publishes", "saves"):
             linked.append(marks)
     # Of several such tools Bokeh obeys the first alone.
     drawn.add_tools(TapTool(renderers=linked, callback=OpenURL(url="@link", same_tab=True)))
-    drawn.y_range = Range1d(start=-0.15, end=len(lanes))
-    drawn.yaxis.ticker = [base[name] + 0.4 for name in lanes]
+    return n_entries
+
+
+def _label_lanes(drawn: Any, lanes: Sequence[str]) -> None:
+    """Name the lanes at the left, and times below."""
+    middles = [len(lanes) - 1 - number + MIDDLE for number in range(len(lanes))]
+    drawn.y_range = Range1d(start=-BELOW_LANES, end=len(lanes))
+    drawn.yaxis.ticker = middles
     drawn.yaxis.major_label_overrides = {
-        base[name] + 0.4: plain(name, at_most=16) for name in lanes
+        at: plain(name, at_most=16) for at, name in zip(middles, lanes, strict=True)
     }
     drawn.xaxis.ticker = DatetimeTicker(desired_num_ticks=4)
     drawn.xaxis.formatter = DatetimeTickFormatter(
@@ -441,12 +458,11 @@ def show_lanes(asked: Asked, table: pa.Table, *, begin: datetime, end: datetime)
         hours="%H:%M",
     )
     drawn.ygrid.visible = False
-    drawn.xgrid.grid_line_color = "#8b949e"
+    drawn.xgrid.grid_line_color = GRID
     drawn.xgrid.grid_line_alpha = 0.25
-    return draw(drawn, f"{len(lanes)} lanes from {begin} to {end}", n_entries=shown)
 
 
-def show_overlap(asked: Asked, table: pa.Table) -> Markup:
+def show_overlap(asked: PageRequest, table: pa.Table) -> Markup:
     """Say the share of overlap, and show it for each learner step."""
     rows = table.to_pylist()
 
@@ -463,7 +479,7 @@ def show_overlap(asked: Asked, table: pa.Table) -> Markup:
     )
 
 
-def show_slices(asked: Asked, table: pa.Table) -> Markup:
+def show_slices(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the slices. An episode's leads to its transcript, a learner step's to its lineage."""
 
     def address(row: Mapping[str, Any]) -> str | None:
@@ -521,7 +537,7 @@ def to_trace(table: pa.Table) -> bytes:
 
 
 def _form(
-    asked: Asked,
+    asked: PageRequest,
     *,
     begin: datetime,
     end: datetime,

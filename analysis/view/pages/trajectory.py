@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from analysis.view.group_query import OF_GROUP, group_versions, of_group
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Panel
 from analysis.view.png import picture_address
 from analysis.view.shades import SHADES, shade_class
@@ -117,7 +117,7 @@ ORDER BY s.step_index LIMIT $shown_steps
 )
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of one episode.
 
     An address that names none leads to a lost one of the newest group of mixed outcome.
@@ -166,7 +166,9 @@ def panels(asked: Asked) -> Sequence[Panel]:
     ]
 
 
-def show_episode(asked: Asked, group: uuid.UUID, trajectory: uuid.UUID, table: pa.Table) -> Markup:
+def show_episode(
+    asked: PageRequest, group: uuid.UUID, trajectory: uuid.UUID, table: pa.Table
+) -> Markup:
     """Show how the episode ended, and lead to the group's other episodes."""
     row = table.slice(0, 1).to_pylist()[0]
     attempts = [
@@ -199,7 +201,7 @@ def outcome(row: Mapping[str, Any]) -> str:
 
 
 def show_transcript(
-    asked: Asked, group: uuid.UUID, trajectory: uuid.UUID, step: int | None, table: pa.Table
+    asked: PageRequest, group: uuid.UUID, trajectory: uuid.UUID, step: int | None, table: pa.Table
 ) -> Markup:
     """Show each step. That of the address is open, or all of a short episode."""
     rows = table.to_pylist()
@@ -396,7 +398,7 @@ def _width(time_us: int, longest_us: int) -> float:
     return TIME_WIDTH * time_us / longest_us if longest_us else 0.0
 
 
-def _found(asked: Asked) -> tuple[uuid.UUID, uuid.UUID]:
+def _found(asked: PageRequest) -> tuple[uuid.UUID, uuid.UUID]:
     """Return the episode of the address and its group. Raises BadAddressError."""
     trajectory = asked.uid("traj")
     if trajectory is not None:

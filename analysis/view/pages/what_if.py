@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from markupsafe import Markup
 
 from analysis.run_status import config_of
 from analysis.view.charts import COLOURS, GRID, columns_of, draw, new_figure
-from analysis.view.group_query import OF_BATCHES, OF_GROUP, group_versions
+from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
 from analysis.view.html import html
-from analysis.view.page import Asked, BadAddressError, Page
+from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import Value, fill
-from configs import ConfigError
-from gigpo import ESTIMATORS, NORMALISATIONS, WHITENED
+from analysis.view.text import plain
+from configs import Config, ConfigError
+from gigpo import ESTIMATORS, NORMALISATIONS, WHITENED, AdvantageSettings
 from store import StoreError
 
 NUMBERS = ("gamma", "omega")
@@ -41,6 +43,7 @@ PRESETS = (
     ("GAGPO", {"estimator": "gagpo"}),
 )
 DEFAULT = PRESETS[0][1]
+BY_TEXT = ("similar", "similar_greedy")  # anchors that the macro refuses
 RECENT_STEPS, MOST_STEPS = 3, 20  # learner steps
 POINTS = 2_000
 LISTED = 200
@@ -94,7 +97,7 @@ HINTS = {
 }
 
 
-def panels(asked: Asked) -> Sequence[Panel]:
+def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the comparison of the run's own setting with the one in the address."""
     group, n_steps = asked.uid("group"), asked.whole("steps")
     if n_steps is None:
@@ -103,15 +106,28 @@ def panels(asked: Asked) -> Sequence[Panel]:
         raise BadAddressError(f"steps is a number of learner steps, from 1 to {MOST_STEPS}")
     is_first = not any(name in asked.parameters for name in NAMES)
     given = DEFAULT if is_first else {n: v for n in NAMES if (v := asked.text(n)) is not None}
+    own = own_settings(asked)
+    setting = Panel(
+        title="Setting",
+        explains="Change the setting by hand. Empty means as in the run. Nothing is written; "
+        "stored steps are weighed again.",
+        query=fill("SELECT $scope AS scope", scope=str(group or f"{n_steps} learner steps")),
+        show=partial(check_setting, own, given),
+        above=_form(asked, group, n_steps, given=given, own=own),
+        width="whole",
+    )
+    try:
+        check_setting(own, given)
+    except ValueError:
+        return [setting]  # it says what is wrong
     if group is None:
-        source = fill(OF_BATCHES, steps=n_steps)
+        source = of_batches(asked, n_steps)
     else:
-        source = fill(OF_GROUP.replace("{versions}", group_versions(asked, group)), group=group)
+        source = of_group(OF_GROUP, group=group, versions=group_versions(asked, group))
     values = {name: _value(name, text) for name, text in given.items()}
     changes = ", ".join(f"{name} := ${name}" for name in values)
     both = source + fill(BOTH.format(changes=changes), **values)
-    of_batches = group is None
-    form = _form(asked, group, n_steps, given)
+    is_recent = group is None
 
     def panel(title: str, explains: str, query: str, show: Any, **more: Any) -> Panel:
         return Panel(
@@ -119,20 +135,13 @@ def panels(asked: Asked) -> Sequence[Panel]:
             explains=explains,
             query=both + query,
             show=show,
-            later=of_batches,
-            alone=of_batches,
+            later=is_recent,
+            alone=is_recent,
             **more,
         )
 
     found = [
-        Panel(
-            title="Setting",
-            explains="Change the setting by hand. Empty means as in the run. Nothing is written; "
-            "stored steps are weighed again.",
-            query=fill("SELECT $scope AS scope", scope=str(group or f"{n_steps} learner steps")),
-            show=lambda _: form,
-            width="whole",
-        ),
+        setting,
         panel(
             "What would change",
             "A step flips if the changed setting would make its action less likely where the run "
@@ -157,7 +166,7 @@ def panels(asked: Asked) -> Sequence[Panel]:
             width="whole",
         ),
     ]
-    if of_batches:
+    if is_recent:
         found.append(
             panel(
                 "Groups",
@@ -168,6 +177,35 @@ def panels(asked: Asked) -> Sequence[Panel]:
             )
         )
     return found
+
+
+def own_settings(asked: PageRequest) -> AdvantageSettings | None:
+    """Return the setting that the run trains with, None if its config cannot be read here."""
+    try:
+        return AdvantageSettings.of(config_of(Path(asked.run)).algorithm)
+    except (ConfigError, StoreError, OSError, ValueError):
+        return None
+
+
+def check_setting(
+    own: AdvantageSettings | None, given: Mapping[str, str], table: pa.Table | None = None
+) -> Markup:
+    """Return nothing to show. Raises ValueError with what is wrong with the setting.
+
+    Otherwise each panel would show DuckDB's error.
+    """
+    base = own or AdvantageSettings.of(Config().algorithm)
+    if base.anchor in BY_TEXT:
+        raise ValueError(
+            f"this run compares states by their texts (anchor={base.anchor}), which SQL cannot; "
+            "gigpo audit RUN omega=0 --against weighs its steps again"
+        )
+    values: dict[str, Any] = {name: _value(name, text) for name, text in given.items()}
+    for name in NUMBERS:
+        if isinstance(values.get(name), str):
+            raise ValueError(f"{name} is a number, not {plain(values[name])}")
+    replace(base, **values)
+    return Markup("")
 
 
 def show_summary(given: Mapping[str, str], table: pa.Table) -> Markup:
@@ -202,7 +240,7 @@ def show_scatter(table: pa.Table) -> Chart:
     return draw(drawn, f"old against new advantages of {len(data['own'])} steps, {n_flips} flip")
 
 
-def show_flips(asked: Asked, table: pa.Table) -> Markup:
+def show_flips(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the steps whose sign changes."""
 
     def anchor(row: Mapping[str, Any]) -> str | None:
@@ -220,7 +258,7 @@ def show_flips(asked: Asked, table: pa.Table) -> Markup:
     return show_rows(table, links=links, hints=HINTS, hidden=hidden)
 
 
-def show_groups(asked: Asked, given: Mapping[str, str], table: pa.Table) -> Markup:
+def show_groups(asked: PageRequest, given: Mapping[str, str], table: pa.Table) -> Markup:
     """Show the flips of each group. Each leads to the same question about it alone."""
     setting = {name: given.get(name, "") for name in NAMES}
 
@@ -234,7 +272,7 @@ def show_groups(asked: Asked, given: Mapping[str, str], table: pa.Table) -> Mark
 
 
 def _value(name: str, text: str) -> Value:
-    """Return a value for the macro, which refuses what means nothing."""
+    """Return a value for the macro; a text that is no number as it is."""
     if name in CHOICES:
         return text
     try:
@@ -243,12 +281,14 @@ def _value(name: str, text: str) -> Value:
         return text
 
 
-def _form(asked: Asked, group: uuid.UUID | None, n_steps: int, given: Mapping[str, str]) -> Markup:
-    try:
-        algorithm: Any = config_of(Path(asked.run)).algorithm
-        own = {name: str(getattr(algorithm, name)) for name in NAMES}
-    except (ConfigError, StoreError, OSError, AttributeError):
-        own = dict.fromkeys(NAMES, "")
+def _form(
+    asked: PageRequest,
+    group: uuid.UUID | None,
+    n_steps: int,
+    *,
+    given: Mapping[str, str],
+    own: AdvantageSettings | None,
+) -> Markup:
     scope: dict[str, Value] = {"group": group} if group else {"steps": n_steps}
     blank = dict.fromkeys(NAMES, "")
     return html(
@@ -258,7 +298,7 @@ def _form(asked: Asked, group: uuid.UUID | None, n_steps: int, given: Mapping[st
         n_steps=n_steps,
         most_steps=MOST_STEPS,
         given=blank | dict(given),
-        own=own,
+        own=dict.fromkeys(NAMES, "") if own is None else asdict(own),
         choices=CHOICES,
         presets=[
             (said, asked.link("/whatif", **scope, **(blank | change)), change == dict(given))

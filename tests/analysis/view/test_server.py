@@ -6,16 +6,21 @@ import json
 import re
 import time
 import uuid
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
+from analysis.evaluation_stats import interval
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
+from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
+from analysis.view.report_summary import heldout_tasks
 from analysis.view.server import make_app
+from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
 from store import RunLayout, open_run
 from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play_one_more
@@ -196,3 +201,76 @@ def test_a_value_in_a_query_is_that_value(layout: RunLayout) -> None:
     for bad in ("\0", "\ud800"):
         with pytest.raises(ValueError, match="holds no NUL"):
             fill("$value", value=bad)
+
+
+def test_a_run_that_is_silent_is_not_shown_as_working() -> None:
+    processes = pa.table(
+        {
+            "process": ["driver", "learner"],
+            "waits_for": ["working", "groups"],
+            "last_beat_at": ["2026-01-01 00:00:00", "2026-01-01 00:00:30.5"],
+        }
+    )
+    later = datetime(2026, 1, 1, 2, 59, 30)
+    assert "Nothing was heard of this run for 2 h 59 min" in show_processes(
+        "a", processes, now=later
+    )
+    assert "Nothing was heard" not in show_processes("a", processes, now=None)
+    assert "30 s ago" in show_processes("a", processes, now=None)
+
+
+def test_the_first_look_after_a_pause_finds_what_was_committed(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copy_run(layout, tmp_path / "run")
+    stored = Snapshots(copy.root, refresh_s=3600.0)
+    try:
+        before = stored.look()
+        play_one_more(copy.root)
+        assert stored.look() == before
+        monkeypatch.setattr("analysis.view.snapshots.LOOKED_AT_S", 0.0)
+        assert stored.look() > before
+    finally:
+        stored.close()
+
+
+def test_a_group_shows_the_attempts_that_gave_no_episode(
+    client: TestClient, layout: RunLayout
+) -> None:
+    with open_run(layout.root) as reader:
+        (row,) = reader.rows("SELECT DISTINCT group_uid FROM unfinished")
+    page = client.get("/group", params={"group": str(row["group_uid"])}).text
+    _, _, panel = page.partition('id="unfinished-attempts"')
+    assert "worker_lost" in panel.partition("</section>")[0]
+
+
+def test_a_checkpoint_that_is_gone_is_said_to_be_removed(layout: RunLayout, tmp_path: Path) -> None:
+    copy = copy_run(layout, tmp_path / "run")
+    for expected in ("removed", "yes"):
+        with TestClient(make_app([copy.root], token=TOKEN), base_url="http://127.0.0.1") as client:
+            _, _, panel = client.get("/lineage").text.partition('id="checkpoints"')
+        assert re.findall("<td>(removed|yes)</td>", panel.partition("</section>")[0]) == [expected]
+        copy.checkpoint_dir(1).mkdir(parents=True, exist_ok=True)
+
+
+def test_a_chart_without_columns_takes_the_first_and_the_numbers(client: TestClient) -> None:
+    query = "SELECT 'a' AS name, 1 AS one, 'b' AS text, 2.5 AS two"
+    assert 'id="chart"' not in client.get("/sql", params={"q": query, "chart": ""}).text
+    drawn = client.get("/sql", params={"q": query, "chart": "lines"}).text
+    assert 'aria-label="one and two by name, 1 bars"' in drawn
+    refused = client.get("/sql", params={"q": "SELECT 'a' AS name", "chart": "lines"}).text
+    assert "beside name the answer has no column of numbers to draw" in refused
+
+
+def test_an_evaluation_is_drawn_with_its_interval() -> None:
+    tasks = [{"task_id": "a", "won": 3, "played": 4}, {"task_id": "b", "won": 1, "played": 4}]
+    batch = {"learner_step": 1, "success": 0.5, "low": 0.4, "high": 0.6, "episodes": 8}
+    table = pa.Table.from_pylist(
+        [
+            {**batch, "heldout": None, "heldout_tasks": None},
+            {**batch, "learner_step": 2, "heldout": 0.5, "heldout_tasks": tasks},
+        ]
+    )
+    text = json.dumps(show_success(table).item)
+    low, high = interval(heldout_tasks(tasks))
+    assert "heldout_low" in text and f"{low}" in text and f"{high}" in text

@@ -1,7 +1,7 @@
 """Remember which metrics a consumer was given, so that no start gives it one twice.
 
-    given = Given(layout, "wandb")
-    for learner_step, values in given.new(rows): ...   # written down before they are returned
+    delivered = DeliveredMetrics(layout, "wandb")
+    for learner_step, values in delivered.new(rows): ...   # written down before they are returned
 
 `RUN/given.json` has, for each consumer, the highest learner step of every metric. A metric's
 learner steps only grow, until a roll-back. Steps that are trained again were given before, and most
@@ -27,7 +27,7 @@ from store import (
 )
 
 
-class Given:
+class DeliveredMetrics:
     """Keep which metrics one consumer was given, and notes of its own beside them."""
 
     def __init__(self, layout: RunLayout, consumer: str) -> None:
