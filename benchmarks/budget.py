@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class Form:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     steps_per_s: float
-    learner_step_s: float
+    learner_step_s: float | None  # None if fewer than two ended within the window
     component_ms: Mapping[str, float]  # per agent step
     group_ms: Mapping[str, Mapping[str, float]]  # component -> function group -> per agent step
 
@@ -88,7 +88,8 @@ def main() -> None:
     figures |= json_figures(budget) | floors
     if not options.quick:
         in_turns, _ = measure(quick_start, policy, seconds=seconds, profile_s=0.0, max_staleness=0)
-        figures["async_over_sync_real"] = in_turns.learner_step_s / budget.learner_step_s
+        if budget.learner_step_s and in_turns.learner_step_s:
+            figures["async_over_sync_real"] = in_turns.learner_step_s / budget.learner_step_s
         figures |= alfworld(options.data.resolve(), folder, seconds=seconds)
     show_json(figures, figures)
 
@@ -151,11 +152,17 @@ def measure(
         floors = measure_floors(run_dir, policy=policy, n_groups=32) if profile_s else {}
     budget = Budget(
         steps_per_s=n_steps / (end_us - begin_us) * US_PER_S,
-        learner_step_s=(ends_us[-1] - ends_us[0]) / (len(ends_us) - 1) / US_PER_S,
+        learner_step_s=mean_gap_s(ends_us),
         component_ms=component_ms,
         group_ms={name: shares(name, found, component_ms[name]) for name, found in stacks.items()},
     )
     return budget, floors
+
+
+def mean_gap_s(ends_us: Sequence[int]) -> float | None:
+    if len(ends_us) < 2:
+        return None
+    return (ends_us[-1] - ends_us[0]) / (len(ends_us) - 1) / US_PER_S
 
 
 def shares(component: str, stacks: Counter[tuple[str, ...]], ms: float) -> dict[str, float]:
@@ -167,10 +174,7 @@ def shares(component: str, stacks: Counter[tuple[str, ...]], ms: float) -> dict[
 
 
 def show(budget: Budget, floors: Mapping[str, float]) -> None:
-    print(
-        f"{budget.steps_per_s:.0f} agent steps/s, {budget.total_ms:.2f} ms of CPU for each; a "
-        f"learner step in {budget.learner_step_s:.2f} s"
-    )
+    print(f"{budget.steps_per_s:.0f} agent steps/s, {budget.total_ms:.2f} ms of CPU for each")
     print(f"{'CPU ms per agent step':40} {'here':>8} {'alone':>8}")
     for name, ms in sorted(budget.component_ms.items(), key=lambda item: -item[1]):
         floor = floors.get(f"{JSON_NAMES.get(name, name)}_floor_ms")
