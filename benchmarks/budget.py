@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +42,7 @@ from store import now_us
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 2  # learner steps
 MS_PER_S, US_PER_S = 1e3, 1e6
+ALFWORLD_PACKAGES = ("alfworld", "fast_downward")
 SHOWN_MS = 0.005  # a group that costs less is not shown
 # components in the JSON line
 JSON_NAMES = {"engine": "engine", "worker": "worker", "environment": "env"}
@@ -97,6 +99,9 @@ def main() -> None:
 def alfworld(data: Path, folder: Path, *, seconds: float) -> dict[str, float]:
     if not (data / "alfworld").is_dir():
         print(f"alfworld: left out, as there is no {data / 'alfworld'}; give --data or GIGPO_DATA")
+        return {}
+    if missing := [name for name in ALFWORLD_PACKAGES if find_spec(name) is None]:
+        print(f"alfworld: left out, as {missing[0]} is not installed; pip install -e '.[alfworld]'")
         return {}
     settings = {"env.options.data": data / "alfworld", "model.tiny.clone_steps": 30}
     form = Form(config="configs/alfworld_cpu.yaml", settings=settings)

@@ -29,8 +29,8 @@ SHORTEST_BOUND = 16
 # A longer text takes a noticeable time to tokenise: do it beside the event loop.
 LONG_CHARACTERS = 2**14
 TEMPLATE_TIMEOUT_S = 15.0  # for one short message, which takes milliseconds
-# Characters of the messages whose token ids are kept: twice those of a whole quick start. With their
-# ids they take 20 MB, or 85 MB where a token is one character.
+# Characters of the messages whose token ids are kept: twice those of a whole quick start. With
+# their ids they take 20 MB, or 85 MB where a token is one character.
 KEPT_CHARACTERS = 2**21
 CONTINUED = -1  # form of a message behind a reply; the form of others is their number of images
 MESSAGE, REPLY = "0message0", "0reply0"  # looked for in the text that a chat template writes
