@@ -88,6 +88,20 @@ class PromptForm:
             return self._continue_chat(observation, history)
         return self._make_window(observation, history)
 
+    def known_prompt(self, observation: Observation, history: Sequence[Turn]) -> Prompt | None:
+        """Return `prompt` at once if the tokens of its message are kept; None otherwise."""
+        if observation.images or (self.config.style == "chat" and history):
+            return None
+        kept = turns_shown(self.config.history_length, len(history))
+        token_ids = self._chat.known(self._message(observation, history, kept=kept))
+        if token_ids is None or len(token_ids) > self.max_prompt_tokens:
+            return None
+        return Prompt(
+            token_ids=token_ids,
+            actions=observation.actions,
+            demonstrated=observation.demonstrated,
+        )
+
     def parse(self, token_ids: Sequence[int]) -> Answer:
         parser = self.config.parser
         text = self.tokenizer.decode(token_ids, skip_special_tokens=parser != "tags")

@@ -198,7 +198,10 @@ async def _make_prompt(
     label = f"{task.env_name} task {task.id!r}, step {len(history)}"
     past = tuple(history)
     try:
-        thread = LONG_PROMPTS if form.takes_long(observation, past) else SHORT_PROMPTS
+        takes_long = form.takes_long(observation, past)
+        if not takes_long and (known := form.known_prompt(observation, past)) is not None:
+            return known
+        thread = LONG_PROMPTS if takes_long else SHORT_PROMPTS
         return await thread.make(
             lambda: form.prompt(observation, past), tokenizer=form.tokenizer, label=label
         )

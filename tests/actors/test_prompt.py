@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actors.prompting import chat_template
 from actors.prompting.action_parser import Answer
 from actors.prompting.prompt import PromptForm
 from actors.prompting.template import GAP, TEMPLATES, Turn, render, shortened
@@ -108,6 +109,7 @@ def test_a_template_that_is_longer_than_the_budget_keeps_both_ends_of_the_chat(f
 
 
 words = st.text("ab \n'{}", max_size=120)
+few = st.sampled_from(["", "a", "b", "a b"])  # so that messages come again
 
 
 # `form` has no state
@@ -183,3 +185,35 @@ def test_braces_in_game_text_are_text() -> None:
 def test_an_unknown_template_is_refused(form: Form) -> None:
     with pytest.raises(ValueError, match=r"nonsense.*'compact'"):
         form(template="nonsense")
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
+@given(
+    visits=st.lists(
+        st.tuples(
+            st.builds(Observation, text=few, actions=st.none() | st.tuples(few)),
+            st.lists(st.builds(Turn, observation=few, action=few), max_size=3),
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    budget=st.sampled_from([8, UNLIMITED]),
+    kept_characters=st.sampled_from([0, 30, UNLIMITED]),
+)
+def test_kept_tokens_are_those_that_a_new_form_makes(
+    form: Form,
+    visits: list[tuple[Observation, list[Turn]]],
+    budget: int,
+    kept_characters: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "KEPT_CHARACTERS", kept_characters)
+        keeping = form(max_prompt_tokens=budget)
+        for observation, history in visits:
+            expected = form(max_prompt_tokens=budget).prompt(observation, history)
+            assert keeping.known_prompt(observation, history) in (None, expected)
+            assert keeping.prompt(observation, history) == expected
+            if kept_characters == UNLIMITED and not expected.n_dropped_tokens:
+                assert keeping.known_prompt(observation, history) == expected
