@@ -38,7 +38,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from actors.inference.broadcast_receiver import Receiver
 from actors.inference.engine_process import ENGINE_CORES, PR_SET_PDEATHSIG, engine_cores
-from actors.inference.step_pacing import pace_engine
+from actors.inference.vllm_step_pacing import pace_engine
 from actors.inference.weight_files import RECEIVED
 from store import WeightFileError, files_digest, weight_files
 

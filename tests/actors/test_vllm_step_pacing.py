@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.inference import step_pacing
-from actors.inference.step_pacing import FORGET, STEP_EVERY_S, StepPacer, paced
+from actors.inference import vllm_step_pacing
+from actors.inference.vllm_step_pacing import FORGET, STEP_EVERY_S, StepPacer, paced
 
 MODEL_S = STEP_EVERY_S / 4  # one step of a small model
 
@@ -44,7 +44,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(step_pacing, "time", engine)
+    monkeypatch.setattr(vllm_step_pacing, "time", engine)
     return engine
 
 
