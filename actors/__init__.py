@@ -8,7 +8,8 @@
 `prompting/`       observation to token ids, and token ids to action
 `inference/`       policies: `vllm_policy.py` and `openai_policy.py`. New weights: `weight_sync.py`
                    says when, `vllm_policy.py` pauses the engine, `vllm_weight_loader.py` loads
-                   them inside the engine's process, from files or from `broadcast_receiver.py`
+                   them inside the engine's process, from files or from `broadcast_receiver.py`.
+                   `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller
 `endpoint/`        the OpenAI-compatible server that agent programs call
 `templates/`       prompt templates
 """

@@ -38,6 +38,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from actors.inference.broadcast_receiver import Receiver
 from actors.inference.engine_process import ENGINE_CORES, PR_SET_PDEATHSIG, engine_cores
+from actors.inference.vllm_step_pacing import pace_engine
 from actors.inference.weight_load import RECEIVED
 from store import WeightFileError, files_digest, weight_files
 
@@ -109,6 +110,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         die_with_parent()
         if device.type == "cpu":
             keep_freed_memory()
+            pace_engine(max_requests=vllm_config.scheduler_config.max_num_seqs)
         if ENGINE_CORES in os.environ:
             bind_to(engine_cores(os.environ[ENGINE_CORES]))
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 
 from actors.inference.vllm_policy import VLLMPolicy
@@ -28,10 +28,19 @@ NO_VERSION = -1  # the engine starts with the base model, which is not published
 RETRY_S = 5.0
 
 
+class Superseded(Exception):
+    """A newer version was published while this engine waited to load an older one."""
+
+    def __init__(self, newest: VersionRecord) -> None:
+        super().__init__(newest)
+        self.newest = newest
+
+
 class WeightSync:
     """Load published versions, one at a time. Waits for the storage and for the engine.
 
-    `update_lock` makes engines load one after the other. `rendezvous` returns the address from
+    `update_lock` makes engines load one after the other. A version is skipped if a newer one was
+    published while the engine waited for it. `rendezvous` returns the address from
     which the learner sends weights; it is None if all weights come as files.
     """
 
@@ -54,6 +63,9 @@ class WeightSync:
         self._update_lock, self._rendezvous = update_lock, rendezvous
         self._has_joined = False  # the engine receives what the learner sends
         self._one_load = asyncio.Lock()
+        # False after a version was skipped: else an engine that always finds a newer one when its
+        # turn comes would never load any.
+        self._may_skip = True
         self._refused = NO_VERSION
         self._refused_at_s = 0.0
 
@@ -70,6 +82,9 @@ class WeightSync:
                     return
                 try:
                     await self._load(version)
+                except Superseded as superseded:
+                    self._may_skip = False
+                    version = superseded.newest
                 except StoreError as error:
                     newest = await self._newest()
                     if newest is None or newest == version:
@@ -81,13 +96,13 @@ class WeightSync:
     async def _load(self, version: VersionRecord) -> None:
         load, fetch_ms = None, 0.0
         if self._has_joined:
-            async with self._update_lock():
+            async with self._turn(version):
                 load = await self._engine.load_received(
                     version=version.version, digest=version.digest
                 )
         if load is None:
             load, fetch_ms = await self._load_files(version)
-        self.version = version.version
+        self.version, self._may_skip = version.version, True
         detail = {"version": version.version, "digest": load.file_digest, "received": load.received}
         phases = {"fetch_ms": fetch_ms, **asdict(load)}
         for name, value in phases.items():
@@ -103,11 +118,20 @@ class WeightSync:
         started_s = time.perf_counter()
         directory = await asyncio.to_thread(local_directory, self._layout, version.path)
         fetch_ms = (time.perf_counter() - started_s) * 1e3
-        async with self._update_lock():
+        async with self._turn(version):
             load = await self._engine.load_weights(
                 version=version.version, path=directory, digest=version.digest
             )
         return load, fetch_ms
+
+    @asynccontextmanager
+    async def _turn(self, version: VersionRecord) -> AsyncIterator[None]:
+        """Hold the lock on weight updates. Raises Superseded if the wait for it was too long."""
+        async with self._update_lock():
+            newest = await self._newest() if self._may_skip else None
+            if newest is not None and newest.version > version.version:
+                raise Superseded(newest)
+            yield
 
     async def _refuse(self, version: VersionRecord, error: StoreError) -> None:
         is_first = version.version != self._refused

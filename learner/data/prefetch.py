@@ -35,11 +35,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from learner.data.batch_loader import BatchLoader, PreparedBatch, prepare_batch
 
-POLL_S = 0.05  # between two claims while there are too few groups
+# Between two claims while there are too few groups: POLL_SHARE of the wait so far, within these
+# limits. A claim costs the coordinator and the learner about a millisecond of CPU each.
+POLL_S, LONGEST_POLL_S = 0.05, 0.5
+POLL_SHARE = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +91,12 @@ class Prefetch:
             _log.error("the next batch could not be prepared: %s", error, exc_info=error)
 
     def _next_batch(self, version: int, learner_step: int) -> PreparedBatch | None:
+        began_s = time.monotonic()
         while not self._stop.is_set():
             batch = self.loader.claim(version)
             if batch is not None:
                 self.has_groups = True
                 return prepare_batch(self.loader, batch, version=version, learner_step=learner_step)
-            self._stop.wait(POLL_S)
+            waited_s = time.monotonic() - began_s
+            self._stop.wait(min(max(POLL_S, POLL_SHARE * waited_s), LONGEST_POLL_S))
         return None

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -215,3 +215,22 @@ def test_an_engine_too_old_to_be_of_use_ends_the_run(tmp_path: Path, max_stalene
         run.serve(run.publish(max_staleness + 1, whole=False))
     assert len(run.events(REFUSED)) == max_staleness + 1
     run.catalog.close()
+
+
+def test_a_version_is_skipped_once_for_one_published_while_the_engine_waited(run: Run) -> None:
+    """An engine that waits longer than a learner step still loads every second version."""
+    first = run.publish(1)
+    waits = iter(range(2, 10))
+
+    @contextlib.asynccontextmanager
+    async def long_wait() -> AsyncIterator[None]:
+        run.publish(next(waits))
+        yield
+
+    run.weights._update_lock = long_wait
+    run.serve(first)  # finds 2, and loads it although 3 is there by then
+    assert run.engine.served == [2]
+    newest = run.catalog.latest_version()
+    assert newest is not None and newest.version == 3
+    run.serve(newest)
+    assert run.engine.served == [2, 4]
