@@ -13,7 +13,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -36,18 +36,40 @@ WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.(safetensors|bin)"
 FOLLOWED_KEYS = (
     "backbone",
     "configuration_files",
+    "feature_extractor_type",
+    "image_processor_type",
     "transformers_weights",
     "use_pretrained_backbone",
 )
-# The keys of these two files become arguments of the tokenizer's class. Some are paths of files; of
-# IGNORED_FILE_KEYS, which old tokenizers have, transformers opens none.
-TOKENIZER_CONFIG = "tokenizer_config.json"
-SPECIAL_TOKENS = "special_tokens_map.json"
-FILE_KEY = re.compile(r".*_files?|vocab|merges|init_inputs", re.DOTALL)
+# The keys of these files become arguments of transformers' classes, and any text among them may be
+# opened as a file. So text is allowed only where a tokenizer or an image processor needs it.
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_TEXT = re.compile(
+    r".*_token|added_tokens_decoder|(additional|extra)_special_tokens|(chat|response)_template|"
+    r"response_schema|tool_parser_type|tokenizer_(class|type)|processor_class|auto_map|backend|"
+    r"name_or_path|model_input_names|(padding|truncation)_side|truncation_strategy|errors",
+    re.DOTALL,
+)
+# Paths in tokenizer_config.json of old tokenizers, of which transformers opens none. Paths in the
+# other file replace those that it has found.
 IGNORED_FILE_KEYS = ("tokenizer_file", "special_tokens_map_file")
+IMAGE_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+IMAGE_TEXT = re.compile(
+    r"(image_processor|video_processor)_type|processor_class|chat_template|"
+    r"(input_)?data_format|return_tensors"
+)
+IMAGE_CLASS = re.compile(r"Qwen2(_5_)?VL(Image|Video)?Processor(Fast|Pil)?")
+# A number under such a key would be opened as a descriptor.
+FILE_KEY = re.compile(r".*(file|files|path|spm)|vocab|merges|init_inputs", re.DOTALL)
+TOKENIZER_CLASS = "tokenizer_class"
+IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation")
 CODE_KEY = "auto_map"  # of a model's own code; at the top it is ignored
 Loaded = TypeVar("Loaded")
-_offline = threading.RLock()
+_loading = threading.RLock()
 
 
 def check_model_path(config: Config) -> None:
@@ -94,29 +116,80 @@ def check_model_directory(path: Path | str) -> None:
             raise ConfigError(
                 f"{index} cannot be used: {error}; download the model again"
             ) from None
-    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+    for name in TOKENIZER_FILES:
         _check_tokenizer(path / name)
     if (path / "config.json").is_file():
         _check_kind(path)
+        if model_type(str(path)) in VISION_MODEL_TYPES:
+            for name in IMAGE_FILES:
+                _check_image_processor(path / name)
 
 
 def _check_tokenizer(file: Path) -> None:
-    """Raise ConfigError if a tokenizer's description names other files."""
+    """Raise ConfigError if a tokenizer's description names other files, or is no tokenizer's."""
+    content = _content(file)
+    ignored = IGNORED_FILE_KEYS if file.name == TOKENIZER_FILES[0] else ()
+    for name, value in content.items():
+        if not TOKENIZER_TEXT.fullmatch(name) and name not in ignored:
+            _check_no_text(file, _leaves(name, value))
+    if TOKENIZER_CLASS in content:
+        _check_tokenizer_class(file, content[TOKENIZER_CLASS])
+
+
+def _check_image_processor(file: Path) -> None:
+    """Raise ConfigError if an image processor's description names other files or classes."""
+    leaves = list(_leaves("", _content(file)))
+    _check_no_text(file, [leaf for leaf in leaves if not IMAGE_TEXT.fullmatch(leaf[0])])
+    for key, value in leaves:
+        if value and key.endswith(("_type", "_class")) and not IMAGE_CLASS.fullmatch(str(value)):
+            raise ConfigError(
+                f"{file} has {key}={value!r:.80}, which is not of a Qwen2-VL model; give another "
+                "model.path"
+            )
+
+
+def _content(file: Path) -> dict[str, object]:
+    """Return a description's keys, none of a file that is missing. Raises ConfigError."""
     if not file.is_file():
-        return
+        return {}
     try:
-        content = dict(json.loads(file.read_bytes()))
+        return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{file} is not readable ({error!s:.200}); download the model again"
         ) from error
-    # What SPECIAL_TOKENS says replaces the paths that transformers has found.
-    ignored = IGNORED_FILE_KEYS if file.name == TOKENIZER_CONFIG else ()
-    for key, value in content.items():
-        if value and key not in ignored and FILE_KEY.fullmatch(key):
+
+
+def _check_no_text(file: Path, leaves: Iterable[tuple[str, object]]) -> None:
+    """Raise ConfigError if one of the values may name a file."""
+    for key, value in leaves:
+        if value not in (None, "") and (isinstance(value, str) or FILE_KEY.fullmatch(key)):
             raise ConfigError(
-                f"{file} has the key {key!r:.80}, which names another file; nothing of it was "
+                f"{file} has the key {key!r:.80}, which may name another file; nothing of it was "
                 "loaded. Remove the key, or give another model.path"
+            )
+
+
+def _check_tokenizer_class(file: Path, name: object) -> None:
+    """Raise ConfigError if a name is that of a class of transformers that is no tokenizer.
+
+    Such a class would be loaded without FROM_FILES, so it may ask on the terminal whether to run
+    the directory's code, or load what it likes. Another name means the usual tokenizer.
+    """
+    # Imported here: they take a second.
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if name is None:
+        return
+    plain = str(name).removesuffix("Fast")
+    for each in (str(name), plain, f"{plain}Fast"):  # transformers tries them all
+        found = tokenizer_class_from_name(each)
+        is_one = isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+        if not isinstance(name, str) or (found is not None and not is_one):
+            raise ConfigError(
+                f"{file} has {TOKENIZER_CLASS}={name!r:.80}, which is no tokenizer; nothing of it "
+                "was loaded. Give another model.path"
             )
 
 
@@ -152,49 +225,75 @@ def _check_kind(path: Path) -> None:
             f"{', '.join(VISION_MODEL_TYPES)}; give another model.path"
         )
     content = json.loads(file.read_bytes())
-    inside = [key for value in content.values() for key in _keys(value)]
-    followed = [key for key in [*content, *inside] if key in FOLLOWED_KEYS]
-    if followed or CODE_KEY in inside:
+    items = list(_items(content))
+    followed = [key for key, _ in items if key in FOLLOWED_KEYS]
+    inside = [key for value in content.values() for key, _ in _items(value)]
+    # transformers would load a kernel's code from the Hub
+    kernels = [key for key, value in items if IMPLEMENTATION.fullmatch(key) and "/" in str(value)]
+    if followed or kernels or CODE_KEY in inside:
         raise ConfigError(
-            f"{file} has the key {[*followed, CODE_KEY][0]!r}, which names another model or code; "
-            "nothing of it was loaded. Give another model.path"
+            f"{file} has the key {[*followed, *kernels, CODE_KEY][0]!r}, which names another model "
+            "or code; nothing of it was loaded. Give another model.path"
         )
+    for key, value in items:
+        if key == TOKENIZER_CLASS:
+            _check_tokenizer_class(file, value)
 
 
-def _keys(value: object) -> Iterator[str]:
-    """Yield the keys of all mappings in a value of JSON."""
+def _items(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the keys and values of all mappings in a value of JSON."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict):
-            yield from one
+            yield from one.items()
             waiting += one.values()
         elif isinstance(one, list):
             waiting += one
 
 
-@contextmanager
-def _without_network() -> Iterator[None]:
-    """Keep huggingface_hub from asking the Hub; local_files_only does not cover every request."""
-    from huggingface_hub import constants
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield what is no list and no mapping in a value of JSON, with the innermost key."""
+    waiting = [(key, value)]
+    while waiting:
+        name, one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += one.items()
+        elif isinstance(one, list):
+            waiting += [(name, each) for each in one]
+        else:
+            yield name, one
 
-    with _offline:
-        before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep transformers from asking the Hub, and from asking the user whether to run code.
+
+    FROM_FILES does not cover every request: some classes do not pass it on.
+    """
+    from huggingface_hub import constants
+    from transformers import dynamic_module_utils
+
+    with _loading:
+        offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+        wait_s = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # it refuses and does not read stdin
         try:
             yield
         finally:
-            constants.HF_HUB_OFFLINE = before
+            constants.HF_HUB_OFFLINE = offline
+            dynamic_module_utils.TIME_OUT_REMOTE_CODE = wait_s
 
 
 def loaded(name: str, path: Path | str, *, load: Callable[[], Loaded]) -> Loaded:
     """Return `load()`, which reads the part `name` of the model directory `path`.
 
     Raises ConfigError, in one line, for whatever transformers raises on damaged or hostile files.
-    The Hub is not asked meanwhile.
+    Neither the Hub nor the user is asked meanwhile.
     """
     check_model_directory(path)
     try:
-        with _without_network():
+        with _alone():
             return load()
     except Exception as error:
         reason = one_line(error)[:REASON_CHARACTERS]

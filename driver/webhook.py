@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +45,17 @@ def webhook_url(config: Config) -> str:
             f"alarms.webhook_env={name}: this environment variable {state}; set it to "
             "http(s)://..., or leave the setting out"
         )
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_usable = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # its text quotes the URL
+        is_usable = False
+    # What urllib cannot send, it quotes in its error.
+    if not is_usable or parts.username is not None or not re.fullmatch(r"[!-~]+", url):
+        raise ConfigError(
+            f"alarms.webhook_env={name}: the URL in this environment variable cannot be used; it "
+            "is ASCII, http(s)://HOST[:PORT]/..., without a user name and without blanks"
+        ) from None
     return url
 
 
@@ -119,7 +132,9 @@ class AlarmWebhook:
             try:
                 self._post(post)
             except Exception as error:  # noqa: BLE001  # the border to the network: said once
-                self._fail(f"{type(error).__name__}: {error}")
+                # Classes alone: the text may quote a part of the URL.
+                why = getattr(error, "code", type(getattr(error, "reason", error)).__name__)
+                self._fail(f"{type(error).__name__} ({why})")
 
     def _post(self, post: dict[str, Any]) -> None:
         request = urllib.request.Request(

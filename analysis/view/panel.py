@@ -102,8 +102,8 @@ def render_panel(
     try:
         table = ask(panel.query) if panel.n_rows is None else ask(panel.query, panel.n_rows)
         body = _body(panel, table if panel.combine is None else panel.combine(table))
-    except (StoreError, ValueError, OverflowError, pa.ArrowException) as reason:
-        error = plain(" ".join(str(reason).split()), at_most=600)
+    except Exception as reason:  # noqa: BLE001  a stranger's view may give values of any type
+        error = why(reason)
     return html(
         template,
         panel=panel,
@@ -114,6 +114,15 @@ def render_panel(
         query=panel.query.strip(),
         command=command(panel.query, run=run, lsn=lsn),
     )
+
+
+def why(error: Exception) -> str:
+    """Return an error in one line, led by its class where its text is not meant for people."""
+    text = " ".join(str(error).split())
+    named = (
+        text if isinstance(error, StoreError | ValueError) else f"{type(error).__name__}: {text}"
+    )
+    return plain(named, at_most=600)
 
 
 def render_placeholder(panel: Panel, address: str) -> Markup:

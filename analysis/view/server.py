@@ -40,7 +40,7 @@ from analysis.view.downloads import DOWNLOADS, download
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages import PAGES
-from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder
+from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder, why
 from analysis.view.snapshots import Snapshots
 from analysis.view.text import plain
 from printable import printable
@@ -50,7 +50,7 @@ LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 MAX_ADDRESS_BYTES = 64 << 10
 MAX_QUERY_BYTES = 1 << 20
-KEPT_PANELS = 256  # of tens of kB each
+KEPT_CHARACTERS = 2**24  # of panels; most have tens of thousands
 HEADERS = {
     # Bokeh sets styles in the page; scripts come from files of ours only.
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -167,6 +167,7 @@ class Viewer:
         self.stored, self.names, self.token, self.as_of = stored, names, token, as_of
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[int, int, str, str, str], Markup] = OrderedDict()
+        self._n_kept = 0  # characters
 
     def start(self, request: Request) -> Response:
         """Lead to the first page."""
@@ -203,6 +204,8 @@ class Viewer:
             return self._error(page, request, str(error), status=400)
         except StoreError as error:
             return self._error(page, request, " ".join(str(error).split()), status=410)
+        except Exception as error:  # noqa: BLE001  a stranger's view may give values of any type
+            return self._error(page, request, why(error), status=500)
         if only is not None:
             return HTMLResponse(shown[0])
         return HTMLResponse(self._frame(page, asked, request, Markup("").join(shown)))
@@ -229,9 +232,11 @@ class Viewer:
         )
         if ERROR_MARK not in shown and panel.keeps:
             with self._lock:
+                # another request may have drawn it meanwhile
+                self._n_kept += len(shown) - len(self._kept.pop(key, ""))
                 self._kept[key] = shown
-                while len(self._kept) > KEPT_PANELS:
-                    self._kept.popitem(last=False)
+                while self._n_kept > KEPT_CHARACTERS:
+                    self._n_kept -= len(self._kept.popitem(last=False)[1])
         return shown
 
     async def sql_for_programs(self, request: Request) -> Response:

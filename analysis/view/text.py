@@ -7,6 +7,7 @@ direction of text, and lines of a megabyte.
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 from markupsafe import Markup, escape
 
@@ -15,6 +16,8 @@ from printable import UNSAFE
 SHORT_CHARACTERS = 300  # that are shown at once
 LONG_CHARACTERS = 20_000  # that "show all" shows; the query gives the rest
 ENDS_LINE = "\n"
+MOST_MARKS = 100  # of a text; each is 60 bytes of HTML
+UNMARKED = "\N{REPLACEMENT CHARACTER}"  # stands for each hidden character after these
 
 
 def visible(value: object, *, at_most: int = SHORT_CHARACTERS) -> Markup:
@@ -40,15 +43,14 @@ def plain(value: object, *, at_most: int = 80) -> str:
 
 
 def _marked(text: str) -> Markup:
-    """Return the text escaped, with each unsafe character in a mark of its own.
+    """Return the text escaped, with each unsafe character in a mark of its own, up to MOST_MARKS.
 
     Lines stay: a page shows them with `white-space: pre-wrap`.
     """
     parts: list[Markup] = []
     end = 0
-    for found in UNSAFE.finditer(text):
-        if found[0] == ENDS_LINE:
-            continue
+    hidden = (found for found in UNSAFE.finditer(text) if found[0] != ENDS_LINE)
+    for found in islice(hidden, MOST_MARKS):
         parts.append(escape(text[end : found.start()]))
         name = f"U+{ord(found[0]):04X}"
         parts.append(
@@ -57,7 +59,8 @@ def _marked(text: str) -> Markup:
             )
         )
         end = found.end()
-    parts.append(escape(text[end:]))
+    rest = UNSAFE.sub(lambda found: ENDS_LINE if found[0] == ENDS_LINE else UNMARKED, text[end:])
+    parts.append(escape(rest))
     return Markup("").join(parts)
 
 

@@ -39,8 +39,10 @@ READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
 FAULT_CHARACTERS = 300
 FREE_KEYS = ("env.options", "endpoint.body")  # what stands in them is not ours
-SECRET = re.compile("key|token|secret|passw|auth|credential", re.IGNORECASE)
-IN_A_URL = re.compile(r"(?<=://)[^/@\s]+@")  # a name and a password
+SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header", re.IGNORECASE)
+# Of a URL: a name and a password; and a query and a fragment, which may hold a key.
+IN_A_URL = re.compile(r"(://)[^/?#\s]*@")
+BEHIND_A_URL = re.compile(r"(://[^?#\s]*)[?#]\S*")
 HIDDEN = "(not shown)"
 
 
@@ -207,13 +209,28 @@ def _is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _leaves(value: Any, key: str) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [leaf for name, each in value.items() for leaf in _leaves(each, f"{key}.{name}")]
-    return [(key, HIDDEN if SECRET.search(key) else value)]
+def _leaves(value: Any, key: str, *, is_listed: bool = False) -> list[tuple[str, Any]]:
+    """Return the values inside a value by their names, without what may be a secret."""
+    if not isinstance(value, dict | list | tuple):
+        return [(key, HIDDEN if SECRET.search(key) else value)]
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+    is_list = not isinstance(value, dict)
+    # Of [Cookie, x] and of {name: Cookie, value: x} in a list, the secret stands beside its name.
+    texts = [_without_password(each) for _, each in pairs if isinstance(each, str)]
+    if SECRET.search(key) or ((is_list or is_listed) and any(map(SECRET.search, texts))):
+        return [(key, HIDDEN)]
+    if is_list and not any(isinstance(each, dict | list | tuple) for each in value):
+        return [(key, value)]
+    return [
+        leaf
+        for name, each in pairs
+        for leaf in _leaves(each, f"{key}.{name}", is_listed=is_list or is_listed)
+    ]
 
 
 def _without_password(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_password(each) for each in value]
-    return IN_A_URL.sub("", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return BEHIND_A_URL.sub(r"\1", IN_A_URL.sub(r"\1", value))

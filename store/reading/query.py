@@ -23,6 +23,7 @@ from store.untrusted.file_access import is_file, open_directory, open_file_in, r
 PARQUET_MAGIC = b"PAR1"
 # Errors that say nothing about the file that could not be opened.
 SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+NAME_CHARACTERS = 200  # of a file that is left out
 FOOTER_TAIL = 8  # bytes: the length of the footer, then the magic
 # Errors of DuckDB for a file that it cannot read. A plain Error comes from decoding a footer.
 FILE_ERRORS = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
@@ -92,14 +93,16 @@ def show(
 
 def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
     """Say in one line which segments could not be opened, so that the views lack their rows."""
-    broken, n_whole = connection.execute(
-        "SELECT getvariable('left_out'), len(getvariable('segments'))"
+    # The run's own text may have set these variables: the parent gets no list, and a short name.
+    n_broken, first, n_whole = connection.execute(
+        f"""SELECT len(broken), broken[1][:{NAME_CHARACTERS}], len(getvariable('segments'))
+            FROM (SELECT getvariable('left_out')::VARCHAR[] AS broken)"""
     ).fetchall()[0]
-    if not broken:
+    if not n_broken:
         return ""
-    n_files = n_whole - 1 + len(broken)  # the first file has no rows, only the columns
-    some = f"{len(broken)} of {n_files} files cannot be read and are left out"
-    return f"{some}: first {broken[0]}; gigpo fsck {layout.run_directory}"
+    n_files = n_whole - 1 + n_broken  # the first file has no rows, only the columns
+    some = f"{n_broken} of {n_files} files cannot be read and are left out"
+    return f"{some}: first {first}; gigpo fsck {layout.run_directory}"
 
 
 def leave_out_unreadable(

@@ -58,6 +58,8 @@ SHARE_OF_DEFAULT_MEMORY = 0.6
 # Bytes for the interpreter, Arrow batches, and memory that DuckDB does not count.
 MEMORY_BESIDE_DUCKDB = 2 << 30
 BATCH_ROWS = 16_384
+# Counted for each value in a list or a struct: some take no byte in Arrow, and each one in Python.
+NESTED_BYTES = 8
 CONNECT_TRIES = 5
 # Footers that are kept in memory: 70 KB a file, more than most small files have.
 MAX_CACHED_FILES = 2_000
@@ -79,6 +81,8 @@ NOT_FOR_ARROW = frozenset(
 # Types with values that Python does not have: infinities, years before 1 and after 9999, 24:00:00,
 # nanoseconds.
 TEMPORAL = frozenset({"date", "interval", "time", "time_ns"})
+# One text of Arrow stands for all rows of an ENUM, and becomes one text in each row in Python.
+ENUM = "enum"
 NESTED = ("list", "array", "struct", "tuple", "map")
 TIMESTAMP = "timestamp"  # the beginning of the names of its kinds
 _PR_SET_PDEATHSIG = 1
@@ -319,7 +323,7 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
     'STRUCT("a" VARCHAR, "b" INTEGER)[]'
     """
     family = str(kind.id)
-    if family in NOT_FOR_ARROW:
+    if family in NOT_FOR_ARROW or family == ENUM:
         return "VARCHAR"
     if times_as_text and (family in TEMPORAL or family.startswith(TIMESTAMP)):
         return "VARCHAR"
@@ -351,7 +355,7 @@ def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, *, asked: 
     _send_batch(channel, schema=batches.schema, batch=None)
     n_rows = n_bytes = 0
     for batch in batches:
-        n_bytes += batch.nbytes
+        n_bytes += max(batch.nbytes, NESTED_BYTES * sum(map(_n_nested, batch.columns)))
         if n_bytes > max_bytes:
             raise StoreError(
                 f"SQL: the result is over {max_bytes:,} bytes; ask for fewer columns or rows, or "
@@ -368,6 +372,26 @@ def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, *, asked: 
         n_rows += batch.num_rows
         _send_batch(channel, schema=batch.schema, batch=batch)
     return False
+
+
+def _n_nested(array: pa.Array) -> int:
+    """Return the number of values that stand in lists, structs, maps and unions of an array.
+
+    >>> _n_nested(pa.array([[None, None], [], [None]]))
+    3
+    """
+    kind = array.type
+    if pa.types.is_map(kind):
+        children = [array.keys, array.items]
+    elif (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ):
+        children = [array.flatten()]
+    elif pa.types.is_struct(kind) or pa.types.is_union(kind):
+        children = [array.field(at) for at in range(kind.num_fields)]
+    else:
+        return 0
+    return sum(len(child) + _n_nested(child) for child in children)
 
 
 def _send_batch(channel: socket.socket, *, schema: pa.Schema, batch: pa.RecordBatch | None) -> None:

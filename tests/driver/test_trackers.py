@@ -218,12 +218,24 @@ def test_settings_are_shown_without_what_may_be_a_secret() -> None:
         "url": "http://me:s3cret@host/x",
         "n_games": 3,
         "a": {"token": "s3cret"},
+        "servers": [{"url": "http://me:s3@cret@h/y?api_key=s3cret#s3cret", "password": "s3cret"}],
+        "pairs": [["Cookie", "sid=s3cret"], {"name": "Authorization", "value": "s3cret"}],
+        "arguments": ["--api-key", "s3cret"],
+        "headers": {"X": ["s3cret"]},
+        "sizes": [1, 2],
+        "nothing": [],
+        "text": "see https://h/z?key=s3cret and http://h/w",
     }
     config = replace(configs.Config(), env=replace(configs.Config().env, options=options))
     shown = shown_settings(config)
     assert "s3cret" not in json.dumps(shown)
     assert shown["env.options.n_games"] == 3
     assert shown["env.options.url"] == "http://host/x"
+    assert shown["env.options.servers.0.url"] == "http://h/y"
+    assert shown["env.options.sizes"] == [1, 2]
+    assert shown["env.options.nothing"] == []
+    assert shown["env.options.text"] == "see https://h/z and http://h/w"
+    assert "cret" not in json.dumps({key: shown[key] for key in shown if "options" in key})
     assert shown["actors.max_response_tokens"] == 512
 
 

@@ -702,6 +702,10 @@ def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(name: str, tmp_path:
         ({"vision_config": {"auto_map": {"AutoConfig": "code.New"}}}, "the key 'auto_map'"),
         ({"transformers_weights": "x.safetensors.index.json"}, "the key 'transformers_weights'"),
         ({"configuration_files": ["config.4.0.0.json"]}, "the key 'configuration_files'"),
+        ({"image_processor_type": "OneFormerImageProcessor"}, "the key 'image_processor_type'"),
+        ({"attn_implementation": "owner/kernel"}, "the key 'attn_implementation'"),
+        ({"_attn_implementation": {"": "owner/kernel"}}, "the key '_attn_implementation'"),
+        ({"text_config": {"tokenizer_class": "AutoModel"}}, "tokenizer_class='AutoModel'"),
     ],
 )
 def test_a_configuration_that_names_other_models_is_refused_before_the_hub_is_asked(

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from printable import SHOWN_CHARACTERS
 from store import FormatError, StoreError
 from store.reading import landlock, reader
-from store.reading.open_sql import MACROS_MARK, checked_statements
+from store.reading.open_sql import MACROS_MARK, VIEWS_MARK, checked_statements
 from store.reading.reader import open_run
 from tests.support.hostile_statements import HEAVY, SECRET, World, make_world
 
@@ -105,6 +106,31 @@ def test_the_opening_time_out_ends_an_endless_open_sql(
     monkeypatch.setattr(reader, "START_S", 1.5)  # no time is long enough for the statement
     why = try_open(world, tmp_path, f"SET VARIABLE endless = ({HEAVY[0]});")
     assert "not open within 1.5 s" in why and "open.sql" in why
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("left_out", "['{copy}/' || {long}]"),
+        ("left_out", "{long}"),
+        ("segments", "list_append(getvariable('segments'), '{copy}/' || {long})"),
+    ],
+)
+def test_the_names_of_files_that_are_left_out_are_short(
+    world: World, tmp_path: Path, name: str, value: str
+) -> None:
+    """The run's own text sets the variables that hold them."""
+    copy = tmp_path / "copy"
+    shutil.copytree(world.layout.root, copy, symlinks=True)
+    path, long = copy / "open.sql", "repeat(chr(27) || chr(93), 100000)"
+    text = f"SET VARIABLE {name} = {value.format(copy=copy, long=long)};\n{VIEWS_MARK}"
+    path.write_text(path.read_text().replace(VIEWS_MARK, text))
+    try:
+        with open_run(copy, protection=world.protection, warn=False) as run:
+            said = run.left_out
+    except StoreError as error:
+        said = str(error)
+    assert said and len(said) <= SHOWN_CHARACTERS
 
 
 @pytest.mark.parametrize("text", FORBIDDEN)

@@ -290,6 +290,37 @@ def test_limits_of_a_result_are_named(world: World, reader: Reader) -> None:
         reader.sql("SELECT 1", timeout_s=0)
 
 
+BIG = f"'{'x' * 10_000}'"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        f"SELECT {BIG}::ENUM({BIG}) AS a FROM range(1000)",
+        f"SELECT [{BIG}::ENUM({BIG})] AS a FROM range(1000)",
+        f"SELECT {{'b': {BIG}::ENUM({BIG})}} AS a FROM range(1000)",
+        f"SELECT MAP {{{BIG}::ENUM({BIG}): 1}} AS a FROM range(1000)",
+        "SELECT list_resize([NULL], 1000000) AS a",
+        "SELECT [list_resize([NULL], 1000000)] AS a",
+        "SELECT list_resize([true], 1000000, true) AS a",
+        "SELECT {'b': list_resize([NULL], 1000000)} AS a",
+        "SELECT list_resize([{'b': true}], 200000, {'b': true}) AS a",
+        "SELECT [NULL, NULL, NULL, NULL]::INTEGER[4] AS a, [NULL] AS b FROM range(100000)",
+    ],
+)
+def test_a_result_is_as_large_as_its_python_values(reader: Reader, query: str) -> None:
+    """Arrow has one text for all rows of an ENUM, and no byte for a NULL in a list."""
+    with pytest.raises(StoreError, match="over 1,000,000 bytes; ask for fewer"):
+        reader.sql(query, max_bytes=1_000_000)
+
+
+def test_an_enum_is_text_at_every_depth(reader: Reader) -> None:
+    kind = "ENUM('a', 'b')"
+    table = reader.sql(f"SELECT 'a'::{kind} AS x, ['b'::{kind}] AS y, {{'c': 'a'::{kind}}} AS z")
+    assert table.to_pylist() == [{"x": "a", "y": ["b"], "z": {"c": "a"}}]
+    assert table.schema.field("x").type == pa.string()
+
+
 def test_a_snapshot_is_fixed_when_it_is_opened(world: World, tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     write_open_sql(layout, macros=(), max_staleness=1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 from bokeh.models import (
+    BasicTicker,
     ColumnDataSource,
     HoverTool,
     NumeralTickFormatter,
@@ -32,6 +33,7 @@ from analysis.view.text import plain
 SHOWN_STEPS = 24  # learner steps of the map, unless the address names others
 MOST_MARKS = 4_000  # of the map; the newest are drawn
 TREND_BUCKETS = 40
+MOST_BARS = 1_000  # of the shares by staleness
 CELL = 0.84  # of a learner step's width, over which its groups are spread
 KINDS = {
     "trained": ("circle", COLOURS[0], True),
@@ -80,8 +82,9 @@ WITH trained AS (
     WHERE batch_state = 'trained' AND live AND outcome = 'trained' AND staleness IS NOT NULL
     GROUP BY staleness),
 possible AS (
-    SELECT unnest(range(greatest(getvariable('max_staleness')::BIGINT,
-                                 (SELECT max(staleness) FROM trained)) + 1)) AS staleness)
+    SELECT unnest(range(least($most, greatest(getvariable('max_staleness')::BIGINT,
+                                              (SELECT max(staleness) FROM trained)) + 1)))
+        AS staleness)
 SELECT staleness, coalesce(steps, 0) / sum(steps) OVER () AS share, coalesce(steps, 0) AS steps,
        coalesce(groups, 0) AS groups
 FROM possible LEFT JOIN trained USING (staleness) ORDER BY staleness
@@ -150,7 +153,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             title="Share of steps by staleness",
             explains="Of all steps that were trained on: how many versions behind the learner the "
             f"oldest weights of their group were. The bound is {bound}; 0 is on policy.",
-            query=SHARES,
+            query=fill(SHARES, most=MOST_BARS),
             show=partial(
                 bars,
                 x="staleness",
@@ -240,7 +243,8 @@ def show_map(asked: PageRequest, table: pa.Table, *, bound: int, behind: bool) -
     if behind:
         highest = max([bound, *(row["behind"] for row in rows)])
         drawn.y_range = Range1d(start=highest + 0.7, end=-0.7)  # fresh groups are on top
-        drawn.yaxis.ticker = list(range(highest + 1))
+        # no list of all versions: the bound is a number of the run
+        drawn.yaxis.ticker = BasicTicker(min_interval=1)
     counts = ", ".join(f"{sum(row['outcome'] == kind for row in rows)} {kind}" for kind in KINDS)
     return draw(drawn, f"groups by learner step and oldest version: {counts}", n_entries=5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 import uuid
 from datetime import datetime
@@ -11,18 +12,24 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from markupsafe import Markup
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
+from analysis.view import server
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
+from analysis.view.panel import ERROR_MARK, Panel, render_panel
 from analysis.view.report_summary import heldout_tasks
 from analysis.view.server import make_app
 from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
+from analysis.view.text import LONG_CHARACTERS, MOST_MARKS, visible
+from printable import UNSAFE
 from store import RunLayout, open_run
+from store.reading.open_sql import MACROS_MARK
 from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play_one_more
 from tests.support.store_runs import copy_run, fingerprint
 
@@ -56,6 +63,64 @@ def test_hidden_characters_are_shown(client: TestClient) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert f"show all ({len(HOSTILE) * 20_000:,} characters" in page
     assert len(page) < 1_000_000, "a long text is cut"
+
+
+@pytest.mark.parametrize("part", ["\x1b", "a\u202e", "\U000e0001\n"])
+def test_many_hidden_characters_make_no_long_page(part: str) -> None:
+    shown = visible(part * LONG_CHARACTERS)
+    assert shown.count('class="hidden-character"') == 2 * MOST_MARKS  # cut, and whole
+    assert len(shown) < 2 * LONG_CHARACTERS
+    assert part[-1] == "\n" or not UNSAFE.search(shown.replace("\n", ""))
+
+
+def test_kept_panels_are_counted_by_their_length(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app([layout.root], token=TOKEN)
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
+        viewer = app.state.viewer
+        client.get("/run")
+        once = viewer._n_kept
+        client.get("/run")
+        assert viewer._n_kept == once == sum(map(len, viewer._kept.values())) > 0
+        monkeypatch.setattr(server, "KEPT_CHARACTERS", once)
+        client.get("/run?again=1")
+        assert viewer._n_kept == sum(map(len, viewer._kept.values())) <= once
+
+
+def changed(layout: RunLayout, directory: Path, text: str) -> TestClient:
+    """Return a client of a copy of the run, to whose open.sql `text` was added."""
+    copy = directory / "copy"
+    shutil.copytree(layout.root, copy)
+    path = copy / "open.sql"
+    path.write_text(path.read_text().replace(MACROS_MARK, f"{text}\n{MACROS_MARK}"))
+    return TestClient(make_app([copy], token=TOKEN), base_url="http://127.0.0.1:8000")
+
+
+def test_a_bound_of_millions_makes_no_list_of_them(layout: RunLayout, tmp_path: Path) -> None:
+    with changed(layout, tmp_path, "SET VARIABLE max_staleness = 3000000;") as client:
+        for address in ("/staleness?up=behind", "/staleness?panel=share-of-steps-by-staleness"):
+            page = client.get(address)
+            assert page.status_code == 200
+            assert len(page.text) < 1_000_000
+
+
+def test_values_of_other_types_are_an_error_of_one_line(layout: RunLayout, tmp_path: Path) -> None:
+    view = "CREATE OR REPLACE VIEW lineage AS SELECT 'x' AS learner_step, 'trained' AS batch_state,"
+    with changed(layout, tmp_path, f"{view} true AS live;") as client:
+        page = client.get("/staleness")
+    assert page.status_code == 500
+    assert "TypeError" in page.text and "Traceback" not in page.text
+
+
+@pytest.mark.parametrize("error", [TypeError, MemoryError, KeyError, RecursionError])
+def test_whatever_a_panel_raises_is_a_line_in_it(error: type[Exception]) -> None:
+    def show(table: pa.Table) -> Markup:
+        raise error("no\nway")
+
+    panel = Panel(title="a", explains="b", query="SELECT 1", show=show)
+    shown = render_panel(panel, lambda query, n_rows=None: pa.table({"a": [1]}))
+    assert ERROR_MARK in shown and error.__name__ in shown
 
 
 @pytest.mark.parametrize(

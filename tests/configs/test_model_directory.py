@@ -1,0 +1,57 @@
+"""Check that the description of an image processor names no file and no other class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs import ConfigError, check_model_directory
+
+USUAL = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "size": {"shortest_edge": 3136, "longest_edge": 12845056},
+    "image_mean": [0.48, 0.46, 0.41],
+    "data_format": "channels_first",
+    "device": None,
+    "do_resize": True,
+}
+
+
+def _written(directory: Path, name: str, content: object) -> Path:
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
+    (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+def test_the_image_processor_of_a_qwen2_vl_model_is_accepted(tmp_path: Path) -> None:
+    check_model_directory(_written(tmp_path, "preprocessor_config.json", USUAL))
+    check_model_directory(_written(tmp_path, "processor_config.json", {"image_processor": USUAL}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image_processor_type": "OneFormerImageProcessor"}, "not of a Qwen2-VL model"),
+        ({"processor_class": "DiaProcessor"}, "not of a Qwen2-VL model"),
+        ({"image_processor_type": ["OneFormerImageProcessor"]}, "not of a Qwen2-VL model"),
+        ({"repo_path": "/"}, "has the key 'repo_path'"),
+        ({"class_info_file": "private.json"}, "has the key 'class_info_file'"),
+        ({"size": {"path": 0}}, "has the key 'path'"),
+        ({"feature_extractor_type": "OneFormerFeatureExtractor"}, "'feature_extractor_type'"),
+        ({"auto_map": {"AutoImageProcessor": "code.New"}}, "has the key 'AutoImageProcessor'"),
+    ],
+)
+def test_an_image_processor_names_no_file_and_no_other_class(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    content = {**USUAL, **changes}
+    for name, written in {
+        "preprocessor_config.json": content,
+        "processor_config.json": {"image_processor": content},
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            check_model_directory(_written(tmp_path, name, written))
+        (tmp_path / name).unlink()
