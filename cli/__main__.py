@@ -31,8 +31,8 @@ from printable import UserError, fail, printable, protect_terminal
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
-# To add a command: write it in a module of this package, and list it here. Its help needs an
-# example, and docs/README.md says which page answers which question.
+# To add a command: write it in a module of this package, with an example in its help, and list it
+# here. Run `python docs/make_reference.py`. If a page explains it, add a row to docs/README.md.
 SECTIONS = {
     "Train": (train, evaluate, status, stop, workers),
     "Look": (view, report, sql, audit, bias),

@@ -44,7 +44,7 @@ LAST_PORT = 65535
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
 WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
-ESTIMATORS = ("gigpo", *WITHOUT_STEP_TERM, "hgpo", "graphgpo", "g2po", "gagpo")
+ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM)
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
 READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
@@ -123,7 +123,7 @@ def read_with(name: str, chosen: object) -> tuple[str, str]:
     """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
 
     >>> read_with("gamma", AlgorithmConfig(estimator="grpo"))
-    ('estimator=grpo', 'estimator=gigpo or hgpo')
+    ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo')
     """
     choices = READ_WITH[name]
     now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)

@@ -111,7 +111,7 @@ class ActorsConfig:
     # Rarely changed.
     # fraction of the GPU, or of the engine's share of it, that the engine fills
     gpu_memory_utilization: float = 0.85
-    # over-provisioned episodes per training group: the first group_size to end form the group
+    # extra episodes per training group: the first group_size to end form the group
     extra_members: int = 0
     # cores of a CPU engine: "0" or "0,2-3"; "auto" takes all but the last, the learner's
     cpu_cores: str = "auto"
@@ -152,7 +152,8 @@ class AlgorithmConfig:
     anchor: str = "state"
 
     # Rarely changed.
-    # episode statistics over "steps" (authors' code) or "trajectories" (paper, eq. 3); not hgpo
+    # episode statistics over "steps" (authors' code) or "trajectories" (paper, eq. 3); not read by
+    # hgpo and gagpo
     weighting: str = "steps"
     anchor_history: int = 3  # states in the longest suffix, for anchor "suffix" and hgpo (K + 1)
     # for anchors "similar" and "similar_greedy": least fraction that two texts have in common

@@ -13,7 +13,8 @@ To add a loss:
    _BOUNDED_ALREADY if it takes no factors of single tokens; `check_combination` for whatever else
    makes no sense with it
 3. `__init__.pyi`: its class
-4. `configs/schema.py`: its name in the comment of LossConfig.policy
+4. `configs/schema.py`: its name in the comment of LossConfig.policy, then
+   `python docs/make_reference.py`
 5. `docs/algorithms.md`, section 8: a heading with its name, and its formula
 6. `tests/gigpo/test_losses.py`: the worked example. Its last test fails while 1 to 5 are not whole
 

@@ -29,7 +29,7 @@ _QUERIES: Final = (
     "anchor_groups",
     "step_advantage",
     "hierarchy",
-    "graph_terms",
+    "g2po_terms",
     "advantages",
 )
 # Short relations, or slow ones. The others are faster computed where they are read than copied

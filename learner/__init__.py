@@ -3,7 +3,7 @@
 In reading order:
 
 learner.py        the loop: batch, train, publish, settle, checkpoint
-restore_report.py  what a restarted learner says it has again
+restore_report.py  describes what a restart kept and lost
 interface.py      its setup, and the errors that end a run
 ray_actor.py      the Ray actor that the driver starts
 data/             batch_loader: groups to advantages; micro_batch: rows to tensors; prefetch: the

@@ -30,13 +30,13 @@ from envs.errors import EnvironmentDied
 from envs.hosting.answers import Answer, StepFrom
 from envs.hosting.pending import request_of_task
 
-# Of each worker, beside an engine that takes gigabytes: some 60,000 steps of short texts.
+Result = Observation | Transition
+
+# The bytes that a worker remembers, beside an engine that takes gigabytes: some 60,000 steps of
+# short texts.
 MAX_BYTES = 2**27
 RECORD_BYTES = 1200  # of an answer with its node and edge, without texts and pixels; measured
 RESET = None  # stands for `reset` among the actions of the root
-
-
-Result = Observation | Transition
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

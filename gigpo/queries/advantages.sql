@@ -1,10 +1,11 @@
 -- Advantage of every step, eq. 8:  A = A_E + omega * A_S  for gigpo, graphgpo and g2po.
--- hgpo: A = A_S of hierarchy.sql; gagpo: A = A_S, the normalised estimate of gae.sql. The other estimators have no step term: their step_advantage is
--- 0, and anchor_size is the size of the group it would have been compared with.
+-- hgpo: A = A_S of hierarchy.sql; gagpo: A = A_S, the normalised estimate of gae.sql. The other
+-- estimators have no step term: their step_advantage is 0, and anchor_size is the size of the group
+-- that the step would have been compared with.
 -- The last three columns say whether there is anything to learn, see gigpo/group_filter.py. They
 -- ignore differences that rounding can make (trajectories.sql): .1 + .2 + .3 and .3 + .2 + .1 are
 -- the same return, whatever their last bits are.
--- in:  step_advantage, hierarchy, graph_terms, episode_advantage, whitening; estimator, omega
+-- in:  step_advantage, hierarchy, g2po_terms, episode_advantage, whitening; estimator, omega
 -- out: group_uid, traj_uid, step_index BIGINT, step_return DOUBLE (penalised),
 --      episode_advantage DOUBLE, step_advantage DOUBLE, advantage DOUBLE,
 --      anchor_size BIGINT (steps in the anchor group, 1 = alone),
@@ -45,7 +46,7 @@ FROM (
     UNION ALL BY NAME
     FROM hierarchy WHERE estimator = 'hgpo'
     UNION ALL BY NAME
-    FROM graph_terms WHERE estimator = 'g2po'
+    FROM g2po_terms WHERE estimator = 'g2po'
 ) AS step_terms
 JOIN (
     FROM episode_advantage

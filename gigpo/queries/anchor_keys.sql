@@ -35,7 +35,7 @@ SELECT
         WHEN anchor = 'state_and_actions'
             AND (list_count(admissible_actions) = len(admissible_actions)) IS NOT TRUE
             THEN error('anchor state_and_actions needs a list admissible_actions without NULL for '
-                || 'every step; ' || 'some have none, or a NULL in it')
+                || 'every step; some have none, or a NULL in it')
         WHEN anchor = 'state_and_actions'
             THEN array_to_string(
                 list_transform(

@@ -8,15 +8,18 @@
 -- A penalty is subtracted from the row of an invalid action; not twice for g2po (authors' code).
 -- in:  anchor_keys, node_values, gae; estimator, invalid_penalty
 -- out: anchor_keys' columns, node_size BIGINT (steps in the anchor group; NULL: as many as are
---      compared), tolerance DOUBLE (values this close are equal)
-SELECT *, NULL::BIGINT AS node_size, 0::DOUBLE AS tolerance
+--      compared), tolerance DOUBLE (values this close are equal), term INTEGER (1, or 2 for the
+--      second line of g2po)
+-- A comparison within the whole group has no state: `CASE WHEN false THEN state_key END` is a NULL
+-- of state_key's own type, so that the union keeps that type.
+SELECT *, NULL::BIGINT AS node_size, 0::DOUBLE AS tolerance, 1 AS term
 FROM anchor_keys
 WHERE (estimator IN ('g2po', 'gagpo')) IS NOT TRUE
 UNION ALL BY NAME
 SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
     next_value AS raw_return,
     next_value - CASE WHEN is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE END AS step_return
-)
+), 1 AS term
 FROM node_values
 WHERE estimator = 'g2po'
 UNION ALL BY NAME
@@ -24,9 +27,8 @@ SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
     0::DOUBLE AS raw_return,
     next_value - node_value AS step_return,
     CASE WHEN false THEN state_key END AS state_key,
-    'whole group' AS refinement,
-    2::BIGINT AS n_states
-)
+    'whole group' AS refinement
+), 2 AS term
 FROM node_values
 WHERE estimator = 'g2po'
 UNION ALL BY NAME
@@ -35,7 +37,7 @@ SELECT node_values.* EXCLUDE (node_value, next_value, is_last) REPLACE (
     gae - CASE WHEN is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE END AS step_return,
     CASE WHEN false THEN state_key END AS state_key,
     'whole group' AS refinement
-)
+), 1 AS term
 FROM node_values
 JOIN gae
     ON node_values.traj_uid = gae.traj_uid AND node_values.step_index = gae.step_index

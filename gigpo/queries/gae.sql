@@ -1,5 +1,6 @@
 -- Generalised advantage estimation (arXiv 1506.02438) over the node values:
---   A_t = delta_t + gamma lambda A_{t+1},  delta_t = r_t + gamma V(s_{t+1}) - V(s_t),  0 past the end
+--   A_t = delta_t + gamma lambda A_{t+1},  0 past the end,
+--   delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
 -- The recursion goes back from each trajectory's last step, as in returns.sql. For gagpo only.
 -- in:  node_values; estimator, gamma, gae_lambda
 -- out: traj_uid, step_index, gae DOUBLE

@@ -43,7 +43,7 @@ def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozens
 def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_group: bytes) -> None:
     """Enter each trajectory of the segment as an imported group of one, for reading only.
 
-    These are over-provisioned episodes that ended when their group was already complete. A retry
+    These are extra episodes that ended when their group was already complete. A retry
     changes nothing.
     """
     if not known_trajectories(tx, [trajectory.traj_uid for trajectory in segment.trajectories]):

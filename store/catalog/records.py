@@ -65,7 +65,7 @@ class Unfinished:
     """One attempt at an episode that gave no trajectory."""
 
     group_uid: bytes
-    number: int  # of the episode in its group; from the group's size on: over-provisioned
+    number: int  # of the episode in its group; from the group's size on: extra
     version: int  # newest published when its group was leased
     begun_us: int  # UTC epoch
     ended_us: int

@@ -141,7 +141,7 @@ CREATE TABLE IF NOT EXISTS lost_trajectory (
 CREATE TABLE IF NOT EXISTS unfinished (
     unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,
     group_uid BLOB NOT NULL REFERENCES grp,
-    number INTEGER NOT NULL,   -- of the episode in its group; from its size on: over-provisioned
+    number INTEGER NOT NULL,   -- of the episode in its group; from its size on: extra
     worker TEXT NOT NULL,
     version INTEGER NOT NULL,  -- newest published version when its group was leased
     begun_us INTEGER NOT NULL,

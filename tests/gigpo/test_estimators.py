@@ -240,6 +240,13 @@ def test_g2po_compares_the_states_that_actions_lead_to():
     assert column(EXAMPLE_10, "anchor_size", estimator="g2po") == [4, 3, 4, 2, 4, 2, 4, 3, 3]
 
 
+def test_g2po_shows_the_next_states_value_for_every_anchor():
+    for anchor in ("state", "suffix"):
+        got = column(EXAMPLE_10, "step_return", estimator="g2po", gamma=0.5, anchor=anchor)
+        assert [got[3], got[5], got[8]] == [10.0, 10.0, 0.0]  # after a win, a win, a loss
+        assert got[2] == 5.0, "of the desk, whatever came before it"
+
+
 def test_g2po_has_a_signal_in_states_met_once():
     steps = table({"A": episode("a b", end=10), "B": episode("c d", end=0)})
     won = steps.append_column("won", pa.array([True, True, False, False]))

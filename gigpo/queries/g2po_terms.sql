@@ -7,7 +7,7 @@ SELECT
     traj_uid,
     step_index,
     ANY_VALUE(is_action_valid) AS is_action_valid,
-    ANY_VALUE(step_return) FILTER (n_states < 2) AS step_return,
+    ANY_VALUE(step_return) FILTER (term = 1) AS step_return,
     SUM(step_advantage) AS step_advantage,
     MAX(spread) AS spread,
     ANY_VALUE(node_size) AS anchor_size
