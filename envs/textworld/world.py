@@ -16,14 +16,15 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, starmap
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_numbers
+from envs.textworld.facts import KnownFacts
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 
 # No game needs these commands, and they would double the length of each prompt. They still work.
@@ -60,8 +61,9 @@ class TextWorldEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._cache_dir = _parse(options).cache_dir
         self._game = None
-        self._game_path = ""
+        self._game_name = ""
         self._story: NDArray[np.uint8]  # of the game's file, with which the memory begins
+        self._facts: KnownFacts | None = None  # None until the game's first reset
         self._is_over = True
         self._objective = ""
         self._room = ""
@@ -88,83 +90,82 @@ class TextWorldEnv:
 
     def reset(self, task: Task) -> Observation:
         self._open(task)
-        assert self._game is not None
-        state = self._game.reset()
+        state = self._begin()
         self._is_over = False
         return self._observe(state)
 
     def step(self, action: str) -> Transition:
         if self._is_over or self._game is None:
             raise ValueError("the episode is over: call reset(task) before step")
-        is_valid = action in self._commands
-        won = False
-        if is_valid:
-            state, _, _ = self._game.step(action)
-            won = bool(state.won)
-            observation = self._observe(state)
-        else:
-            observation = self._observation(NOTHING_HAPPENS)
-        self._is_over = won
-        return Transition(
-            observation=observation,
-            reward=1.0 if won else 0.0,
-            terminated=won,
-            truncated=False,  # the step limit is the runner's
-            won=won,
-            valid=is_valid,
-        )
+        if action not in self._commands:
+            return _transition(self._observation(NOTHING_HAPPENS), valid=False)
+        state, _, _ = self._game.step(action)
+        self._is_over = bool(state.won)
+        return _transition(self._observe(state), won=self._is_over)
+
+    def understood(self) -> tuple[Sequence[str], Transition]:
+        """Return the actions that are sent to the game, and the answer to all others."""
+        return self._commands, _transition(self._observation(NOTHING_HAPPENS), valid=False)
 
     def state_key(self) -> bytes:
         """Return the room, the facts, and the order in which things lie about.
 
         Facts alone are too little: a game lists first what was put down last.
         """
-        assert self._game is not None
-        facts = sorted(map(str, _progression(self._game).state.facts))
-        told = f"{self._room} {self._is_over} {facts}".encode()
+        assert self._facts is not None
+        told = f"{self._room} {self._is_over} {self._facts.text}".encode()
         return told + _object_tree(_interpreter(self._game).get_state()[0])
 
     def save_state(self) -> bytes:
         """Return all that `restore_state` needs: some 2 KB, as most memory is as in the file."""
-        assert self._game is not None
+        assert self._facts is not None
         ram, *registers = _interpreter(self._game).get_state()
-        known = _known_to_names(_progression(self._game))
         own = (self._room, self._commands, self._is_over)
-        saved = (ram ^ self._story[: ram.size], registers, known, own)
+        saved = (ram ^ self._story[: ram.size], registers, self._facts.text, own)
         return zlib.compress(pickle.dumps(saved), level=1)
 
     def restore_state(self, task: Task, saved: bytes) -> None:
         """Go on where `save_state` was called, in this process or in another one."""
-        is_new = self._open(task)
-        assert self._game is not None
-        if is_new:
-            self._game.reset()  # makes the objects that are changed below
-        changed, registers, known, own = pickle.loads(zlib.decompress(saved))
+        self._open(task)
+        if self._facts is None:
+            self._begin()  # makes the objects that are changed below
+        assert self._facts is not None
+        changed, registers, facts, own = pickle.loads(zlib.decompress(saved))
         ram = changed ^ self._story[: changed.size]
         _interpreter(self._game).set_state((ram, *registers))
-        _set_known(_progression(self._game), *known)
+        self._facts.go_to(facts)
         self._room, self._commands, self._is_over = own
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
-        self._game = None
-        self._game_path = ""
+        self._game, self._game_name, self._facts = None, "", None
         self._is_over = True
 
-    def _open(self, task: Task) -> bool:
-        """Open the task's game unless it is open. Return whether it had to be opened."""
+    def _open(self, task: Task) -> None:
+        """Open the task's game unless it is open."""
         self._objective = task.data["objective"]
-        path = _game_file(self._cache_dir, task)
-        if path == self._game_path:
-            return False
-        self.close()
-        self._game = _open_game(path)
-        self._game_path = path
+        name = PurePath(task.data["game_path"]).name
+        if self._game is not None and name == self._game_name:
+            return
+        path = _game_file(self._cache_dir, name)
+        self._game_name, self._facts, self._is_over = "", None, True
+        self._game = _open_game(path, self._game)
+        self._game_name = name
         self._story = np.fromfile(path, np.uint8)
-        return True
 
-    # `state` is a textworld.GameState; textworld ships no types.
+    # Returns a textworld.GameState; textworld ships no types.
+    def _begin(self):  # type: ignore[no-untyped-def]
+        """Begin the open game anew."""
+        assert self._game is not None
+        state = self._game.reset()
+        progression = self._game._wrapped_env._game_progression
+        if self._facts is None:
+            self._facts = KnownFacts(progression)
+        else:
+            self._facts.follow(progression)
+        return state
+
     def _observe(self, state) -> Observation:  # type: ignore[no-untyped-def]
         status = STATUS_LINE.search(state.feedback)
         if status is not None:
@@ -181,43 +182,19 @@ class TextWorldEnv:
         return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
 
 
+def _transition(observation: Observation, *, won: bool = False, valid: bool = True) -> Transition:
+    return Transition(
+        observation=observation,
+        reward=1.0 if won else 0.0,
+        terminated=won,
+        truncated=False,  # the step limit is the runner's
+        won=won,
+        valid=valid,
+    )
+
+
 def _interpreter(game):  # type: ignore[no-untyped-def]  # jericho.FrotzEnv; no types there
     return game.unwrapped._jericho
-
-
-def _progression(game):  # type: ignore[no-untyped-def]  # TextWorld's GameProgression
-    return game._wrapped_env._game_progression
-
-
-# TextWorld's own records hold hashes that differ from process to process.
-def _known_to_names(progression):  # type: ignore[no-untyped-def]
-    """Return the names in the facts, and in the actions that are valid now."""
-    facts = [(fact.name, _names(fact.arguments)) for fact in progression.state.facts]
-    rules = progression.game.kb.rules
-    actions = []
-    for action in progression.valid_actions:
-        variables = [action.mapping[each] for each in rules[action.name].placeholders]
-        actions.append((action.name, _names(variables)))
-    return facts, actions
-
-
-def _names(variables):  # type: ignore[no-untyped-def]
-    return [(variable.name, variable.type) for variable in variables]
-
-
-def _set_known(progression, facts, actions):  # type: ignore[no-untyped-def]
-    """Set facts and valid actions from the names in them."""
-    from textworld.logic import Proposition, State, Variable
-
-    kb = progression.game.kb
-    named = [(name, list(starmap(Variable, variables))) for name, variables in facts]
-    progression.state = State(kb.logic, starmap(Proposition, named))
-    valid = []
-    for name, variables in actions:
-        rule = kb.rules[name]
-        found = starmap(Variable, variables)
-        valid.append(rule.instantiate(dict(zip(rule.placeholders, found, strict=True))))
-    progression._valid_actions = valid
 
 
 def _object_tree(ram: NDArray[np.uint8]) -> bytes:
@@ -228,16 +205,16 @@ def _object_tree(ram: NDArray[np.uint8]) -> bytes:
     return ram[begin:end].reshape(-1, OBJECT_BYTES)[:, TREE].tobytes()
 
 
-def _game_file(cache_dir: Path, task: Task) -> str:
-    """Return the path of the task's game in the folder of games. Raises ValueError for any other.
+def _game_file(cache_dir: Path, name: str) -> str:
+    """Return the path of a game in the folder of games. Raises ValueError for any other.
 
     Only the file's name is taken from the task: a game is code for TextWorld's interpreter. The
     folder may have been moved.
     """
-    path = cache_dir.resolve() / Path(task.data["game_path"]).name
+    path = cache_dir.resolve() / name
     # TextWorld reads the .json file beside the game, too.
     is_link = any(file.is_symlink() for file in (path, path.with_suffix(".json")))
-    if not GAME_NAME.fullmatch(path.name) or is_link:
+    if not GAME_NAME.fullmatch(name) or is_link:
         raise ValueError(
             f"{path} is no game of {cache_dir}; ask for the tasks again, which makes it anew"
         )
@@ -254,7 +231,9 @@ def _shorten(feedback: str) -> str:
     return " ".join(text.split())
 
 
-def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environment; no types there
+# `game` and the result are a textworld.Environment; no types there
+def _open_game(path: str, game=None):  # type: ignore[no-untyped-def]
+    """Open a game, in the interpreter of `game` if there is one: that takes two thirds as long."""
     # imported here: it takes 0.7 s, and the coordinator only lists tasks
     import textworld
 
@@ -266,7 +245,12 @@ def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environm
     with warnings.catch_warnings():
         # the interpreter warns that it does not know this new game
         warnings.simplefilter("ignore")
-        return textworld.start(path, textworld.EnvInfos(won=True, admissible_commands=True))
+        if game is None:
+            return textworld.start(path, textworld.EnvInfos(won=True, admissible_commands=True))
+        _interpreter(game).close()  # frees the last game's memory
+        _interpreter(game)._cache.clear()  # it would keep every game's file
+        game.load(path)
+    return game
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
