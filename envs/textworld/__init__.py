@@ -1,7 +1,6 @@
 """TextWorld: Inform 7 games made by this project and played on TextWorld's own engine.
 
 world.py  the environment
-facts.py  find the valid actions once for each set of facts
 games.py  draw games from a seed, compile and cache them
 """
 

@@ -16,15 +16,14 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path, PurePath
+from itertools import islice, starmap
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_numbers
-from envs.textworld.facts import KnownFacts
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 
 # No game needs these commands, and they would double the length of each prompt. They still work.
@@ -61,9 +60,8 @@ class TextWorldEnv:
     def __init__(self, options: Mapping[str, object]) -> None:
         self._cache_dir = _parse(options).cache_dir
         self._game = None
-        self._game_name = ""
+        self._game_path = ""
         self._story: NDArray[np.uint8]  # of the game's file, with which the memory begins
-        self._facts: KnownFacts | None = None  # None until the game's first reset
         self._is_over = True
         self._objective = ""
         self._room = ""
@@ -90,7 +88,8 @@ class TextWorldEnv:
 
     def reset(self, task: Task) -> Observation:
         self._open(task)
-        state = self._begin()
+        assert self._game is not None
+        state = self._game.reset()
         self._is_over = False
         return self._observe(state)
 
@@ -112,60 +111,52 @@ class TextWorldEnv:
 
         Facts alone are too little: a game lists first what was put down last.
         """
-        assert self._facts is not None
-        told = f"{self._room} {self._is_over} {self._facts.text}".encode()
+        assert self._game is not None
+        facts = sorted(map(str, _progression(self._game).state.facts))
+        told = f"{self._room} {self._is_over} {facts}".encode()
         return told + _object_tree(_interpreter(self._game).get_state()[0])
 
     def save_state(self) -> bytes:
         """Return all that `restore_state` needs: some 2 KB, as most memory is as in the file."""
-        assert self._facts is not None
+        assert self._game is not None
         ram, *registers = _interpreter(self._game).get_state()
+        known = _known_to_names(_progression(self._game))
         own = (self._room, self._commands, self._is_over)
-        saved = (ram ^ self._story[: ram.size], registers, self._facts.text, own)
+        saved = (ram ^ self._story[: ram.size], registers, known, own)
         return zlib.compress(pickle.dumps(saved), level=1)
 
     def restore_state(self, task: Task, saved: bytes) -> None:
         """Go on where `save_state` was called, in this process or in another one."""
-        self._open(task)
-        if self._facts is None:
-            self._begin()  # makes the objects that are changed below
-        assert self._facts is not None
-        changed, registers, facts, own = pickle.loads(zlib.decompress(saved))
+        is_new = self._open(task)
+        assert self._game is not None
+        if is_new:
+            self._game.reset()  # makes the objects that are changed below
+        changed, registers, known, own = pickle.loads(zlib.decompress(saved))
         ram = changed ^ self._story[: changed.size]
         _interpreter(self._game).set_state((ram, *registers))
-        self._facts.go_to(facts)
+        _set_known(_progression(self._game), *known)
         self._room, self._commands, self._is_over = own
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
-        self._game, self._game_name, self._facts = None, "", None
+        self._game = None
+        self._game_path = ""
         self._is_over = True
 
-    def _open(self, task: Task) -> None:
-        """Open the task's game unless it is open."""
+    def _open(self, task: Task) -> bool:
+        """Open the task's game unless it is open. Return whether it had to be opened."""
         self._objective = task.data["objective"]
-        name = PurePath(task.data["game_path"]).name
-        if self._game is not None and name == self._game_name:
-            return
-        path = _game_file(self._cache_dir, name)
-        self._game_name, self._facts, self._is_over = "", None, True
-        self._game = _open_game(path, self._game)
-        self._game_name = name
+        path = _game_file(self._cache_dir, task)
+        if path == self._game_path:
+            return False
+        self.close()
+        self._game = _open_game(path)
+        self._game_path = path
         self._story = np.fromfile(path, np.uint8)
+        return True
 
-    # Returns a textworld.GameState; textworld ships no types.
-    def _begin(self):  # type: ignore[no-untyped-def]
-        """Begin the open game anew."""
-        assert self._game is not None
-        state = self._game.reset()
-        progression = self._game._wrapped_env._game_progression
-        if self._facts is None:
-            self._facts = KnownFacts(progression)
-        else:
-            self._facts.follow(progression)
-        return state
-
+    # `state` is a textworld.GameState; textworld ships no types.
     def _observe(self, state) -> Observation:  # type: ignore[no-untyped-def]
         status = STATUS_LINE.search(state.feedback)
         if status is not None:
@@ -197,6 +188,41 @@ def _interpreter(game):  # type: ignore[no-untyped-def]  # jericho.FrotzEnv; no 
     return game.unwrapped._jericho
 
 
+def _progression(game):  # type: ignore[no-untyped-def]  # TextWorld's GameProgression
+    return game._wrapped_env._game_progression
+
+
+# TextWorld's own records hold hashes that differ from process to process.
+def _known_to_names(progression):  # type: ignore[no-untyped-def]
+    """Return the names in the facts, and in the actions that are valid now."""
+    facts = [(fact.name, _names(fact.arguments)) for fact in progression.state.facts]
+    rules = progression.game.kb.rules
+    actions = []
+    for action in progression.valid_actions:
+        variables = [action.mapping[each] for each in rules[action.name].placeholders]
+        actions.append((action.name, _names(variables)))
+    return facts, actions
+
+
+def _names(variables):  # type: ignore[no-untyped-def]
+    return [(variable.name, variable.type) for variable in variables]
+
+
+def _set_known(progression, facts, actions):  # type: ignore[no-untyped-def]
+    """Set facts and valid actions from the names in them."""
+    from textworld.logic import Proposition, State, Variable
+
+    kb = progression.game.kb
+    named = [(name, list(starmap(Variable, variables))) for name, variables in facts]
+    progression.state = State(kb.logic, starmap(Proposition, named))
+    valid = []
+    for name, variables in actions:
+        rule = kb.rules[name]
+        found = starmap(Variable, variables)
+        valid.append(rule.instantiate(dict(zip(rule.placeholders, found, strict=True))))
+    progression._valid_actions = valid
+
+
 def _object_tree(ram: NDArray[np.uint8]) -> bytes:
     """Return parent, sibling and child of every object in the Z-machine's memory."""
     begin = int.from_bytes(ram[OBJECTS_ADDRESS : OBJECTS_ADDRESS + 2].tobytes()) + DEFAULTS_BYTES
@@ -205,16 +231,16 @@ def _object_tree(ram: NDArray[np.uint8]) -> bytes:
     return ram[begin:end].reshape(-1, OBJECT_BYTES)[:, TREE].tobytes()
 
 
-def _game_file(cache_dir: Path, name: str) -> str:
-    """Return the path of a game in the folder of games. Raises ValueError for any other.
+def _game_file(cache_dir: Path, task: Task) -> str:
+    """Return the path of the task's game in the folder of games. Raises ValueError for any other.
 
     Only the file's name is taken from the task: a game is code for TextWorld's interpreter. The
     folder may have been moved.
     """
-    path = cache_dir.resolve() / name
+    path = cache_dir.resolve() / Path(task.data["game_path"]).name
     # TextWorld reads the .json file beside the game, too.
     is_link = any(file.is_symlink() for file in (path, path.with_suffix(".json")))
-    if not GAME_NAME.fullmatch(name) or is_link:
+    if not GAME_NAME.fullmatch(path.name) or is_link:
         raise ValueError(
             f"{path} is no game of {cache_dir}; ask for the tasks again, which makes it anew"
         )
@@ -231,9 +257,7 @@ def _shorten(feedback: str) -> str:
     return " ".join(text.split())
 
 
-# `game` and the result are a textworld.Environment; no types there
-def _open_game(path: str, game=None):  # type: ignore[no-untyped-def]
-    """Open a game, in the interpreter of `game` if there is one: that takes two thirds as long."""
+def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environment; no types there
     # imported here: it takes 0.7 s, and the coordinator only lists tasks
     import textworld
 
@@ -245,12 +269,7 @@ def _open_game(path: str, game=None):  # type: ignore[no-untyped-def]
     with warnings.catch_warnings():
         # the interpreter warns that it does not know this new game
         warnings.simplefilter("ignore")
-        if game is None:
-            return textworld.start(path, textworld.EnvInfos(won=True, admissible_commands=True))
-        _interpreter(game).close()  # frees the last game's memory
-        _interpreter(game)._cache.clear()  # it would keep every game's file
-        game.load(path)
-    return game
+        return textworld.start(path, textworld.EnvInfos(won=True, admissible_commands=True))
 
 
 def _parse(options: Mapping[str, object]) -> _Options:
