@@ -82,8 +82,8 @@ class Environment(Protocol):
     on the worker's event loop instead of being called in a process of their own.
 
     A class may say `deterministic = True`: the task and the actions alone decide every answer, so
-    answers are remembered. With it, `state_key`, `save_state` and `restore_state` are optional
-    (docs/your_environment.md).
+    answers are remembered. With it, `state_key`, `save_state`, `restore_state` and `understood` are
+    optional (docs/your_environment.md).
     """
 
     def __init__(self, options: Mapping[str, object]) -> None: ...

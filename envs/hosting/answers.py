@@ -27,11 +27,20 @@ class StepFrom:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Understood:
+    """The actions that may change a state, and the answer to every other action."""
+
+    actions: tuple[str, ...]
+    otherwise: Transition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """The state after an answer, as a deterministic environment describes it."""
 
     key: bytes | None  # digest; equal keys of one task are equal states; None if it gives none
     saved: bytes | None  # for `restore_state`; None if it cannot be restored
+    understood: Understood | None  # None if every action has to be asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +81,19 @@ def answer_of(environment: Any, method: str, result: object) -> Answer:
         key = key.encode() if isinstance(key, str) else key
         key = hashlib.blake2b(key, digest_size=KEY_BYTES).digest()  # it may describe a whole page
     saved = _optional(environment, "save_state", (bytes,))
-    return Answer(result=checked, state=State(key=key, saved=saved))
+    ends = isinstance(checked, Transition) and (checked.terminated or checked.truncated)
+    understood = None if ends else _understood(environment)
+    return Answer(result=checked, state=State(key=key, saved=saved, understood=understood))
+
+
+def _understood(environment: Any) -> Understood | None:
+    answer = _optional(environment, "understood", (tuple,))
+    if answer is None:
+        return None
+    actions, otherwise = answer
+    checked = checked_answer("step", otherwise)
+    assert isinstance(checked, Transition)
+    return Understood(actions=tuple(actions), otherwise=checked)
 
 
 def _optional(environment: Any, method: str, types: tuple[type, ...]) -> Any:

@@ -10,7 +10,8 @@ A task is remembered as a graph: a node is a state, an edge an action with its a
 one state share its node if the environment has `state_key`; without it every sequence of actions
 has a node of its own. An environment that does not say `deterministic = True` is always asked.
 
-A remembered answer asks no environment object. Before an unknown action an object is brought to the
+A remembered answer asks no environment object, nor does an action that a state does not understand,
+if the environment has `understood`. Before an unknown action an object is brought to the
 episode's state: by `restore_state`, and then other episodes may have it afterwards, or by the
 actions that it has missed. So an episode never takes more steps than without the cache.
 """
@@ -27,7 +28,7 @@ from weakref import WeakValueDictionary, ref
 
 from envs.base import Observation, Task, Transition
 from envs.errors import EnvironmentDied
-from envs.hosting.answers import Answer, StepFrom
+from envs.hosting.answers import Answer, State, StepFrom, Understood
 from envs.hosting.pending import request_of_task
 
 Result = Observation | Transition
@@ -44,7 +45,15 @@ class _Node:
     """A state, with the known answers to its actions."""
 
     saved: bytes | None
+    understood: Understood | None
     edges: dict[str | None, _Edge] = field(default_factory=dict)
+
+    def known(self, action: str | None) -> _Edge | None:
+        """Return the edge of an action; None if the environment has to be asked."""
+        edge = self.edges.get(action)
+        if edge is None and self.understood and action not in self.understood.actions:
+            return _Edge(self.understood.otherwise, self)
+        return edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ class _Graph:
     """All that is known of one task."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.root, self.n_bytes = task, _Node(saved=None), 0
+        self.task, self.root, self.n_bytes = task, _Node(saved=None, understood=None), 0
         self._nodes: dict[bytes, _Node] = {}
         self._locks: WeakValueDictionary[tuple[_Node, str | None], asyncio.Lock]
         self._locks = WeakValueDictionary()
@@ -94,10 +103,13 @@ class _Graph:
     def add(self, node: _Node, action: str | None, answer: Answer) -> _Edge:
         result, state = answer.result, answer.state
         assert state is not None
-        self.n_bytes += _n_bytes(result) + len(state.saved or b"")
-        after = _Node(saved=state.saved)
-        if state.key is not None:
-            after = self._nodes.setdefault(state.key, after)
+        self.n_bytes += _n_bytes(result)
+        after = None if state.key is None else self._nodes.get(state.key)
+        if after is None:
+            after = _Node(saved=state.saved, understood=state.understood)
+            self.n_bytes += _n_bytes_of_state(state)
+            if state.key is not None:
+                self._nodes[state.key] = after
         edge = node.edges[action] = _Edge(result, after)
         return edge
 
@@ -158,10 +170,10 @@ class CachedEpisode:
         node = self._node
         if node is None:
             return await self._learn(None, action)
-        edge = node.edges.get(action)
+        edge = node.known(action)
         if edge is None:
             async with self._graph.asking(node, action):
-                edge = node.edges.get(action)
+                edge = node.known(action)
                 if edge is None:
                     return await self._learn(node, action)
         self._cache.n_remembered += 1
@@ -230,3 +242,11 @@ def _n_bytes(result: Result) -> int:
     texts = (seen.text, seen.objective, seen.anchor or "", *(seen.actions or ()))
     n_bytes = sum(map(sys.getsizeof, texts)) + sum(image.nbytes for image in seen.images)
     return RECORD_BYTES + n_bytes
+
+
+def _n_bytes_of_state(state: State) -> int:
+    n_bytes = len(state.saved or b"")
+    if state.understood is not None:
+        n_bytes += _n_bytes(state.understood.otherwise)
+        n_bytes += sum(map(sys.getsizeof, state.understood.actions))
+    return n_bytes

@@ -96,23 +96,15 @@ class TextWorldEnv:
     def step(self, action: str) -> Transition:
         if self._is_over or self._game is None:
             raise ValueError("the episode is over: call reset(task) before step")
-        is_valid = action in self._commands
-        won = False
-        if is_valid:
-            state, _, _ = self._game.step(action)
-            won = bool(state.won)
-            observation = self._observe(state)
-        else:
-            observation = self._observation(NOTHING_HAPPENS)
-        self._is_over = won
-        return Transition(
-            observation=observation,
-            reward=1.0 if won else 0.0,
-            terminated=won,
-            truncated=False,  # the step limit is the runner's
-            won=won,
-            valid=is_valid,
-        )
+        if action not in self._commands:
+            return _transition(self._observation(NOTHING_HAPPENS), valid=False)
+        state, _, _ = self._game.step(action)
+        self._is_over = bool(state.won)
+        return _transition(self._observe(state), won=self._is_over)
+
+    def understood(self) -> tuple[Sequence[str], Transition]:
+        """Return the actions that are sent to the game, and the answer to all others."""
+        return self._commands, _transition(self._observation(NOTHING_HAPPENS), valid=False)
 
     def state_key(self) -> bytes:
         """Return the room, the facts, and the order in which things lie about.
@@ -179,6 +171,17 @@ class TextWorldEnv:
         # Room and commands identify the state. The last reply does not: it depends on the way in.
         anchor = f"{self._room}: {', '.join(listed)}"
         return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
+
+
+def _transition(observation: Observation, *, won: bool = False, valid: bool = True) -> Transition:
+    return Transition(
+        observation=observation,
+        reward=1.0 if won else 0.0,
+        terminated=won,
+        truncated=False,  # the step limit is the runner's
+        won=won,
+        valid=valid,
+    )
 
 
 def _interpreter(game):  # type: ignore[no-untyped-def]  # jericho.FrotzEnv; no types there

@@ -102,6 +102,17 @@ class Saved(Keyed):
         self.count = int(saved)
 
 
+class Understanding(Saved):
+    deterministic = True
+
+    def understood(self) -> tuple[tuple[str, ...], Transition]:
+        observation = Observation(text=f"{self.count}, as before")
+        ignored = Transition(
+            observation=observation, reward=0.0, terminated=False, truncated=False, won=False
+        )
+        return ("up", "down"), ignored
+
+
 class Forgetful(Counter):
     """Says that it is deterministic, and is not: each object gives another reward."""
 
@@ -227,6 +238,22 @@ def test_a_saved_state_is_restored_and_the_object_serves_the_other_episodes() ->
     asyncio.run(interleaved())
     assert here.asked()[0] == ["reset", "up", "up", "left"]
     assert here.asked()[1] == ["restore", "down"]
+
+
+def test_an_action_that_is_not_understood_asks_nobody() -> None:
+    here = Here(Understanding)
+    played = asyncio.run(here.play("up", "fail", "fly", "up", "fly", "up"))
+    assert played == ["0", "1", "1, as before", "1, as before", "2", "2, as before", "3"]
+    assert here.asked() == [["reset", "up", "up", "up"]]
+    assert (here.cache.n_answers, here.cache.n_remembered) == (7, 3)
+
+
+def test_the_last_state_understands_nothing() -> None:
+    environment = Understanding({})
+    environment.reset(TASK)
+    for _ in range(3):
+        answer = answer_of(environment, "step", environment.step("up"))
+    assert answer.state is not None and answer.state.understood is None
 
 
 @pytest.mark.parametrize("make", [Counter, Keyed, Saved])
