@@ -9,7 +9,8 @@
 `inference/`       policies: `vllm_policy.py` and `openai_policy.py`. New weights: `weight_sync.py`
                    says when, `vllm_policy.py` pauses the engine, `vllm_weight_loader.py` loads
                    them inside the engine's process, from files or from `broadcast_receiver.py`.
-                   `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller
+                   `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller, and
+                   `vllm_whole_answers.py` its messages
 `endpoint/`        the OpenAI-compatible server that agent programs call
 `templates/`       prompt templates
 """

@@ -3,7 +3,7 @@
     gate = RequestGate(limit=64)
     async with gate: ...                             # one request; queues while 64 are inside
     concurrency = Concurrency(gate, group_size=8, groups=8, max_groups=16)
-    concurrency.adapt(preempted=engine.preempted())  # once in ADAPT_EVERY_S
+    concurrency.adapt(preempted=await engine.preempted())  # once in ADAPT_EVERY_S
     concurrency.episodes                             # how many the worker may play now
 
 An engine whose cache is full preempts requests and computes them again later, so more requests

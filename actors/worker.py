@@ -94,6 +94,7 @@ class Worker:
                 stop=config.prompt.stop,
                 tokenizer=form.tokenizer,
                 log_path=engine_log,
+                statistics=bool(config.metrics_port),
             )
         self.episodes = _episode_runner(config, policy=policy, form=form, log=log)
         self.runner = RolloutRunner(
@@ -186,7 +187,7 @@ class Worker:
     async def _adapt(self, engine: VLLMPolicy) -> None:
         while True:
             await asyncio.sleep(ADAPT_EVERY_S)
-            self.runner.adapt(preempted=engine.preempted())
+            self.runner.adapt(preempted=await engine.preempted())
 
     async def _count_answers(self, episodes: EnvironmentEpisodes) -> None:
         n_before = remembered_before = 0

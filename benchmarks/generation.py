@@ -98,6 +98,7 @@ async def benchmark(
         stop=(),
         tokenizer=None,
         log_path=directory / "engine.log",
+        statistics=False,
     )
     await policy.start()
     results: dict[str, object] = {"start_s": time.perf_counter() - start_s}

@@ -88,6 +88,7 @@ def engine_args(
     actors: ActorsConfig,
     max_model_tokens: int,
     max_requests: int,
+    statistics: bool,
 ) -> AsyncEngineArgs:
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -101,7 +102,7 @@ def engine_args(
         # after temperature, as sampled; raw log-probabilities would bias every ratio
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
-        disable_log_stats=True,
+        disable_log_stats=not statistics,
         use_tqdm_on_load=False,
         **(TEXT_ARGUMENTS | image_arguments(model_path)),
         **placement(actors, max_model_tokens=max_model_tokens),
@@ -153,30 +154,7 @@ def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
 
 
 def prometheus_figures() -> list[Any]:
-    """Return the figures that vLLM keeps in this process for Prometheus.
-
-    vLLM keeps them for every engine with a counter of its own, such as PreemptionCounter.
-    """
+    """Return the figures that vLLM keeps in this process for Prometheus, if it keeps any."""
     from prometheus_client import REGISTRY
 
     return [family for family in REGISTRY.collect() if family.name.startswith("vllm:")]
-
-
-class PreemptionCounter:
-    """Count preempted requests. It has the methods that vLLM calls on its `StatLoggerBase`."""
-
-    def __init__(self) -> None:
-        self._n = 0
-
-    def record(self, scheduler_stats: object, iteration_stats: Any, **others: object) -> None:
-        if iteration_stats is not None:
-            self._n += iteration_stats.num_preempted_reqs
-
-    def log(self) -> None: ...
-
-    def log_engine_initialized(self) -> None: ...
-
-    def take(self) -> int:
-        """Return the count since the last call."""
-        n, self._n = self._n, 0
-        return n

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 from actors.concurrency import RequestGate
 from actors.inference.engine_process import engines_from_server, environment, preload_vllm
 from actors.inference.vllm_engine import (
-    PreemptionCounter,
     engine_args,
     engine_call,
     start_failures,
     stop_engine,
 )
 from actors.inference.vllm_images import engine_input
+from actors.inference.vllm_preemptions import PreemptionCounter
 from actors.inference.weight_load import (
     RECEIVED,
     PhaseClock,
@@ -58,7 +58,7 @@ class VLLMPolicy:
     Version 0 is the weights in `model_path`. Requests pass `gate`, whose limit at `start` is the
     largest it will have. A response ends with one of `stop_token_ids`, or with the token that
     completes a text of `stop`. Only for these texts is the output read with `tokenizer`, a Hugging
-    Face one.
+    Face one. `statistics` has vLLM keep its figures for Prometheus, at a cost for every token.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class VLLMPolicy:
         stop: Sequence[str],
         tokenizer: object,
         log_path: Path,
+        statistics: bool,
     ) -> None:
         self._model_path = model_path
         self._dtype = dtype
@@ -84,7 +85,9 @@ class VLLMPolicy:
         self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
         self._shapes = tensor_shapes(model_path)
         self._images = load_image_form(model_path)
-        self._preemptions = PreemptionCounter()
+        self._statistics = statistics
+        # None: the engine's process counts
+        self._preemptions = PreemptionCounter() if actors.gpus_per_worker > 1 else None
         self._params: dict[float, SamplingParams] = {}  # by temperature
         self._llm: AsyncLLM | None = None  # None while no engine runs
         self._processes: Collection[BaseProcess] = ()
@@ -103,7 +106,7 @@ class VLLMPolicy:
             # Imported here: vLLM, huggingface_hub and OpenMP read their variables at import.
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            others = set(multiprocessing.active_children())
+            others, counter = set(multiprocessing.active_children()), self._preemptions
             with engines_from_server(variables), start_failures(self._log_path):
                 llm = AsyncLLM.from_engine_args(
                     engine_args(
@@ -112,8 +115,9 @@ class VLLMPolicy:
                         actors=self._actors,
                         max_model_tokens=self._max_model_tokens,
                         max_requests=self._gate.limit,
+                        statistics=self._statistics,
                     ),
-                    stat_loggers=[lambda config, engine_index: self._preemptions],
+                    stat_loggers=[lambda config, engine_index: counter] if counter else None,
                 )
         self._llm, self._processes = llm, set(multiprocessing.active_children()) - others
         await llm.update_weight_version("0")
@@ -141,9 +145,13 @@ class VLLMPolicy:
             "the vLLM engine ended a request without an answer; start a new policy"
         )
 
-    def preempted(self) -> int:
+    async def preempted(self) -> int:
         """Return how many requests the engine preempted since the last call: its cache was full."""
-        return self._preemptions.take()
+        if self._preemptions is not None:
+            return self._preemptions.take()
+        with engine_call():
+            (n,) = await self._engine().collective_rpc("take_preempted")
+        return int(n)
 
     async def answers(self) -> None:
         """Return when the engine process has answered, which it does between forward passes."""

@@ -38,7 +38,9 @@ from vllm.model_executor.model_loader.reload import (
 
 from actors.inference.broadcast_receiver import Receiver
 from actors.inference.engine_process import ENGINE_CORES, PR_SET_PDEATHSIG, engine_cores
+from actors.inference.vllm_preemptions import PreemptionCounter
 from actors.inference.vllm_step_pacing import pace_engine
+from actors.inference.vllm_whole_answers import send_whole_answers
 from actors.inference.weight_load import RECEIVED
 from store import WeightFileError, files_digest, weight_files
 
@@ -89,6 +91,9 @@ class WorkerExtension:
     def stage_received(self, digest: str) -> dict[str, list[int]] | None:
         return self.weight_transfer_engine.stage_received(digest)
 
+    def take_preempted(self) -> int:
+        return self.weight_transfer_engine.preemptions.take()
+
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     """Load weights in one process of an engine; each reads the whole files and keeps its part."""
@@ -107,7 +112,10 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-weights")
         self._staging: Future[Staged] | None = None
         self._receiver: Receiver | None = None
+        self.preemptions = PreemptionCounter()
+        self.preemptions.watch_scheduler()
         die_with_parent()
+        send_whole_answers()
         if device.type == "cpu":
             keep_freed_memory()
             pace_engine(max_requests=vllm_config.scheduler_config.max_num_seqs)

@@ -7,6 +7,7 @@ await runner.run()      # until runner.stop()
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from typing import Protocol
 
@@ -19,8 +20,12 @@ from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
 from store import VersionRecord
 
-LEASE_POLL_S = 0.1  # between two requests for a lease while none is free
-VERSION_POLL_S = 0.05  # how soon newer weights are noticed
+# Between two requests for a lease while none is free: twice as long each time. A lease becomes free
+# soon after a version is published, so a new version begins with the first again.
+LEASE_POLL_S, LONGEST_LEASE_POLL_S = 0.1, 1.0
+# How soon newer weights are noticed: VERSION_POLL_SHARE of the time since the last ones came.
+VERSION_POLL_S, LONGEST_VERSION_POLL_S = 0.1, 0.5
+VERSION_POLL_SHARE = 0.02
 # Limit of polls for leases, and of polls for versions, of all workers together. With many workers
 # each polls less often.
 CALLS_PER_S = 100.0
@@ -61,7 +66,10 @@ class RolloutRunner:
         self._idle_since_s: float | None = None  # event loop's clock; None: a group is played
         # A lease names the newest version, so that it need not be asked for again at once.
         self._leased_lately = False
-        self._changed = asyncio.Event()  # a group ended, more may be played, or `stop` was called
+        self._lease_poll_s = LEASE_POLL_S
+        self._newest, self._newest_since_s = -1, 0.0  # version; event loop's clock
+        # a group ended, more may be played, a version was published, or `stop` was called
+        self._changed = asyncio.Event()
         self._random = random.Random(coordinator.component)
 
     async def run(self) -> None:
@@ -72,7 +80,7 @@ class RolloutRunner:
         unblocks admission when it trains.
         """
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._follow_weights())
+            following = tasks.create_task(self._follow_versions())
             while not self._stopping:
                 self._changed.clear()
                 n_episodes = sum(len(group.numbers) for group in self._groups.values())
@@ -80,9 +88,11 @@ class RolloutRunner:
                     await self._changed.wait()
                 elif (lease := await self.coordinator.lease()) is None:
                     self._note_idle()
-                    await self._pause(LEASE_POLL_S)
+                    await self._wait_for_lease()
                 else:
                     self._idle_since_s, self._leased_lately = None, True
+                    self._note_version(lease.version)
+                    self._lease_poll_s = LEASE_POLL_S
                     await self._sync_weights(lease.version)
                     await self._start_group(lease, tasks)
             for task, group in self._groups.items():
@@ -135,14 +145,33 @@ class RolloutRunner:
         del self._groups[task]
         self._changed.set()
 
-    async def _follow_weights(self) -> None:
-        while self._weights is not None:
+    async def _wait_for_lease(self) -> None:
+        """Wait for a new version or a group's end, at most until it is time to ask again."""
+        wait_s = self._spread(self._lease_poll_s)
+        self._lease_poll_s = min(2 * self._lease_poll_s, LONGEST_LEASE_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+
+    async def _follow_versions(self) -> None:
+        now_s = asyncio.get_running_loop().time
+        while True:
             if not self._leased_lately:
                 newest = await self.coordinator.newest_version()
                 if newest is not None:
+                    self._note_version(newest)
                     await self._sync_weights(newest)
             self._leased_lately = False
-            await self._pause(VERSION_POLL_S)
+            poll_s = VERSION_POLL_SHARE * (now_s() - self._newest_since_s)
+            poll_s = min(max(VERSION_POLL_S, poll_s), LONGEST_VERSION_POLL_S)
+            await asyncio.sleep(self._spread(poll_s))
+
+    def _note_version(self, newest: VersionRecord) -> None:
+        if newest.version > self._newest:
+            self._newest = newest.version
+            self._newest_since_s = asyncio.get_running_loop().time()
+            self._lease_poll_s = LEASE_POLL_S
+            self._changed.set()
 
     async def _sync_weights(self, newest: VersionRecord) -> None:
         if self._weights is None:
@@ -162,10 +191,10 @@ class RolloutRunner:
                 group.too_old = f"still played at version {newest}, begun at {begun}: {apart}"
                 task.cancel()
 
-    async def _pause(self, seconds: float) -> None:
-        """Sleep about so long, or longer, to keep all workers together below CALLS_PER_S.
+    def _spread(self, seconds: float) -> float:
+        """Return about so long, or longer, to keep all workers together below CALLS_PER_S.
 
-        The time is random, so that the workers do not call at the same moment.
+        It is random, so that the workers do not call at the same moment.
         """
         longer = max(seconds, self.config.actors.workers / CALLS_PER_S)
-        await asyncio.sleep(longer * self._random.uniform(0.5, 1.5))
+        return longer * self._random.uniform(0.5, 1.5)

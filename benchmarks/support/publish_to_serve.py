@@ -59,6 +59,7 @@ async def _measure(
         stop=(),
         tokenizer=None,
         log_path=directory / "engine.log",
+        statistics=False,
     )
     await policy.start()
     times_ms = []

@@ -169,6 +169,7 @@ async def _answer(
         stop=(),
         tokenizer=None,
         log_path=log_path,
+        statistics=False,
     )
     await policy.start()
     pipe.send("ready")

@@ -68,6 +68,7 @@ def policy_on(error: Exception) -> VLLMPolicy:
         stop=[],
         tokenizer=None,
         log_path=Path("engine.log"),
+        statistics=False,
     )
     policy._llm = BrokenEngine(error)  # type: ignore[assignment]
     return policy
@@ -76,6 +77,7 @@ def policy_on(error: Exception) -> VLLMPolicy:
 CALLS: dict[str, Callable[[VLLMPolicy], Awaitable[object]]] = {
     "generate": lambda policy: policy.generate(PROMPT, seed=0, temperature=1.0),
     "answers": lambda policy: policy.answers(),
+    "count preemptions": lambda policy: policy.preempted(),
     "stage files": lambda policy: policy.load_weights(version=1, path=Path("v000001"), digest="ab"),
     "stage what was sent": lambda policy: policy.load_received(version=1, digest="ab"),
     "join a broadcast": lambda policy: policy.join_broadcast("127.0.0.1:1"),

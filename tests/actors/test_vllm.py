@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import store
 from actors.concurrency import RequestGate
+from actors.inference.vllm_engine import prometheus_figures
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.inference.weight_load import RECEIVED, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
@@ -87,10 +89,12 @@ def make_model(path: Path, *, seed: int) -> Path:
     return path
 
 
-async def start(*, model: Path, log_path: Path) -> VLLMPolicy:
+async def start(
+    *, model: Path, log_path: Path, kv_cache_gib: float = 0.125, statistics: bool = False
+) -> VLLMPolicy:
     actors = ActorsConfig(
         max_response_tokens=RESPONSE_TOKENS,
-        kv_cache_gib=0.125,
+        kv_cache_gib=kv_cache_gib,
         cpu_cores="auto",
     )
     policy = VLLMPolicy(
@@ -103,6 +107,7 @@ async def start(*, model: Path, log_path: Path) -> VLLMPolicy:
         stop=(),
         tokenizer=None,
         log_path=log_path,
+        statistics=statistics,
     )
     await policy.start()
     return policy
@@ -301,6 +306,8 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
     )
     assert all(first <= c.version_min <= c.version_max <= first + 2 for c in completions)
     assert any(c.version_min < c.version_max for c in completions)
+    # all running requests were put back, which says nothing about the size of the cache
+    assert served.run(served.policy.preempted()) == 0
     for seed, completion in enumerate(completions):
         if completion.version_min == completion.version_max:
             name = "other" if completion.version_min == first + 1 else "base"
@@ -316,6 +323,79 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
                 )
                 off_T.append((sampled_T - expected_T).abs())
             assert torch.minimum(*off_T).max() < 1e-5
+
+
+def test_an_answer_is_one_message_for_each_version_and_its_spans_are_exact(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, first = served.policy._llm, served.policy.version
+    assert llm is not None
+    n_messages: Counter[str] = Counter()
+    spans: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # by answer
+
+    def process(outputs: list[Any], *given: Any, **named: Any) -> Any:
+        n_messages.update(output.request_id for output in outputs)
+        return processed(outputs, *given, **named)
+
+    def complete(output: Any, *, submitted_at: int) -> Completion:
+        found = [(int(span.version), span.start, span.end) for span in output.weight_versions]
+        spans[tuple(output.token_ids)] = found
+        return completed(output, submitted_at=submitted_at)
+
+    processed, completed = llm.output_processor.process_outputs, served.policy._completion
+    monkeypatch.setattr(llm.output_processor, "process_outputs", process)
+    monkeypatch.setattr(served.policy, "_completion", complete)
+
+    async def run() -> list[Completion]:
+        calls = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            for s in range(32)
+        ]
+        await asyncio.sleep(0.05)
+        await load_weights(served, "other")
+        return list(await asyncio.gather(*calls))
+
+    before = served.run(load_weights(served, "base")).version
+    completions = served.run(run())
+    assert before == first + 1
+    n_spans = [len(spans[completion.token_ids]) for completion in completions]
+    assert sorted(n_messages.values()) == sorted(n_spans)
+    assert set(n_spans) == {1, 2}
+    for seed, completion in enumerate(completions):
+        sampled_T = torch.tensor(completion.logprobs)
+        for version, begin, end in spans[completion.token_ids]:
+            path = served.directories["base" if version == before else "other"]
+            expected_T = reference_logprobs(
+                path, prompt=prompt(seed), completion=completion, temperature=1.0
+            )
+            torch.testing.assert_close(
+                sampled_T[begin:end], expected_T[begin:end], atol=1e-5, rtol=0
+            )
+
+
+def test_preemptions_of_a_full_cache_are_counted_once_and_as_vllm_counts_them(
+    served: Served, tmp_path: Path
+) -> None:
+    async def run() -> tuple[list[Completion], int, int]:
+        policy = await start(
+            model=served.directories["base"],
+            log_path=tmp_path / "engine.log",
+            kv_cache_gib=0.0005,  # for the longest request and a few others
+            statistics=True,
+        )
+        try:
+            calls = [policy.generate(prompt(s), seed=s, temperature=1.0) for s in range(16)]
+            return list(await asyncio.gather(*calls)), *[await policy.preempted() for _ in "12"]
+        finally:
+            await policy.close()
+
+    completions, n_preempted, n_again = served.run(run())
+    for seed, completion in enumerate(completions):
+        assert_logprobs_of(served.directories["base"], prompt=prompt(seed), completion=completion)
+    assert n_preempted > 0
+    assert n_again == 0
+    figures = {family.name: family.samples for family in prometheus_figures()}
+    assert figures["vllm:num_preemptions"][0].value == n_preempted
 
 
 def test_weights_in_several_files_are_served(

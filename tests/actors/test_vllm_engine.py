@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from actors import EngineLostError, EngineMemoryError, EngineStartError
-from actors.inference.vllm_engine import PreemptionCounter, start_failures
+from actors.inference.vllm_engine import start_failures
+from actors.inference.vllm_preemptions import PreemptionCounter
 
 VLLMS = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 # As `engine_environment` has vLLM write it; the first record is of an engine before.

@@ -143,8 +143,10 @@ def test_only_the_vllm_files_import_vllm() -> None:
         "vllm_engine.py",
         "vllm_images.py",
         "vllm_policy.py",
+        "vllm_preemptions.py",
         "vllm_step_pacing.py",
         "vllm_weight_loader.py",
+        "vllm_whole_answers.py",
     }
 
 

@@ -151,6 +151,7 @@ def generated(
             stop=(),
             tokenizer=None,
             log_path=log_path,
+            statistics=False,
         )
         await policy.start()
         completions = {}

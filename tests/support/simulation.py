@@ -197,7 +197,7 @@ class SimulatedWorker:
         self.name, self.config, self._random = setup.name, config, source
         self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.committer = KillableCommitter(
-            self.coordinator, RunLayout.open(Path(config.run_dir)), pending
+            self.coordinator, RunLayout.open(Path(config.run_dir)), pending=pending
         )
         self.runner = RolloutRunner(
             self.coordinator,
