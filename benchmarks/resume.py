@@ -2,7 +2,7 @@
 
     python benchmarks/resume.py [--quick] [--kills N] [--simulated-kills N] [--seed S]
 
-Two runs: one with the real engine, one with the scripted player (all else of it is real: Ray,
+Two runs: one with the real engine, one with the scripted policy (all else of it is real: Ray,
 learner, environments, store). What is killed is drawn: the whole tree of processes, the driver, the
 coordinator (the command is then given again: the same, or --resume), or a worker, its engine, an
 environment, the learner (which the run starts again by itself). A part of the kills comes while the

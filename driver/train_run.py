@@ -207,7 +207,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
     """Make the tiny model that the training begins with, and return its directory.
 
     A run with sources has theirs, for an agent program it is an untrained model. Any other run
-    clones it from a scripted player, so that it plays random but valid commands.
+    clones it from a scripted policy, so that it plays random but valid commands.
     """
     policy = Path(config.run_dir) / "base" / "policy"
     if config.source:
@@ -224,15 +224,15 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         _make_tiny_model(policy, config, texts=texts)
     else:
         screen.console.print(
-            f"no model.path: cloning a tiny base policy from a scripted player, in {policy.parent}"
+            f"no model.path: cloning a tiny base policy from a scripted policy, in {policy.parent}"
         )
-        _clone_scripted_player(policy, config, screen=screen)
+        _clone_scripted_policy(policy, config, screen=screen)
         screen.console.print(f"the base policy is cloned: {policy}. Next comes the training")
     return policy
 
 
-def _clone_scripted_player(policy: Path, config: Config, *, screen: Screen) -> None:
-    """Train a tiny model on what the scripted player writes, in a run beside `policy`."""
+def _clone_scripted_policy(policy: Path, config: Config, *, screen: Screen) -> None:
+    """Train a tiny model on what the scripted policy writes, in a run beside `policy`."""
     untrained = policy.with_name("untrained")
     if not untrained.is_dir():
         log = Path(config.run_dir) / "logs" / FAILURE_LOG

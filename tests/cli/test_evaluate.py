@@ -294,7 +294,7 @@ def test_weights_inside_the_directory_are_linked_so_that_it_can_be_moved(
 def test_any_model_is_evaluated_in_a_store_of_its_own_and_never_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Played by the scripted player, so that no engine has to start; all else is as ever."""
+    """Played by the scripted policy, so that no engine has to start; all else is as ever."""
     new = tmp_path / "new"
     given = [
         f"run_dir={new}",

@@ -466,7 +466,7 @@ def test_what_may_be_switched_off_may_be_infinite(empty: Path) -> None:
         (["max_staleness=99"], "loss.policy=behaviour_cloning, not 'ppo_clip'"),
     ],
 )
-def test_what_a_scripted_player_needs_is_said_at_once(
+def test_what_a_scripted_policy_needs_is_said_at_once(
     tmp_path: Path, overrides: list[str], needs: str
 ) -> None:
     (tmp_path / "c.yaml").write_text("actors: {scripted: true}\nlearner: {steps: 100}")

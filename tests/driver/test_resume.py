@@ -196,7 +196,7 @@ def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) ->
 def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost(
     tmp_path: Path,
 ) -> None:
-    """The scripted player; all else is real. The undisturbed run is the same seed's tasks, one
+    """The scripted policy; all else is real. The undisturbed run is the same seed's tasks, one
     after the other.
     """
     killed, _ = killed_and_undisturbed(

@@ -170,7 +170,7 @@ def test_an_episode_by_hand() -> None:
     assert (wrong.reward, wrong.terminated, wrong.won, wrong.valid) == (0, True, False, True)
 
 
-def test_what_a_scripted_player_chooses_from() -> None:
+def test_what_a_scripted_policy_chooses_from() -> None:
     env = Local({**LOCAL, "list_actions": True})
     first = env.reset(a_task("Who was Pell Harrin?", ["a climber"]))
     assert first.actions == ("<search>Who was Pell Harrin?</search>",)

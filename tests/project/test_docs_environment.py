@@ -100,7 +100,7 @@ def test_the_environment_plays_as_its_rules_say(lamps: Path) -> None:
 
 
 def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
-    """What a worker and the learner do with it, in this process: a scripted player's moves, which a
+    """What a worker and the learner do with it, in this process: a scripted policy's moves, which a
     tiny model learns.
     """
     config = configs.load(
@@ -162,7 +162,7 @@ def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
 
 @pytest.mark.slow
 def test_the_documented_command_trains_it(lamps: Path) -> None:
-    """With the scripted player for a policy and its moves to be learned, so that no engine has to
+    """With the scripted policy for a policy and its moves to be learned, so that no engine has to
     start.
     """
     config = configs.load(ROOT / "configs/key_room.yaml", [f"env.name={NAME}", "env.options={}"])

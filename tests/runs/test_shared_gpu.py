@@ -125,7 +125,7 @@ def test_a_learner_that_shares_a_gpu_is_kept_to_its_part(monkeypatch: pytest.Mon
     assert kept == [0.4]
 
 
-def test_a_base_policy_is_cloned_without_a_gpu_for_the_scripted_player() -> None:
+def test_a_base_policy_is_cloned_without_a_gpu_for_the_scripted_policy() -> None:
     config = configs.from_yaml("{actors: {gpus_per_worker: 0.5}, learner: {gpus_per_rank: 0.5}}")
     cloning = configs.cloning_config(config)
     assert (cloning.actors.gpus_per_worker, cloning.learner.gpus_per_rank) == (0, 0.5)
