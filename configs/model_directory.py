@@ -31,13 +31,16 @@ ADAPTER_FILE = "adapter_config.json"  # of peft
 # configuration names. Those of other frameworks have other endings.
 INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
 WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.(safetensors|bin)")
-# Keys of config.json, at any depth, by which transformers looks for a model or a configuration
-# elsewhere.
+# Keys of config.json, at any depth, by which transformers or vLLM look for a model or a
+# configuration elsewhere.
 FOLLOWED_KEYS = (
     "backbone",
     "configuration_files",
     "feature_extractor_type",
     "image_processor_type",
+    # vLLM would load the model that these name instead of this one.
+    "speculators_config",
+    "speculators_model_type",
     "transformers_weights",
     "use_pretrained_backbone",
 )
@@ -225,6 +228,16 @@ def _check_kind(path: Path) -> None:
             f"{', '.join(VISION_MODEL_TYPES)}; give another model.path"
         )
     content = json.loads(file.read_bytes())
+    # vLLM goes by this name. Some of its classes load further models, which a key names.
+    architectures = content.get("architectures")
+    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
+    if kind not in VISION_MODEL_TYPES and architectures is not None:
+        known = [usual] if isinstance(usual, str) else list(usual)
+        if not isinstance(architectures, list) or any(one not in known for one in architectures):
+            raise ConfigError(
+                f"{file} has architectures={str(architectures)!r:.80}, which for model_type "
+                f"{kind!r} must be {' or '.join(known)}; give another model.path"
+            )
     items = list(_items(content))
     followed = [key for key, _ in items if key in FOLLOWED_KEYS]
     inside = [key for value in content.values() for key, _ in _items(value)]

@@ -24,9 +24,10 @@ import configs
 import store
 from analysis import progress_lines
 from configs import ConfigError
-from driver.run_lock import driver_of, has_ended, remove_leftovers
+from driver.run_lock import driver_of, has_ended, hides_its_files, remove_leftovers
 from printable import printable
 from store import (
+    DRIVER_FILE,
     READ_WRITE,
     STOPPING_FILE,
     WANTED_WORKERS_FILE,
@@ -88,17 +89,17 @@ def stop(run: Path, console: Console) -> None:
     if driver is not None and driver.host != socket.gethostname():
         raise StoreError(f"{run} is driven by process {driver.pid} of {driver.host}; stop it there")
     if process is not None:
-        try:
-            # A second signal would end it at once, not in order.
-            if not (run / STOPPING_FILE).exists():
-                console.print(f"asking process {process.pid} to end {run}")
-                process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGCONT)  # it may be stopped
-        except psutil.AccessDenied:
+        # driver.json may name any process, such as an agent that holds keys.
+        if driver is not None and hides_its_files(driver):
             raise StoreError(
-                f"{run} is driven by process {process.pid} of {process.username()}; stop it as "
-                "that user"
-            ) from None
+                f"{run} is driven by process {process.pid} of {process.username()}, or so its "
+                f"{DRIVER_FILE} says: the process does not show its files. Stop it as that user"
+            )
+        # A second signal would end it at once, not in order.
+        if not (run / STOPPING_FILE).exists():
+            console.print(f"asking process {process.pid} to end {run}")
+            process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)  # it may be stopped
         _wait_until_ended(process, run, console=console)
         how = "is stopped"
     else:

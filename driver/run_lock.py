@@ -41,20 +41,32 @@ class Driver:
         """Return the process, None if it has ended or runs on another machine.
 
         The file may name any process. The driver is the one that has the file open for writing, see
-        `driving`. A process of another user hides that, and cannot be signalled either.
+        `driving`. A process that hides its files counts as the driver, so that no second one
+        starts; `stop` signals none of these, see `hides_its_files`.
         """
         if self.host != socket.gethostname() or started_ticks(self.pid) != self.started_ticks:
             return None
         try:
             if not _writes(self.pid, Path(self.run) / DRIVER_FILE):
                 return None
-        except PermissionError:  # another user's process hides its files
+        except PermissionError:  # another user's process hides its files, and an ssh-agent does
             pass
         except OSError:  # it ended meanwhile
             return None
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.pid)
         return None
+
+
+def hides_its_files(driver: Driver) -> bool:
+    """Return whether this user cannot see if the process has the run's driver.json open."""
+    try:
+        _writes(driver.pid, Path(driver.run) / DRIVER_FILE)
+    except PermissionError:
+        return True
+    except OSError:  # it ended meanwhile
+        return False
+    return False
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ class _Graph:
     def add(self, node: _Node, action: str | None, answer: Answer) -> _Edge:
         result, state = answer.result, answer.state
         assert state is not None
-        self.n_bytes += _n_bytes(result)
+        self.n_bytes += _n_bytes(result) + sys.getsizeof(action)
         after = None if state.key is None else self._nodes.get(state.key)
         if after is None:
             after = _Node(saved=state.saved, understood=state.understood)

@@ -34,6 +34,7 @@ MIN_ELEMENTS, ELEMENT_BYTES = 1000, 8
 MAX_ELEMENTS = 1_000_000  # Arrow's own limit
 # What Arrow keeps for each value of a list: the value, and two levels while it decodes.
 LIST_VALUE_BYTES = 8 + 4
+FIXED_BYTES = 32
 
 
 def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq.ParquetFile:
@@ -50,10 +51,23 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
     # Arrow would repeat its values only after they were counted.
     if any("dictionary<" in str(kind) for kind in file.schema_arrow.types):
         raise _not_ours(f"{name} has a column of coded values")
+    # A null of such a type takes no byte in the file, and all of its bytes when it is decoded.
+    if any(_has_wide_nulls(kind) for kind in file.schema_arrow.types):
+        raise _not_ours(f"{name} has a column of values of one large size")
     n_rows = file.metadata.num_rows
     if not 0 <= n_rows <= MAX_ROWS + n_bytes:
         raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
     return file
+
+
+def _has_wide_nulls(kind: pa.DataType) -> bool:
+    """Return whether a type, or one in it, has nulls of more bytes than a uid or a decimal."""
+    if pa.types.is_fixed_size_list(kind):
+        return True
+    if pa.types.is_fixed_size_binary(kind):
+        return kind.byte_width > FIXED_BYTES
+    nested = pa.types.is_nested(kind)
+    return nested and any(_has_wide_nulls(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def read_table(

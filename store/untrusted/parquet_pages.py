@@ -16,6 +16,7 @@ from typing import Any
 # Most headers are shorter than the first. Each may hold four values of a column as statistics, of
 # 4 KiB at most.
 HEADER_BYTES, LONGEST_HEADER_BYTES = 256, 64 * 1024
+MAGIC_BYTES = 4  # before the first page
 MAX_DEPTH = 8  # a header's structures nest three deep
 MAX_VARINT_BYTES = 10
 # Types of the protocol.
@@ -24,6 +25,8 @@ TRUE, FALSE, BYTE, INT16, INT32, INT64, DOUBLE, BINARY, STRUCT = 1, 2, 3, 4, 5, 
 UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 2, 3
 DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 5, 7, 8
 N_VALUES = 1
+ENCODING = {DATA_PAGE: 2, DICTIONARY_PAGE: 2, DATA_PAGE_V2: 4}
+DELTA_BYTE_ARRAY = 7  # a value may repeat all of the one before, so a page may stand for any size
 
 
 class PageError(ValueError):
@@ -46,7 +49,10 @@ def column_pages(source: Any, column: Any) -> Iterator[Page]:
     """
     dictionary_at, at = column.dictionary_page_offset, column.data_page_offset
     if dictionary_at is not None:
-        at = min(at, dictionary_at)
+        # Arrow passes over other offsets without a word.
+        if not MAGIC_BYTES <= dictionary_at < at:
+            raise PageError(f"its dictionary is said to begin at byte {dictionary_at:,}")
+        at = dictionary_at
     end = at + column.total_compressed_size
     while at < end:
         page, n_bytes = _page_at(source, at)
@@ -72,6 +78,8 @@ def _page_at(source: Any, at: int) -> tuple[Page, int]:
         sizes: tuple[Any, Any] = (fields.get(UNCOMPRESSED_SIZE), fields.get(COMPRESSED_SIZE))
         if not all(isinstance(number, int) and number >= 0 for number in (*sizes, n_values)):
             break
+        if fields[kinds[0]].get(ENCODING[kinds[0]]) == DELTA_BYTE_ARRAY:
+            raise PageError("a page has the encoding DELTA_BYTE_ARRAY")
         n_bytes, stored_bytes = sizes
         page = Page(is_dictionary=kinds[0] == DICTIONARY_PAGE, n_bytes=n_bytes, n_values=n_values)
         return page, length + stored_bytes
@@ -94,8 +102,12 @@ def _structure(data: bytes, at: int, *, depth: int) -> tuple[dict[int, Any], int
             field += head >> 4  # counted from the field before
         else:
             field, at = _number(data, at)
-        if kind in (INT16, INT32, INT64):
+        if field in fields:  # readers differ in which of the two they take
+            raise PageError(f"a page's header has field {field} twice")
+        if kind == INT32:
             fields[field], at = _number(data, at)
+        elif kind in (INT16, INT64):  # no number that we read; Arrow reads none of them either
+            _, at = _number(data, at)
         elif kind == BINARY:
             length, at = _varint(data, at)
             at += length

@@ -1,4 +1,4 @@
-"""Check that the description of an image processor names no file and no other class."""
+"""Check that no description in a model directory names a file, another class or another model."""
 
 from __future__ import annotations
 
@@ -55,3 +55,28 @@ def test_an_image_processor_names_no_file_and_no_other_class(
         with pytest.raises(ConfigError, match=words):
             check_model_directory(_written(tmp_path, name, written))
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # vLLM would load the verifier instead of this model
+        (
+            {"speculators_config": {"verifier": {"name_or_path": "/elsewhere"}}},
+            "has the key 'speculators_config'",
+        ),
+        ({"speculators_model_type": "eagle3"}, "has the key 'speculators_model_type'"),
+        ({"architectures": ["UltravoxModel"]}, "must be LlamaForCausalLM"),
+        ({"architectures": "LlamaForCausalLM"}, "must be LlamaForCausalLM"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "must be LlamaForCausalLM"),
+    ],
+)
+def test_the_engine_is_led_to_no_other_model(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    usual = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(usual))
+    check_model_directory(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**usual, **changes}))
+    with pytest.raises(ConfigError, match=words):
+        check_model_directory(tmp_path)

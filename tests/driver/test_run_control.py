@@ -354,6 +354,26 @@ def test_a_strangers_run_cannot_name_a_process_to_be_ended(
         other.wait(timeout=0.5)
 
 
+def test_a_process_that_hides_its_files_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    """An ssh-agent of this very user hides them, and driver.json may name it."""
+    run = tmp_path / "run"
+    RunLayout.create(run, config_yaml="")
+    sleepers.append(subprocess.Popen(SLEEP))
+    other = sleepers[-1]
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, started_ticks(other.pid), run=run))
+
+    def hidden(pid: int, path: Path) -> bool:
+        raise PermissionError(f"/proc/{pid}/fd")
+
+    monkeypatch.setattr(run_lock, "_writes", hidden)
+    with pytest.raises(StoreError, match="does not show its files. Stop it as that user"):
+        runs.stop(run, Console(file=StringIO()))
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(timeout=0.5)
+
+
 @pytest.mark.parametrize(
     "text",
     [

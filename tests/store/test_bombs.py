@@ -31,6 +31,7 @@ from store.reading import mirror
 from store.records import SEGMENT_SCHEMA
 from store.segments import SegmentMeta, decode
 from store.storage import LocalStorage
+from store.untrusted.bounded_parquet import open_parquet, read_table
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 LIMIT_BYTES = 5 * 2**30  # of private memory, half of what the files below stand for
@@ -187,6 +188,27 @@ def test_one_row_with_a_list_without_end_is_not_decoded(
     with pytest.raises(FormatError, match="stands for more than .* no run wrote it"):
         decode(data, path="hostile")
     assert pa.total_allocated_bytes() - before < 10**8
+
+
+@pytest.mark.parametrize("kind", [pa.binary(10_000_000), pa.list_(pa.int64(), 1_000_000)])
+def test_nulls_of_a_large_size_are_not_decoded(kind: pa.DataType, tmp_path: Path) -> None:
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, pa.schema([("wide", kind)])) as writer:
+        writer.write_table(pa.table({"wide": pa.nulls(1, kind)}))
+    source = pa.BufferReader(sink.getvalue())
+    with pytest.raises(FormatError, match="values of one large size.* no run wrote it"):
+        open_parquet(source, n_bytes=source.size(), name="hostile", verify=True)
+
+
+def test_texts_that_repeat_the_one_before_are_not_decoded(tmp_path: Path) -> None:
+    """With the encoding DELTA_BYTE_ARRAY an equal value takes two bytes, whatever its length."""
+    sink = pa.BufferOutputStream()
+    texts = pa.table({"text": pa.repeat("x" * 100_000, 1000)})
+    pq.write_table(texts, sink, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"})
+    data = sink.getvalue()
+    file = open_parquet(pa.BufferReader(data), n_bytes=data.size, name="hostile", verify=True)
+    with pytest.raises(FormatError, match="DELTA_BYTE_ARRAY"):
+        read_table(file, pa.BufferReader(data), n_bytes=data.size, name="hostile", columns=None)
 
 
 def test_long_lists_that_a_run_may_write_are_decoded(tmp_path: Path) -> None:

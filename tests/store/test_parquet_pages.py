@@ -72,3 +72,60 @@ def test_damaged_headers_are_named_and_end(at: int, damage: bytes) -> None:
     except PageError:
         return
     assert all(page.n_values >= 0 and page.n_bytes >= 0 for page in pages)
+
+
+def header(*fields: tuple[int, int, int]) -> bytes:
+    """Return a page's header with numbers: (field, type of Thrift's compact protocol, value)."""
+    data = b""
+    for field, kind, value in fields:
+        data += bytes([kind]) + varint(2 * field) + varint(2 * value)
+    return data
+
+
+def varint(value: int) -> bytes:
+    data = b""
+    while value > 0x7F:
+        data += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return data + bytes([value])
+
+
+class Chunk:
+    """What `column_pages` reads of a column chunk's metadata."""
+
+    def __init__(self, n_bytes: int, *, dictionary_at: int | None = None) -> None:
+        self.data_page_offset, self.dictionary_page_offset = 4, dictionary_at
+        self.total_compressed_size = n_bytes
+
+
+I32, I64 = 5, 6
+SIZES = ((1, I32, 0), (2, I32, 8), (3, I32, 0))
+
+
+def pages_of(*fields: tuple[int, int, int], encoding: int = 0) -> list[object]:
+    content = bytes([0x0C]) + varint(10)  # field 5, a structure: the header of a data page
+    content += header(*fields, (2, I32, encoding)) + b"\0"
+    data = b"PAR1" + header(*SIZES) + content + b"\0"
+    return list(column_pages(pa.BufferReader(data), Chunk(len(data) - 4)))
+
+
+def test_a_field_that_readers_take_differently_is_refused() -> None:
+    (page,) = pages_of((1, I32, 20))
+    assert page.n_values == 20
+    for kind in (I32, I64):  # Arrow reads no 64-bit number there
+        with pytest.raises(PageError, match="has field 1 twice"):
+            pages_of((1, I32, 20), (1, kind, 1))
+    with pytest.raises(PageError, match="no page"):
+        pages_of((1, I64, 20))
+
+
+def test_an_encoding_that_repeats_the_value_before_is_refused() -> None:
+    with pytest.raises(PageError, match="DELTA_BYTE_ARRAY"):
+        pages_of((1, I32, 20), encoding=7)
+
+
+@pytest.mark.parametrize("dictionary_at", [0, 3, 4, 5, 1 << 40, -1])
+def test_a_dictionary_that_arrow_would_pass_over_is_refused(dictionary_at: int) -> None:
+    chunk = Chunk(100, dictionary_at=dictionary_at)
+    with pytest.raises(PageError, match="dictionary is said to begin"):
+        list(column_pages(pa.BufferReader(b"PAR1" + bytes(100)), chunk))
