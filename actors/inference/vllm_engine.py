@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from actors.inference.vllm_images import image_arguments
 from actors.policy import EngineLostError
 from configs import ActorsConfig, check_model_directory
+from printable import UserError, one_line
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -47,12 +48,14 @@ def start_failures(log_path: Path) -> Iterator[None]:
     before = log_path.stat().st_size if log_path.exists() else 0
     try:
         yield
-    except RuntimeError as error:
+    except UserError:
+        raise
+    except Exception as error:  # process border: pydantic's errors cannot be sent to the driver
         text = log_path.read_bytes()[before:].decode(errors="replace") if log_path.exists() else ""
         raised = [
             found for found in RAISED.findall(text) if "initialization failed" not in found[1]
         ]
-        cause = ": ".join(raised[-1]) if raised else f"{type(error).__name__}: {error}"
+        cause = ": ".join(raised[-1]) if raised else f"{type(error).__name__}: {one_line(error)}"
         kind = EngineMemoryError if NO_MEMORY.search(f"{cause} {error}") else EngineStartError
         raise kind(f"the vLLM engine did not start: {cause}; its log is {log_path}") from error
 

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ POLL_S = 0.05
 READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
 FAULT_CHARACTERS = 300
-FREE_KEYS = ("env.options", "endpoint.body")  # what stands in them is not ours
-SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header", re.IGNORECASE)
+# What stands in these settings is not ours: any text in them may hold a key.
+FREE_KEYS = ("env.options", "endpoint.body")
+SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header|pin", re.IGNORECASE)
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Of a URL: a name and a password; and a query and a fragment, which may hold a key.
 IN_A_URL = re.compile(r"(://)[^/?#\s]*@")
 BEHIND_A_URL = re.compile(r"(://[^?#\s]*)[?#]\S*")
@@ -60,11 +62,12 @@ def check_trackers(config: Config) -> None:
 def shown_settings(config: Config) -> dict[str, Any]:
     """Return every setting by its name, without what may be a secret.
 
-    A secret may stand in the options of an environment, or as a password in a URL.
+    Of an environment's options and a request's body only numbers and flags are shown. Elsewhere a
+    URL loses its password and query.
     """
     shown: dict[str, Any] = {}
     for key, value in flat(config):
-        inside = _leaves(value, key) if key in FREE_KEYS else [(key, value)]
+        inside = _numbers(value, key) if key in FREE_KEYS else [(key, value)]
         shown |= {name: _without_password(each) for name, each in inside}
     return shown
 
@@ -209,23 +212,18 @@ def _is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _leaves(value: Any, key: str, *, is_listed: bool = False) -> list[tuple[str, Any]]:
-    """Return the values inside a value by their names, without what may be a secret."""
-    if not isinstance(value, dict | list | tuple):
-        return [(key, HIDDEN if SECRET.search(key) else value)]
-    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-    is_list = not isinstance(value, dict)
-    # Of [Cookie, x] and of {name: Cookie, value: x} in a list, the secret stands beside its name.
-    texts = [_without_password(each) for _, each in pairs if isinstance(each, str)]
-    if SECRET.search(key) or ((is_list or is_listed) and any(map(SECRET.search, texts))):
-        return [(key, HIDDEN)]
-    if is_list and not any(isinstance(each, dict | list | tuple) for each in value):
-        return [(key, value)]
-    return [
-        leaf
-        for name, each in pairs
-        for leaf in _leaves(each, f"{key}.{name}", is_listed=is_list or is_listed)
-    ]
+def _numbers(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and flags inside a value by their names, and hide the rest.
+
+    A name may hold a secret too, as the URL in `{https://host?key=...: 1}`.
+    """
+    if isinstance(value, dict | list | tuple):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            shown = str(name) if NAME.fullmatch(str(name)) else HIDDEN
+            yield from _numbers(each, f"{key}.{shown}")
+    else:
+        is_number = isinstance(value, int | float) and not SECRET.search(key)
+        yield key, value if is_number else HIDDEN
 
 
 def _without_password(value: Any) -> Any:

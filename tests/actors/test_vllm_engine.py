@@ -10,6 +10,7 @@ import pytest
 from actors import EngineLostError, EngineMemoryError, EngineStartError
 from actors.inference.vllm_engine import start_failures
 from actors.inference.vllm_preemptions import PreemptionCounter
+from configs import ConfigError
 
 VLLMS = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 # As `engine_environment` has vLLM write it; the first record is of an engine before.
@@ -36,6 +37,14 @@ def fail_to_start(log: Path, error: Exception, *, logged: str) -> None:
     with start_failures(log):
         log.write_text(logged)
         raise error
+
+
+def test_settings_that_vllm_refuses_are_one_line_and_our_own_errors_pass(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    with pytest.raises(EngineStartError, match="ValueError: no such method, or none; its log is"):
+        fail_to_start(log, ValueError("no such method,\n or none"), logged="")
+    with pytest.raises(ConfigError, match="another model"):
+        fail_to_start(log, ConfigError("give another model"), logged="")
 
 
 @pytest.mark.parametrize(
