@@ -135,7 +135,7 @@ def test_nobody_is_asked_whether_to_run_code(monkeypatch: pytest.MonkeyPatch) ->
     """A class of transformers that is loaded without our arguments would ask."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        loaded("anything", "/", lambda: resolve_trust_remote_code(None, "x", False, True))
+        loaded("anything", "/", load=lambda: resolve_trust_remote_code(None, "x", False, True))
 
 
 def _change(file: Path, changes: dict[str, object]) -> None:

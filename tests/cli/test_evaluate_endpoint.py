@@ -156,7 +156,7 @@ def test_a_worker_and_the_driver_load_nothing_to_compute_with() -> None:
         import driver.supervisor
         from rich.console import Console
         from driver.screen import shown_in
-        Progress(config, 'evaluating', shown_in(Console()))
+        Progress(config, title='evaluating', screen=shown_in(Console()))
         print(*sys.modules)"""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -165,9 +165,9 @@ def test_a_url_that_cannot_be_used_is_refused_at_the_start_and_not_shown(
 def test_the_text_of_an_error_is_not_said(run: Run, receiver: Receiver) -> None:
     """It may quote a part of the URL."""
     said: list[str] = []
-    webhook = AlarmWebhook(config_of(run), run.layout, said.append)
+    webhook = AlarmWebhook(config_of(run), run.layout, say=said.append)
     webhook._url = "http://host:s3cret@x"  # as if the check at the start had missed it
-    webhook._queue("alarm/ess", 1, dict(figures(ess=0.05, is_on=True)))
+    webhook._queue("alarm/ess", learner_step=1, values=dict(figures(ess=0.05, is_on=True)))
     webhook.close()
     assert len(said) == 1 and "InvalidURL" in said[0] and "s3cret" not in said[0]
 
