@@ -744,8 +744,13 @@ def test_ray_starts_without_processes_that_a_run_has_no_use_for(cluster: None) -
 
 def test_a_signal_to_the_drivers_process_group_is_not_for_ray(cluster: None) -> None:
     """Slurm and `timeout` signal the group. Ray would end, and with it the coordinator."""
-    processes = psutil.Process().children(recursive=True)
-    assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
+    roots = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.name() in ("gcs_server", "raylet")
+    ]
+    assert {process.name() for process in roots} == {"gcs_server", "raylet"}
+    processes = [*roots, *(child for root in roots for child in root.children(recursive=True))]
     assert os.getpgid(0) not in {os.getpgid(process.pid) for process in processes}
 
 

@@ -173,7 +173,7 @@ def test_a_tracker_that_fails_is_one_line_and_the_run_goes_on(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, why: str
 ) -> None:
     fake_tracker(tmp_path, monkeypatch, program)
-    monkeypatch.setattr(tracker_module, "START_S", 0.5)
+    monkeypatch.setattr(tracker_module, "START_S", 0.5 if "started" in why else 60.0)
     monkeypatch.setattr(tracker_module, "CLOSE_S", 1.0)
     said: list[str] = []
     with follow_metrics(config_of(run, "wandb"), run.layout, say=said.append) as metrics:

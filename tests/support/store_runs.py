@@ -81,7 +81,8 @@ def make_run(root: Path) -> RunLayout:
 
 
 def copy_run(source: RunLayout, root: Path) -> RunLayout:
-    shutil.copytree(source.root, root)
+    # With new times: files that nobody committed are swept after a while, and `source` may be old.
+    shutil.copytree(source.root, root, copy_function=shutil.copy)
     return RunLayout.open(root)
 
 
