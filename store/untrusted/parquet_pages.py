@@ -53,6 +53,8 @@ def column_pages(source: Any, column: Any) -> Iterator[Page]:
         if not MAGIC_BYTES <= dictionary_at < at:
             raise PageError(f"its dictionary is said to begin at byte {dictionary_at:,}")
         at = dictionary_at
+    if at < MAGIC_BYTES:
+        raise PageError(f"its first page is said to begin at byte {at:,}")
     end = at + column.total_compressed_size
     while at < end:
         page, n_bytes = _page_at(source, at)

@@ -93,8 +93,8 @@ def varint(value: int) -> bytes:
 class Chunk:
     """What `column_pages` reads of a column chunk's metadata."""
 
-    def __init__(self, n_bytes: int, *, dictionary_at: int | None = None) -> None:
-        self.data_page_offset, self.dictionary_page_offset = 4, dictionary_at
+    def __init__(self, n_bytes: int, *, at: int = 4, dictionary_at: int | None = None) -> None:
+        self.data_page_offset, self.dictionary_page_offset = at, dictionary_at
         self.total_compressed_size = n_bytes
 
 
@@ -129,3 +129,9 @@ def test_a_dictionary_that_arrow_would_pass_over_is_refused(dictionary_at: int) 
     chunk = Chunk(100, dictionary_at=dictionary_at)
     with pytest.raises(PageError, match="dictionary is said to begin"):
         list(column_pages(pa.BufferReader(b"PAR1" + bytes(100)), chunk))
+
+
+@pytest.mark.parametrize("at", [-1, 0, 3])
+def test_a_page_before_the_first_byte_of_the_data_is_refused(at: int) -> None:
+    with pytest.raises(PageError, match="first page is said to begin"):
+        list(column_pages(pa.BufferReader(b"PAR1" + bytes(100)), Chunk(100, at=at)))
