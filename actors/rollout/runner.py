@@ -192,9 +192,9 @@ class RolloutRunner:
                 task.cancel()
 
     def _spread(self, seconds: float) -> float:
-        """Return about so long, or longer, to keep all workers together below CALLS_PER_S.
+        """Return a random wait of about `seconds`, longer with many workers.
 
-        It is random, so that the workers do not call at the same moment.
+        All workers together stay below CALLS_PER_S, and they do not call at the same moment.
         """
         longer = max(seconds, self.config.actors.workers / CALLS_PER_S)
         return longer * self._random.uniform(0.5, 1.5)
