@@ -46,7 +46,7 @@ WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_ba
 WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
 ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM)
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
-READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
+READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
     "gae_lambda": {"estimator": ("gagpo",)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
@@ -102,30 +102,30 @@ def check_is_list(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value} is not a list; use {key}=[{value}]")
 
 
-def flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def dotted_settings(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (`a.b.c`, value) for every setting of a config."""
     if dataclasses.is_dataclass(value):
         for item in dataclasses.fields(value):
-            yield from flat(getattr(value, item.name), f"{prefix}{item.name}.")
+            yield from dotted_settings(getattr(value, item.name), f"{prefix}{item.name}.")
     else:
         yield prefix[:-1], value
 
 
-def is_read(name: str, chosen: object) -> bool:
+def has_effect(name: str, chosen: object) -> bool:
     """Return whether a setting of `algorithm` has an effect with the other settings in `chosen`."""
-    choices = READ_WITH.get(name, {})
+    choices = READERS.get(name, {})
     return not choices or any(
-        getattr(chosen, key) in names and is_read(key, chosen) for key, names in choices.items()
+        getattr(chosen, key) in names and has_effect(key, chosen) for key, names in choices.items()
     )
 
 
-def read_with(name: str, chosen: object) -> tuple[str, str]:
+def describe_readers(name: str, chosen: object) -> tuple[str, str]:
     """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
 
-    >>> read_with("gamma", AlgorithmConfig(estimator="grpo"))
+    >>> describe_readers("gamma", AlgorithmConfig(estimator="grpo"))
     ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo')
     """
-    choices = READ_WITH[name]
+    choices = READERS[name]
     now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
     return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
 
@@ -158,7 +158,7 @@ def _check_choices(config: Config) -> None:
 
 
 def _check_numbers(config: Config) -> None:
-    for key, number in flat(config):
+    for key, number in dotted_settings(config):
         # gigpo knows the bounds of the loss; -1 turns are all turns
         has_own_bounds = key.startswith("loss.") or key == "prompt.history_length"
         if has_own_bounds or isinstance(number, bool) or not isinstance(number, int | float):
@@ -285,12 +285,10 @@ def _check_algorithm(config: Config) -> None:
 def _check_unread(algorithm: AlgorithmConfig) -> None:
     """Refuse a changed setting that has no effect, because it would be taken for one that has."""
     defaults = AlgorithmConfig()
-    for key, choices in READ_WITH.items():
+    for key in READERS:
         value, default = getattr(algorithm, key), getattr(defaults, key)
-        if value == default:
-            continue
-        if not any(getattr(algorithm, choice) in names for choice, names in choices.items()):
-            chosen, ways = read_with(key, algorithm)
+        if value != default and not has_effect(key, algorithm):
+            chosen, ways = describe_readers(key, algorithm)
             raise ConfigError(
                 f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default "
                 f"is {default}), or use {ways}"
@@ -436,7 +434,7 @@ def _check_endpoint(config: Config) -> None:
 def _check_offline(config: Config) -> None:
     offline, defaults = config.offline, OfflineConfig()
     if not config.source:
-        for key, value in flat(offline):
+        for key, value in dotted_settings(offline):
             if value != getattr(defaults, key):
                 raise ConfigError(
                     f"offline.{key}={value} does nothing without source=RUN; add that"

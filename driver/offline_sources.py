@@ -98,10 +98,10 @@ def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
     from transformers import AutoTokenizer
 
     def vocabulary(path: Path) -> dict[str, int]:
-        tokenizer = configs.loaded(
+        tokenizer = configs.load_safely(
             "tokenizer",
             path,
-            load=lambda: AutoTokenizer.from_pretrained(path, **configs.FROM_FILES),
+            load=lambda: AutoTokenizer.from_pretrained(path, **configs.SAFE_LOADING),
         )
         return dict(tokenizer.get_vocab())
 

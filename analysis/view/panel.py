@@ -1,4 +1,4 @@
-"""A panel: one query, how its answer is shown, and one sentence that a newcomer understands.
+"""A panel: a query, how its answer is shown, and one sentence that a newcomer understands.
 
     Panel(
         title="Staleness",
@@ -71,11 +71,11 @@ class Panel:
 
     title: str
     explains: str
-    query: str
+    query: str = ""  # without one only `above` is shown
     tables: Tables = ()  # that `query` reads, and other panels too; see with_tables
     show: Show = as_table
     empty: str = "There is nothing to show yet."  # instead of an answer without rows
-    width: str = "half"  # or "whole": of a page that is wide enough for two
+    width: str = "half"  # or "full": of a page that is wide enough for two
     later: bool = False  # fetched after the page stands
     alone: bool = False  # asked of a process of its own: for queries that read all steps
     above: Markup | str = ""  # controls between the explanation and the answer
@@ -112,8 +112,8 @@ def render_panel(
     """
     body, error = Markup(""), ""
     try:
-        table = ask(panel.query, panel.n_rows, tables=panel.tables)
-        body = _body(panel, table if panel.combine is None else panel.combine(table))
+        if panel.query:
+            body = _body(panel, _rows(panel, ask))
     except Exception as reason:  # noqa: BLE001  a stranger's view may give values of any type
         error = why(reason)
     return html(
@@ -180,6 +180,11 @@ def show_rows(
         n_rows=table.num_rows,
         n_shown=len(rows),
     )
+
+
+def _rows(panel: Panel, ask: Ask) -> pa.Table:
+    table = ask(panel.query, panel.n_rows, tables=panel.tables)
+    return table if panel.combine is None else panel.combine(table)
 
 
 def _body(panel: Panel, table: pa.Table) -> Markup:

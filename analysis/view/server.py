@@ -313,9 +313,9 @@ class Viewer:
         if not is_page and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             return PlainTextResponse("give the token that gigpo view printed\n", status_code=401)
         wanted = request.query_params.get("panel")
-        panels = [each for each in page.panels(asked) if each.name == wanted]
+        panels = [each for each in page.panels(asked) if each.name == wanted and each.query]
         if not panels:
-            raise BadAddressError("the page has no such panel")
+            raise BadAddressError("the page has no such panel with rows")
         (panel,) = panels
         if kind not in DOWNLOADS and kind not in panel.files:
             raise BadAddressError(f"download is one of {', '.join([*DOWNLOADS, *panel.files])}")

@@ -81,8 +81,8 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
                     shutil.copyfile(path, unfinished / path.name)
             configs.check_model_directory(unfinished)  # somebody may have changed the source
             names = [path.name for path in weight_files(source)]
-            for index in configs.index_files(unfinished):
-                if others := sorted(configs.indexed_files(index) - {*names}):
+            for index in configs.weight_indexes(unfinished):
+                if others := sorted(configs.files_of_index(index) - {*names}):
                     raise ExportError(
                         f"{source / index.name} names {others[0]}, which the version's digest does "
                         "not cover; export another version, or a checkpoint"

@@ -151,7 +151,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             tables=[steps],
             show=partial(show_state, asked, group),
             empty="The group has no step in this state at this moment.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Which action wins",
@@ -161,7 +161,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             tables=[steps, TERMS],
             show=partial(show_actions, asked),
             empty="Nothing was tried here.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Has the policy learnt it",
@@ -192,7 +192,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=of_state(VISITS),
             tables=[steps, TERMS],
             show=partial(show_visits, asked, group),
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -214,21 +214,17 @@ def wrong_states(asked: PageRequest, *, rows: int) -> Panel:
         ),
         show=partial(show_wrong, asked),
         empty="In no state did one action, tried in two episodes, give more than the others.",
-        width="whole",
+        width="full",
         later=True,
     )
 
 
 def show_wrong(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the costliest states. Each leads to its page."""
-
-    def anchor(row: Mapping[str, Any]) -> str:
-        return asked.link("/anchor", group=row["group_uid"], state=row["state_hash"])
-
-    def task(row: Mapping[str, Any]) -> str:
-        return asked.link("/task", task=row["task"])
-
-    links = {"state": anchor, "task": task}
+    links = {
+        "state": asked.row_link("/anchor", {"group": "group_uid", "state": "state_hash"}),
+        "task": asked.row_link("/task", {"task": "task"}),
+    }
     return show_rows(table, links=links, hints=HINTS, hidden=("group_uid", "state_hash"))
 
 
@@ -292,24 +288,16 @@ def show_learnt(table: pa.Table) -> Chart:
 
 def show_states(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the group's anchor states. Each leads to its page."""
-
-    def anchor(row: Mapping[str, Any]) -> str:
-        return asked.link("/anchor", group=group, state=row["state_hash"])
-
+    anchor = asked.row_link("/anchor", {"state": "state_hash"}, group=group)
     return show_rows(table, links={"state": anchor}, hints=HINTS, hidden=("state_hash",))
 
 
 def show_visits(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show each visit, with links to its transcript and to the state that followed."""
-
-    def trajectory(row: Mapping[str, Any]) -> str:
-        return asked.link("/trajectory", traj=row["traj_uid"], step=row["step"])
-
-    def following(row: Mapping[str, Any]) -> str | None:
-        state = row["next_hash"]
-        return asked.link("/anchor", group=group, state=state) if state else None
-
-    links = {"action": trajectory, "leads_to": following}
+    links = {
+        "action": asked.row_link("/trajectory", {"traj": "traj_uid", "step": "step"}),
+        "leads_to": asked.row_link("/anchor", {"state": "next_hash"}, group=group),
+    }
     return show_rows(table, links=links, hints=HINTS, hidden=("traj_uid", "next_hash"))
 
 

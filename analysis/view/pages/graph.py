@@ -157,7 +157,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             tables=[steps, TERMS],
             show=partial(show_graph, asked),
             empty=empty,
-            width="whole",
+            width="full",
             above=_scope(asked, group, task),
             later=is_task,
             alone=is_task,
@@ -170,7 +170,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             tables=[steps, TERMS],
             show=partial(show_moves, asked),
             empty=empty,
-            width="whole",
+            width="full",
             later=is_task,
             alone=is_task,
         ),
@@ -185,7 +185,8 @@ def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
     drawn = sorted((edge for edge in edges if edge not in loops), key=lambda edge: -edge.visits)[
         :MAX_EDGES
     ]
-    ended = [ending for ending in ENDINGS if any(edge.end == ending for edge in edges)]
+    ends = {edge.end for edge in edges}
+    ended = [ending for ending in ENDINGS if ending in ends]
     layout, is_roomy = _layout(states, drawn, ended)
     largest = max((abs(edge.mean("step_advantage")) for edge in drawn), default=0.0)
     returns = [state.mean_return for state in states]

@@ -89,7 +89,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=fill(NEIGHBOURS, group=group),
             show=partial(show_group, asked),
             empty="The run has no such group at this moment.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Episodes step by step",
@@ -99,7 +99,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             tables=[steps, TERMS],
             show=partial(show_lanes, asked, group),
             empty="No episode of the group is there yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Episodes",
@@ -109,7 +109,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             show=partial(show_episodes, asked),
             later=True,
             empty="No episode of the group is there yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Anchor states",
@@ -120,7 +120,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             show=partial(show_anchors, asked, group),
             later=True,
             empty="No step of the group has an anchor state.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Unfinished attempts",
@@ -170,19 +170,13 @@ def show_lanes(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
 
 def show_episodes(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the episodes as a table."""
-
-    def trajectory(row: Mapping[str, Any]) -> str:
-        return asked.link("/trajectory", traj=row["traj_uid"])
-
+    trajectory = asked.row_link("/trajectory", {"traj": "traj_uid"})
     return show_rows(table, links={"traj_uid": trajectory})
 
 
 def show_anchors(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the anchor states. Each leads to its page."""
-
-    def anchor(row: Mapping[str, Any]) -> str:
-        return asked.link("/anchor", group=group, state=row["state_hash"])
-
+    anchor = asked.row_link("/anchor", {"state": "state_hash"}, group=group)
     return show_rows(table, links={"state": anchor, "state_hash": anchor})
 
 

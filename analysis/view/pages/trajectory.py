@@ -113,7 +113,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     An address that names none leads to a lost one of the newest group of mixed outcome.
     """
     trajectory, group = _found(asked)
-    step = asked.whole("step")
+    step = asked.integer("step")
     if step is not None and not 0 <= step < 2**31:
         raise BadAddressError("step is the number of a step, from 0")
     steps = group_steps(asked, group)
@@ -126,7 +126,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             tables=[steps],
             show=partial(show_episode, asked, group, trajectory),
             empty="The run has no such episode at this moment.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Transcript",
@@ -151,7 +151,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             ),
             show=partial(show_transcript, asked, group, trajectory, step),
             empty="The run has no such episode at this moment, or it has no such step.",
-            width="whole",
+            width="full",
             keeps=False,  # the tokenizer is no part of the answer
         ),
     ]
@@ -297,6 +297,7 @@ def reply_strip(row: Mapping[str, Any], texts: TokenTexts) -> Markup | None:
     if ids is None:
         return None
     parts = []
+    # A stranger's row may have fewer probabilities than tokens.
     for number, logprob, piece in zip(ids, row["reply_logprobs"], texts.pieces(ids), strict=False):
         parts.append(_token(number, logprob, piece))
     if row["reply_tokens"] > len(ids):

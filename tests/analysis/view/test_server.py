@@ -17,12 +17,12 @@ from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
 from analysis.view import server
+from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel
-from analysis.view.report_summary import heldout_tasks
 from analysis.view.server import make_app
 from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
