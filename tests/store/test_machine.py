@@ -43,7 +43,7 @@ from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory
 
 # `make test-crash` has 500
-EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "80")), 12
+EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "50")), 12
 GROUP_SIZE, MAX_STALENESS, KEPT_CHECKPOINTS = 2, 1, 2
 # no worker retries a commit for LONG_S; the grace of orphans is shorter
 LEASE_S, LONG_S = 10, 7_200

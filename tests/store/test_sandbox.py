@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import duckdb
 import psutil
 import pyarrow as pa
 import pytest
+from _pytest.mark import ParameterSet
 
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.reading import landlock
@@ -37,6 +38,7 @@ from tests.support.hostile_statements import (
     make_world,
 )
 from tests.support.processes import PATIENCE_S
+from tests.support.sizes import some
 from tests.support.store_samples import open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,6 +48,17 @@ ENDLESS = """SELECT count(*) FROM range(100000) a, range(100000) b, range(100000
              WHERE a.range + b.range + c.range = 7"""
 needs_landlock = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
 MODES = [pytest.param("landlock", marks=needs_landlock), "filesystem"]
+
+
+def in_each_mode(statements: Sequence[str], *, every: int) -> list[ParameterSet]:
+    """Return each mode with each statement; the weaker mode, shortened, with every n-th one."""
+    others = some(statements, every=every if landlock.abi() else 1)
+    chosen = [("landlock", statement) for statement in statements]
+    return [
+        pytest.param(mode, statement, id=f"{mode}-{statements.index(statement)}", marks=marks)
+        for mode, statement in [*chosen, *(("filesystem", statement) for statement in others)]
+        for marks in [needs_landlock if mode == "landlock" else ()]
+    ]
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -94,12 +107,14 @@ def try_statement(world: World, reader: Reader, statement: str) -> str | None:
     return "".join(answers) or None
 
 
-@pytest.mark.parametrize("statement", WRITING)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(WRITING, every=3), indirect=["world"])
 def test_no_statement_writes(world: World, reader: Reader, statement: str) -> None:
     assert try_statement(world, reader, statement) is None
 
 
-@pytest.mark.parametrize("statement", READING)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(READING, every=3), indirect=["world"])
 def test_no_statement_reads_outside_the_run(
     world: World, reader: Reader, statement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +124,8 @@ def test_no_statement_reads_outside_the_run(
     assert hidden_table.num_rows == 1
 
 
-@pytest.mark.parametrize("statement", LEAKING)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(LEAKING, every=3), indirect=["world"])
 def test_what_may_be_answered_says_nothing_of_the_outside(
     world: World, reader: Reader, statement: str
 ) -> None:
@@ -121,12 +137,14 @@ def test_what_may_be_answered_says_nothing_of_the_outside(
     )
 
 
-@pytest.mark.parametrize("statement", HEAVY)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(HEAVY, every=4), indirect=["world"])
 def test_no_statement_outlives_its_limit(world: World, reader: Reader, statement: str) -> None:
     assert try_statement(world, reader, statement) is None
 
 
-@pytest.mark.parametrize("statement", DEEP, ids=range(len(DEEP)))
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(DEEP, every=4), indirect=["world"])
 def test_deep_nesting_costs_at_most_a_child(world: World, reader: Reader, statement: str) -> None:
     try_statement(world, reader, statement)
 
