@@ -23,6 +23,7 @@ MAY_BE_ZERO = {
     "algorithm.gae_lambda": "; use 0 to look one step ahead",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
+    "algorithm.refill_groups": "; use 0 to train on smaller batches",
     "algorithm.version_window": "; use 0 to compare within one version",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
@@ -57,6 +58,7 @@ READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
     "similarity": {"anchor": ("similar", "similar_greedy")},
     "anchor_versions": {"estimator": WITH_STEP_TERM},
     "version_window": {"anchor_versions": ("window",)},
+    "refill_groups": {"group_filter": ("advantages", "rewards", "returns")},
 }
 TEMPLATES = (  # the files in actors/templates
     "alfworld",
@@ -274,6 +276,12 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
+        )
+    if a.refill_groups and (clones or is_offline(config)):
+        why = "loss.policy=behaviour_cloning" if clones else "offline.share=1"
+        raise ConfigError(
+            f"algorithm.refill_groups={a.refill_groups} does nothing with {why}: "
+            f"{'no group is left out' if clones else 'no group is played'}; leave it out"
         )
     if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(

@@ -147,6 +147,9 @@ class AlgorithmConfig:
     # (penalties ignored), whose "returns" differ (undiscounted, penalties ignored; DAPO), or all
     # of them with "none" (as in the authors' code)
     group_filter: str = "advantages"
+    # at most so many more groups are claimed for a batch, in place of those that the filter leaves
+    # out; 0 trains on smaller batches
+    refill_groups: int = 0
     # which steps share a state: equal "state", "state_and_actions" (admissible actions too),
     # equal "suffix" of states, "similar" texts, "similar_greedy" (as in the authors' code)
     anchor: str = "state"

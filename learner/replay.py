@@ -156,7 +156,10 @@ def replayed(
     trained_step(layout, last)  # raises, before anything is loaded, if there is no such step
     model_path = base_model(layout, config)
     disable_progress_bar()  # shown by transformers while it loads the model
-    loader = make_loader(config, layout, claim=lambda version: None)
+    # The batches are those of the store, so nothing is claimed.
+    loader = make_loader(
+        config, layout, claim=lambda version: None, refill=lambda batch_id, **wanted: None
+    )
     prepare_advantages(loader.advantages)
     with (
         _scratch(layout) as scratch,
@@ -171,7 +174,11 @@ def replayed(
             began_at_s = time.monotonic()
             recorded = trained_step(layout, learner_step)
             batch = prepare_batch(
-                loader, recorded.batch, version=recorded.version_in, learner_step=learner_step
+                loader,
+                recorded.batch,
+                version=recorded.version_in,
+                learner_step=learner_step,
+                more=None,
             )
             if explained is not None and learner_step == first:
                 explained(explain(ranks.engine, batch))

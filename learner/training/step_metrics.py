@@ -204,6 +204,7 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
         LENGTH: batch.n_response_tokens / batch.n_rows,
         "learner/updates": float(len(updates)),
         "groups/filtered": float(len(batch.filtered)),
+        "groups/trained": float(len(batch.batch.groups) - len(batch.filtered)),
         "groups/offline": float(len(batch.batch.groups) - len(live)),
         "anchor/singleton_fraction": singleton_fraction(batch.rows),
         "anchor/step_variance_share": step_variance_share(batch.rows),

@@ -1,15 +1,19 @@
-"""Move groups from complete to consumed: claim, settle, roll back. Functions of one transaction."""
+"""Move groups from complete to consumed: claim, refill, settle, roll back.
+
+Functions of one transaction.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from store.catalog import imported_groups
 from store.catalog.database import Transaction, pick
 from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, counts, reopen
-from store.catalog.records import Batch, RollBack
+from store.catalog.records import Batch, Group, RollBack
 from store.catalog.segment_states import segment_meta
 from store.errors import StoreError
 from store.records import uid_text
@@ -39,12 +43,7 @@ def claim(
             f"n_groups {n_groups}, n_offline {n_offline}: a batch has at least one group"
         )
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
-    rows = tx.rows(
-        """SELECT *, 1 AS use FROM grp
-           WHERE split = 'train' AND state = 'complete'
-           ORDER BY version_min, ordinal LIMIT :n_groups""",
-        n_groups=n_groups,
-    )
+    rows = _oldest_complete(tx, n_groups)
     # The learner asks many times a second, and finding the least used of many groups takes long.
     if len(rows) < n_groups:
         return None
@@ -59,17 +58,88 @@ def claim(
         claimed_us=tx.now_us,
         claimed_lsn=tx.lsn,
     )
+    _add(tx, batch_id, rows)
+    return Batch(
+        batch_id=batch_id,
+        groups=groups_of_batch(tx, batch_id),
+        segments=segments_of_batch(tx, batch_id),
+        claimed_us=tx.now_us,
+    )
+
+
+def refill(
+    tx: Transaction,
+    batch_id: int,
+    *,
+    filtered: Collection[bytes],
+    n_groups: int,
+    current_version: int,
+    max_staleness: int,
+) -> Batch | None:
+    """Claim up to `n_groups` more complete training groups for a claimed batch. Return the whole.
+
+    `filtered` groups of the batch teach nothing. They stay in it, and are outstanding no more, so
+    that others are played in their place. Other groups become stale as in `claim`, with the same
+    `current_version`. Returns None if no group is complete.
+    """
+    batch = tx.row("SELECT state, claimed_us FROM batch WHERE batch_id = :id", id=batch_id)
+    if batch is None or batch["state"] != "claimed":
+        raise StoreError(f"batch {batch_id} is not claimed, so it cannot be refilled")
+    for group_uid in filtered:
+        n = tx.run(
+            """UPDATE batch_group SET outcome = 'filtered'
+               WHERE batch_id = :batch_id AND group_uid = :group_uid AND outcome = 'claimed'
+                 AND (SELECT source FROM grp g WHERE g.group_uid = :group_uid) IS NULL""",
+            batch_id=batch_id,
+            group_uid=group_uid,
+        )
+        if n:
+            tx.touch("lineage")
+    _expire(tx, current_version=current_version, max_staleness=max_staleness)
+    rows = _oldest_complete(tx, n_groups)
+    if not rows:
+        return None
+    _add(tx, batch_id, rows)
+    return Batch(
+        batch_id=batch_id,
+        groups=groups_of_batch(tx, batch_id),
+        segments=segments_of_batch(tx, batch_id),
+        claimed_us=batch["claimed_us"],
+    )
+
+
+def _oldest_complete(tx: Transaction, n_groups: int) -> list[sqlite3.Row]:
+    return tx.rows(
+        """SELECT *, 1 AS use FROM grp
+           WHERE split = 'train' AND state = 'complete'
+           ORDER BY version_min, ordinal LIMIT :n_groups""",
+        n_groups=n_groups,
+    )
+
+
+def _add(tx: Transaction, batch_id: int, rows: Sequence[sqlite3.Row]) -> None:
+    """Claim groups for a batch."""
     for row in rows:
         claimed = pick(row, ("group_uid", "version_min", "version_max", "use"))
         tx.insert("batch_group", batch_id=batch_id, live=1, outcome="claimed", **claimed)
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
-    return Batch(
+
+
+def groups_of_batch(tx: Transaction, batch_id: int) -> tuple[Group, ...]:
+    """Return the groups of a batch as they were claimed, in the order of their rows.
+
+    The run's own groups come by age, then the offline ones by the number of their uses.
+    """
+    rows = tx.rows(
+        """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version, g.state,
+                  l.version_min, l.version_max, g.source
+           FROM batch_group l JOIN grp g USING (group_uid)
+           WHERE l.batch_id = :batch_id
+           ORDER BY g.source IS NOT NULL, iif(g.source IS NULL, l.version_min, l.use), g.ordinal""",
         batch_id=batch_id,
-        groups=tuple(replace(as_group(tx, row), state="claimed") for row in rows),
-        segments=segments_of_batch(tx, batch_id),
-        claimed_us=tx.now_us,
     )
+    return tuple(replace(as_group(tx, row), state="claimed") for row in rows)
 
 
 def settle(

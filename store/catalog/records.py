@@ -148,7 +148,7 @@ class Counts:
 
     @property
     def outstanding(self) -> int:
-        """Return the groups handed out and not yet trained on, which admission bounds."""
+        """Return the groups handed out and not yet trained on. Admission bounds them."""
         return self.open + self.complete + self.claimed
 
 

@@ -70,8 +70,9 @@ RULES = {
         LEFT JOIN batch b USING (batch_id)
         WHERE iif(g.source IS NULL,
             (g.state IN ('claimed', 'trained', 'filtered') OR l.live = 1)
-            AND (l.outcome IS NOT g.state
-                 OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')),
+            AND (b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')
+                 OR l.outcome IS NOT g.state
+                    AND NOT (g.state = 'claimed' AND l.outcome = 'filtered')),
             l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
     "doubly_claimed": """
         SELECT 'group', group_uid, 'it is live in the batches ' || group_concat(batch_id)

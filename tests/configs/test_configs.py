@@ -45,6 +45,7 @@ def empty(tmp_path: Path) -> Path:
             ["plays nothing"],
         ),
         (["loss.proximal=interpolated"], ["another run's"]),
+        (["algorithm.refill_groups=8"], ["offline.share=1", "no group is played"]),
     ],
 )
 def test_what_makes_no_sense_with_offline_groups_is_refused(
@@ -85,6 +86,10 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
     assert "nothing is played" in configs.describe_plan(
         config
     ) and "2 of them offline" in configs.describe_plan(mixed)
+    refilled = configs.load(
+        empty, ["source=runs/b", "offline.share=0.25", "algorithm.refill_groups=9"]
+    )
+    assert "at most 9 more groups" in configs.describe_plan(refilled)
     empty.write_text("source: runs/a\n")
     with pytest.raises(ConfigError, match="not a list"):
         configs.load(empty)
@@ -360,6 +365,10 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
             "with anchor=state and estimator=gigpo; .* use anchor=suffix, or estimator=hgpo",
         ),
         ("version_window=0", "version_window=0 does nothing with anchor_versions=mixed"),
+        (
+            "group_filter=none refill_groups=8",
+            "refill_groups=8 does nothing with group_filter=none",
+        ),
         # at their defaults
         ("estimator=rloo omega=1.0 gamma=0.95 normalise=mean_std weighting=trajectories", ""),
         ("estimator=hgpo anchor_history=2 gamma=0.5 anchor_versions=window version_window=0", ""),

@@ -234,6 +234,35 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.claim(batch.batch_id, expected)
 
     @precondition(lambda self: self.model.claimed)
+    @rule(number=pick, n_groups=st.integers(0, 2))
+    def refill(self, number: int, n_groups: int) -> None:
+        """One of the claimed batches finds that its first group teaches nothing, and asks for more.
+
+        Those behind it are claimed for a version that is not there yet.
+        """
+        ahead = number % len(self.model.claimed)
+        batch_id = sorted(self.model.claimed)[ahead]
+        group_uids = self.model.claimed[batch_id]
+        version = self.model.version + ahead
+        self.model.set_aside.add(group_uids[0])
+        added = self.model.ready(version=version, max_staleness=MAX_STALENESS)[:n_groups]
+        batch = self.catalog.refill(
+            batch_id,
+            filtered=group_uids[:1],
+            n_groups=n_groups,
+            current_version=version,
+            max_staleness=MAX_STALENESS,
+        )
+        if not added:
+            assert batch is None
+            return
+        self.model.claim(batch_id, [*group_uids, *added])
+        assert batch is not None
+        assert {group.group_uid for group in batch.groups} == {*group_uids, *added}
+        n_rows = sum(len(self.model.groups[uid].members) for uid in (*group_uids, *added))
+        assert sum(len(segment.trajectories) for segment in batch.segments) == n_rows
+
+    @precondition(lambda self: self.model.claimed)
     @rule(silent=st.booleans(), saved=st.booleans())
     def settle(self, silent: bool, saved: bool) -> None:
         """A learner step, the version it publishes, and perhaps a checkpoint, of which two stay on
@@ -377,7 +406,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def states_counts_and_claims_agree(self) -> None:
-        assert self.catalog.counts() == self.model.counts(self.run.clock_us)
+        counts = self.catalog.counts()
+        assert counts == self.model.counts(self.run.clock_us)
+        assert self.catalog.outstanding() == counts.outstanding - len(self.model.set_aside)
         with self.catalog._database.transaction() as tx:
             assert {
                 group_uid: tuple(rest) for group_uid, *rest in tx.rows(STATES)

@@ -81,6 +81,8 @@ class Model:
 
     groups: dict[bytes, ModelGroup] = field(default_factory=dict)
     claimed: dict[int, list[bytes]] = field(default_factory=dict)  # batch id -> groups
+    # groups of claimed batches that are known to teach nothing
+    set_aside: set[bytes] = field(default_factory=set)
     settled: dict[int, list[bytes]] = field(default_factory=dict)  # learner step -> groups
     # version -> the learner step that made it
     versions: dict[int, int] = field(default_factory=lambda: {FIRST_VERSION: 0})
@@ -141,6 +143,11 @@ class Model:
         """Return the groups that a claim must return. Groups beyond the bound become stale
         first.
         """
+        ready = self.ready(version=version, max_staleness=max_staleness)
+        return ready[:n_groups] if len(ready) >= n_groups else None
+
+    def ready(self, *, version: int, max_staleness: int) -> list[bytes]:
+        """Return the groups that may be claimed, oldest first, after some became stale."""
         ready = []
         for group in self.groups.values():
             if group.is_train and group.state == "complete":
@@ -149,11 +156,7 @@ class Model:
                 else:
                     ready.append(group)
         ready.sort(key=lambda group: (group.version_min, group.record.ordinal))
-        return (
-            [group.record.group_uid for group in ready[:n_groups]]
-            if len(ready) >= n_groups
-            else None
-        )
+        return [group.record.group_uid for group in ready]
 
     def claim(self, batch_id: int, group_uids: list[bytes]) -> None:
         self.claimed[batch_id] = group_uids
@@ -162,6 +165,7 @@ class Model:
     def settle(self, batch_id: int, *, step: int, filtered: Collection[bytes]) -> None:
         """The batch is learner step `step`, which publishes the next version."""
         self.settled[step] = self.claimed.pop(batch_id)
+        self.set_aside.difference_update(self.settled[step])
         self._set(self.settled[step], "trained")
         self._set(filtered, "filtered")
         self.versions[self.version + 1] = step
@@ -175,6 +179,7 @@ class Model:
         for group_uids in [*self.claimed.values(), *(self.settled[done] for done in later)]:
             self._set(group_uids, "complete")
         self.claimed.clear()
+        self.set_aside.clear()
         for done in later:
             del self.settled[done]
         self.checkpoints = [kept for kept in self.checkpoints if kept <= step]
