@@ -4,7 +4,7 @@ schema.py           every setting with its unit and its default: start here
 bounded_yaml.py     the events of a YAML text that is not trusted
 check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
-derived.py          live and offline groups, workers, GPUs and updates that follow from settings
+derived.py          live, offline and replayed groups, workers, GPUs, updates: what follows
 plan.py             placement, memory and disk of a run; configs derived from a config
 model_directory.py  the directory of the model that a run starts from
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
@@ -29,6 +29,7 @@ from configs.derived import (
     max_model_tokens,
     most_updates,
     n_workers,
+    replayed_groups,
 )
 from configs.load import (
     as_yaml,
@@ -68,6 +69,7 @@ from configs.schema import (
     LossConfig,
     ModelConfig,
     PromptConfig,
+    ReplayConfig,
     StoreConfig,
     SupervisionConfig,
     TinyModelConfig,
@@ -93,6 +95,7 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "PromptConfig",
+    "ReplayConfig",
     "StoreConfig",
     "SupervisionConfig",
     "TinyModelConfig",
@@ -125,5 +128,6 @@ __all__ = [
     "parse_saved",
     "rank_bytes",
     "read_with",
+    "replayed_groups",
     "without_model",
 ]

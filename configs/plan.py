@@ -18,8 +18,9 @@ from configs.derived import (
     groups_of_a_step,
     is_offline,
     n_workers,
+    replayed_groups,
 )
-from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig
+from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig, ReplayConfig
 from printable import counted
 
 GIB = 1024**3
@@ -45,6 +46,7 @@ def cloning_config(config: Config) -> Config:
         config,
         source=[],
         offline=OfflineConfig(),
+        replay=ReplayConfig(),
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
         actors=replace(
@@ -79,6 +81,7 @@ def without_model(config: Config) -> Config:
         config,
         source=[],
         offline=OfflineConfig(),
+        replay=ReplayConfig(),
         model=replace(config.model, path="", lora_rank=0),
         actors=replace(config.actors, gpus_per_worker=0),
     )
@@ -118,6 +121,11 @@ def describe_plan(config: Config) -> str:
         lines.append(
             f"  at most {n_extra} more groups in place of those that teach nothing "
             f"(algorithm.refill_groups), so that {n_live} that are played here are trained on"
+        )
+    if n_replayed := replayed_groups(config):
+        lines.append(
+            f"  and the wins of {n_replayed} earlier groups again, at most "
+            f"{config.replay.max_age} versions old (replay.share)"
         )
     if n_offline:
         lines.append(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import ray
 
-from configs import Config, groups_of_a_step
+from configs import Config, groups_of_a_step, replayed_groups
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable, Suspects, WeightUpdateLock
@@ -285,7 +285,7 @@ class Coordinator:
         self._rendezvous = address
 
     def claim(self, current_version: int) -> Batch | None:
-        """Claim the oldest complete groups and the least used offline ones.
+        """Claim the oldest complete groups, the least used offline ones, and wins to replay.
 
         Returns None if they are too few. With `stragglers: wait` also while a group is in play that
         the next version would make too old.
@@ -296,6 +296,8 @@ class Coordinator:
             n_groups=self._n_live,
             n_offline=self._n_offline,
             uses=self.config.offline.uses,
+            n_replayed=replayed_groups(self.config),
+            max_age=self.config.replay.max_age,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
         )

@@ -186,14 +186,16 @@ def replayed(
             figures = timeless_metrics(batch, updates)
             compared = figures.keys() & recorded.figures.keys()
             pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
-            n_groups, n_rows = len(recorded.batch.groups), batch.rows.num_rows
+            what = f"groups {len(recorded.batch.groups)}, rows {batch.rows.num_rows}"
+            if batch.replayed.num_rows:
+                what += f", rows of replayed wins {batch.replayed.num_rows}"
             step = Replayed(
                 learner_step=learner_step,
                 published=recorded.published,
                 digest=_digest(ranks, scratch),
                 changed={name: (was, here) for name, (was, here) in pairs.items() if was != here},
                 n_figures=len(compared),
-                what=f"groups {n_groups}, rows {n_rows}, updates {len(updates)}",
+                what=f"{what}, updates {len(updates)}",
                 seconds=time.monotonic() - began_at_s,
             )
             same = f"identical to version {step.published.version}" if step.same else "DIFFERENT"

@@ -20,8 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from configs import Config, ConfigError, LearnerConfig, groups_of_a_step
-from gigpo import AdvantageSettings, compute_advantages, filtered_groups
+from configs import Config, ConfigError, LearnerConfig, ReplayConfig, groups_of_a_step
+from gigpo import (
+    AdvantageSettings,
+    compute_advantages,
+    filtered_groups,
+    replay_weight,
+    replayed_wins,
+)
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from printable import one_line
 from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
@@ -62,6 +68,7 @@ class BatchLoader:
     # SQL condition on offline rows. Others are left out; an empty condition keeps all.
     train_on: str
     learner: LearnerConfig
+    replay: ReplayConfig
     seed: int
 
 
@@ -92,7 +99,8 @@ class PreparedBatch:
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
     rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS; trained rows only
-    updates: list[Update]  # of `rows`; empty if all groups were filtered
+    replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
+    updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
     n_rows: int  # of all claimed groups, filtered ones included
     n_response_tokens: int  # of the same rows
@@ -124,6 +132,7 @@ def make_loader(
         group_filter="none" if clones else config.algorithm.group_filter,
         train_on=config.offline.train_on,
         learner=config.learner,
+        replay=config.replay,
         seed=config.seed,
     )
 
@@ -154,15 +163,23 @@ def prepare_batch(
     if loader.train_on:
         trained, unselected = _select(trained, loader.train_on)
         filtered |= unselected
-    selected_at_s = time.monotonic()
-    seed = loader.seed + learner_step
-    updates = cut_updates(trained, learner=loader.learner, version=version, seed=seed)
+    filter_s = spent.filter_s + time.monotonic() - filtering_s
     is_offline = pc.equal(rows["split"], IMPORTED)
     live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
+    replayed = _replay(loader, batch, beside=live, learner_step=learner_step, spent=spent)
+    seed = loader.seed + learner_step
+    packing_s = time.monotonic()
+    updates = cut_updates(
+        pa.concat_tables([trained, replayed], promote_options="default"),
+        learner=loader.learner,
+        version=version,
+        seed=seed,
+    )
     return PreparedBatch(
         batch=batch,
         version=version,
         rows=trained,
+        replayed=replayed,
         updates=updates,
         filtered=filtered,
         n_rows=rows.num_rows,
@@ -176,8 +193,8 @@ def prepare_batch(
         read_s=spent.read_s,
         advantages_s=spent.advantages_s,
         advantages_cpu_s=spent.advantages_cpu_s,
-        filter_s=spent.filter_s + selected_at_s - filtering_s,
-        pack_s=time.monotonic() - selected_at_s,
+        filter_s=filter_s,
+        pack_s=time.monotonic() - packing_s,
     )
 
 
@@ -211,6 +228,21 @@ def _read(loader: BatchLoader, batch: Batch, *, spent: _Spent) -> pa.Table:
     rows = in_batch_order(read_segments(loader.layout, batch.segments), batch)
     spent.read_s += time.monotonic() - began_s
     return rows
+
+
+def _replay(
+    loader: BatchLoader, batch: Batch, *, beside: pa.Table, learner_step: int, spent: _Spent
+) -> pa.Table:
+    """Return the rows of wins that the batch replays. `beside` has all rows that it plays."""
+    if not batch.replayed:
+        nothing = SEGMENT_SCHEMA.empty_table()
+        return nothing.append_column("advantage", pa.array([], pa.float64()))
+    old = replace(batch, groups=batch.replayed, segments=batch.replayed_segments)
+    weight = replay_weight(learner_step, warmup_steps=loader.replay.warmup_steps)
+    rows, began_s = _read(loader, old, spent=spent), time.monotonic()
+    wins = replayed_wins(rows, beside, loader.advantages, weight=weight)
+    spent.advantages_s += time.monotonic() - began_s
+    return wins
 
 
 def _judge(

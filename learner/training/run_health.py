@@ -77,7 +77,8 @@ class RunHealth:
 
     def check_batch(self, batch: PreparedBatch) -> None:
         """Raise StarvationError after too many batches in a row without an advantage."""
-        self._empty_batches = 0 if batch.rows.num_rows else self._empty_batches + 1
+        teaches = batch.rows.num_rows or batch.replayed.num_rows
+        self._empty_batches = 0 if teaches else self._empty_batches + 1
         check_batches(self._empty_batches, success=batch.success, filtered=batch.filtered)
 
     def bad_updates(

@@ -211,6 +211,11 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
     }
     for name, share in anchor_size_shares(batch.rows).items():
         figures[f"anchor/{name}"] = share
+    if batch.batch.replayed:
+        ages = [batch.version - group.oldest_version for group in batch.batch.replayed]
+        figures["replay/groups"] = float(len(ages))
+        figures["replay/steps"] = float(batch.replayed.num_rows)
+        figures["replay/age"] = sum(ages) / len(ages)
     if live:
         oldest = min(group.oldest_version for group in live)
         figures["staleness/max"] = float(batch.version - oldest)

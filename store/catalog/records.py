@@ -101,6 +101,8 @@ class Batch:
     batch_id: int
     groups: tuple[Group, ...]
     segments: tuple[SegmentMeta, ...]  # each lists only the trajectories of these groups
+    replayed: tuple[Group, ...]  # trained on before, and now again for the episodes that won
+    replayed_segments: tuple[SegmentMeta, ...]  # of the replayed groups
     claimed_us: int
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from store.catalog.batches import groups_of_batch, segments_of_batch
+from store.catalog.batches import batch_of
 from store.catalog.database import (
     Transaction,
     check_pages,
@@ -72,7 +72,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
     """
     with _reading(layout) as tx:
         batch = tx.row(
-            """SELECT batch_id, version_in, claimed_us, epoch FROM batch
+            """SELECT batch_id, version_in, epoch FROM batch
                WHERE state = 'trained' AND learner_step = :learner_step""",
             learner_step=learner_step,
         )
@@ -90,19 +90,20 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
         return TrainedStep(
             learner_step=learner_step,
             version_in=batch["version_in"],
-            batch=Batch(
-                batch_id=batch["batch_id"],
-                groups=tuple(
-                    replace(group, epoch=batch["epoch"])
-                    for group in groups_of_batch(tx, batch["batch_id"])
-                ),
-                segments=segments_of_batch(tx, batch["batch_id"]),
-                claimed_us=batch["claimed_us"],
-            ),
+            batch=_claimed_under(batch["epoch"], batch_of(tx, batch["batch_id"])),
             # a learner step publishes one version, before it is settled
             published=_version(tx, batch["version_in"] + 1),
             figures={row["name"]: row["value"] for row in figures},
         )
+
+
+def _claimed_under(epoch: int, batch: Batch) -> Batch:
+    """Return the batch as its claim did: its groups name the owner's epoch."""
+    return replace(
+        batch,
+        groups=tuple(replace(group, epoch=epoch) for group in batch.groups),
+        replayed=tuple(replace(group, epoch=epoch) for group in batch.replayed),
+    )
 
 
 def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:

@@ -46,6 +46,7 @@ def empty(tmp_path: Path) -> Path:
         ),
         (["loss.proximal=interpolated"], ["another run's"]),
         (["algorithm.refill_groups=8"], ["offline.share=1", "no group is played"]),
+        (["replay.share=0.5"], ["replay.share=0.5", "offline.share=1 plays nothing"]),
     ],
 )
 def test_what_makes_no_sense_with_offline_groups_is_refused(
@@ -55,6 +56,35 @@ def test_what_makes_no_sense_with_offline_groups_is_refused(
         configs.load(empty, ["source=runs/a", *overrides])
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["replay.max_age=9"],
+            "replay.max_age=9 does nothing with replay.share=0; raise the share",
+        ),
+        (["replay.share=1.5"], "replay more than is played"),
+        (["replay.share=0.01"], "of 8 groups is none"),
+        (["replay.share=0.5", "store.keep_versions=5"], "keep_versions=5 would remove wins"),
+    ],
+)
+def test_what_makes_no_sense_with_replayed_wins_is_refused(
+    empty: Path, overrides: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configs.load(empty, overrides)
+
+
+def test_replayed_wins_are_in_the_plan_and_among_the_rows_of_an_update(empty: Path) -> None:
+    config = configs.load(empty, ["replay.share=0.25", "learner.rows_per_update=640"])
+    assert "the wins of 2 earlier groups again, at most 5 versions old" in configs.describe_plan(
+        config
+    )
+    plain = configs.load(empty, ["learner.rows_per_update=640"])
+    # 8 groups of 8 episodes of 10 steps are 640 rows
+    assert (configs.most_updates(plain), configs.most_updates(config)) == (1, 2)
 
 
 def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
