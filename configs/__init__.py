@@ -23,6 +23,7 @@ from configs.check import (
 )
 from configs.derived import (
     KEPT_CHECKPOINTS,
+    draws_by_weight,
     gpus_needed,
     groups_of_a_step,
     is_offline,
@@ -70,6 +71,7 @@ from configs.schema import (
     PromptConfig,
     StoreConfig,
     SupervisionConfig,
+    TasksConfig,
     TinyModelConfig,
 )
 
@@ -95,6 +97,7 @@ __all__ = [
     "PromptConfig",
     "StoreConfig",
     "SupervisionConfig",
+    "TasksConfig",
     "TinyModelConfig",
     "as_yaml",
     "bounded_events",
@@ -106,6 +109,7 @@ __all__ = [
     "describe_plan",
     "differences",
     "disk_bytes",
+    "draws_by_weight",
     "flat",
     "forbidden_changes",
     "from_yaml",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.derived import groups_of_a_step, is_offline, most_updates
+from configs.derived import draws_by_weight, groups_of_a_step, is_offline, most_updates
 from configs.schema import AlgorithmConfig, Config, LearnerConfig, OfflineConfig, PromptConfig
 from printable import UserError, did_you_mean
 
@@ -451,6 +451,11 @@ def _check_offline(config: Config) -> None:
             f"{share} of learner.groups_per_step={config.learner.groups_per_step} is {n_offline} "
             f"offline and {n_live} live groups; use 1 for offline ones only, leave source out for "
             "live ones only, or take more groups"
+        )
+    if is_offline(config) and draws_by_weight(config):
+        raise ConfigError(
+            f"tasks.order={config.tasks.order} does nothing with offline.share=1, which plays no "
+            "tasks; leave it out, or choose groups by offline.order"
         )
     if is_offline(config) and config.actors.scripted:
         raise ConfigError("actors.scripted=true plays nothing with offline.share=1; leave it out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from configs.schema import Config
+from configs.schema import Config, TasksConfig
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
@@ -14,6 +14,11 @@ SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1
 def is_offline(config: Config) -> bool:
     """Return whether the run trains on groups of other runs only and plays nothing."""
     return bool(config.source) and config.offline.share >= 1.0
+
+
+def draws_by_weight(config: Config) -> bool:
+    """Return whether training tasks are drawn by weight, not in shuffled passes over all."""
+    return config.tasks.order != TasksConfig().order
 
 
 def groups_of_a_step(config: Config) -> tuple[int, int]:

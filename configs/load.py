@@ -78,6 +78,7 @@ MAY_CHANGE = {
     "learner.keep_versions",
     "learner.threads",
     "learner.transfer",
+    "tasks.order",
     "evaluation.every",
     "evaluation.episodes_per_task",
     "evaluation.final_episodes_per_task",

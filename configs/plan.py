@@ -19,7 +19,7 @@ from configs.derived import (
     is_offline,
     n_workers,
 )
-from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig
+from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig, TasksConfig
 from printable import counted
 
 GIB = 1024**3
@@ -46,6 +46,7 @@ def cloning_config(config: Config) -> Config:
         source=[],
         offline=OfflineConfig(),
         max_staleness=tiny.clone_steps,
+        tasks=TasksConfig(),  # what the script wins says nothing about the policy
         model=replace(config.model, lora_rank=0),
         actors=replace(
             config.actors,

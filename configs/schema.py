@@ -4,7 +4,7 @@ This is the only place where defaults live. `check` refuses values and combinati
 hang, crash or mislead later. The settings that people change most:
 
     run_dir, seed, max_staleness, source
-    env.name, env.options, env.max_steps
+    env.name, env.options, env.max_steps, tasks.order
     prompt.template, prompt.history_length, prompt.max_prompt_tokens
     model.path, model.dtype, model.lora_rank
     actors.workers, actors.gpus_per_worker, actors.max_response_tokens
@@ -274,6 +274,16 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TasksConfig:
+    """Choose which training tasks are handed out; see docs/tasks.md."""
+
+    # "uniform" (each pass over all tasks is shuffled), "band" (tasks that are sometimes won),
+    # "variance" (the more often, the less sure the result), or your own SQL: a weight for each
+    # task, over the columns of the table in docs/tasks.md
+    order: str = "uniform"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointConfig:
     """Name an external model for `gigpo evaluate`; see docs/evaluation.md."""
 
@@ -335,6 +345,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     offline: OfflineConfig = field(default_factory=OfflineConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)

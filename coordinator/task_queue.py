@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-from configs import Config, is_offline
+from configs import Config, draws_by_weight, is_offline
+from coordinator.task_order import TaskOrder
 from envs import Task, list_tasks
-from store import Catalog, VersionRecord
+from store import Catalog, Group, VersionRecord
 
 FIRST_ROUND = 0  # the evaluation of the base model before training, under version 0
 
@@ -81,17 +82,34 @@ class TaskQueue:
             {} if learns and is_offline(config) else list_tasks(config.env.name, config.env.options)
         )
         self._by_id = {task.id: task for tasks in self._splits.values() for task in tasks}
+        self._order = None  # each pass over all tasks is shuffled
+        if self._splits and draws_by_weight(config):
+            train = [task.id for task in self._splits["train"]]
+            self._order = TaskOrder(config.tasks.order, task_ids=train, seed=config.seed)
 
     def __getitem__(self, task_id: str) -> Task:
         return self._by_id[task_id]
 
     def open_next_group(self, catalog: Catalog) -> None:
-        """Enter the next training group in the catalog."""
+        """Enter the next training group in the catalog, within the caller's transaction."""
         ordinal, train = catalog.next_ordinal("train", purpose_version=None), self._splits["train"]
-        task = train[task_index(ordinal, len(train), seed=self._config.seed)]
+        if self._order is None:
+            task = train[task_index(ordinal, len(train), seed=self._config.seed)]
+            self._open(catalog, ordinal, task_id=task.id)
+            return
+        drawn = self._order.draw(catalog, ordinal)
+        group = self._open(catalog, ordinal, task_id=drawn.task_id)
+        catalog.record_weight(
+            group.group_uid,
+            weight=drawn.weight,
+            success_before=drawn.success_before,
+            lsn=drawn.lsn,
+        )
+
+    def _open(self, catalog: Catalog, ordinal: int, *, task_id: str) -> Group:
         size = self._config.algorithm.group_size
-        catalog.open_group(
-            ordinal=ordinal, task_id=task.id, split="train", size=size, purpose_version=None
+        return catalog.open_group(
+            ordinal=ordinal, task_id=task_id, split="train", size=size, purpose_version=None
         )
 
     def open_round(self, catalog: Catalog, version: int, *, episodes_per_task: int) -> None:

@@ -20,6 +20,7 @@ import configs
 from actors import sample_chats
 from analysis import is_finished, show_report, trained_to, write_report_file
 from configs import Config, ConfigError
+from coordinator import check_order
 from driver import offline_sources, resume, run_control, run_lock
 from driver.cluster import ray_cluster
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
@@ -90,6 +91,8 @@ def _checked(config: Config) -> Config:
             "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
         )
     check_loss(config)
+    if configs.draws_by_weight(config):
+        check_order(config.tasks.order)
     check_trackers(config)
     webhook_url(config)
     check_run_dir(config)

@@ -179,7 +179,7 @@ WORDS = {  # one of a few words each, checked by configs
 # of prompts, and of requests to endpoint.url, which is shown
 CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}
 # SQL: executed in a process that can read the sources and nothing else
-QUERIES = {"offline.order", "offline.train_on"}
+QUERIES = {"offline.order", "offline.train_on", "tasks.order"}
 
 
 def settings_with_texts(section: DataclassInstance, prefix: str = "") -> Iterator[str]:
