@@ -4,6 +4,7 @@ schema.py           every setting with its unit and its default: start here
 bounded_yaml.py     the events of a YAML text that is not trusted
 check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
+per_environment.py  the settings of each environment of a run
 derived.py          live and offline groups, workers, GPUs and updates that follow from settings
 plan.py             placement, memory and disk of a run; configs derived from a config
 model_directory.py  the directory of the model that a run starts from
@@ -50,6 +51,7 @@ from configs.model_directory import (
     loaded,
     model_type,
 )
+from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import (
     BUCKET_ELEMENTS,
     GIB,
@@ -110,6 +112,9 @@ __all__ = [
     "differences",
     "disk_bytes",
     "draws_by_weight",
+    "environment_config",
+    "environment_weights",
+    "environments",
     "flat",
     "forbidden_changes",
     "from_yaml",

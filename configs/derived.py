@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from configs.per_environment import environments
 from configs.schema import Config, TasksConfig
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
@@ -61,6 +62,11 @@ def gpus_needed(config: Config, *, learns: bool) -> int:
     return round(sum(share for share in shares if share >= 1)) + len(free)
 
 
+def most_steps(config: Config) -> int:
+    """Return the largest number of actions in one episode, of any environment."""
+    return max(own.env.max_steps for own in environments(config).values())
+
+
 def most_updates(config: Config) -> float:
     """Return the largest number of optimizer updates in one learner step.
 
@@ -73,5 +79,5 @@ def most_updates(config: Config) -> float:
         return learner.updates_per_step
     if config.source:
         return math.inf
-    most_rows = learner.groups_per_step * config.algorithm.group_size * config.env.max_steps
+    most_rows = learner.groups_per_step * config.algorithm.group_size * most_steps(config)
     return math.ceil(most_rows / learner.rows_per_update)

@@ -20,7 +20,8 @@ MAX_DEPTH = 64  # of open collections; the settings of a run have 5
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.")  # what stands below them is not ours
+# What stands below them is not ours; configs/check.py looks at `environments`.
+FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
 # Settings of older versions, and what holds now.
 FIXED = {
     "actors.lease_s": "another worker gets a group after 120 s without a heartbeat",

@@ -339,6 +339,10 @@ class Config:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     metrics_port: int = 0  # for Prometheus, on 127.0.0.1; 0 for none
     env: EnvConfig = field(default_factory=EnvConfig)
+    # several environments in one run: name -> {weight, env: {...}, prompt: {...}}. Each takes the
+    # settings of `env` and `prompt` and changes some; see docs/tasks.md. Empty: `env` is the only
+    # one
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)

@@ -1,7 +1,7 @@
 """Draw training tasks by weight: `tasks.order` is SQL over what the store knows of each task.
 
-    order = TaskOrder("variance", task_ids=["a", "b"], seed=0)
-    order.draw(catalog, 17).task_id  # of training group 17
+    order = TaskOrder("variance", task_ids=["a", "b"], n_tasks=2, seed=0)
+    order.draw(catalog, 17, n_drawn=lambda first: 17 - first).task_id  # of training group 17
 
 Weights are computed once for each learner step, from the results that the catalog had when that
 step was first published. From then until the next step tasks are drawn without replacement, in
@@ -13,7 +13,7 @@ each result is read once and added to its task's sums.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,23 +62,27 @@ class Drawn:
 class TaskOrder:
     """Keep what the catalog knows of each task, and draw tasks by the weights of an SQL text."""
 
-    def __init__(self, order: str, *, task_ids: Sequence[str], seed: int) -> None:
+    def __init__(self, order: str, *, task_ids: Sequence[str], n_tasks: int, seed: int) -> None:
+        """Take the tasks of one environment. `n_tasks` are those of all."""
         self._sql, self._task_ids, self._seed = order, task_ids, seed
         self._place = {task_id: place for place, task_id in enumerate(task_ids)}
-        self._table = _Table(task_ids)
+        self._table = _Table(task_ids, n_tasks=n_tasks)
         self._known = KnownResults(lsn=-1, version=0)  # nothing was read yet
         self._n_seen = 0  # groups handed out that are in the table
         self._weights = np.ones(len(task_ids))
         self._drawn: tuple[str, np.ndarray] = ("", np.arange(0))  # the newest order, and its seed
 
-    def draw(self, catalog: Catalog, ordinal: int) -> Drawn:
-        """Return the task of the `ordinal`-th training group. Raises ConfigError if SQL fails."""
+    def draw(self, catalog: Catalog, ordinal: int, *, n_drawn: Callable[[int], int]) -> Drawn:
+        """Return the task of the `ordinal`-th training group. Raises ConfigError if SQL fails.
+
+        `n_drawn(first)` tells how many groups from `first` on were of this environment before.
+        """
         known = catalog.known_results()
         if known != self._known:
             self._read(catalog, known)
             self._weights = weigh(self._sql, self._table.arrow(self._n_seen, known.version))
         first = catalog.first_weighed(lsn=known.lsn, ordinal=ordinal)
-        place = self._place_of(ordinal - first, first=first)
+        place = self._place_of(n_drawn(first), first=first)
         last_success = self._table.last_success[place]
         return Drawn(
             task_id=self._task_ids[place],
@@ -115,8 +119,9 @@ class TaskOrder:
 class _Table:
     """Keep one row per task, in arrays of numbers by the task's place in the list."""
 
-    def __init__(self, task_ids: Sequence[str]) -> None:
+    def __init__(self, task_ids: Sequence[str], *, n_tasks: int) -> None:
         n = len(task_ids)
+        self._n_tasks = n_tasks
         self._task_ids = task_ids
         self._n_groups = np.zeros(n, np.int64)
         self._n_episodes = np.zeros(n, np.int64)
@@ -157,14 +162,14 @@ class _Table:
                     n_handed_out - 1 - self._last_ordinal, mask=self._n_groups == 0
                 ),
                 "staleness": pa.array(version - self._last_version, mask=untried),
-                "n_tasks": np.full(n, n),
+                "n_tasks": np.full(n, self._n_tasks),
             }
         )
 
 
 def check_order(order: str) -> None:
     """Raise ConfigError for an SQL text that gives no weights, or other ones each time."""
-    table = _Table(["untried", "tried"])
+    table = _Table(["untried", "tried"], n_tasks=2)
     table.hand_out(1, 0)
     table.add(1, WholeGroup(task_id="tried", size=4, n_won=1, return_sum=2.5, version_max=0))
     known = table.arrow(1, 1)

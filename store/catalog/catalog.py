@@ -101,6 +101,8 @@ class Catalog:
     whole_groups = one_transaction(task_results.whole_groups)
     handed_out = one_transaction(task_results.handed_out)
     first_weighed = one_transaction(task_results.first_weighed)
+    batch_success = one_transaction(task_results.batch_success)
+    round_success = one_transaction(task_results.round_success)
     record_weight = one_transaction(task_results.record_weight)
 
     # Groups that another run played.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from store.catalog.database import Transaction
 from store.catalog.records import KnownResults, WholeGroup
 
+ENVIRONMENT = "substr(task_id, 1, instr(task_id, '/') - 1)"
+
 
 def known_results(tx: Transaction) -> KnownResults:
     """Return up to which lsn results count now.
@@ -66,6 +68,31 @@ def first_weighed(tx: Transaction, *, lsn: int, ordinal: int) -> int:
         ordinal=ordinal,
     )
     return 0 if row is None else int(row["ordinal"]) + 1
+
+
+def batch_success(tx: Transaction, batch_id: int) -> dict[str, float]:
+    """Return by environment the fraction of a batch's live episodes that were won.
+
+    For a run of several environments, whose task ids begin with the environment's name.
+    """
+    rows = tx.rows(
+        f"""SELECT {ENVIRONMENT} AS environment, sum(n_won) * 1.0 / sum(n_members) AS success
+            FROM batch_group JOIN grp USING (group_uid)
+            WHERE batch_id = :batch_id AND split = 'train' GROUP BY 1""",
+        batch_id=batch_id,
+    )
+    return {row["environment"]: row["success"] for row in rows}
+
+
+def round_success(tx: Transaction, version: int) -> dict[str, float]:
+    """Return by environment the fraction of an evaluation round's episodes that were won."""
+    rows = tx.rows(
+        f"""SELECT {ENVIRONMENT} AS environment, sum(n_won) * 1.0 / sum(n_members) AS success
+            FROM grp WHERE split = 'heldout' AND purpose_version = :version AND n_members > 0
+            GROUP BY 1""",
+        version=version,
+    )
+    return {row["environment"]: row["success"] for row in rows}
 
 
 def record_weight(

@@ -6,14 +6,18 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import configs
 from configs import Config, ConfigError
 from coordinator import Coordinator, Lease, check_order
 from coordinator.task_order import COLUMNS, draw_order
+from coordinator.task_queue import Turns
 from envs import list_tasks
 from store import (
     RunLayout,
@@ -29,14 +33,21 @@ GROUPS_PER_STEP = 6
 SIZE = 4
 
 
-def config_of(run: Path, order: str) -> Config:
+TWO = {  # a third of the groups are of the rooms
+    "rooms": {"weight": 1, "env": {"name": "key_room"}},
+    "halls": {"weight": 2, "env": {"name": "key_room", "max_steps": 20}},
+}
+
+
+def config_of(run: Path, order: str, environments: dict[str, dict[str, Any]]) -> Config:
     config = Config(run_dir=str(run), max_staleness=3, seed=5)
     return replace(
         config,
         env=configs.EnvConfig(name="key_room"),
         tasks=configs.TasksConfig(order=order),
+        environments=environments,
         algorithm=replace(config.algorithm, group_size=SIZE),
-        learner=replace(config.learner, groups_per_step=GROUPS_PER_STEP, steps=100),
+        learner=replace(config.learner, groups_per_step=GROUPS_PER_STEP, keep_versions=8),
         evaluation=replace(config.evaluation, every=0),
     )
 
@@ -44,8 +55,11 @@ def config_of(run: Path, order: str) -> Config:
 class Run:
     """A run whose policy wins a third of the tasks always, a third never and a third half."""
 
-    def __init__(self, root: Path, order: str) -> None:
-        config = config_of(root, order)
+    def __init__(
+        self, root: Path, order: str, *, environments: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        config = config_of(root, order, environments or {})
+        configs.check(config)
         if not RunLayout.exists(root):
             layout = RunLayout.create(root, config_yaml=configs.as_yaml(config))
             write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
@@ -53,6 +67,8 @@ class Run:
         self.layout, self.catalog = self.coordinator.layout, self.coordinator.catalog
         train = list_tasks("key_room", {})["train"]
         self.n_won = {task.id: (0, SIZE // 2, SIZE)[n % 3] for n, task in enumerate(train)}
+        for name in environments or ():
+            self.n_won |= {f"{name}/{task.id}": self.n_won[task.id] for task in train}
 
     def publish(self, learner_step: int) -> None:
         newest = self.coordinator.newest_version()
@@ -145,9 +161,8 @@ def test_the_columns_of_a_weight_are_those_of_the_view(tmp_path: Path) -> None:
     run.publish(0)
     run.go_on(first_step=1, last_step=9)
     export(run.catalog, run.layout)
-    order = run.coordinator.tasks._order
-    assert order is not None
-    order.draw(run.catalog, 9 * GROUPS_PER_STEP)
+    order = run.coordinator.tasks._orders["key_room"]
+    order.draw(run.catalog, 9 * GROUPS_PER_STEP, n_drawn=lambda first: 0)
     known = order._table.arrow(order._n_seen, 9)
     in_view = [name for name in COLUMNS if name != "n_tasks"]
     with open_run(run.layout.root) as reader:
@@ -159,10 +174,53 @@ def test_the_columns_of_a_weight_are_those_of_the_view(tmp_path: Path) -> None:
     assert len({row["groups_since"] for row in tried}) == len(tried) > 20
 
 
-@pytest.mark.parametrize("order", ["band", "variance"])
-def test_a_killed_run_hands_out_the_tasks_of_an_undisturbed_one(tmp_path: Path, order: str) -> None:
+def test_a_run_of_two_environments_keeps_their_shares_and_the_band(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "band", environments=TWO)
+    run.publish(0)
+    run.go_on(first_step=1, last_step=20)
+    run.coordinator.evaluate(20, 1)
+    heldout = {}
+    while (lease := run.coordinator.lease("w")) is not None and lease.group.split == "heldout":
+        heldout[lease.task.id] = lease.task.env_name
+        run.n_won[lease.task.id] = int(lease.task.env_name == "rooms")
+        run.play(lease)
+    metrics = run.coordinator.status().metrics
+    run.coordinator.close()
+    assert Counter(heldout.values()) == {"rooms": 20, "halls": 20}
+    assert (metrics["heldout/success/rooms"], metrics["heldout/success/halls"]) == (1.0, 0.0)
+    assert metrics["heldout/success"] == 0.5
+    with open_run(run.layout.root) as reader:
+        shares = reader.sql(
+            """SELECT split_part(task_id, '/', 1) AS name, count(*) AS n,
+                      count(*) FILTER (success_before IN (0, 1)) AS n_outside
+               FROM groups WHERE split = 'train' AND ordinal < 120 GROUP BY 1 ORDER BY 1"""
+        ).to_pylist()
+        (batches,) = reader.sql(
+            """SELECT min(n) AS least, max(n) AS most FROM (
+                   SELECT count(*) FILTER (task_id LIKE 'rooms/%') AS n FROM lineage
+                   WHERE live GROUP BY learner_step)"""
+        ).to_pylist()
+        (success,) = reader.sql(
+            """SELECT avg(n_won / size) AS played, (
+                   SELECT avg(value) FROM metrics WHERE name = 'train/success/rooms') AS recorded
+               FROM groups WHERE task_id LIKE 'rooms/%' AND split = 'train' AND ordinal < 120"""
+        ).to_pylist()
+    assert shares == [
+        {"name": "halls", "n": 80, "n_outside": 0},
+        {"name": "rooms", "n": 40, "n_outside": 0},
+    ]
+    assert 1 <= batches["least"] <= batches["most"] <= 3
+    assert success["recorded"] == pytest.approx(success["played"], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("order", "environments"), [("band", {}), ("variance", {}), ("variance", TWO), ("uniform", TWO)]
+)
+def test_a_killed_run_hands_out_the_tasks_of_an_undisturbed_one(
+    tmp_path: Path, order: str, environments: dict[str, dict[str, Any]]
+) -> None:
     """Killed with a group in play, two groups after its checkpoint, and killed again at once."""
-    run = Run(tmp_path / "run", order)
+    run = Run(tmp_path / "run", order, environments=environments)
     run.publish(0)
     run.go_on(first_step=1, last_step=7)
     in_play = run.lease()
@@ -177,7 +235,7 @@ def test_a_killed_run_hands_out_the_tasks_of_an_undisturbed_one(tmp_path: Path, 
     expected = run.handed_out()
     run.coordinator.close()
     for n_kills in (1, 2):
-        killed = Run(tmp_path / f"killed{n_kills}", order)
+        killed = Run(tmp_path / f"killed{n_kills}", order, environments=environments)
         for _ in range(n_kills):
             killed.coordinator.resume(6)
             killed.publish(6)
@@ -188,7 +246,25 @@ def test_a_killed_run_hands_out_the_tasks_of_an_undisturbed_one(tmp_path: Path, 
         killed.go_on(first_step=9, last_step=12)
         assert killed.handed_out() == expected
         killed.coordinator.close()
-    assert {before for *_, before in expected} >= {None, 0.5}, "results had a say in it"
+    if order != "uniform":
+        assert {before for *_, before in expected} >= {None, 0.5}, "results had a say in it"
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=4))
+def test_each_environment_has_its_share_of_the_turns(weights: list[float]) -> None:
+    turns = Turns({str(n): weight for n, weight in enumerate(weights)})
+    n = 500
+    drawn = [turns[ordinal] for ordinal in range(n)]
+    numbers: dict[str, list[int]] = {}
+    for name, number in drawn:
+        numbers.setdefault(name, []).append(number)
+    assert all(counted == list(range(len(counted))) for counted in numbers.values())
+    for name, weight in enumerate(weights):
+        share = n * weight / sum(weights)
+        assert abs(len(numbers.get(str(name), ())) - share) < 5
+    last = drawn[-1][0]
+    assert turns.n_before(n - 1, first=400) == sum(name == last for name, _ in drawn[400:-1])
 
 
 def test_a_pass_over_few_tasks_begins_again_in_another_order(tmp_path: Path) -> None:
