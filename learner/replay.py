@@ -48,7 +48,6 @@ from store import (
     CheckpointRecord,
     RunLayout,
     VersionRecord,
-    is_trusted,
     published_version,
     read_run_file,
     restart_points,
@@ -151,8 +150,6 @@ def replayed(
     FileNotFoundError.
     """
     _check_possible(config, explains=explained is not None)
-    if not is_trusted(layout.root):
-        _check_modest(config)
     trained_step(layout, last)  # raises, before anything is loaded, if there is no such step
     model_path = base_model(layout, config)
     disable_progress_bar()  # shown by transformers while it loads the model
@@ -218,20 +215,6 @@ def _check_possible(config: Config, *, explains: bool) -> None:
             f"learner.zero_stage={learner.zero_stage} spreads the gradient over the ranks; leave "
             "out --explain"
         )
-
-
-def _check_modest(config: Config) -> None:
-    """Raise ReplayError if a stranger's settings ask for more processes than this machine has for.
-
-    Every rank is a process, and every thread of it starts at once.
-    """
-    n_cores, learner = len(os.sched_getaffinity(0)), config.learner
-    for name, n in (("ranks", learner.ranks), ("threads", learner.threads)):
-        if n > n_cores:
-            raise ReplayError(
-                f"learner.{name}={n}, and this machine has {n_cores} cores for a run that you did "
-                "not make; add --trust, once, if you know who made it"
-            )
 
 
 @contextmanager

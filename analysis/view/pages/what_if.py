@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from analysis.run_status import config_of
 from analysis.view.charts import COLOURS, GRID, columns_of, draw, new_figure
-from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
+from analysis.view.group_query import batches_steps, group_steps
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
@@ -50,12 +50,12 @@ LISTED = 200
 CHARACTERS = 200
 
 # Differences that rounding can make are no signs.
-BOTH = """, both_settings AS (
-    SELECT now.traj_uid, now.step_index, now.group_uid, now.advantage AS own,
-           other.advantage AS changed,
-           sign(round(now.advantage, 9)) AS own_sign,
-           sign(round(other.advantage, 9)) AS changed_sign
-    FROM advantages() AS now JOIN advantages({changes}) AS other USING (traj_uid, step_index))
+BOTH = """
+SELECT now.traj_uid, now.step_index, now.group_uid, now.advantage AS own,
+       other.advantage AS changed,
+       sign(round(now.advantage, 9)) AS own_sign,
+       sign(round(other.advantage, 9)) AS changed_sign
+FROM advantages() AS now JOIN advantages({changes}) AS other USING (traj_uid, step_index)
 """
 SUMMARY = """
 SELECT count(*) AS steps, count(*) FILTER (own_sign * changed_sign < 0) AS flips,
@@ -120,20 +120,18 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
         check_setting(own, given)
     except ValueError:
         return [setting]  # it says what is wrong
-    if group is None:
-        source = of_batches(asked, n_steps)
-    else:
-        source = of_group(OF_GROUP, group=group, versions=group_versions(asked, group))
+    steps = batches_steps(asked, n_steps) if group is None else group_steps(asked, group)
     values = {name: _value(name, text) for name, text in given.items()}
     changes = ", ".join(f"{name} := ${name}" for name in values)
-    both = source + fill(BOTH.format(changes=changes), **values)
+    both = fill(BOTH.format(changes=changes), **values)
     is_recent = group is None
 
     def panel(title: str, explains: str, query: str, show: Any, **more: Any) -> Panel:
         return Panel(
             title=title,
             explains=explains,
-            query=both + query,
+            query=query,
+            tables=[steps, ("both_settings", both)],
             show=show,
             later=is_recent,
             alone=is_recent,

@@ -119,7 +119,7 @@ def test_whatever_a_panel_raises_is_a_line_in_it(error: type[Exception]) -> None
         raise error("no\nway")
 
     panel = Panel(title="a", explains="b", query="SELECT 1", show=show)
-    shown = render_panel(panel, lambda query, n_rows=None: pa.table({"a": [1]}))
+    shown = render_panel(panel, lambda query, n_rows=None, tables=(): pa.table({"a": [1]}))
     assert ERROR_MARK in shown and error.__name__ in shown
 
 
