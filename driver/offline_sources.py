@@ -11,7 +11,15 @@ from rich.console import Console
 import configs
 from configs import Config, ConfigError
 from printable import REASON_CHARACTERS, one_line
-from store import RunLayout, check_trusted, find_sources, is_trusted, parse_source, take_sources
+from store import (
+    RunLayout,
+    check_trusted,
+    find_sources,
+    is_trusted,
+    limited_memory,
+    parse_source,
+    take_sources,
+)
 
 TOKENIZER_FILE = "tokenizer_config.json"
 OWN_BASE = Path("base", "policy")  # of a run that began without model.path
@@ -33,7 +41,9 @@ def check_sources(config: Config, console: Console) -> None:
                 "tokens and log-probabilities nobody has, so nothing can be trained from it; leave "
                 "it out"
             )
-    find_sources([parse_source(text) for text in config.source], order=config.offline.order)
+    sources = [parse_source(text) for text in config.source]
+    with limited_memory(Path(source.place) for source in sources):
+        find_sources(sources, order=config.offline.order)
     model_path = Path(config.model.path or _first_base(config))
     for text in config.source:
         base, theirs = _base_of(text), _config_of(text)
@@ -83,12 +93,12 @@ def copy_base_policy(config: Config, directory: Path) -> Path:
 
 def import_sources(config: Config, console: Console) -> None:
     """Import the groups of the sources into the run, once. Raises StoreError."""
-    with console.status("importing offline groups"):
-        taken = take_sources(
-            Path(config.run_dir),
-            [parse_source(text) for text in config.source],
-            order=config.offline.order,
-        )
+    sources = [parse_source(text) for text in config.source]
+    with (
+        console.status("importing offline groups"),
+        limited_memory(Path(source.place) for source in sources),
+    ):
+        taken = take_sources(Path(config.run_dir), sources, order=config.offline.order)
     for source in taken:
         console.print(str(source))
 
