@@ -347,7 +347,8 @@ class Config:
     # "wait" makes the learner wait for them
     stragglers: str = "drop"
     # runs, or directories written by `gigpo export`, whose groups are trained on: "RUN" or
-    # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group
+    # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group.
+    # Or files of chats to clone, .jsonl or .parquet
     source: list[str] = field(default_factory=list)
     # who shows the metrics: any of "tensorboard", "wandb", "trackio", "mlflow"
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])

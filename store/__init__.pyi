@@ -33,6 +33,7 @@ from .exchange.datasets import import_selection as import_selection
 from .exchange.datasets import live_files as live_files
 from .exchange.fork import check_fork as check_fork
 from .exchange.fork import fork as fork
+from .exchange.offline_import import OfflineRows as OfflineRows
 from .exchange.offline_import import OfflineSource as OfflineSource
 from .exchange.offline_import import TakenSource as TakenSource
 from .exchange.offline_import import find_sources as find_sources

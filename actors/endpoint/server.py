@@ -31,11 +31,12 @@ from pathlib import Path
 from aiohttp import web
 from jinja2 import TemplateError
 
-from actors.endpoint.conversation import Conversation, Message, PromptTooLong
+from actors.endpoint.conversation import Conversation, PromptTooLong
 from actors.endpoint.request import ChatRequest, RequestError, parse_request, refused, takes_long
 from actors.endpoint.response import Reply, chat_completion, chunks, cut_reply
 from actors.policy import Completion, Policy, Prompt
-from actors.prompting.chat_template import Tokenizer, longest_token
+from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
+from actors.prompting.messages import Message
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
 from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config, max_model_tokens
@@ -127,8 +128,7 @@ class Endpoint:
         self._model = Path(config.run_dir).name  # as /v1/models names it
         self._max_response_tokens = config.actors.max_response_tokens
         self._max_model_tokens = max_model_tokens(config)  # prompt and response together
-        thinking = config.prompt.thinking
-        self._chat_variables = {} if thinking is None else {"enable_thinking": thinking}
+        self._chat_variables = chat_variables(config.prompt.thinking)
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
         self._open: dict[int, Recording] = {}
@@ -278,7 +278,7 @@ class Endpoint:
             recording.add(number, step)
             recording.conversation.record(
                 messages,
-                reply=reply.text,
+                reply=Message(role="assistant", content=reply.text),
                 token_ids=prompt.token_ids + reply.completion.token_ids,
                 ended=reply.ended,
             )

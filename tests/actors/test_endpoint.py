@@ -26,6 +26,14 @@ EOS = 1
 GUESS = {"role": "user", "content": "guess my number"}
 
 
+def call_of(arguments: str) -> dict[str, object]:
+    function = {"name": "low", "arguments": arguments}
+    return {"id": "1", "type": "function", "function": function}
+
+
+CALL = call_of("{}")
+
+
 async def post(
     client: ClientSettings, body: object, *, path: str = "/chat/completions"
 ) -> tuple[int, Any]:
@@ -153,9 +161,9 @@ def test_a_stream_brings_the_same_reply() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"best_off": 2}, "best_off", "not a field"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [GUESS, {"role": "tool", "content": "x"}]}, "messages[1].role", "'tool'"),
+        ({"messages": [GUESS, {"role": "tools", "content": "x"}]}, "messages[1].role", "'tool'"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "'assistant'"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "None"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0]", "content is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
@@ -163,8 +171,23 @@ def test_a_stream_brings_the_same_reply() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            "not supported",
+            "messages[0].tool_calls[0].function",
+            "is missing",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+            "messages[0]",
+            "a message of the user has tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call_of("[1]")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "a JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call_of("{")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "Expecting",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "not JSON"),
         ({"n": 0}, "n", "greater than or equal to 1"),

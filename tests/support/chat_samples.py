@@ -38,7 +38,23 @@ PLAIN = (
     "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% "
     "endif %}"
 )
-TEMPLATES = {"tiny": None, "chatml": CHATML, "thinking": THINKING, "plain": PLAIN}
+# Tools and their calls, in the form of Qwen2.5 and of Hermes.
+TOOLED = (
+    "{% if tools %}<user>tools: {% for t in tools %}{{ t.function.name }}{% endfor %}<eos>\n"
+    "{% endif %}"
+    "{% for m in messages %}<user>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<user>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "tiny": None,
+    "chatml": CHATML,
+    "thinking": THINKING,
+    "plain": PLAIN,
+    "tooled": TOOLED,
+}
 
 
 @cache
