@@ -44,6 +44,7 @@ MAY_BE_ZERO = {
     "actors.extra_members": "; use 0 for none",
     "algorithm.gamma": "; the paper uses 0.95",
     "algorithm.gae_lambda": "; use 0 to look one step ahead",
+    "algorithm.graph_gamma": "; GraphGPO's authors use 0.1 to 0.8",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.refill_groups": "; use 0 to train on smaller batches",
@@ -75,6 +76,7 @@ ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM)
 READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
     "gae_lambda": {"estimator": ("gagpo",)},
+    "graph_gamma": {"estimator": ("graphgpo",)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
     "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
     "weighting": {"estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo"))},
@@ -330,6 +332,11 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
     if a.gae_lambda > 1.0:
         raise ConfigError(f"algorithm.gae_lambda={a.gae_lambda} is outside [0, 1]; PPO uses 0.95")
+    if a.graph_gamma > 1.0:
+        raise ConfigError(
+            f"algorithm.graph_gamma={a.graph_gamma} is outside [0, 1]; GraphGPO's authors use 0.1 "
+            "to 0.8"
+        )
     if a.similarity >= 1.0:
         raise ConfigError(
             f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use "

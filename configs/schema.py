@@ -139,6 +139,9 @@ class AlgorithmConfig:
     group_size: int = 8  # episodes per task, G
     gamma: float = 0.95  # discount per step in step returns; read by gigpo, hgpo, g2po and gagpo
     gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo
+    # discount per step to success, read by graphgpo; its authors: ALFWorld 0.1, WebShop 0.2,
+    # Sokoban 0.8
+    graph_gamma: float = 0.1
     omega: float = 1.0  # weight of the step advantage; read by gigpo, graphgpo and g2po
     # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo, graphgpo, g2po and gagpo
     normalise: str = "mean_std"

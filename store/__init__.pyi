@@ -83,6 +83,7 @@ from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout
 from .reading.reader import open_run as open_run
 from .records import SEGMENT_SCHEMA as SEGMENT_SCHEMA
+from .records import FinalObservation as FinalObservation
 from .records import Step as Step
 from .records import StepImage as StepImage
 from .records import Trajectory as Trajectory

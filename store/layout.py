@@ -23,7 +23,7 @@ from store.untrusted import json_values
 from store.untrusted.signatures import sign_run, state_directory
 
 # Of a run and of every file in it. A change that this version would misread needs another name.
-FORMAT = "async-gigpo/1"
+FORMAT = "async-gigpo/2"
 UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")

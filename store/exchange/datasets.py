@@ -40,13 +40,13 @@ from store.untrusted.file_access import open_file
 
 DATASET_JSON = "dataset.json"
 BINARY, TEXT = "binary", "text"
-UID_COLUMNS = ("traj_uid", "group_uid", "state_hash")
+UID_COLUMNS = ("traj_uid", "group_uid", "state_hash", "final_state_hash")
 UIDS = {BINARY: "16 bytes each", TEXT: "text, as in SQL"}
 README = """# {n_trajectories} trajectories, {n_steps} steps
 
 From run {run_id} at lsn {lsn}; condition: {where}.
 One row per step, whole trajectories only; `dataset.json` has the details.
-`traj_uid`, `group_uid` and `state_hash` are {uid_form}. Load it with any of
+`traj_uid`, `group_uid`, `state_hash` and `final_state_hash` are {uid_form}. Load it with any of
 
     pandas.read_parquet("{here}/data")
     polars.scan_parquet("{here}/data/*.parquet")

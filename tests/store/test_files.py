@@ -108,6 +108,12 @@ def test_a_malformed_step_is_refused_with_its_value(
         to_table([bad])
 
 
+def test_a_final_anchor_needs_its_hash(trajectories: list) -> None:
+    final = dataclasses.replace(trajectories[0].final_observation, state_hash=None)
+    with pytest.raises(StoreError, match="final observation: anchor_text and state_hash go to"):
+        to_table([dataclasses.replace(trajectories[0], final_observation=final)])
+
+
 def test_a_state_hash_sees_unicode_forms_and_line_ends_as_one() -> None:
     assert state_hash("cafe\u0301\r\nx") == state_hash("caf\u00e9\nx")
     assert state_hash("a ") != state_hash("a")

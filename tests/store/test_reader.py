@@ -130,6 +130,11 @@ def test_the_views_say_what_was_committed(full: RunLayout) -> None:
     assert query(full, "SELECT typeof(traj_uid), typeof(group_uid) FROM steps LIMIT 1") == [
         ("UUID", "UUID")
     ]
+    assert query(full, "SELECT DISTINCT member, final_observation FROM trajectories") == [
+        (0, "a dark room"),
+        (1, None),
+    ]
+    assert query(full, "SELECT DISTINCT typeof(final_state_hash) FROM steps") == [("UUID",)]
     assert query(full, "SELECT twice(21)") == [(42,)]
 
 

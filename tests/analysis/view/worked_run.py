@@ -25,6 +25,7 @@ from configs import Config
 from gigpo import AdvantageSettings, advantages_macro
 from store import (
     Catalog,
+    FinalObservation,
     Group,
     RunLayout,
     StepImage,
@@ -146,5 +147,11 @@ def make_episode(
                 else (),
             )
             for index, (place, action, reward) in enumerate(steps)
+        ),
+        final_observation=FinalObservation(
+            text=f"You have left the {steps[-1][0]}.",
+            anchor_text=None,
+            state_hash=None,
+            admissible_actions=None,
         ),
     )
