@@ -26,13 +26,13 @@ GROUP_COLUMNS = tuple(set(Group.__slots__) - {"missing", "epoch"})
 def open_group(
     tx: Transaction,
     *,
-    ordinal: int | None,
+    ordinal: int,
     task_id: str,
     split: str,
     size: int,
     purpose_version: int | None,
 ) -> Group:
-    """Return the group of this ordinal, by default the next one, opened now if it is new.
+    """Return the group of this ordinal, opened now if it is new.
 
     `purpose_version` names the evaluation round of a held-out group, which is never claimed. Raises
     StoreError if the ordinal belongs to another task or size.
@@ -40,8 +40,6 @@ def open_group(
     if size < 1:
         raise StoreError(f"group size {size}: a group has at least one member")
     _check_split(split, purpose_version)
-    if ordinal is None:
-        ordinal = next_ordinal(tx, split, purpose_version=purpose_version)
     group_uid = uid(tx.run_id, split, ordinal, purpose_version)
     find = "SELECT * FROM grp WHERE group_uid = :group_uid"
     group = tx.row(find, group_uid=group_uid)
@@ -88,7 +86,7 @@ def open_round(
         )
 
 
-def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None = None) -> int:
+def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None) -> int:
     """Return the ordinal that the next group of the split (and evaluation round) gets."""
     _check_split(split, purpose_version)
     row = tx.row(

@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import duckdb
 
-from printable import one_line, printable
+from printable import one_line
 from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
-from store.reading.mirror import mirror
 from store.reading.open_sql import VIEWS_MARK, checked_statements, fixed, sql_literal
 from store.untrusted.file_access import is_file, open_directory, open_file_in, read_text
 
@@ -27,25 +25,6 @@ NAME_CHARACTERS = 200  # of a file that is left out
 FOOTER_TAIL = 8  # bytes: the length of the footer, then the magic
 # Errors of DuckDB for a file that it cannot read. A plain Error comes from decoding a footer.
 FILE_ERRORS = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
-
-
-def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyConnection:
-    """Return a DuckDB connection with the run's views as of now, or of the lsn `as_of`.
-
-    Nothing limits the connection or the run's open.sql: use it for our own runs in tests. Readers
-    open runs in the sandbox. Segments that cannot be opened are left out, with one warning. Raises
-    the errors of `show`.
-    """
-    layout = mirror(layout, as_of=as_of)
-    connection = duckdb.connect()
-    try:
-        show(connection, layout, as_of=as_of, prefix="")
-    except StoreError:
-        connection.close()
-        raise
-    if text := left_out(connection, layout):
-        warnings.warn(printable(text), stacklevel=2)
-    return connection
 
 
 def show(

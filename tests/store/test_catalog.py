@@ -20,7 +20,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 
