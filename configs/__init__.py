@@ -3,7 +3,7 @@
 schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
-derived.py          live and offline groups, workers, GPUs and updates that follow from settings
+derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
 plan.py             placement, memory and disk of a run
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
@@ -28,6 +28,7 @@ from configs.derived import (
     max_model_tokens,
     most_updates,
     n_workers,
+    replayed_groups,
 )
 from configs.load import (
     as_yaml,
@@ -65,6 +66,7 @@ from configs.schema import (
     LossConfig,
     ModelConfig,
     PromptConfig,
+    ReplayConfig,
     StoreConfig,
     SupervisionConfig,
     TinyModelConfig,
@@ -89,6 +91,7 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "PromptConfig",
+    "ReplayConfig",
     "StoreConfig",
     "SupervisionConfig",
     "TinyModelConfig",
@@ -119,6 +122,7 @@ __all__ = [
     "n_workers",
     "parse_saved",
     "rank_bytes",
+    "replayed_groups",
     "weight_indexes",
     "without_model",
 ]

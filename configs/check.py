@@ -8,8 +8,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.derived import groups_of_a_step, is_offline, most_updates
-from configs.schema import AlgorithmConfig, Config, LearnerConfig, OfflineConfig, PromptConfig
+from configs.derived import groups_of_a_step, is_offline, most_updates, replayed_groups
+from configs.schema import (
+    AlgorithmConfig,
+    Config,
+    LearnerConfig,
+    OfflineConfig,
+    PromptConfig,
+    ReplayConfig,
+)
 from printable import UserError, did_you_mean
 
 # Key -> the meaning of 0, for the message about a negative value.
@@ -23,6 +30,7 @@ MAY_BE_ZERO = {
     "algorithm.gae_lambda": "; use 0 to look one step ahead",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
+    "algorithm.refill_groups": "; use 0 to train on smaller batches",
     "algorithm.version_window": "; use 0 to compare within one version",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
@@ -36,6 +44,8 @@ MAY_BE_ZERO = {
     "supervision.max_restarts": "; use 0 to end the run at the first death",
     "evaluation.every": "; use 0 for no evaluation between the start and the end",
     "evaluation.temperature": "; use 0 for greedy play",
+    "replay.share": "; use 0 to replay nothing",
+    "replay.warmup_steps": "; use 0 for the full weight from the beginning",
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
@@ -57,6 +67,7 @@ READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "similarity": {"anchor": ("similar", "similar_greedy")},
     "anchor_versions": {"estimator": WITH_STEP_TERM},
     "version_window": {"anchor_versions": ("window",)},
+    "refill_groups": {"group_filter": ("advantages", "rewards", "returns")},
 }
 TEMPLATES = (  # the files in actors/templates
     "alfworld",
@@ -94,6 +105,7 @@ def check(config: Config) -> None:
     _check_placement(config)
     _check_endpoint(config)
     _check_offline(config)
+    _check_replay(config)
 
 
 def check_is_list(key: str, value: object) -> None:
@@ -274,6 +286,12 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
+        )
+    if a.refill_groups and (clones or is_offline(config)):
+        why = "loss.policy=behaviour_cloning" if clones else "offline.share=1"
+        raise ConfigError(
+            f"algorithm.refill_groups={a.refill_groups} does nothing with {why}: "
+            f"{'no group is left out' if clones else 'no group is played'}; leave it out"
         )
     if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(
@@ -456,4 +474,33 @@ def _check_offline(config: Config) -> None:
         raise ConfigError(
             "loss.proximal='interpolated' needs the staleness of every token, and the versions of "
             "an offline group are another run's; use 'recomputed' or 'none'"
+        )
+
+
+def _check_replay(config: Config) -> None:
+    replay, defaults = config.replay, ReplayConfig()
+    share = f"replay.share={replay.share:g}"
+    if not replay.share:
+        for key, value in dotted_settings(replay):
+            if value != getattr(defaults, key):
+                raise ConfigError(
+                    f"replay.{key}={value} does nothing with {share}; raise the share"
+                )
+        return
+    if config.loss.policy == "behaviour_cloning" or is_offline(config):
+        raise ConfigError(
+            f"{share} has nothing to compare a win with: behaviour cloning has no advantages, and "
+            "offline.share=1 plays nothing; leave it out"
+        )
+    if replay.share > 1.0:
+        raise ConfigError(f"{share} would replay more than is played; use at most 1, e.g. 0.25")
+    if not replayed_groups(config):
+        raise ConfigError(
+            f"{share} of {groups_of_a_step(config)[0]} groups is none; use a larger share, or more "
+            "learner.groups_per_step"
+        )
+    if 0 < config.store.keep_versions <= replay.max_age:
+        raise ConfigError(
+            f"store.keep_versions={config.store.keep_versions} would remove wins before they are "
+            f"replay.max_age={replay.max_age} versions old; keep more versions than that"
         )

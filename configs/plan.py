@@ -13,6 +13,7 @@ from configs.derived import (
     groups_of_a_step,
     is_offline,
     n_workers,
+    replayed_groups,
 )
 from configs.schema import Config
 from printable import counted
@@ -54,7 +55,18 @@ def describe_plan(config: Config) -> str:
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
         f"episodes x at most {config.env.max_steps} steps",
     ]
-    if n_offline := groups_of_a_step(config)[1]:
+    n_live, n_offline = groups_of_a_step(config)
+    if n_extra := config.algorithm.refill_groups:
+        lines.append(
+            f"  at most {n_extra} more groups in place of those that teach nothing "
+            f"(algorithm.refill_groups), so that {n_live} that are played here are trained on"
+        )
+    if n_replayed := replayed_groups(config):
+        lines.append(
+            f"  and the wins of {n_replayed} earlier groups again, at most "
+            f"{config.replay.max_age} versions old (replay.share)"
+        )
+    if n_offline:
         lines.append(
             f"  {n_offline} of them offline, from {', '.join(config.source)}; each used "
             f"{config.offline.uses} times at most"

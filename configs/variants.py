@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig
+from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig, ReplayConfig
 
 # The imitation of a scripted policy that makes a tiny base policy.
 CLONE_EPISODES_PER_STEP = 32
@@ -23,6 +23,7 @@ def cloning_config(config: Config) -> Config:
         config,
         source=[],
         offline=OfflineConfig(),
+        replay=ReplayConfig(),
         max_staleness=tiny.clone_steps,
         model=replace(config.model, lora_rank=0),
         actors=replace(
@@ -57,6 +58,7 @@ def without_model(config: Config) -> Config:
         config,
         source=[],
         offline=OfflineConfig(),
+        replay=ReplayConfig(),
         model=replace(config.model, path="", lora_rank=0),
         actors=replace(config.actors, gpus_per_worker=0),
     )

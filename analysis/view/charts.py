@@ -8,6 +8,7 @@ apart by people who are colour-blind (Okabe and Ito). Texts of a run become visi
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice, pairwise
@@ -40,6 +41,15 @@ MAX_POINTS = 5_000  # of a chart; more are thinned evenly
 # Making a chart takes 60 ms of a core. Bokeh's check of it is a sixth of that, and only warns.
 bokeh_settings.perform_document_validation = False
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+
+
+def warm_up() -> None:
+    """Draw a chart that nobody sees. The first one takes half a second of a core, for imports.
+
+    What is there afterwards stays: the garbage collection need not look at it at every chart.
+    """
+    lines(pa.table({"x": [0.0], "y": [0.0]}), x="x", y=["y"])
+    gc.freeze()
 
 
 def lines(

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import pyarrow as pa
 
 from analysis.view.panel import Ask, Link, Panel
-from analysis.view.sql_text import Value
+from analysis.view.sql_text import Tables, Value
 
 
 class BadAddressError(ValueError):
@@ -33,9 +33,9 @@ class PageRequest:
     ask_run: Callable[[int, str], pa.Table]  # another run, by its number, at `lsn_of` it
     lsn_of: Callable[[int], int]  # another run's moment: `as_of_NUMBER` of the address, or newest
 
-    def rows(self, query: str) -> list[dict[str, Any]]:
+    def rows(self, query: str, *, tables: Tables = ()) -> list[dict[str, Any]]:
         """Return a small answer that decides which panels the page has. Raises StoreError."""
-        found: list[dict[str, Any]] = self.ask(query).to_pylist()
+        found: list[dict[str, Any]] = self.ask(query, tables=tables).to_pylist()
         return found
 
     def text(self, name: str) -> str | None:

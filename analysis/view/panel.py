@@ -24,15 +24,21 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.html import html, json_script, number
+from analysis.view.sql_text import Tables, with_tables
 from analysis.view.text import plain, visible
 from printable import UNSAFE
 from store import StoreError
 
 
 class Ask(Protocol):
-    """A function that answers a query, at most its first `n_rows` rows. Raises StoreError."""
+    """A function that answers a query, at most its first `n_rows` rows. Raises StoreError.
 
-    def __call__(self, query: str, n_rows: int | None = None) -> pa.Table: ...
+    `tables` stand before the query in a WITH, and are computed once for all that read the same.
+    """
+
+    def __call__(
+        self, query: str, n_rows: int | None = None, *, tables: Tables = ()
+    ) -> pa.Table: ...
 
 
 TABLE_ROWS = 500  # of a panel; the query gives the rest
@@ -66,6 +72,7 @@ class Panel:
     title: str
     explains: str
     query: str = ""  # without one only `above` is shown
+    tables: Tables = ()  # that `query` reads, and other panels too; see with_tables
     show: Show = as_table
     empty: str = "There is nothing to show yet."  # instead of an answer without rows
     width: str = "half"  # or "full": of a page that is wide enough for two
@@ -78,6 +85,11 @@ class Panel:
     files: Mapping[str, Callable[[pa.Table], bytes]] = field(default_factory=dict)
     # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
     keeps: bool = True
+
+    @property
+    def sql(self) -> str:
+        """Return the whole query, as it is shown."""
+        return with_tables(self.tables, self.query).strip()
 
     @property
     def name(self) -> str:
@@ -111,8 +123,8 @@ def render_panel(
         error=error,
         lsn=lsn,
         downloads=downloads or {},
-        query=panel.query.strip(),
-        command=command(panel.query, run=run, lsn=lsn),
+        query=panel.sql,
+        command=command(panel.sql, run=run, lsn=lsn),
     )
 
 
@@ -171,7 +183,7 @@ def show_rows(
 
 
 def _rows(panel: Panel, ask: Ask) -> pa.Table:
-    table = ask(panel.query) if panel.n_rows is None else ask(panel.query, panel.n_rows)
+    table = ask(panel.query, panel.n_rows, tables=panel.tables)
     return table if panel.combine is None else panel.combine(table)
 
 

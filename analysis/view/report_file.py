@@ -36,7 +36,7 @@ from analysis.view.panel import (
 )
 from analysis.view.report_summary import SUMMARY, show_summary
 from analysis.view.run_settings import SETTINGS, default_settings, differing, settings_of
-from analysis.view.sql_text import fill
+from analysis.view.sql_text import Tables, fill
 from analysis.view.text import plain
 from store import (
     READ_WRITE,
@@ -129,10 +129,16 @@ def compose(reader: Reader, *, name: str) -> str:
     A panel whose query fails shows the error.
     """
 
-    def ask(query: str, n_rows: int | None = None) -> pa.Table:
+    def ask(query: str, n_rows: int | None = None, *, tables: Tables = ()) -> pa.Table:
         if n_rows is not None:
-            return reader.first(query, n_rows=n_rows, times_as_text=True)[0]
-        return reader.sql(query, max_rows=MAX_ROWS, max_bytes=MAX_ANSWER_BYTES, times_as_text=True)
+            return reader.first(query, n_rows=n_rows, tables=tables, times_as_text=True)[0]
+        return reader.sql(
+            query,
+            max_rows=MAX_ROWS,
+            max_bytes=MAX_ANSWER_BYTES,
+            tables=tables,
+            times_as_text=True,
+        )
 
     lsn = reader.lsn
     assert lsn is not None, "an open reader shows some lsn"
@@ -277,7 +283,7 @@ def _bounded(panel: Panel, ask: Ask, *, run: str, lsn: int) -> Markup:
     kept = n_rows = None
     while len(shown.encode(errors="backslashreplace")) > MAX_PANEL_BYTES and kept != 0:
         if kept is None:
-            kept = n_rows = ask(panel.query).num_rows
+            kept = n_rows = ask(panel.query, tables=panel.tables).num_rows
         kept //= 2
         fewer = replace(
             panel, explains=f"{panel.explains} Too long to show all: {kept} of {n_rows} rows."
@@ -287,9 +293,15 @@ def _bounded(panel: Panel, ask: Ask, *, run: str, lsn: int) -> Markup:
 
 
 def _thinned(
-    ask: Ask, kept: int, query: str, n_rows: int | None = None, *, is_chart: bool
+    ask: Ask,
+    kept: int,
+    query: str,
+    n_rows: int | None = None,
+    *,
+    tables: Tables = (),
+    is_chart: bool,
 ) -> pa.Table:
-    table = ask(query) if n_rows is None else ask(query, n_rows)
+    table = ask(query, n_rows, tables=tables)
     if not is_chart or not kept:
         return table.slice(0, kept)
     return table.take([at * table.num_rows // kept for at in range(min(kept, table.num_rows))])

@@ -57,8 +57,8 @@ def test_the_names_and_the_defaults_are_the_same() -> None:
         asdict(AlgorithmConfig()),
         {field.name for field in fields(AdvantageSettings)},
     )
-    assert names | {"group_size", "group_filter"} == algorithm.keys(), (
-        "and these two decide no advantage"
+    assert names | {"group_size", "group_filter", "refill_groups"} == algorithm.keys(), (
+        "and these three decide no advantage"
     )
     assert names == {*CHOICES, *VALUES}
     assert {name: algorithm[name] for name in names} == asdict(PUBLISHED_SETTINGS)

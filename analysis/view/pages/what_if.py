@@ -16,11 +16,11 @@ from markupsafe import Markup
 
 from analysis.run_status import config_of
 from analysis.view.charts import COLOURS, GRID, columns_of, finish, new_figure, rows_at
-from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
+from analysis.view.group_query import batches_steps, group_steps
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows, why
-from analysis.view.sql_text import Value, fill
+from analysis.view.sql_text import Tables, Value, fill
 from analysis.view.text import plain
 from configs import Config, ConfigError
 from gigpo import ESTIMATORS, NORMALISATIONS, WHITENED, AdvantageSettings
@@ -50,12 +50,12 @@ LISTED = 200
 CHARACTERS = 200
 
 # Differences that rounding can make are no signs.
-BOTH = """, both_settings AS (
-    SELECT now.traj_uid, now.step_index, now.group_uid, now.advantage AS own,
-           other.advantage AS changed,
-           sign(round(now.advantage, 9)) AS own_sign,
-           sign(round(other.advantage, 9)) AS changed_sign
-    FROM advantages() AS now JOIN advantages({changes}) AS other USING (traj_uid, step_index))
+BOTH = """
+SELECT now.traj_uid, now.step_index, now.group_uid, now.advantage AS own,
+       other.advantage AS changed,
+       sign(round(now.advantage, 9)) AS own_sign,
+       sign(round(other.advantage, 9)) AS changed_sign
+FROM advantages() AS now JOIN advantages({changes}) AS other USING (traj_uid, step_index)
 """
 SUMMARY = """
 SELECT count(*) AS steps, count(*) FILTER (own_sign * changed_sign < 0) AS flips,
@@ -142,41 +142,38 @@ def _setting(asked: PageRequest, question: Question, *, error: str = "") -> Pane
     )
 
 
-def _compared(asked: PageRequest, question: Question) -> str:
-    """Return the tables of a query that weigh each step with both settings."""
-    group = question.group
-    if group is None:
-        source = of_batches(asked, question.n_steps)
-    else:
-        source = of_group(OF_GROUP, group=group, versions=group_versions(asked, group))
+def _compared(asked: PageRequest, question: Question) -> Tables:
+    """Return the steps, and the table that weighs each of them with both settings."""
+    group, n_steps = question.group, question.n_steps
+    steps = batches_steps(asked, n_steps) if group is None else group_steps(asked, group)
     values = {name: _value(name, text) for name, text in question.given.items()}
     changes = ", ".join(f"{name} := ${name}" for name in values)
-    return source + fill(BOTH.format(changes=changes), **values)
+    return [steps, ("both_settings", fill(BOTH.format(changes=changes), **values))]
 
 
-def _steps(asked: PageRequest, question: Question, compared: str) -> list[Panel]:
+def _steps(asked: PageRequest, question: Question, compared: Tables) -> list[Panel]:
     is_recent = question.group is None
-    panel = partial(Panel, later=is_recent, alone=is_recent)
+    panel = partial(Panel, tables=compared, later=is_recent, alone=is_recent)
     found = [
         panel(
             title="What would change",
             explains="A step flips if the changed setting would make its action less likely where "
             "the run made it more likely, or the other way round.",
-            query=compared + SUMMARY,
+            query=SUMMARY,
             show=partial(show_summary, question.given),
             empty="There are no steps to compare.",
         ),
         panel(
             title="Old and new advantages",
             explains="A dot is a step. On the line nothing changes; orange dots flip.",
-            query=compared + fill(SCATTER, characters=60, points=POINTS),
+            query=fill(SCATTER, characters=60, points=POINTS),
             show=show_scatter,
         ),
         panel(
             title="Steps that flip",
             explains="The largest changes first. A state leads to all that was tried there, an "
             "action to the transcript.",
-            query=compared + fill(FLIPS, characters=CHARACTERS, rows=LISTED),
+            query=fill(FLIPS, characters=CHARACTERS, rows=LISTED),
             show=partial(show_flips, asked),
             empty="No step flips: every action is pushed the same way as in the run.",
             width="full",
@@ -186,7 +183,7 @@ def _steps(asked: PageRequest, question: Question, compared: str) -> list[Panel]
         groups = panel(
             title="Groups",
             explains="Where the setting matters: the groups with most flips first.",
-            query=compared + fill(GROUPS, rows=LISTED),
+            query=fill(GROUPS, rows=LISTED),
             show=partial(show_groups, asked, question.given),
             width="full",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -106,7 +107,9 @@ def test_a_report_is_bounded_and_loads_nothing(report: Path, layout: RunLayout) 
     )
     with open_run(layout.root) as reader:
 
-        def ask(query: str, n_rows: int | None = None) -> pa.Table:
+        def ask(
+            query: str, n_rows: int | None = None, *, tables: Sequence[tuple[str, str]] = ()
+        ) -> pa.Table:
             return reader.sql(query)
 
         shown = _bounded(panel, ask, run="RUN", lsn=1)
