@@ -2,11 +2,9 @@ from . import broadcast as broadcast
 from .atomic_write import READ_WRITE as READ_WRITE
 from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
-from .bias.report import BiasReport as BiasReport
-from .bias.report import Comparison as Comparison
-from .bias.report import bias_report as bias_report
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
+from .catalog.records import EXTRA_OF as EXTRA_OF
 from .catalog.records import IMPORTED as IMPORTED
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
 from .catalog.records import Batch as Batch
@@ -29,6 +27,7 @@ from .errors import UnavailableError as UnavailableError
 from .exchange.datasets import export_selection as export_selection
 from .exchange.datasets import import_selection as import_selection
 from .exchange.datasets import live_files as live_files
+from .exchange.datasets import trajectories_where as trajectories_where
 from .exchange.fork import check_fork as check_fork
 from .exchange.fork import fork as fork
 from .exchange.offline_import import OfflineSource as OfflineSource

@@ -19,7 +19,7 @@ from store.catalog.groups import (
     insert_trajectories,
     recompute_if_whole,
 )
-from store.catalog.records import IMPORTED, Group
+from store.catalog.records import EXTRA_OF, IMPORTED, Group
 from store.catalog.segment_states import insert_segment
 from store.errors import StoreError
 from store.records import uid_text
@@ -51,7 +51,7 @@ def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_grou
             Group.imported(group_uid=one.group_uid, task_id=task_id, size=1)
             for one in segment.trajectories
         ]
-        source = f"extra of group {uid_text(of_group)}"
+        source = f"{EXTRA_OF} {uid_text(of_group)}"
         import_groups(tx, segment=segment, groups=groups, source=source, own=False)
 
 

@@ -74,6 +74,8 @@ class Unfinished:
     why: str  # see WHY_UNFINISHED
 
 
+# With a uid behind it: where an imported group is from that has one extra episode of that group.
+EXTRA_OF = "extra of group"
 WHY_UNFINISHED = {
     "straggler": "its group was complete without it (actors.extra_members)",
     "failed": "its environment failed, or took too long; it is played env.attempts times at most",

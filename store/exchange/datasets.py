@@ -71,7 +71,7 @@ WHERE (
 {where}
 ))"""
 SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group_uid, size, n_steps
-FROM {matching}"""
+FROM {selection}"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,13 +144,13 @@ def export_selection(
     """
     layout = RunLayout.open(run)
     storage = _empty_place(layout, dest)
-    selected = matching(where)
+    selected = trajectories_where(where)
     if whole_groups:
-        selected = matching(f"group_uid IN (SELECT group_uid FROM {selected})")
+        selected = trajectories_where(f"group_uid IN (SELECT group_uid FROM {selected})")
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
-        query = SELECTION.format(matching=selected)
+        query = SELECTION.format(selection=selected)
         chosen = reader.sql(query, timeout_s=SELECT_TIMEOUT_S)
         if not chosen.num_rows:
             raise StoreError(
@@ -256,7 +256,7 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     raise StoreError(f"{dest} is not empty; choose a new directory")
 
 
-def matching(where: str | None) -> str:
+def trajectories_where(where: str | None) -> str:
     """Return SQL for the trajectories, with columns of their groups, for which `where` holds.
 
     Raises StoreError if the condition is no SQL, or would close the parentheses of MATCHING.
