@@ -38,7 +38,7 @@ from .exchange.offline_import import take_sources as take_sources
 from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid
-from .hashing import whole_text as whole_text
+from .hashing import valid_text as valid_text
 from .layout import CONFIG_FILE as CONFIG_FILE
 from .layout import DRIVER_FILE as DRIVER_FILE
 from .layout import FORMAT as FORMAT
@@ -92,10 +92,10 @@ from .segments import read_segment as read_segment
 from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment
 from .untrusted.file_access import open_file as open_file
+from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
-from .untrusted.json_values import whole as whole
 from .untrusted.signatures import made_by_this_user as made_by_this_user
 from .untrusted.signatures import sign_run as sign_run
 from .untrusted.trust import check_trusted as check_trusted

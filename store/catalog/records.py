@@ -93,7 +93,7 @@ class CommitResult:
 
     new: tuple[bytes, ...]  # they count from this segment
     duplicates: tuple[bytes, ...]  # already committed from another segment
-    whole: tuple[bytes, ...]  # groups of the segment that have all members
+    full: tuple[bytes, ...]  # groups of the segment that have all members
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -352,8 +352,8 @@ def read_dataset(storage: Storage) -> Dataset:
             DatasetFile(
                 path=json_values.text(part, "path"),
                 digest=json_values.text(part, "digest"),
-                n_bytes=json_values.whole(part, "n_bytes"),
-                n_steps=json_values.whole(part, "n_steps"),
+                n_bytes=json_values.integer(part, "n_bytes"),
+                n_steps=json_values.integer(part, "n_steps"),
             )
             for part in json_values.entries(content, "parts")
         )
@@ -375,7 +375,7 @@ def read_dataset(storage: Storage) -> Dataset:
 
 def _size(groups: Mapping[str, Any], uid: str) -> int:
     """Return the size of a group. Raises ValueError for one that no run has."""
-    size = json_values.whole(groups, uid)
+    size = json_values.integer(groups, uid)
     if not 1 <= size <= MAX_GROUP_SIZE:
         raise ValueError(f"group {uid:.40} has {size:.3g} members")
     return size
