@@ -62,9 +62,8 @@ class MetricChanges:
 
     lsn: int  # of the catalog now
     rows: tuple[Metric, ...]  # the rows that count, by learner step
-    has_all_rows: (
-        bool  # all rows of the run: at lsn 0, or because some were rolled back or replaced
-    )
+    # at lsn 0, and where rows were rolled back or replaced: then `rows` are all that the run has
+    has_all_rows: bool
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
