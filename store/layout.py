@@ -184,9 +184,9 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
         info = RunInfo(
             run_id=json_values.text(content, "run_id"),
             format=FORMAT,
-            canonicaliser_version=json_values.whole(content, "canonicaliser_version"),
+            canonicaliser_version=json_values.integer(content, "canonicaliser_version"),
             config_yaml=json_values.text(content, "config_yaml"),
-            created_us=json_values.whole(content, "created_us"),
+            created_us=json_values.integer(content, "created_us"),
             storage_uri=json_values.optional_text(content, "storage_uri"),
             forked_from=json_values.optional_text(content, "forked_from"),
             ancestors=json_values.texts(content, "ancestors"),

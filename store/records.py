@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from store.errors import StoreError
-from store.hashing import HASH_BYTES, whole_text
+from store.hashing import HASH_BYTES, valid_text
 
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
@@ -287,7 +287,7 @@ def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 def _whole(value: Any) -> Any:
     """Make a text, or each text of a sequence, whole. Return other values as they are."""
     if isinstance(value, str):
-        return whole_text(value)
+        return valid_text(value)
     return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
 
 

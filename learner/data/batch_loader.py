@@ -307,7 +307,6 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
         batches = micro_batches(
             part,
             micro_batch_tokens=learner.micro_batch_tokens,
-            merge_steps=True,
             ranks=learner.ranks,
         )
         if batches:

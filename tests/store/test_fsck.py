@@ -31,7 +31,7 @@ from store.maintenance.fsck import CATALOG, CONTENTS, NAMES, check
 from store.maintenance.repair import repair
 from store.maintenance.segment_rows import malformed
 from store.maintenance.sweep import sweep_orphans, sweep_retired
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.sizes import examples
 from tests.support.store_damage import DAMAGE, FOR_REBUILD, ONLY_IN_CONTENTS, WARNINGS, ask
 from tests.support.store_runs import MERGE_TWO, compact_once, copy_run, fingerprint, flip, rewrite

@@ -41,7 +41,7 @@ from tests.support.store_model import (
     new_run,
 )
 from tests.support.store_runs import compact_once
-from tests.support.store_samples import from_table, make_trajectory
+from tests.support.store_samples import from_table, make_trajectory, open_task_group
 
 # `make test-crash` has 500
 EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "50")), 12
@@ -114,9 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
     def dispatch(self, n_heldout: int) -> None:
         """One more group to train on, or an evaluation round, which may be there in part."""
         if n_heldout == 0:
-            group = self.catalog.open_group(
-                ordinal=None, task_id="t", split="train", size=GROUP_SIZE, purpose_version=None
-            )
+            group = open_task_group(self.catalog, "t", size=GROUP_SIZE)
             assert group.ordinal == sum(known.is_train for known in self.model.groups.values())
             self.model.opened(group)
             return

@@ -33,8 +33,8 @@ from store import (
 )
 from store.reading.open_sql import RUN_LINE, fixed, move, sql_literal
 from store.reading.open_sql import VIEWS as VIEWS_SQL
-from store.reading.query import connect
 from store.reading.reader import open_run
+from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]
