@@ -8,8 +8,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.derived import groups_of_a_step, is_offline, most_updates
-from configs.schema import AlgorithmConfig, Config, LearnerConfig, OfflineConfig, PromptConfig
+from configs.derived import groups_of_a_step, is_offline, most_updates, replayed_groups
+from configs.schema import (
+    AlgorithmConfig,
+    Config,
+    LearnerConfig,
+    OfflineConfig,
+    PromptConfig,
+    ReplayConfig,
+)
 from printable import UserError, did_you_mean
 
 # Key -> the meaning of 0, for the message about a negative value.
@@ -23,6 +30,7 @@ MAY_BE_ZERO = {
     "algorithm.gae_lambda": "; use 0 to look one step ahead",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
+    "algorithm.refill_groups": "; use 0 to train on smaller batches",
     "algorithm.version_window": "; use 0 to compare within one version",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
@@ -36,6 +44,8 @@ MAY_BE_ZERO = {
     "supervision.max_restarts": "; use 0 to end the run at the first death",
     "evaluation.every": "; use 0 for no evaluation between the start and the end",
     "evaluation.temperature": "; use 0 for greedy play",
+    "replay.share": "; use 0 to replay nothing",
+    "replay.warmup_steps": "; use 0 for the full weight from the beginning",
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
@@ -46,7 +56,7 @@ WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_ba
 WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
 ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM)
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
-READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
+READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
     "gae_lambda": {"estimator": ("gagpo",)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
@@ -57,6 +67,7 @@ READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
     "similarity": {"anchor": ("similar", "similar_greedy")},
     "anchor_versions": {"estimator": WITH_STEP_TERM},
     "version_window": {"anchor_versions": ("window",)},
+    "refill_groups": {"group_filter": ("advantages", "rewards", "returns")},
 }
 TEMPLATES = (  # the files in actors/templates
     "alfworld",
@@ -94,6 +105,7 @@ def check(config: Config) -> None:
     _check_placement(config)
     _check_endpoint(config)
     _check_offline(config)
+    _check_replay(config)
 
 
 def check_is_list(key: str, value: object) -> None:
@@ -102,30 +114,30 @@ def check_is_list(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value} is not a list; use {key}=[{value}]")
 
 
-def flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def dotted_settings(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (`a.b.c`, value) for every setting of a config."""
     if dataclasses.is_dataclass(value):
         for item in dataclasses.fields(value):
-            yield from flat(getattr(value, item.name), f"{prefix}{item.name}.")
+            yield from dotted_settings(getattr(value, item.name), f"{prefix}{item.name}.")
     else:
         yield prefix[:-1], value
 
 
-def is_read(name: str, chosen: object) -> bool:
+def has_effect(name: str, chosen: object) -> bool:
     """Return whether a setting of `algorithm` has an effect with the other settings in `chosen`."""
-    choices = READ_WITH.get(name, {})
+    choices = READERS.get(name, {})
     return not choices or any(
-        getattr(chosen, key) in names and is_read(key, chosen) for key, names in choices.items()
+        getattr(chosen, key) in names and has_effect(key, chosen) for key, names in choices.items()
     )
 
 
-def read_with(name: str, chosen: object) -> tuple[str, str]:
+def describe_readers(name: str, chosen: object) -> tuple[str, str]:
     """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
 
-    >>> read_with("gamma", AlgorithmConfig(estimator="grpo"))
+    >>> describe_readers("gamma", AlgorithmConfig(estimator="grpo"))
     ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo')
     """
-    choices = READ_WITH[name]
+    choices = READERS[name]
     now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
     return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
 
@@ -158,7 +170,7 @@ def _check_choices(config: Config) -> None:
 
 
 def _check_numbers(config: Config) -> None:
-    for key, number in flat(config):
+    for key, number in dotted_settings(config):
         # gigpo knows the bounds of the loss; -1 turns are all turns
         has_own_bounds = key.startswith("loss.") or key == "prompt.history_length"
         if has_own_bounds or isinstance(number, bool) or not isinstance(number, int | float):
@@ -275,6 +287,12 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
         )
+    if a.refill_groups and (clones or is_offline(config)):
+        why = "loss.policy=behaviour_cloning" if clones else "offline.share=1"
+        raise ConfigError(
+            f"algorithm.refill_groups={a.refill_groups} does nothing with {why}: "
+            f"{'no group is left out' if clones else 'no group is played'}; leave it out"
+        )
     if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set "
@@ -285,12 +303,10 @@ def _check_algorithm(config: Config) -> None:
 def _check_unread(algorithm: AlgorithmConfig) -> None:
     """Refuse a changed setting that has no effect, because it would be taken for one that has."""
     defaults = AlgorithmConfig()
-    for key, choices in READ_WITH.items():
+    for key in READERS:
         value, default = getattr(algorithm, key), getattr(defaults, key)
-        if value == default:
-            continue
-        if not any(getattr(algorithm, choice) in names for choice, names in choices.items()):
-            chosen, ways = read_with(key, algorithm)
+        if value != default and not has_effect(key, algorithm):
+            chosen, ways = describe_readers(key, algorithm)
             raise ConfigError(
                 f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default "
                 f"is {default}), or use {ways}"
@@ -436,7 +452,7 @@ def _check_endpoint(config: Config) -> None:
 def _check_offline(config: Config) -> None:
     offline, defaults = config.offline, OfflineConfig()
     if not config.source:
-        for key, value in flat(offline):
+        for key, value in dotted_settings(offline):
             if value != getattr(defaults, key):
                 raise ConfigError(
                     f"offline.{key}={value} does nothing without source=RUN; add that"
@@ -458,4 +474,33 @@ def _check_offline(config: Config) -> None:
         raise ConfigError(
             "loss.proximal='interpolated' needs the staleness of every token, and the versions of "
             "an offline group are another run's; use 'recomputed' or 'none'"
+        )
+
+
+def _check_replay(config: Config) -> None:
+    replay, defaults = config.replay, ReplayConfig()
+    share = f"replay.share={replay.share:g}"
+    if not replay.share:
+        for key, value in dotted_settings(replay):
+            if value != getattr(defaults, key):
+                raise ConfigError(
+                    f"replay.{key}={value} does nothing with {share}; raise the share"
+                )
+        return
+    if config.loss.policy == "behaviour_cloning" or is_offline(config):
+        raise ConfigError(
+            f"{share} has nothing to compare a win with: behaviour cloning has no advantages, and "
+            "offline.share=1 plays nothing; leave it out"
+        )
+    if replay.share > 1.0:
+        raise ConfigError(f"{share} would replay more than is played; use at most 1, e.g. 0.25")
+    if not replayed_groups(config):
+        raise ConfigError(
+            f"{share} of {groups_of_a_step(config)[0]} groups is none; use a larger share, or more "
+            "learner.groups_per_step"
+        )
+    if 0 < config.store.keep_versions <= replay.max_age:
+        raise ConfigError(
+            f"store.keep_versions={config.store.keep_versions} would remove wins before they are "
+            f"replay.max_age={replay.max_age} versions old; keep more versions than that"
         )

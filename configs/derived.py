@@ -26,6 +26,14 @@ def groups_of_a_step(config: Config) -> tuple[int, int]:
     return n_groups - n_offline, n_offline
 
 
+def replayed_groups(config: Config) -> int:
+    """Return how many earlier groups each batch replays the wins of, once there are so many.
+
+    Example: replay.share 0.25 of 8 groups are 2. The 8 groups stay.
+    """
+    return round(config.replay.share * groups_of_a_step(config)[0])
+
+
 def n_workers(config: Config) -> int:
     """Return the workers that training needs. An evaluation always needs `actors.workers`."""
     return 0 if is_offline(config) else config.actors.workers
@@ -68,5 +76,6 @@ def most_updates(config: Config) -> float:
         return learner.updates_per_step
     if config.source:
         return math.inf
-    most_rows = learner.groups_per_step * config.algorithm.group_size * config.env.max_steps
+    n_groups = learner.groups_per_step + replayed_groups(config)
+    most_rows = n_groups * config.algorithm.group_size * config.env.max_steps
     return math.ceil(most_rows / learner.rows_per_update)

@@ -147,6 +147,9 @@ class AlgorithmConfig:
     # (penalties ignored), whose "returns" differ (undiscounted, penalties ignored; DAPO), or all
     # of them with "none" (as in the authors' code)
     group_filter: str = "advantages"
+    # at most so many more groups are claimed for a batch, in place of those that the filter leaves
+    # out; 0 trains on smaller batches
+    refill_groups: int = 0
     # which steps share a state: equal "state", "state_and_actions" (admissible actions too),
     # equal "suffix" of states, "similar" texts, "similar_greedy" (as in the authors' code)
     anchor: str = "state"
@@ -314,6 +317,17 @@ class OfflineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayConfig:
+    """Set how a run trains again on its own earlier wins (SPEAR); see docs/algorithms.md."""
+
+    # wins of so many earlier groups join each batch, as a fraction of the groups that it plays
+    share: float = 0.0
+    max_age: int = 5  # versions between the learner and the oldest token of a replayed group
+    # learner steps until replayed wins weigh as much as new ones; 0: from the beginning
+    warmup_steps: int = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     run_dir: str = "runs/default"  # directory of the run
     seed: int = 0  # of tasks, sampling, and a new base policy
@@ -337,6 +351,7 @@ class Config:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     offline: OfflineConfig = field(default_factory=OfflineConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)

@@ -53,11 +53,12 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
 
     Let B = groups_per_step and S = max_staleness. A group is *outstanding* from its lease until the
     learner step that trains on it has published its weights (it is open, complete or claimed).
+    A claimed group that teaches nothing is not, once its batch asks for another in its place.
 
     A worker starts a group on weights at least as new as v, the newest version at the time of the
     lease. The lease is granted only while outstanding < (S + 1) * B. The learner consumes B groups
-    per version, oldest first, so at most S whole batches precede the new group. It is consumed at
-    version v + S at the latest, and its staleness is at most S.
+    or more per version, oldest first, so at most S whole batches precede the new group. It is
+    consumed at version v + S at the latest, and its staleness is at most S.
 
     Example: S = 1, B = 8. The learner trains on 8 claimed groups (version 4 becomes 5), so 8 more
     may be played meanwhile. They start on version 4 and are consumed at version 5: staleness 1.

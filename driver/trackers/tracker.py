@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import Config, ConfigError, flat
+from configs import Config, ConfigError, dotted_settings
 from driver.run_lock import RUN_MARK
 from driver.trackers.delivered import DeliveredMetrics
 from driver.trackers.services import PACKAGES, TrackerSetup
@@ -66,7 +66,7 @@ def shown_settings(config: Config) -> dict[str, Any]:
     URL loses its password and query.
     """
     shown: dict[str, Any] = {}
-    for key, value in flat(config):
+    for key, value in dotted_settings(config):
         inside = _numbers(value, key) if key in FREE_KEYS else [(key, value)]
         shown |= {name: _without_password(each) for name, each in inside}
     return shown

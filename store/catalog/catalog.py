@@ -105,6 +105,7 @@ class Catalog:
 
     # Batches: complete -> claimed -> trained or filtered. Groups become stale on the way.
     claim = one_transaction(batches.claim)
+    refill = one_transaction(batches.refill)
     settle = one_transaction(batches.settle)
     roll_back = one_transaction(batches.roll_back)
 

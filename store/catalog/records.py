@@ -101,6 +101,8 @@ class Batch:
     batch_id: int
     groups: tuple[Group, ...]
     segments: tuple[SegmentMeta, ...]  # each lists only the trajectories of these groups
+    replayed: tuple[Group, ...]  # trained on before, and now again for the episodes that won
+    replayed_segments: tuple[SegmentMeta, ...]  # of the replayed groups
     claimed_us: int
 
 
@@ -148,7 +150,7 @@ class Counts:
 
     @property
     def outstanding(self) -> int:
-        """Return the groups handed out and not yet trained on, which admission bounds."""
+        """Return the groups handed out and not yet trained on. Admission bounds them."""
         return self.open + self.complete + self.claimed
 
 

@@ -177,11 +177,13 @@ CREATE TABLE IF NOT EXISTS batch (
     rolled_back_lsn INTEGER
 ) STRICT;
 CREATE UNIQUE INDEX IF NOT EXISTS batch_by_step ON batch (learner_step) WHERE state = 'trained';
+CREATE INDEX IF NOT EXISTS batch_claimed ON batch (batch_id) WHERE state = 'claimed';
 
 CREATE TABLE IF NOT EXISTS batch_group (
     batch_id INTEGER NOT NULL REFERENCES batch,
     group_uid BLOB NOT NULL REFERENCES grp,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
+    -- 'filtered' already in a claimed batch that asked for another group in its place
     outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'filtered')),
     -- Versions of the group when it was claimed. Members may be lost and played again later.
     version_min INTEGER NOT NULL DEFAULT 0,

@@ -125,7 +125,8 @@ EXPORTS: Mapping[str, Export] = {
             SELECT group_uid, state, reason, lsn, at_us FROM group_state
             WHERE lsn > :since AND lsn <= :until ORDER BY seq""",
     ),
-    # The versions of an offline group are another run's: it has no staleness here.
+    # The versions of an offline group are another run's: it has no staleness here. A replayed group
+    # has none either, because max_staleness does not bound its age.
     "lineage": Export(
         columns="""learner_step int64, batch_id int64, batch_state text, outcome text, live bool,
             group_uid uid, task_id text, version_min int64, version_max int64, version_in int64,
@@ -135,7 +136,7 @@ EXPORTS: Mapping[str, Export] = {
             SELECT b.learner_step, b.batch_id, b.state AS batch_state, l.outcome, l.live,
                    l.group_uid, g.task_id, l.version_min, l.version_max,
                    coalesce(b.version_in, b.claimed_version) AS version_in,
-                   iif(g.source IS NULL,
+                   iif(g.source IS NULL AND l.use = 1,
                        coalesce(b.version_in, b.claimed_version) - l.version_min, NULL)
                        AS staleness,
                    b.claimed_us, b.trained_us, l.changed_lsn, l.use, g.source
@@ -149,7 +150,7 @@ EXPORTS: Mapping[str, Export] = {
                    CASE WHEN b.trained_lsn <= :until THEN l.outcome ELSE 'claimed' END,
                    coalesce(b.rolled_back_lsn > :until, 1), l.group_uid, g.task_id, l.version_min,
                    l.version_max, iif(b.trained_lsn <= :until, b.version_in, b.claimed_version),
-                   iif(g.source IS NULL,
+                   iif(g.source IS NULL AND l.use = 1,
                        iif(b.trained_lsn <= :until, b.version_in, b.claimed_version)
                        - l.version_min, NULL),
                    b.claimed_us, CASE WHEN b.trained_lsn <= :until THEN b.trained_us END,

@@ -62,11 +62,21 @@ CREATE OR REPLACE VIEW lineage AS
 SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid),
        o.digest AS oldest_weights_digest, n.digest AS newest_weights_digest
 FROM (
-    FROM exported.lineage
+    FROM exported.lineage WHERE use = 1 OR source IS NOT NULL
     QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1
 ) AS l
 LEFT JOIN versions AS o ON o.version = l.version_min AND l.source IS NULL
 LEFT JOIN versions AS n ON n.version = l.version_max AND l.source IS NULL;
+
+-- The groups whose wins a learner step trained on again, and how many versions old they were. Use 1
+-- is the learner step that trained on the whole group: it is in `lineage`.
+CREATE OR REPLACE VIEW replays AS
+SELECT learner_step, batch_id, batch_state, live, group_uid::UUID AS group_uid, task_id, use,
+       version_min, version_max, version_in, version_in - version_min AS age, claimed_at, trained_at
+FROM (
+    FROM exported.lineage WHERE use > 1 AND source IS NULL
+    QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1
+);
 
 CREATE OR REPLACE VIEW metrics AS
 SELECT * EXCLUDE (live, lsn, changed_lsn)

@@ -36,6 +36,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 def unexpected(text: str) -> None:
+    if text.startswith("waiting for the trackers"):  # a slow machine
+        return
     raise AssertionError(f"nothing is to be said here: {text}")
 
 

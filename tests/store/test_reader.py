@@ -45,6 +45,7 @@ VIEWS = [
     "groups",
     "anchor_groups",
     "lineage",
+    "replays",
     "versions",
     "metrics",
     "checkpoints",

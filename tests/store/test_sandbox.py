@@ -266,6 +266,32 @@ def test_a_child_has_no_environment_and_no_files_of_its_parent(
     assert all(target == "/dev/null" or target.startswith("socket:") for target in targets)
 
 
+def test_tables_before_a_query_are_computed_once_until_others_are_asked_for(
+    reader: Reader,
+) -> None:
+    drawn = ("drawn", "SELECT random() AS number, count(*) AS n FROM steps")
+    doubled = ("doubled", "SELECT 2 * number AS number FROM drawn")
+    once = reader.sql("SELECT number, n FROM drawn", tables=[drawn]).to_pylist()
+    assert once[0]["n"] == N_STEPS
+    again = reader.first(
+        ", more AS (SELECT * FROM doubled) SELECT d.number, m.number AS twice FROM drawn AS d, "
+        "more AS m",
+        n_rows=1,
+        tables=[drawn, doubled],
+    )[0].to_pylist()
+    assert again == [{"number": once[0]["number"], "twice": 2 * once[0]["number"]}]
+    with pytest.raises(StoreError, match="no_such_table"):
+        reader.sql("FROM broken", tables=[drawn, ("broken", "FROM no_such_table")])
+    assert reader.sql("SELECT number FROM drawn", tables=[drawn]).to_pylist() == [
+        {"number": once[0]["number"]}
+    ]
+    for other in ("SELECT 1; SELECT 2", "SELECT 1) TO 'x'", "DROP VIEW steps"):
+        with pytest.raises(StoreError):
+            reader.sql("FROM drawn", tables=[("drawn", other)])
+    fresh = reader.sql("SELECT number FROM drawn", tables=[drawn]).to_pylist()
+    assert fresh != [{"number": once[0]["number"]}], "only the last tables are kept"
+
+
 def test_a_reader_survives_a_time_out_and_the_death_of_its_child(world: World) -> None:
     reader, child = started_by(world.open)
     with reader:

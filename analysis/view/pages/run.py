@@ -13,11 +13,11 @@ from analysis.evaluation_stats import Z_95, interval
 from analysis.run_status import duration
 from analysis.speed_limit import speed_limit
 from analysis.view.charts import bars, lines, steps
+from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.html import html
 from analysis.view.page import Page, PageRequest
 from analysis.view.pages.anchor import wrong_states
 from analysis.view.panel import Chart, Panel, show_rows
-from analysis.view.report_summary import heldout_tasks
 from analysis.view.sql_text import fill
 
 RECENT_STEPS = 5  # learner steps that "now" means
@@ -179,7 +179,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=fill(INCIDENTS, rows=SHOWN_EVENTS),
             show=show_incidents,
             empty="Nothing went wrong.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Generation beside training",
@@ -194,7 +194,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
                 is_fraction=True,
             ),
             later=True,
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -206,7 +206,7 @@ def figures() -> Panel:
         explains="How far the training is, and how often the agent succeeds.",
         query=fill(FIGURES, steps=RECENT_STEPS),
         show=show_figures,
-        width="whole",
+        width="full",
     )
 
 

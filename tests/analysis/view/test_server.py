@@ -17,12 +17,12 @@ from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
 from analysis.view import server
+from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel
-from analysis.view.report_summary import heldout_tasks
 from analysis.view.server import make_app
 from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
@@ -127,7 +127,7 @@ def test_whatever_a_panel_raises_is_a_line_in_it(error: type[Exception]) -> None
         raise error("no\nway")
 
     panel = Panel(title="a", explains="b", query="SELECT 1", show=show)
-    shown = render_panel(panel, lambda query, n_rows=None: pa.table({"a": [1]}))
+    shown = render_panel(panel, lambda query, n_rows=None, tables=(): pa.table({"a": [1]}))
     assert ERROR_MARK in shown and error.__name__ in shown
 
 
