@@ -3,6 +3,7 @@
 schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
+per_environment.py  the settings of each environment of a run
 derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
 plan.py             placement, memory and disk of a run
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
@@ -22,6 +23,7 @@ from configs.check import (
 )
 from configs.derived import (
     KEPT_CHECKPOINTS,
+    draws_by_weight,
     gpus_needed,
     groups_of_a_step,
     is_offline,
@@ -49,6 +51,7 @@ from configs.model_directory import (
     model_type,
     weight_indexes,
 )
+from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import (
     BUCKET_ELEMENTS,
     GIB,
@@ -69,6 +72,7 @@ from configs.schema import (
     ReplayConfig,
     StoreConfig,
     SupervisionConfig,
+    TasksConfig,
     TinyModelConfig,
 )
 from configs.variants import cloning_config, without_model
@@ -94,6 +98,7 @@ __all__ = [
     "ReplayConfig",
     "StoreConfig",
     "SupervisionConfig",
+    "TasksConfig",
     "TinyModelConfig",
     "as_yaml",
     "check",
@@ -106,6 +111,10 @@ __all__ = [
     "differences",
     "disk_bytes",
     "dotted_settings",
+    "draws_by_weight",
+    "environment_config",
+    "environment_weights",
+    "environments",
     "files_of_index",
     "forbidden_changes",
     "from_yaml",

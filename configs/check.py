@@ -8,7 +8,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.derived import groups_of_a_step, is_offline, most_updates, replayed_groups
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.derived import (
+    draws_by_weight,
+    groups_of_a_step,
+    is_offline,
+    most_updates,
+    replayed_groups,
+)
+from configs.per_environment import (
+    NAME,
+    OF_THE_ENGINE,
+    SECTIONS,
+    environments,
+    setting_names,
+)
 from configs.schema import (
     AlgorithmConfig,
     Config,
@@ -89,8 +105,10 @@ class ConfigError(UserError, ValueError):
 
 def check(config: Config) -> None:
     """Raise ConfigError, in one line, with the value, its consequence and the fix."""
-    _check_choices(config)
-    _check_numbers(config)
+    for own in _checked_environments(config):
+        _check_choices(own)
+        _check_numbers(own)
+        _check_prompt(own)
     _check_scripted(config)
     _check_retention(config)
     _check_alarms(config)
@@ -101,7 +119,6 @@ def check(config: Config) -> None:
     _check_precision(config)
     _check_tiny_model(config)
     _check_norm(config)
-    _check_prompt(config)
     _check_placement(config)
     _check_endpoint(config)
     _check_offline(config)
@@ -140,6 +157,53 @@ def describe_readers(name: str, chosen: object) -> tuple[str, str]:
     choices = READERS[name]
     now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
     return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
+
+
+def _checked_environments(config: Config) -> list[Config]:
+    """Return the settings of every environment, after a look at what `environments` holds."""
+    for name, given in config.environments.items():
+        key = f"environments.{name}"
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{key} is no name for an environment; use lower-case letters, digits and _, as in "
+                "rooms_2"
+            )
+        for part, value in given.items():
+            if part == "weight":
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise ConfigError(f"{key}.weight={value} is not a number")
+                if not 0 < value < math.inf:
+                    raise ConfigError(f"{key}.weight={value} must be above 0; or leave {name} out")
+            elif part in SECTIONS and isinstance(value, dict):
+                _check_section(f"{key}.{part}", value, section=part)
+            else:
+                raise ConfigError(f"{key}.{part} is none of weight, env and prompt")
+        template = given.get("prompt", {}).get("template", "think")
+        if template not in TEMPLATES and not Path(str(template)).is_absolute():
+            raise ConfigError(
+                f"{key}.prompt.template={template!r} is not one of "
+                f"{', '.join(map(repr, TEMPLATES))}; give an absolute path to a file of your own"
+            )
+    return list(environments(config).values())
+
+
+def _check_section(key: str, given: Mapping[str, object], *, section: str) -> None:
+    """Check the names and types of the settings that an environment has of its own."""
+    for name in given:
+        if section == "prompt" and name in OF_THE_ENGINE:
+            raise ConfigError(
+                f"{key}.{name}: one engine serves all environments; set prompt.{name} instead"
+            )
+        known = setting_names(section)
+        if name not in known:
+            raise ConfigError(
+                f"unknown key '{key}.{name}'{did_you_mean(name, known)}; configs/schema.py lists "
+                "every key"
+            )
+    try:
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SECTIONS[section]), given))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {str(error).partition(chr(10))[0]}") from None
 
 
 def _check_choices(config: Config) -> None:
@@ -467,6 +531,11 @@ def _check_offline(config: Config) -> None:
             f"{share} of learner.groups_per_step={config.learner.groups_per_step} is {n_offline} "
             f"offline and {n_live} live groups; use 1 for offline ones only, leave source out for "
             "live ones only, or take more groups"
+        )
+    if is_offline(config) and draws_by_weight(config):
+        raise ConfigError(
+            f"tasks.order={config.tasks.order} does nothing with offline.share=1, which plays no "
+            "tasks; leave it out, or choose groups by offline.order"
         )
     if is_offline(config) and config.actors.scripted:
         raise ConfigError("actors.scripted=true plays nothing with offline.share=1; leave it out")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from configs.schema import Config
+from configs.per_environment import environments
+from configs.schema import Config, TasksConfig
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
@@ -14,6 +15,11 @@ SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1
 def is_offline(config: Config) -> bool:
     """Return whether the run trains on groups of other runs only and plays nothing."""
     return bool(config.source) and config.offline.share >= 1.0
+
+
+def draws_by_weight(config: Config) -> bool:
+    """Return whether training tasks are drawn by weight, not in shuffled passes over all."""
+    return config.tasks.order != TasksConfig().order
 
 
 def groups_of_a_step(config: Config) -> tuple[int, int]:
@@ -64,6 +70,11 @@ def gpus_needed(config: Config, *, learns: bool) -> int:
     return round(sum(share for share in shares if share >= 1)) + len(free)
 
 
+def most_steps(config: Config) -> int:
+    """Return the largest number of actions in one episode, of any environment."""
+    return max(own.env.max_steps for own in environments(config).values())
+
+
 def most_updates(config: Config) -> float:
     """Return the largest number of optimizer updates in one learner step.
 
@@ -77,5 +88,5 @@ def most_updates(config: Config) -> float:
     if config.source:
         return math.inf
     n_groups = learner.groups_per_step + replayed_groups(config)
-    most_rows = n_groups * config.algorithm.group_size * config.env.max_steps
+    most_rows = n_groups * config.algorithm.group_size * most_steps(config)
     return math.ceil(most_rows / learner.rows_per_update)

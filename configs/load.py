@@ -25,7 +25,8 @@ from printable import did_you_mean, one_line
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.")  # what stands below them is not ours
+# What stands below them is not ours; configs/check.py looks at `environments`.
+FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
 # Settings of older versions, and what holds now.
 REMOVED = {
     "actors.lease_s": "another worker gets a group after 120 s without a heartbeat",
@@ -83,6 +84,7 @@ MAY_CHANGE = {
     "learner.keep_versions",
     "learner.threads",
     "learner.transfer",
+    "tasks.order",
     "evaluation.every",
     "evaluation.episodes_per_task",
     "evaluation.final_episodes_per_task",

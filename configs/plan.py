@@ -12,9 +12,11 @@ from configs.derived import (
     gpus_needed,
     groups_of_a_step,
     is_offline,
+    most_steps,
     n_workers,
     replayed_groups,
 )
+from configs.per_environment import environment_weights, environments
 from configs.schema import Config
 from printable import counted
 
@@ -53,8 +55,13 @@ def describe_plan(config: Config) -> str:
         f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; "
         "trajectories come on top",
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
-        f"episodes x at most {config.env.max_steps} steps",
+        f"episodes x at most {most_steps(config)} steps",
     ]
+    if config.environments:
+        weights = environment_weights(config)
+        total = sum(weights.values())
+        shares = ", ".join(f"{weight / total:.0%} {name}" for name, weight in weights.items())
+        lines.append(f"  of the groups that are played: {shares}")
     n_live, n_offline = groups_of_a_step(config)
     if n_extra := config.algorithm.refill_groups:
         lines.append(
@@ -78,9 +85,10 @@ def _workers_line(config: Config) -> str:
     if is_offline(config):
         return "none: nothing is played"
     actors = config.actors
+    n_processes = sum(own.env.processes for own in environments(config).values())
     return (
         f"{actors.workers} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
-        f"{config.env.processes} environment processes beside each"
+        f"{n_processes} environment processes beside each"
     )
 
 

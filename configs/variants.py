@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from configs.schema import AlgorithmConfig, Config, LossConfig, OfflineConfig, ReplayConfig
+from configs.schema import (
+    AlgorithmConfig,
+    Config,
+    LossConfig,
+    OfflineConfig,
+    ReplayConfig,
+    TasksConfig,
+)
 
 # The imitation of a scripted policy that makes a tiny base policy.
 CLONE_EPISODES_PER_STEP = 32
@@ -25,6 +32,7 @@ def cloning_config(config: Config) -> Config:
         offline=OfflineConfig(),
         replay=ReplayConfig(),
         max_staleness=tiny.clone_steps,
+        tasks=TasksConfig(),  # what the script wins says nothing about the policy
         model=replace(config.model, lora_rank=0),
         actors=replace(
             config.actors,

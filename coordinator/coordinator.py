@@ -368,6 +368,9 @@ class Coordinator:
         if self._n_answers:
             metrics = {**metrics, REMEMBERED: self._n_remembered / self._n_answers}
         self._n_answers = self._n_remembered = 0
+        if self.config.environments:
+            by_environment = self.catalog.batch_success(batch_id)
+            metrics = {**metrics, **_named("train/success", by_environment)}
         self.catalog.record_metrics(
             learner_step=learner_step, policy_version=version_in, values=metrics
         )
@@ -444,9 +447,16 @@ class Coordinator:
 
     def _record_finished_evaluations(self) -> None:
         for done in self.catalog.finished_evaluations():
+            values = done.metrics()
+            if self.config.environments:
+                values |= _named("heldout/success", self.catalog.round_success(done.version))
             self.catalog.record_metrics(
-                learner_step=done.learner_step, policy_version=done.version, values=done.metrics()
+                learner_step=done.learner_step, policy_version=done.version, values=values
             )
+
+
+def _named(metric: str, by_environment: Mapping[str, float]) -> dict[str, float]:
+    return {f"{metric}/{name}": value for name, value in by_environment.items()}
 
 
 CoordinatorActor = ray.remote(Coordinator)

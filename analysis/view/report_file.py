@@ -189,7 +189,15 @@ def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
     stability = [*map(_metric, STABILITY), run_page.alarms()]
     return [
         Section(title="In short", panels=[_summary()]),
-        Section(title="Learning", panels=[key_figures, run_page.success(), _heldout()]),
+        Section(
+            title="Learning",
+            panels=[
+                key_figures,
+                run_page.success(),
+                *run_page.by_environment(asked),
+                _heldout(),
+            ],
+        ),
         Section(title="Stability", panels=stability),
         Section(title="Speed", panels=[limits, run_page.times(n_steps=ALL_STEPS)]),
         Section(title="Dropped", panels=_dropped()),

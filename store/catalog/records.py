@@ -86,6 +86,25 @@ WHY_UNFINISHED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KnownResults:
+    """The moment up to which the results of tasks count."""
+
+    lsn: int
+    version: int  # newest then; 0 before the first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeGroup:
+    """The result of one training group, all of whose members were committed."""
+
+    task_id: str
+    size: int
+    n_won: int
+    return_sum: float
+    version_max: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
     """The trajectories of a committed segment."""
 

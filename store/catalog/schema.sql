@@ -67,6 +67,11 @@ CREATE TABLE IF NOT EXISTS grp (
     changed_lsn INTEGER NOT NULL DEFAULT 0,
     -- The run that played an offline group. Imported groups without a source are not trained on.
     source TEXT CHECK (source IS NULL OR split = 'imported'),
+    -- Of a training group whose task was drawn by weight (tasks.order): the weight, the success of
+    -- the task's latest whole group, and the lsn up to which results counted.
+    weight REAL,
+    success_before REAL,
+    weighed_lsn INTEGER,
     CHECK ((purpose_version IS NOT NULL) = (split = 'heldout'))
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS grp_by_state ON grp (split, state, version_min, ordinal);
@@ -205,6 +210,8 @@ CREATE TABLE IF NOT EXISTS version (
     published_us INTEGER NOT NULL,
     lsn INTEGER NOT NULL
 ) STRICT;
+
+CREATE INDEX IF NOT EXISTS version_by_step ON version (learner_step, lsn);
 
 CREATE TABLE IF NOT EXISTS checkpoint (
     lsn INTEGER PRIMARY KEY,

@@ -43,6 +43,7 @@ VIEWS = [
     "steps",
     "trajectories",
     "groups",
+    "tasks",
     "anchor_groups",
     "lineage",
     "replays",

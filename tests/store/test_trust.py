@@ -180,7 +180,7 @@ WORDS = {  # one of a few words each, checked by configs
 # of prompts, and of requests to endpoint.url, which is shown
 CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}
 # SQL: executed in a process that can read the sources and nothing else
-QUERIES = {"offline.order", "offline.train_on"}
+QUERIES = {"offline.order", "offline.train_on", "tasks.order"}
 
 
 def settings_with_texts(section: DataclassInstance, prefix: str = "") -> Iterator[str]:
@@ -197,8 +197,18 @@ def test_every_setting_that_names_something_outside_is_shown() -> None:
     not.
     """
     harmless = {RUN_DIR, *WORDS, *CONTENT, *QUERIES}
-    assert set(settings_with_texts(configs.Config())) == harmless | set(FOLLOWED)
+    followed = {key.partition(".*.")[0] for key in FOLLOWED}  # any of `environments`
+    assert set(settings_with_texts(configs.Config())) == harmless | followed
     assert not harmless & set(FOLLOWED)
+
+
+def test_what_the_environments_of_a_run_name_is_shown(strangers: Path) -> None:
+    (strangers / "config.yaml").write_text(
+        "environments: {a: {env: {name: 'theirs:Env'}}, b: {prompt: {template: /etc/passwd}}}\n"
+    )
+    with pytest.raises(StoreError, match="imports the environment 'theirs:Env'") as refused:
+        check_trusted(strangers)
+    assert "reads the template '/etc/passwd'" in str(refused.value)
 
 
 def test_the_variable_with_a_secret_is_shown(strangers: Path) -> None:

@@ -74,6 +74,16 @@ SELECT learner_step, success, greatest(0, success - $z * error) AS low,
 FROM batches FULL JOIN (FROM heldout LEFT JOIN rounds USING (policy_version)) USING (learner_step)
 ORDER BY learner_step
 """
+BY_ENVIRONMENT = """
+WITH named AS (
+    SELECT split_part(name, '/', 3) AS environment, name LIKE 'train/%' AS is_training, *,
+           row_number() OVER (
+               PARTITION BY name ORDER BY learner_step DESC, policy_version DESC) AS age
+    FROM metrics WHERE name LIKE '%/success/%')
+SELECT environment, avg(value) FILTER (is_training AND age <= $steps) AS training_tasks,
+       any_value(value) FILTER (NOT is_training AND age = 1) AS held_out_tasks
+FROM named GROUP BY environment ORDER BY environment
+"""
 LIMITS = """
 WITH recent AS (
     SELECT name, value, learner_step FROM metrics
@@ -155,6 +165,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     return [
         figures(),
         success(),
+        *by_environment(asked),
         limits(
             f"over the last {RECENT_STEPS} learner steps",
             n_steps=RECENT_STEPS,
@@ -221,6 +232,22 @@ def success() -> Panel:
         show=show_success,
         empty="No batch has been trained on yet.",
     )
+
+
+def by_environment(asked: PageRequest) -> list[Panel]:
+    """Return the panel of the success by environment, if the run has several."""
+    query = fill(BY_ENVIRONMENT, steps=RECENT_STEPS)
+    if not asked.rows(query):
+        return []
+    return [
+        Panel(
+            title="Environments",
+            explains="Share of episodes that reach their goal, by environment: on training tasks "
+            f"over the newest {RECENT_STEPS} batches, on held-out tasks in the newest evaluation.",
+            query=query,
+            show=partial(show_rows, links={}),
+        )
+    ]
 
 
 def show_success(table: pa.Table) -> Chart:
