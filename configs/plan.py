@@ -66,7 +66,7 @@ def describe_plan(config: Config) -> str:
     if n_extra := config.algorithm.refill_groups:
         lines.append(
             f"  at most {n_extra} more groups in place of those that teach nothing "
-            f"(algorithm.refill_groups), so that {n_live} that are played here are trained on"
+            f"(algorithm.refill_groups), so that {n_live} are trained on"
         )
     if n_replayed := replayed_groups(config):
         lines.append(

@@ -341,7 +341,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.roll_back(step)
 
     @rule(
-        n_writes=st.integers(0, 8), what=st.sampled_from(["commit", "claim", "settle", "compact"])
+        n_writes=st.integers(0, 8),
+        what=st.sampled_from(["commit", "claim", "refill", "settle", "compact"]),
     )
     def crash_within(self, n_writes: int, what: str) -> None:
         """The process ends after some writes of a transaction, at the latest before its COMMIT: as
@@ -359,6 +360,15 @@ class StoreMachine(RuleBasedStateMachine):
                     max_staleness=MAX_STALENESS,
                     n_replayed=1,
                     max_age=MAX_AGE,
+                )
+            elif what == "refill" and self.model.claimed:
+                batch_id = min(self.model.claimed)
+                self.catalog.refill(
+                    batch_id,
+                    filtered=self.model.claimed[batch_id][:1],
+                    n_groups=1,
+                    current_version=self.model.version,
+                    max_staleness=MAX_STALENESS,
                 )
             elif what == "settle" and self.model.claimed:
                 batch_id, step = min(self.model.claimed), self.model.step + 1
