@@ -25,6 +25,7 @@ FOLLOWED = {
     "env.name": "imports the environment",
     "env.options": "gives it the options",
     "model.path": "loads the model",
+    "loss.teacher": "loads the teacher",
     "prompt.template": "reads the template",
     "store.uri": "reads and writes, with your credentials,",
     "endpoint.url": "sends texts to",
