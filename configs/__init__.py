@@ -14,6 +14,7 @@ from configs.bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from configs.check import (
     HEAD_SIZE,
     WITH_STEP_TERM,
+    WITHOUT_ADVANTAGES,
     ConfigError,
     check,
     check_is_list,
@@ -82,6 +83,7 @@ __all__ = [
     "MAX_CHARACTERS",
     "TEXT_TAG",
     "VISION_MODEL_TYPES",
+    "WITHOUT_ADVANTAGES",
     "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",

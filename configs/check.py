@@ -68,6 +68,7 @@ TEMPLATES = (  # the files in actors/templates
     "think",
     "webshop",
 )
+WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 DR_GRPO = "sequence_mean_token_sum_norm"  # its aggregation
 HEAD_SIZE = 32  # of the tiny model; the smallest that vLLM has kernels for
 
@@ -90,6 +91,7 @@ def check(config: Config) -> None:
     _check_precision(config)
     _check_tiny_model(config)
     _check_norm(config)
+    _check_teacher(config)
     _check_prompt(config)
     _check_placement(config)
     _check_endpoint(config)
@@ -270,7 +272,7 @@ def _check_algorithm(config: Config) -> None:
             "pass that comes after the advantages; use 'window', or weigh offline"
         )
     clones = config.loss.policy == "behaviour_cloning"
-    if a.group_size == 1 and not clones:
+    if a.group_size == 1 and config.loss.policy not in WITHOUT_ADVANTAGES:
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
@@ -359,6 +361,27 @@ def _check_norm(config: Config) -> None:
             f"loss.aggregation='{DR_GRPO}' divides by the longest response, as Dr.GRPO does; set "
             f"loss.numbers.{DR_GRPO}.norm_tokens={response}, which is actors.max_response_tokens"
             + ("" if norm is None else f", not {norm:g}")
+        )
+
+
+def _check_teacher(config: Config) -> None:
+    teacher, distils = config.loss.teacher, config.loss.policy == "distillation"
+    if distils and not teacher:
+        raise ConfigError(
+            "loss.policy='distillation' has no teacher; give the directory of one: loss.teacher=DIR"
+        )
+    if teacher and not (Path(teacher) / "config.json").is_file():
+        raise ConfigError(
+            f"loss.teacher={teacher!r} is not a Hugging Face model directory (no config.json in it)"
+        )
+    if teacher and not config.model.path:
+        raise ConfigError(
+            f"loss.teacher={teacher!r} needs a model with the same tokenizer; give model.path=DIR"
+        )
+    if teacher and not distils:
+        raise ConfigError(
+            f"loss.teacher={teacher!r} does nothing with loss.policy={config.loss.policy!r}; add "
+            "loss.policy=distillation"
         )
 
 

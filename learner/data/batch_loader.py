@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from configs import Config, ConfigError, LearnerConfig
+from configs import WITHOUT_ADVANTAGES, Config, ConfigError, LearnerConfig
 from gigpo import AdvantageSettings, compute_advantages, filtered_groups
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from printable import one_line
@@ -97,12 +97,12 @@ def make_loader(
     config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None]
 ) -> BatchLoader:
     """Read the settings of a loader from a checked config."""
-    clones = config.loss.policy == "behaviour_cloning"
+    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
         layout=layout,
         advantages=AdvantageSettings.of(config.algorithm),
-        group_filter="none" if clones else config.algorithm.group_filter,
+        group_filter=config.algorithm.group_filter if reads_advantages else "none",
         train_on=config.offline.train_on,
         learner=config.learner,
         seed=config.seed,
