@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from actors.endpoint.conversation import Tools
-from actors.endpoint.tool_calls import ToolCallParser
+from actors.endpoint.vllm_tool_calls import ToolCallParser
 from actors.policy import Completion
 from actors.prompting.chat_template import Tokenizer
 from actors.prompting.messages import Message

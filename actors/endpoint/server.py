@@ -35,7 +35,7 @@ from jinja2 import TemplateError
 from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
 from actors.endpoint.request import ChatRequest, RequestError, parse_request, refused, takes_long
 from actors.endpoint.response import Reply, chat_completion, chunks, cut_reply, with_calls
-from actors.endpoint.tool_calls import ToolCallParser
+from actors.endpoint.vllm_tool_calls import ToolCallParser
 from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, seen_text

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from actors.endpoint.server import Endpoint
-from actors.endpoint.tool_calls import ToolCallParser
+from actors.endpoint.vllm_tool_calls import ToolCallParser
 from actors.prompting.messages import Message, ToolCall, seen_text
 from store import Step
 from tests.support.chat_samples import IDS, TextPolicy, rules, served, tokenizer
