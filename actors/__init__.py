@@ -12,7 +12,8 @@
                    them inside the engine's process, from files or from `broadcast_receiver.py`.
                    `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller, and
                    `vllm_whole_answers.py` its messages
-`endpoint/`        the OpenAI-compatible server that agent programs call
+`endpoint/`        the OpenAI-compatible server that agent programs call; `vllm_tool_calls.py` reads
+                   tool calls with vLLM's parsers
 `templates/`       prompt templates
 `chat_data.py`     chats of a file as trajectories, for supervised fine-tuning
 """

@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
 from actors.endpoint.request import ChatMessage, first_fault, refused
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
-from actors.prompting.messages import Message
+from actors.prompting.messages import Message, seen_text
 from configs import ConfigError
 from printable import one_line
 from store import Step, Trajectory, now_us, uid
@@ -196,7 +196,7 @@ def _steps(
                 version_min=0,
                 version_max=0,
                 finish_reason="stop",
-                obs_text=before[-1].content,
+                obs_text=seen_text(before),
                 anchor_text=None,
                 state_hash=None,
                 admissible_actions=None,

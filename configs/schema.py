@@ -60,6 +60,9 @@ class PromptConfig:
     invalid: str = "environment"
 
     # Rarely changed.
+    # how tool calls of agent programs are read: vLLM's name of the model family's parser, such as
+    # "hermes" or "llama3_json"; "auto" takes one that reads what the chat template writes
+    tool_parser: str = "auto"
     # passed to the chat template as `enable_thinking`; null leaves the template's own choice
     thinking: bool | None = None
     stop: list[str] = field(default_factory=list)  # texts that end a response and stay in it
@@ -178,15 +181,18 @@ class LossConfig:
     refused.
     """
 
-    # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning"
+    # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning",
+    # "distillation"
     policy: str = "ppo_clip"
     # any of token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm,
-    # m2po; [] for none. [auto]: [token_tis] with ppo_clip and reinforce, [] with the others
+    # m2po; [] for none. [auto]: [token_tis] with ppo_clip, reinforce and distillation, else []
     corrections: list[str] = field(default_factory=lambda: ["auto"])
     kl_coef: float = 0.0  # weight of the KL to the base model; 0 keeps no reference model
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     # Rarely changed.
+    # directory of the model that "distillation" learns from; it has the policy's vocabulary
+    teacher: str = ""
     kl: str = "k3"  # estimator of that KL: "k2" or "k3"
     # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)
     proximal: str = "none"

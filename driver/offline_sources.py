@@ -168,6 +168,27 @@ def import_sources(config: Config, model_path: Path, console: Console) -> None:
         console.print(str(source))
 
 
+def check_teacher(config: Config) -> None:
+    """Raise ConfigError unless the teacher has the vocabulary of the model: it reads its tokens."""
+    if not config.loss.teacher:
+        return
+    if n := n_different_tokens(Path(config.loss.teacher), Path(config.model.path)):
+        raise ConfigError(
+            f"loss.teacher={config.loss.teacher} has a tokenizer that differs from that of "
+            f"model.path={config.model.path} in {n} entries, so the policy's tokens would mean "
+            "something else to it; take a teacher of the same family"
+        )
+
+
+def n_different_tokens(one: Path, other: Path) -> int:
+    """Count the entries in which the vocabularies of two models differ."""
+
+    def vocabulary(path: Path) -> dict[str, int]:
+        return dict(load_tokenizer(str(path), with_torch=True).get_vocab())
+
+    return len(vocabulary(one).items() ^ vocabulary(other).items())
+
+
 def only_chats(config: Config) -> bool:
     """Return whether no source can have a base policy: all are files of chats."""
     return all(map(_is_chats, config.source))
@@ -181,19 +202,7 @@ def chat_texts(config: Config) -> Iterator[str]:
 
 def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
     """Raise ConfigError unless both models' vocabularies are equal: stored tokens are ids."""
-    from transformers import AutoTokenizer
-
-    def vocabulary(path: Path) -> dict[str, int]:
-        tokenizer = configs.load_safely(
-            "tokenizer",
-            path,
-            load=lambda: AutoTokenizer.from_pretrained(path, **configs.SAFE_LOADING),
-        )
-        return dict(tokenizer.get_vocab())
-
-    theirs, ours = vocabulary(base), vocabulary(model_path)
-    if theirs != ours:
-        n = len(theirs.items() ^ ours.items())
+    if n := n_different_tokens(base, model_path):
         raise ConfigError(
             f"source={source} was played with the tokenizer of {base}, and that of {model_path} "
             f"differs in {n} entries, so its token ids would mean something else; use a model with "

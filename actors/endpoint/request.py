@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -59,8 +59,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "top_logprobs": (0,),
 }
 
@@ -147,6 +145,19 @@ class ChatMessage(BaseModel):
         )
 
 
+class _Definition(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[StrictStr, Field(min_length=1)]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Definition
+
+
 class _StreamOptions(BaseModel):
     include_usage: StrictBool | None = None
 
@@ -172,6 +183,9 @@ class ChatRequest(BaseModel):
     logprobs: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: _StreamOptions | None = None
+    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    # "required" and one tool by name would force tokens, which the policy did not choose.
+    tool_choice: Literal["none", "auto"] | None = None
     anchor: StrictStr | None = None
 
     @property
@@ -186,13 +200,24 @@ class ChatRequest(BaseModel):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def offered(self) -> tuple[dict[str, Any], ...]:
+        """Return the definitions of the tools, as the request has them."""
+        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
     def conversation(self) -> tuple[Message, ...]:
         return tuple(message.plain() for message in self.messages)
 
 
 def takes_long(messages: tuple[Message, ...]) -> bool:
     """Return whether tokenising the messages takes too long for an event loop to wait for it."""
-    n_characters = sum(len(message.content) for message in messages)
+    n_characters = sum(
+        len(text) for message in messages for text in (message.content, *message.tool_texts)
+    )
     return len(messages) > MANY_MESSAGES or n_characters > LONG_CHARACTERS
 
 
@@ -233,4 +258,7 @@ def first_fault(error: ValidationError) -> tuple[str, str | None]:
         return f"{param} is missing", param
     if param.endswith(".function_call"):
         return f"{param} is not supported: use tool_calls", param
+    if param == "tool_choice":
+        choice = "use 'auto' or 'none': a call that is forced is not the policy's own choice"
+        return f"tool_choice={first['input']!r} is not supported; {choice}", param
     return f"{param}={first['input']!r}: {first['msg']}", param

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 
@@ -48,3 +50,15 @@ def for_template(message: Message) -> dict[str, Any]:
         if text := getattr(message, name):
             fields[name] = text
     return fields
+
+
+def seen_text(messages: Sequence[Message]) -> str:
+    """Return the last message that is not the assistant's; several answers of tools, line by line.
+
+    Messages user, assistant, tool "3", tool "4" give "3\n4".
+    """
+    last = [message for message in messages if message.role != "assistant"][-1:]
+    if last and last[0].role == "tool":
+        answers = takewhile(lambda message: message.role == "tool", reversed(messages))
+        last = [*answers][::-1] or last
+    return "\n".join(message.content for message in last)

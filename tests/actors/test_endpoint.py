@@ -155,7 +155,7 @@ def test_a_stream_brings_the_same_reply() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 5}, "top_logprobs", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
@@ -280,7 +280,7 @@ def test_the_openai_client_raises_its_own_errors_and_asks_for_none_of_them_again
                 await client.chat.completions.create(
                     model="m", messages=[GUESS], tools=[{"type": "function"}]
                 )  # type: ignore[list-item]
-            assert refused.value.param == "tools"
+            assert refused.value.param == "tools[0].function"
             await client.chat.completions.create(model="m", messages=[GUESS])
             with pytest.raises(
                 openai.APIStatusError, match="the 1 chat completions that env.max_steps allows"

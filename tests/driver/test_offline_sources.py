@@ -311,3 +311,26 @@ def test_wrong_chats_are_found_before_a_tiny_model_is_made_of_them(tmp_path: Pat
     path.write_text(path.read_text() + "{}")
     with pytest.raises(ConfigError, match="chat 3: messages is missing"):
         sources.check_sources(config, Console(quiet=True))
+
+
+def test_a_teacher_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+    model, teacher = make_base(tmp_path / "model"), make_base(tmp_path / "teacher", seed=1)
+    key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
+    asked = [f"model.path={model}", "loss.policy=distillation"]
+    sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={teacher}"]))
+    make_tiny_model(
+        tmp_path / "other",
+        tokenizer=train_tokenizer(["open the chest"] * 9, vocabulary_size=280),
+        config=TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2),
+        seed=0,
+    )
+    with pytest.raises(ConfigError, match=r"differs from that of model.path=\S+ in \d+ entries"):
+        sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={tmp_path}/other"]))
+    for settings, says in (
+        (asked, "has no teacher; give the directory of one"),
+        ([*asked, "loss.teacher=nowhere"], "is not a Hugging Face model directory"),
+        ([*asked[1:], f"loss.teacher={teacher}"], "needs a model with the same tokenizer"),
+        ([*asked[:1], f"loss.teacher={teacher}"], "add loss.policy=distillation"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            configs.load(key_room, settings)

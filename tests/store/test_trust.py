@@ -163,6 +163,7 @@ RUN_DIR = "run_dir"  # the directory that the user gives counts
 WORDS = {  # one of a few words each, checked by configs
     *("stragglers", "model.dtype", "learner.schedule", "learner.transfer", "actors.cpu_cores"),
     *("prompt.style", "prompt.parser", "prompt.invalid"),
+    "prompt.tool_parser",  # a name in vLLM's list of parsers
     *(
         f"algorithm.{name}"
         for name in (

@@ -48,12 +48,21 @@ TOOLED = (
     "\n</tool_call>{% endfor %}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<user>assistant\n{% endif %}"
 )
+UNREAD = TOOLED.replace("tool_call>", "unknown>")
+# The form of Qwen3-Coder.
+XML = TOOLED.replace(
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}',
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>",
+)
 TEMPLATES = {
     "tiny": None,
     "chatml": CHATML,
     "thinking": THINKING,
     "plain": PLAIN,
     "tooled": TOOLED,
+    "unread": UNREAD,
+    "xml": XML,
 }
 
 

@@ -22,13 +22,13 @@ WHOLE, CUT = 100_000, 40  # micro-batch budgets: everything at once, two or thre
 LENGTHS = (3, 20)  # of random prompts
 
 
-def make_base(path: Path) -> Path:
+def make_base(path: Path, *, seed: int = 0) -> Path:
     config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2)
     make_tiny_model(
         path,
         tokenizer=train_tokenizer(["go north"] * 9, vocabulary_size=280),
         config=config,
-        seed=0,
+        seed=seed,
     )
     return path
 
