@@ -8,8 +8,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from configs.derived import groups_of_a_step, is_offline, most_updates
-from configs.schema import AlgorithmConfig, Config, LearnerConfig, OfflineConfig, PromptConfig
+from configs.derived import (
+    WITH_CRITIC,
+    groups_of_a_step,
+    has_critic,
+    is_offline,
+    most_updates,
+)
+from configs.schema import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    LearnerConfig,
+    OfflineConfig,
+    PromptConfig,
+)
 from printable import UserError, did_you_mean
 
 # Key -> the meaning of 0, for the message about a negative value.
@@ -24,6 +37,7 @@ MAY_BE_ZERO = {
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.version_window": "; use 0 to compare within one version",
+    "critic.warmup_steps": "; use 0 to train the policy from the first learner step on",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
     "learner.rows_per_update": "; use 0 to cut a batch by learner.updates_per_step",
@@ -44,14 +58,16 @@ LAST_PORT = 65535
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
 WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
-ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM)
+ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM, *WITH_CRITIC)
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
 READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
-    "gae_lambda": {"estimator": ("gagpo",)},
+    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", *WITH_CRITIC)},
+    "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
     "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
-    "weighting": {"estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo"))},
+    "weighting": {
+        "estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo", *WITH_CRITIC))
+    },
     "anchor": {"estimator": WITH_STEP_TERM},
     "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
     "similarity": {"anchor": ("similar", "similar_greedy")},
@@ -85,6 +101,7 @@ def check(config: Config) -> None:
     _check_alarms(config)
     _check_trackers(config)
     _check_algorithm(config)
+    _check_critic(config)
     _check_unread(config.algorithm)
     _check_updates(config)
     _check_precision(config)
@@ -123,7 +140,7 @@ def read_with(name: str, chosen: object) -> tuple[str, str]:
     """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
 
     >>> read_with("gamma", AlgorithmConfig(estimator="grpo"))
-    ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo')
+    ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo or turn_ppo')
     """
     choices = READ_WITH[name]
     now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
@@ -270,7 +287,7 @@ def _check_algorithm(config: Config) -> None:
             "pass that comes after the advantages; use 'window', or weigh offline"
         )
     clones = config.loss.policy == "behaviour_cloning"
-    if a.group_size == 1 and not clones:
+    if a.group_size == 1 and not clones and not has_critic(config):
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
@@ -279,6 +296,38 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set "
             "actors.scripted=true, or clone another run: source=RUN with offline.share=1"
+        )
+
+
+def _check_critic(config: Config) -> None:
+    critic, defaults, a = config.critic, CriticConfig(), config.algorithm
+    if not has_critic(config):
+        for key, value in flat(critic):
+            if value != getattr(defaults, key):
+                raise ConfigError(
+                    f"critic.{key}={value} does nothing with algorithm.estimator={a.estimator}; "
+                    f"leave it out, or use {' or '.join(WITH_CRITIC)}"
+                )
+        return
+    if config.loss.policy == "behaviour_cloning":
+        raise ConfigError(
+            f"algorithm.estimator={a.estimator} would train a critic for loss.policy="
+            "behaviour_cloning, which reads no advantages; use algorithm.estimator=grpo"
+        )
+    if critic.learning_rate > 1.0:
+        raise ConfigError(
+            f"critic.learning_rate={critic.learning_rate:g} would wreck any critic at once; use "
+            "e.g. 1e-5"
+        )
+    if critic.warmup_steps >= config.learner.steps:
+        raise ConfigError(
+            f"critic.warmup_steps={critic.warmup_steps} of learner.steps={config.learner.steps} "
+            "would leave no step for the policy; use fewer"
+        )
+    if a.group_size == 1 and a.group_filter in ("rewards", "returns"):
+        raise ConfigError(
+            f"algorithm.group_filter={a.group_filter!r} leaves out every group of "
+            "algorithm.group_size=1; use 'none' or 'advantages'"
         )
 
 

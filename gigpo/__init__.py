@@ -9,6 +9,7 @@ similarity.py     anchor keys for similar texts
 group_filter.py   groups that nothing can be learnt from
 tokens.py         the response tokens that losses read
 losses.py, corrections.py   one entry per published idea, and a registry each; KL penalties
+value_loss.py     the critic's loss
 objective.py      puts them together, and refuses parts that do not go together
 diagnostics.py    figures to watch
 

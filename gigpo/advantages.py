@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gigpo.input_columns import KEYS, TYPES, Columns, columns_of, table_of
-from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings
+from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, WITH_CRITIC, AdvantageSettings
 from gigpo.similarity import similarity_keys
 from gigpo.sql_macro import advantages_macro
 
@@ -30,7 +30,7 @@ _SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}
 # cache. Fastest of 2^14, 2^15, ... 2^20 at 655,360 steps: 0.31 s of a core; 0.34 at 2^16, 0.45 at
 # 2^18.
 _PART_STEPS: Final = 2**17
-_RESULTS: Final = {
+_RESULTS: Final[dict[str, type[np.generic]]] = {
     "step_return": np.float64,
     "episode_advantage": np.float64,
     "step_advantage": np.float64,
@@ -51,14 +51,16 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null.
       Some settings read more columns: version_min int (anchor_versions 'window'), weight float from
       1e-100 to 1e100 ('weighted'), won bool ('graphgpo' and 'g2po'; one row that says so is
-      enough), admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null
-      (anchor 'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
+      enough), value float ('turn_ppo': the critic's, of the state that the step was taken in),
+      admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null (anchor
+      'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
       Uids, hashes and keys have any type with one value per row. NaN in them is null, -0.0 is 0.0.
     Output: group_uid, traj_uid, step_index as given; float64 step_return (R_t less the penalty),
       episode_advantage, step_advantage, advantage; int64 anchor_size (steps in the anchor group).
       For filtered_groups: float64 episode_return (of the trajectory, undiscounted, no penalty);
       bool episodes_differ (returns of its group, beyond rounding), steps_differ (returns of its
       anchor group, no penalty), has_penalties (a row of its group).
+      With 'turn_ppo' also float64 value_target (the lambda-return, which the critic learns).
 
     Raises ValueError, with the name, for a column that is missing or has another type. Raises it,
     with the uid, for a trajectory whose step_index is not 0..T-1, or whose rewards are not finite
@@ -73,7 +75,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
     table = _with_similarity_keys(table_of(steps), settings)
     narrow = columns_of(table, _columns(settings))
     results: dict[str, np.ndarray] = {
-        name: np.empty(len(table), dtype) for name, dtype in _RESULTS.items()
+        name: np.empty(len(table), dtype) for name, dtype in _results(settings).items()
     }
     # The SQL refuses a table in which no step has a key, so it has to see all steps.
     for rows, part in _parts(narrow, whole=_has_no_key(narrow) or settings.estimator in WHITENED):
@@ -125,10 +127,18 @@ def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
         "version_min": settings.anchor_versions == "window",
         "weight": settings.anchor_versions == "weighted",
         "won": settings.estimator in ("graphgpo", "g2po"),
+        "value": settings.estimator in WITH_CRITIC,
         "anchor_key": settings.anchor == "anchor_key" or settings.anchor in _SIMILARITY,
         "admissible_actions": settings.anchor == "state_and_actions",
     }
     return (*_ALWAYS, *(name for name, is_needed in needed.items() if is_needed))
+
+
+def _results(settings: AdvantageSettings) -> dict[str, type[np.generic]]:
+    """Return the columns of the result, with their types."""
+    if settings.estimator in WITH_CRITIC:
+        return _RESULTS | {"value_target": np.float64}
+    return _RESULTS
 
 
 def _codes(column: pa.ChunkedArray) -> pa.Array:
@@ -233,7 +243,7 @@ class _Prepared:
         self.connection = duckdb.connect(config={"threads": 1})
         self.connection.register("steps", self.source)
         self.connection.execute(advantages_macro(settings))
-        columns = ", ".join(("traj_uid", "step_index", *_RESULTS))
+        columns = ", ".join(("traj_uid", "step_index", *_results(settings)))
         self.connection.execute(f"PREPARE computed AS SELECT {columns} FROM advantages()")
 
     def run(self, steps: pa.Table) -> pa.Table:

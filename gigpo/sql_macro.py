@@ -23,6 +23,7 @@ _QUERIES: Final = (
     "suffixes",
     "anchor_keys",
     "node_values",
+    "critic_values",
     "gae",
     "comparisons",
     "weighted_anchor_groups",
@@ -30,6 +31,7 @@ _QUERIES: Final = (
     "step_advantage",
     "hierarchy",
     "g2po_terms",
+    "turn_ppo_terms",
     "advantages",
 )
 # Short relations, or slow ones. The others are faster computed where they are read than copied

@@ -10,17 +10,18 @@ The coordinator returns None for a claim while there are too few groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from configs import Config, ConfigError, LearnerConfig
 from gigpo import AdvantageSettings, compute_advantages, filtered_groups
-from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches, split_updates
 from printable import one_line
 from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
@@ -48,6 +49,9 @@ class BatchLoader:
     train_on: str
     learner: LearnerConfig
     seed: int
+    # The critic's value before each response token per micro-batch, for the estimators that need
+    # one; they are asked for when a batch is prepared, so after the step before.
+    values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +80,11 @@ class PreparedBatch:
 
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
-    rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS; trained rows only
+    # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target; trained rows
+    rows: pa.Table
     updates: list[Update]  # of `rows`; empty if all groups were filtered
+    # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
+    values: Mapping[bytes, Sequence[float]]
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
     n_rows: int  # of all claimed groups, filtered ones included
     n_response_tokens: int  # of the same rows
@@ -87,6 +94,7 @@ class PreparedBatch:
     offline: Episodes | None  # trajectories of offline groups; None without any
     claimed_at_s: float  # time.monotonic() when the groups were there
     read_s: float
+    values_s: float  # for the critic's forward passes; 0 without a critic
     advantages_s: float  # in `compute_advantages`, including the wait for a core
     advantages_cpu_s: float  # the same without the wait
     filter_s: float  # to find filtered groups, and the rows to train on
@@ -119,11 +127,18 @@ def prepare_batch(
     """
     claimed_at_s = time.monotonic()
     rows = in_batch_order(read_segments(loader.layout, batch.segments), batch)
-    read_at_s, cpu_s = time.monotonic(), time.thread_time()
+    read_at_s = time.monotonic()
+    values: dict[bytes, list[float]] = {}
+    if loader.values is not None:
+        rows = rows.append_column("value", pa.array(_state_values(loader, rows)))
+        values = _by_trajectory(rows)
+    valued_at_s, cpu_s = time.monotonic(), time.thread_time()
     advantages = compute_advantages(rows, loader.advantages)
     computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - cpu_s
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
+    if loader.values is not None:
+        rows = rows.append_column("value_target", advantages["value_target"])
     filtered = dict(filtered_groups(advantages, group_filter=loader.group_filter))
     uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
     trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
@@ -140,6 +155,7 @@ def prepare_batch(
         version=version,
         rows=trained,
         updates=updates,
+        values=values,
         filtered=filtered,
         n_rows=rows.num_rows,
         n_response_tokens=_n_response_tokens(rows),
@@ -149,11 +165,49 @@ def prepare_batch(
         offline=_episodes(offline),
         claimed_at_s=claimed_at_s,
         read_s=read_at_s - claimed_at_s,
-        advantages_s=computed_at_s - read_at_s,
+        values_s=valued_at_s - read_at_s,
+        advantages_s=computed_at_s - valued_at_s,
         advantages_cpu_s=advantages_cpu_s,
         filter_s=selected_at_s - computed_at_s,
         pack_s=time.monotonic() - selected_at_s,
     )
+
+
+def _state_values(loader: BatchLoader, rows: pa.Table) -> np.ndarray:
+    """Return the critic's value of the state that each row was taken in, float64 [R].
+
+    A row without a response gets one token, because the value is read where its first would be
+    predicted. That token itself is never an input.
+    """
+    assert loader.values is not None
+    is_empty = pc.equal(pc.list_value_length(rows["response_ids"]), 0)
+    asked = rows.append_column("advantage", pa.array(np.zeros(len(rows))))
+    asked = asked.append_column("staleness", pa.array(np.zeros(len(rows), np.int64)))
+    for name in ("response_ids", "response_logprobs"):
+        index, kind = asked.schema.get_field_index(name), asked.schema.field(name).type
+        filled = pc.if_else(is_empty, pa.scalar([0], kind), asked[name])
+        asked = asked.set_column(index, asked.schema.field(name), filled)
+    batches = micro_batches(
+        asked,
+        micro_batch_tokens=loader.learner.micro_batch_tokens,
+        merge_steps=True,
+        ranks=loader.learner.ranks,
+    )
+    values_R = np.full(len(rows), np.nan)
+    for batch, values_N in zip(batches, loader.values(batches), strict=True):
+        first_K = first_tokens(batch.rows_N)
+        values_R[batch.rows_N[first_K].numpy()] = values_N[first_K].numpy()
+    return values_R
+
+
+def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:
+    """Return the values of each trajectory's steps. The rows are in the order of the batch."""
+    values: dict[bytes, list[float]] = {}
+    for traj_uid, value in zip(
+        rows["traj_uid"].to_pylist(), rows["value"].to_pylist(), strict=True
+    ):
+        values.setdefault(traj_uid, []).append(value)
+    return values
 
 
 def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:

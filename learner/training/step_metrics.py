@@ -180,6 +180,7 @@ def step_metrics(
     figures = {
         "learner/idle_fraction": times.groups_wait_s / times.step_s,
         "time/read_s": batch.read_s,
+        "time/values_s": batch.values_s,
         "time/advantages_s": batch.advantages_s,
         "time/advantages_cpu_s": batch.advantages_cpu_s,
         "time/filter_s": batch.filter_s,

@@ -25,6 +25,7 @@ FOLLOWED = {
     "env.name": "imports the environment",
     "env.options": "gives it the options",
     "model.path": "loads the model",
+    "critic.path": "loads the critic",
     "prompt.template": "reads the template",
     "store.uri": "reads and writes, with your credentials,",
     "endpoint.url": "sends texts to",

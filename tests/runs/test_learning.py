@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from actors.prompting.prompt import PromptForm
 from actors.prompting.template import TEMPLATES, render
 from configs import (
     Config,
+    CriticConfig,
     LearnerConfig,
     LossConfig,
     ModelConfig,
@@ -35,9 +36,9 @@ from configs import (
     TinyModelConfig,
 )
 from envs import Observation, environment_class
-from gigpo import AdvantageSettings, compute_advantages
+from gigpo import PUBLISHED_SETTINGS, AdvantageSettings, compute_advantages
 from learner import make_tiny_model, train_tokenizer, write_weights
-from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches, split_updates
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
@@ -53,6 +54,9 @@ MAX_STEPS, WIN_REWARD = 12, 10.0
 GROUP_SIZE, UPDATES_PER_STEP, MAX_LEARNER_STEPS = 32, 2, 8
 LEARNED = 0.7  # fraction of the episodes won; the base model wins 0.06
 TEMPLATE = "compact"
+TURN_PPO = replace(PUBLISHED_SETTINGS, estimator="turn_ppo")
+CRITIC = CriticConfig(learning_rate=3e-3, clip=3.0)
+MAX_PPO_STEPS, WARMUP_STEPS = 12, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +88,7 @@ class Variant:
     learning_rate: float
     zero_stage: int
     lora_rank: int
+    critic: CriticConfig | None
     # Of the engine, its updates and the base model's weights: that the variant is not the plain one
     # under another name.
     shows: Callable[[Engine, Sequence[UpdateStats], dict[str, torch.Tensor]], bool]
@@ -95,6 +100,7 @@ def plain(**changes: Any) -> Variant:
         "learning_rate": 7e-4,
         "zero_stage": 0,
         "lora_rank": 0,
+        "critic": None,
         "shows": lambda *_: True,
     }
     return Variant(**{**usual, **changes})
@@ -150,6 +156,43 @@ def test_it_learns_to_win(name: str, world: World) -> None:
         assert reached > LEARNED, "with the other sign, or none, it never gets to 0.1"
         assert not any(update.skipped for update in updates)
         assert variant.shows(engine, updates, base)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_ppo_learns_to_win_with_its_critic(zero_stage: int, world: World) -> None:
+    """The critic knows nothing at first; in the end it tells states that are near a win from
+    others.
+    """
+    engine = make_engine(world.base, plain(critic=CRITIC, zero_stage=zero_stage))
+    try:
+        assert success(world, scored(engine, world)) < 0.1
+        reached, updates = learn_by_ppo(engine, world, values=valued)
+        assert reached > LEARNED
+        assert not any(update.skipped for update in updates)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", ["opposite sign", "shuffled values"])
+def test_ppo_with_wrong_values_does_not(mutant: str, world: World) -> None:
+    """What the critic says matters: a sign or an order that is wrong does not learn."""
+    rng = np.random.default_rng(1)
+    changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "opposite sign": lambda values_R: -values_R,
+        "shuffled values": lambda values_R: rng.permutation(values_R),
+    }
+
+    def wrong(engine: Engine, rows: pa.Table) -> np.ndarray:
+        return changes[mutant](valued(engine, rows))
+
+    engine = make_engine(world.base, plain(critic=CRITIC))
+    try:
+        reached, _ = learn_by_ppo(engine, world, values=wrong)
+        assert reached < LEARNED
     finally:
         engine.close()
 
@@ -220,6 +263,44 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
         if success(world, policy) > LEARNED:
             break
     return success(world, policy), updates
+
+
+def learn_by_ppo(
+    engine: Engine, world: World, *, values: Callable[[Engine, pa.Table], np.ndarray]
+) -> tuple[float, list[UpdateStats]]:
+    """The same with a critic, whose values of a batch are computed before its updates."""
+    rng = np.random.default_rng(0)
+    updates: list[UpdateStats] = []
+    policy = scored(engine, world)
+    for step in range(MAX_PPO_STEPS):
+        rows = played(world, policy, rng, version=step)
+        rows = rows.append_column("value", pa.array(values(engine, rows)))
+        computed = compute_advantages(rows, TURN_PPO)
+        for name in ("advantage", "value_target"):
+            rows = rows.append_column(name, computed[name])
+        rows = rows.append_column("staleness", pa.array([0] * len(rows)))
+        parts = split_updates(rows, updates=UPDATES_PER_STEP, rows_per_update=0, seed=step)
+        batches = [packed(part, ranks=engine.ranks) for part in parts]
+        critic = engine.train_critic(batches)
+        if step >= WARMUP_STEPS:
+            updates += engine.train(batches)
+        policy = scored(engine, world)
+        print(step, success(world, policy), [(c.explained_variance, c.loss, c.value_mean) for c in critic])
+        if success(world, policy) > LEARNED:
+            break
+    return success(world, policy), updates
+
+
+def valued(engine: Engine, rows: pa.Table) -> np.ndarray:
+    """The critic's value of each row's state."""
+    unknown = pa.array(np.zeros(len(rows)))
+    asked = rows.append_column("advantage", unknown).append_column("staleness", unknown)
+    batches = packed(asked, ranks=engine.ranks)
+    values_R = np.full(len(rows), np.nan)
+    for batch, values_N in zip(batches, engine.values(batches), strict=True):
+        first_K = first_tokens(batch.rows_N)
+        values_R[batch.rows_N[first_K].numpy()] = values_N[first_K].numpy()
+    return values_R
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +402,7 @@ def make_engine(
         loss=variant.loss,
         temperature=1.0,
         seed=0,
+        critic=variant.critic,
         rank=rank,
         address=address,
     )
