@@ -299,6 +299,7 @@ class Learner:
             version_in=batch.version,
             filtered=batch.filtered,
             metrics=figures,
+            values=batch.values,
         ).get()
         for line in alarms.began:
             self._notice(ALARM, line)

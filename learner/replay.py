@@ -56,6 +56,7 @@ from store import (
     trained_step,
 )
 
+OTHER_VALUES = "trajectories whose values, by the critic, are not the recorded ones"
 LEARNING_RATE = "loss/learning_rate"  # shown first among the differences
 # A run may be continued with other values of these settings, and they change a step's bits.
 CHANGES_BITS = (
@@ -183,6 +184,8 @@ def replayed(
             figures = timeless_metrics(batch, updates) | critic_metrics(critic)
             compared = figures.keys() & recorded.figures.keys()
             pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
+            other_values = sum(recorded.values.get(uid) != own for uid, own in batch.values.items())
+            pairs[OTHER_VALUES] = (0.0, float(other_values))
             n_groups, n_rows = len(recorded.batch.groups), batch.rows.num_rows
             step = Replayed(
                 learner_step=learner_step,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,10 +80,12 @@ def settle(
     learner_step: int,
     filtered: Mapping[bytes, str],
     version_in: int,
+    values: Mapping[bytes, Sequence[float]] | None = None,
 ) -> None:
     """Record that a claimed batch was trained as `learner_step` at policy version `version_in`.
 
-    `filtered` groups were left out of the loss, for the reason given.
+    `filtered` groups were left out of the loss, for the reason given. `values` are a critic's, of
+    the state of each step, by trajectory uid; None without a critic.
     """
     batch = tx.row(
         "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
@@ -120,6 +123,20 @@ def settle(
         lsn=tx.lsn,
         batch_id=batch_id,
     )
+    if values:
+        tx.insert_many(
+            "critic_value",
+            [
+                {
+                    "batch_id": batch_id,
+                    "traj_uid": traj_uid,
+                    "state_values": json.dumps(list(of_steps), allow_nan=False),
+                    "lsn": tx.lsn,
+                }
+                for traj_uid, of_steps in values.items()
+            ],
+        )
+        tx.touch("critic")
     for group_uid in groups:
         outcome, reason = "trained", f"learner step {learner_step}"
         if group_uid in filtered:

@@ -45,6 +45,8 @@ VIEWS = [
     "groups",
     "anchor_groups",
     "lineage",
+    "critic_values",
+    "valued_steps",
     "versions",
     "metrics",
     "checkpoints",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from configs import Config, ModelConfig
+from configs import Config, CriticConfig, ModelConfig
 from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
 from store import Trajectory, write_segment
@@ -31,7 +31,14 @@ class Crashed(Exception):
     pass
 
 
-def config_of(run: Path, *, lora_rank: int = 0, kl_coef: float = 0.0, **learner: Any) -> Config:
+def config_of(
+    run: Path,
+    *,
+    lora_rank: int = 0,
+    kl_coef: float = 0.0,
+    critic: CriticConfig | None = None,
+    **learner: Any,
+) -> Config:
     """Return the config of a run whose base policy is in its directory.
 
     Every setting that a learner step can depend on has an effect in it.
@@ -49,7 +56,10 @@ def config_of(run: Path, *, lora_rank: int = 0, kl_coef: float = 0.0, **learner:
     }
     config = make_config(run, max_staleness=1, **settings)
     loss = replace(config.loss, proximal="recomputed", kl_coef=kl_coef)
-    return replace(config, loss=loss, model=ModelConfig(lora_rank=lora_rank))
+    config = replace(config, loss=loss, model=ModelConfig(lora_rank=lora_rank))
+    if critic is None:
+        return config
+    return replace(config, critic=critic, algorithm=replace(config.algorithm, estimator="turn_ppo"))
 
 
 def train(config: Config, *, crash_at: int | None = None) -> None:
