@@ -180,7 +180,6 @@ def step_metrics(
     figures = {
         "learner/idle_fraction": times.groups_wait_s / times.step_s,
         "time/read_s": batch.read_s,
-        "time/values_s": batch.values_s,
         "time/advantages_s": batch.advantages_s,
         "time/advantages_cpu_s": batch.advantages_cpu_s,
         "time/filter_s": batch.filter_s,
@@ -191,6 +190,8 @@ def step_metrics(
         "time/step_s": times.step_s,
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
     }
+    if batch.values:
+        figures["time/values_s"] = batch.values_s
     if batch.live is not None:
         figures["tokens/generated_per_s"] = batch.n_live_tokens / times.step_s
     return figures | timeless_metrics(batch, updates)

@@ -77,10 +77,10 @@ FROM (SELECT *, TRY_CAST(state_values AS DOUBLE[]) AS listed FROM exported.criti
 JOIN (SELECT DISTINCT batch_id, learner_step FROM lineage WHERE batch_state = 'trained') AS b
     ON v.batch_id = b.batch_id;
 
--- Steps with the newest value of each, for the advantages of a run with a critic.
+-- The steps that have a value, with the newest one, for the advantages of a run with a critic.
 CREATE OR REPLACE VIEW valued_steps AS
 SELECT s.*, v.value
-FROM steps AS s LEFT JOIN (
+FROM steps AS s JOIN (
     SELECT traj_uid, step_index, max_by(value, batch_id) AS value
     FROM critic_values GROUP BY ALL) AS v
     ON s.traj_uid = v.traj_uid AND s.step_index = v.step_index;

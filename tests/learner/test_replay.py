@@ -316,7 +316,8 @@ def test_the_last_step_is_not_before_the_first(run: Path, replay: Replay) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("critic",)])
+def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path, more: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     making = [
         sys.executable,
@@ -325,6 +326,7 @@ def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
         str(run),
         "5",
         "2",
+        *more,
     ]
     subprocess.run(making, cwd=ROOT, timeout=DEADLINE_S, check=True, capture_output=True)
     before = fingerprint(run)

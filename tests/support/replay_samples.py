@@ -1,7 +1,7 @@
 """Train real learner steps of a tiny model on random episodes, without workers and Ray.
 
-# for more ranks than one process can have
-python -c "from tests.support.replay_samples import main; main()" RUN STEPS RANKS
+# for more ranks than one process can have; with a critic, if the last word is there
+python -c "from tests.support.replay_samples import main; main()" RUN STEPS RANKS [critic]
 """
 
 from __future__ import annotations
@@ -139,4 +139,5 @@ def _play(coordinator: Coordinator, lease: Lease) -> None:
 def main() -> None:
     run, steps, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     ray.init(include_dashboard=False, log_to_driver=False)
-    train(config_of(run, steps=steps, ranks=ranks, zero_stage=1))
+    critic = CriticConfig(learning_rate=1e-2) if sys.argv[4:] else None
+    train(config_of(run, steps=steps, ranks=ranks, zero_stage=1, critic=critic))
