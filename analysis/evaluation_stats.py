@@ -13,7 +13,7 @@ from rich.table import Table
 
 import configs
 import store
-from envs import list_tasks
+from envs import list_tasks, of_environment
 from printable import printable
 from store import RunLayout, StoreError
 
@@ -176,7 +176,17 @@ def _round_of(run: Path) -> list[TaskResult]:
 
 
 def _task_types(run: Path) -> dict[str, str]:
-    """Return the type of each held-out task, as the run's environment names it."""
-    env = configs.from_yaml(RunLayout.open(run).info.config_yaml).env
-    tasks = list_tasks(env.name, env.options)["heldout"]
-    return {task.id: task.data.get("type", "") for task in tasks}
+    """Return the type of each held-out task, as its environment names it.
+
+    With several environments a type begins with the environment's name.
+    """
+    config = configs.from_yaml(RunLayout.open(run).info.config_yaml)
+    types = {}
+    for name, own in configs.environments(config).items():
+        for task in list_tasks(own.env.name, own.env.options)["heldout"]:
+            kind = task.data.get("type", "")
+            if config.environments:
+                types[of_environment(task, name).id] = f"{name} {kind}".rstrip()
+            else:
+                types[task.id] = kind
+    return types

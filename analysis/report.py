@@ -27,6 +27,7 @@ SELECT
 FROM (SELECT *, {ENDS} FROM metrics WHERE name = '{{}}')
 """
 TIMES = "SELECT count(*), sum(value), median(value) FROM metrics WHERE name = 'time/step_s'"
+NEWEST = "SELECT arg_max(value, (learner_step, policy_version)) FROM metrics WHERE name = '{}'"
 EVALUATED = """
 SELECT count(*) FROM versions AS v JOIN metrics AS m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
@@ -80,6 +81,8 @@ def show_report(config: Config, console: Console, *, report_file: Path | None = 
             figures = f"{first:.2f}"
         whose = "of the offline groups trained on" if is_offline(config) else "on training tasks"
         console.print(f"success {whose}: {figures}")
+    for name in config.environments:
+        console.print(f"  {name}: {_of_environment(run, name)}")
     if heldout:
         low, high = interval(heldout)
         won, played = sum(task.won for task in heldout), sum(task.played for task in heldout)
@@ -110,6 +113,17 @@ def show_report(config: Config, console: Console, *, report_file: Path | None = 
         f"  evaluate   gigpo evaluate {run}\n"
         f"  logs       {run}/logs",
     )
+
+
+def _of_environment(run: str, name: str) -> str:
+    """Return the newest success of one environment, as text."""
+    with store.open_run(run) as reader:
+        shown = []
+        for metric, whose in (("train", "training"), ("heldout", "held-out")):
+            (value,) = _row(reader, NEWEST.format(f"{metric}/success/{name}"))
+            if value is not None:
+                shown.append(f"{value:.2f} on {whose} tasks")
+    return ", ".join(shown) or "nothing was played yet"
 
 
 def _row(reader: store.Reader, query: str) -> tuple:

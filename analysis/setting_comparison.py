@@ -180,7 +180,7 @@ def plot_settings(rows: pa.Table, descriptions: Sequence[str]) -> str:
 
 
 def _legend() -> Iterator[str]:
-    for index, (name, colour) in enumerate(zip(CHANGE_KINDS, COLOURS, strict=False)):
+    for index, (name, colour) in enumerate(zip(CHANGE_KINDS[:UNCHANGED], COLOURS, strict=True)):
         left = LEFT + index * LEGEND_WIDTH
         yield f'<rect x="{left}" y="32" width="12" height="12" fill="{colour}"/>'
         yield _text(left + 17, 43, name)
@@ -200,7 +200,7 @@ def _bar(bar: Span, *, x: float, width: float, top: float) -> Iterator[str]:
     title = f"{bar.name}: " + ", ".join(f"{name} {share:.1%}" for name, share in kinds)
     yield f"<g><title>{html.escape(title)}</title>"
     y = float(TOP + PLOT_HEIGHT)
-    for share, colour in zip(bar.shares, COLOURS, strict=False):
+    for share, colour in zip(bar.shares[:UNCHANGED], COLOURS, strict=True):
         height = PLOT_HEIGHT * share / top
         y -= height
         yield (

@@ -1,28 +1,29 @@
 """Settings of a run: what they are, what they may be, and what follows from them.
 
 schema.py           every setting with its unit and its default: start here
-bounded_yaml.py     the events of a YAML text that is not trusted
 check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
-derived.py          live and offline groups, workers, GPUs and updates that follow from settings
-plan.py             placement, memory and disk of a run; configs derived from a config
+per_environment.py  the settings of each environment of a run
+derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
+plan.py             placement, memory and disk of a run
+variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
 """
 
-from configs.bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from configs.check import (
     HEAD_SIZE,
     WITH_STEP_TERM,
     ConfigError,
     check,
     check_is_list,
-    flat,
-    is_read,
-    read_with,
+    describe_readers,
+    dotted_settings,
+    has_effect,
 )
 from configs.derived import (
     KEPT_CHECKPOINTS,
+    draws_by_weight,
     gpus_needed,
     groups_of_a_step,
     has_critic,
@@ -30,6 +31,7 @@ from configs.derived import (
     max_model_tokens,
     most_updates,
     n_workers,
+    replayed_groups,
 )
 from configs.load import (
     as_yaml,
@@ -41,23 +43,22 @@ from configs.load import (
     parse_saved,
 )
 from configs.model_directory import (
-    FROM_FILES,
+    SAFE_LOADING,
     VISION_MODEL_TYPES,
     check_model_directory,
     check_model_path,
-    index_files,
-    indexed_files,
-    loaded,
+    files_of_index,
+    load_safely,
     model_type,
+    weight_indexes,
 )
+from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import (
     BUCKET_ELEMENTS,
     GIB,
-    cloning_config,
     describe_plan,
     disk_bytes,
     rank_bytes,
-    without_model,
 )
 from configs.schema import (
     ActorsConfig,
@@ -70,19 +71,20 @@ from configs.schema import (
     LossConfig,
     ModelConfig,
     PromptConfig,
+    ReplayConfig,
     StoreConfig,
     SupervisionConfig,
+    TasksConfig,
     TinyModelConfig,
 )
+from configs.variants import cloning_config, without_model
 
 __all__ = [
     "BUCKET_ELEMENTS",
-    "FROM_FILES",
     "GIB",
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
-    "MAX_CHARACTERS",
-    "TEXT_TAG",
+    "SAFE_LOADING",
     "VISION_MODEL_TYPES",
     "WITH_STEP_TERM",
     "ActorsConfig",
@@ -96,38 +98,44 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "PromptConfig",
+    "ReplayConfig",
     "StoreConfig",
     "SupervisionConfig",
+    "TasksConfig",
     "TinyModelConfig",
     "as_yaml",
-    "bounded_events",
     "check",
     "check_is_list",
     "check_model_directory",
     "check_model_path",
     "cloning_config",
     "describe_plan",
+    "describe_readers",
     "differences",
     "disk_bytes",
-    "flat",
+    "dotted_settings",
+    "draws_by_weight",
+    "environment_config",
+    "environment_weights",
+    "environments",
+    "files_of_index",
     "forbidden_changes",
     "from_yaml",
     "gpus_needed",
     "groups_of_a_step",
     "has_critic",
-    "index_files",
-    "indexed_files",
+    "has_effect",
     "is_offline",
-    "is_read",
     "load",
+    "load_safely",
     "load_saved",
-    "loaded",
     "max_model_tokens",
     "model_type",
     "most_updates",
     "n_workers",
     "parse_saved",
     "rank_bytes",
-    "read_with",
+    "replayed_groups",
+    "weight_indexes",
     "without_model",
 ]

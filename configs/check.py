@@ -8,12 +8,24 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from configs.derived import (
     WITH_CRITIC,
+    draws_by_weight,
     groups_of_a_step,
     has_critic,
     is_offline,
     most_updates,
+    replayed_groups,
+)
+from configs.per_environment import (
+    NAME,
+    OF_THE_ENGINE,
+    SECTIONS,
+    environments,
+    setting_names,
 )
 from configs.schema import (
     AlgorithmConfig,
@@ -22,6 +34,7 @@ from configs.schema import (
     LearnerConfig,
     OfflineConfig,
     PromptConfig,
+    ReplayConfig,
 )
 from printable import UserError, did_you_mean
 
@@ -36,6 +49,7 @@ MAY_BE_ZERO = {
     "algorithm.gae_lambda": "; use 0 to look one step ahead",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
+    "algorithm.refill_groups": "; use 0 to train on smaller batches",
     "algorithm.version_window": "; use 0 to compare within one version",
     "critic.warmup_steps": "; use 0 to train the policy from the first learner step on",
     "learner.weight_decay": "",
@@ -50,6 +64,8 @@ MAY_BE_ZERO = {
     "supervision.max_restarts": "; use 0 to end the run at the first death",
     "evaluation.every": "; use 0 for no evaluation between the start and the end",
     "evaluation.temperature": "; use 0 for greedy play",
+    "replay.share": "; use 0 to replay nothing",
+    "replay.warmup_steps": "; use 0 for the full weight from the beginning",
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
@@ -60,7 +76,7 @@ WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_ba
 WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
 ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM, *WITH_CRITIC)
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
-READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
+READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", *WITH_CRITIC)},
     "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
@@ -73,6 +89,7 @@ READ_WITH: Mapping[str, Mapping[str, Sequence[str]]] = {
     "similarity": {"anchor": ("similar", "similar_greedy")},
     "anchor_versions": {"estimator": WITH_STEP_TERM},
     "version_window": {"anchor_versions": ("window",)},
+    "refill_groups": {"group_filter": ("advantages", "rewards", "returns")},
 }
 TEMPLATES = (  # the files in actors/templates
     "alfworld",
@@ -94,8 +111,10 @@ class ConfigError(UserError, ValueError):
 
 def check(config: Config) -> None:
     """Raise ConfigError, in one line, with the value, its consequence and the fix."""
-    _check_choices(config)
-    _check_numbers(config)
+    for own in _checked_environments(config):
+        _check_choices(own)
+        _check_numbers(own)
+        _check_prompt(own)
     _check_scripted(config)
     _check_retention(config)
     _check_alarms(config)
@@ -107,10 +126,10 @@ def check(config: Config) -> None:
     _check_precision(config)
     _check_tiny_model(config)
     _check_norm(config)
-    _check_prompt(config)
     _check_placement(config)
     _check_endpoint(config)
     _check_offline(config)
+    _check_replay(config)
 
 
 def check_is_list(key: str, value: object) -> None:
@@ -119,32 +138,79 @@ def check_is_list(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value} is not a list; use {key}=[{value}]")
 
 
-def flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def dotted_settings(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (`a.b.c`, value) for every setting of a config."""
     if dataclasses.is_dataclass(value):
         for item in dataclasses.fields(value):
-            yield from flat(getattr(value, item.name), f"{prefix}{item.name}.")
+            yield from dotted_settings(getattr(value, item.name), f"{prefix}{item.name}.")
     else:
         yield prefix[:-1], value
 
 
-def is_read(name: str, chosen: object) -> bool:
+def has_effect(name: str, chosen: object) -> bool:
     """Return whether a setting of `algorithm` has an effect with the other settings in `chosen`."""
-    choices = READ_WITH.get(name, {})
+    choices = READERS.get(name, {})
     return not choices or any(
-        getattr(chosen, key) in names and is_read(key, chosen) for key, names in choices.items()
+        getattr(chosen, key) in names and has_effect(key, chosen) for key, names in choices.items()
     )
 
 
-def read_with(name: str, chosen: object) -> tuple[str, str]:
+def describe_readers(name: str, chosen: object) -> tuple[str, str]:
     """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
 
-    >>> read_with("gamma", AlgorithmConfig(estimator="grpo"))
+    >>> describe_readers("gamma", AlgorithmConfig(estimator="grpo"))
     ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo or turn_ppo')
     """
-    choices = READ_WITH[name]
+    choices = READERS[name]
     now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
     return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
+
+
+def _checked_environments(config: Config) -> list[Config]:
+    """Return the settings of every environment, after a look at what `environments` holds."""
+    for name, given in config.environments.items():
+        key = f"environments.{name}"
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{key} is no name for an environment; use lower-case letters, digits and _, as in "
+                "rooms_2"
+            )
+        for part, value in given.items():
+            if part == "weight":
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise ConfigError(f"{key}.weight={value} is not a number")
+                if not 0 < value < math.inf:
+                    raise ConfigError(f"{key}.weight={value} must be above 0; or leave {name} out")
+            elif part in SECTIONS and isinstance(value, dict):
+                _check_section(f"{key}.{part}", value, section=part)
+            else:
+                raise ConfigError(f"{key}.{part} is none of weight, env and prompt")
+        template = given.get("prompt", {}).get("template", "think")
+        if template not in TEMPLATES and not Path(str(template)).is_absolute():
+            raise ConfigError(
+                f"{key}.prompt.template={template!r} is not one of "
+                f"{', '.join(map(repr, TEMPLATES))}; give an absolute path to a file of your own"
+            )
+    return list(environments(config).values())
+
+
+def _check_section(key: str, given: Mapping[str, object], *, section: str) -> None:
+    """Check the names and types of the settings that an environment has of its own."""
+    for name in given:
+        if section == "prompt" and name in OF_THE_ENGINE:
+            raise ConfigError(
+                f"{key}.{name}: one engine serves all environments; set prompt.{name} instead"
+            )
+        known = setting_names(section)
+        if name not in known:
+            raise ConfigError(
+                f"unknown key '{key}.{name}'{did_you_mean(name, known)}; configs/schema.py lists "
+                "every key"
+            )
+    try:
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SECTIONS[section]), given))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {str(error).partition(chr(10))[0]}") from None
 
 
 def _check_choices(config: Config) -> None:
@@ -175,7 +241,7 @@ def _check_choices(config: Config) -> None:
 
 
 def _check_numbers(config: Config) -> None:
-    for key, number in flat(config):
+    for key, number in dotted_settings(config):
         # gigpo knows the bounds of the loss; -1 turns are all turns
         has_own_bounds = key.startswith("loss.") or key == "prompt.history_length"
         if has_own_bounds or isinstance(number, bool) or not isinstance(number, int | float):
@@ -292,6 +358,12 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
         )
+    if a.refill_groups and (clones or is_offline(config)):
+        why = "loss.policy=behaviour_cloning" if clones else "offline.share=1"
+        raise ConfigError(
+            f"algorithm.refill_groups={a.refill_groups} does nothing with {why}: "
+            f"{'no group is left out' if clones else 'no group is played'}; leave it out"
+        )
     if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set "
@@ -302,7 +374,7 @@ def _check_algorithm(config: Config) -> None:
 def _check_critic(config: Config) -> None:
     critic, defaults, a = config.critic, CriticConfig(), config.algorithm
     if not has_critic(config):
-        for key, value in flat(critic):
+        for key, value in dotted_settings(critic):
             if value != getattr(defaults, key):
                 raise ConfigError(
                     f"critic.{key}={value} does nothing with algorithm.estimator={a.estimator}; "
@@ -313,6 +385,11 @@ def _check_critic(config: Config) -> None:
         raise ConfigError(
             f"algorithm.estimator={a.estimator} would train a critic for loss.policy="
             "behaviour_cloning, which reads no advantages; use algorithm.estimator=grpo"
+        )
+    if config.replay.share:
+        raise ConfigError(
+            f"replay.share={config.replay.share:g} with algorithm.estimator={a.estimator} would "
+            "train on wins whose states the critic has not valued; leave it out"
         )
     if critic.learning_rate > 1.0:
         raise ConfigError(
@@ -334,12 +411,10 @@ def _check_critic(config: Config) -> None:
 def _check_unread(algorithm: AlgorithmConfig) -> None:
     """Refuse a changed setting that has no effect, because it would be taken for one that has."""
     defaults = AlgorithmConfig()
-    for key, choices in READ_WITH.items():
+    for key in READERS:
         value, default = getattr(algorithm, key), getattr(defaults, key)
-        if value == default:
-            continue
-        if not any(getattr(algorithm, choice) in names for choice, names in choices.items()):
-            chosen, ways = read_with(key, algorithm)
+        if value != default and not has_effect(key, algorithm):
+            chosen, ways = describe_readers(key, algorithm)
             raise ConfigError(
                 f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default "
                 f"is {default}), or use {ways}"
@@ -485,7 +560,7 @@ def _check_endpoint(config: Config) -> None:
 def _check_offline(config: Config) -> None:
     offline, defaults = config.offline, OfflineConfig()
     if not config.source:
-        for key, value in flat(offline):
+        for key, value in dotted_settings(offline):
             if value != getattr(defaults, key):
                 raise ConfigError(
                     f"offline.{key}={value} does nothing without source=RUN; add that"
@@ -501,10 +576,44 @@ def _check_offline(config: Config) -> None:
             f"offline and {n_live} live groups; use 1 for offline ones only, leave source out for "
             "live ones only, or take more groups"
         )
+    if is_offline(config) and draws_by_weight(config):
+        raise ConfigError(
+            f"tasks.order={config.tasks.order} does nothing with offline.share=1, which plays no "
+            "tasks; leave it out, or choose groups by offline.order"
+        )
     if is_offline(config) and config.actors.scripted:
         raise ConfigError("actors.scripted=true plays nothing with offline.share=1; leave it out")
     if config.loss.proximal == "interpolated":
         raise ConfigError(
             "loss.proximal='interpolated' needs the staleness of every token, and the versions of "
             "an offline group are another run's; use 'recomputed' or 'none'"
+        )
+
+
+def _check_replay(config: Config) -> None:
+    replay, defaults = config.replay, ReplayConfig()
+    share = f"replay.share={replay.share:g}"
+    if not replay.share:
+        for key, value in dotted_settings(replay):
+            if value != getattr(defaults, key):
+                raise ConfigError(
+                    f"replay.{key}={value} does nothing with {share}; raise the share"
+                )
+        return
+    if config.loss.policy == "behaviour_cloning" or is_offline(config):
+        raise ConfigError(
+            f"{share} has nothing to compare a win with: behaviour cloning has no advantages, and "
+            "offline.share=1 plays nothing; leave it out"
+        )
+    if replay.share > 1.0:
+        raise ConfigError(f"{share} would replay more than is played; use at most 1, e.g. 0.25")
+    if not replayed_groups(config):
+        raise ConfigError(
+            f"{share} of {groups_of_a_step(config)[0]} groups is none; use a larger share, or more "
+            "learner.groups_per_step"
+        )
+    if 0 < config.store.keep_versions <= replay.max_age:
+        raise ConfigError(
+            f"store.keep_versions={config.store.keep_versions} would remove wins before they are "
+            f"replay.max_age={replay.max_age} versions old; keep more versions than that"
         )

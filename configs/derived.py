@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from configs.schema import Config
+from configs.per_environment import environments
+from configs.schema import Config, TasksConfig
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
@@ -24,6 +25,11 @@ def is_offline(config: Config) -> bool:
     return bool(config.source) and config.offline.share >= 1.0
 
 
+def draws_by_weight(config: Config) -> bool:
+    """Return whether training tasks are drawn by weight, not in shuffled passes over all."""
+    return config.tasks.order != TasksConfig().order
+
+
 def groups_of_a_step(config: Config) -> tuple[int, int]:
     """Return the live and the offline groups of every learner step.
 
@@ -32,6 +38,14 @@ def groups_of_a_step(config: Config) -> tuple[int, int]:
     n_groups = config.learner.groups_per_step
     n_offline = round(config.offline.share * n_groups) if config.source else 0
     return n_groups - n_offline, n_offline
+
+
+def replayed_groups(config: Config) -> int:
+    """Return how many earlier groups each batch replays the wins of, once there are so many.
+
+    Example: replay.share 0.25 of 8 groups are 2. The 8 groups stay.
+    """
+    return round(config.replay.share * groups_of_a_step(config)[0])
 
 
 def n_workers(config: Config) -> int:
@@ -64,6 +78,11 @@ def gpus_needed(config: Config, *, learns: bool) -> int:
     return round(sum(share for share in shares if share >= 1)) + len(free)
 
 
+def most_steps(config: Config) -> int:
+    """Return the largest number of actions in one episode, of any environment."""
+    return max(own.env.max_steps for own in environments(config).values())
+
+
 def most_updates(config: Config) -> float:
     """Return the largest number of optimizer updates in one learner step.
 
@@ -76,5 +95,6 @@ def most_updates(config: Config) -> float:
         return learner.updates_per_step
     if config.source:
         return math.inf
-    most_rows = learner.groups_per_step * config.algorithm.group_size * config.env.max_steps
+    n_groups = learner.groups_per_step + replayed_groups(config)
+    most_rows = n_groups * config.algorithm.group_size * most_steps(config)
     return math.ceil(most_rows / learner.rows_per_update)

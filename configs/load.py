@@ -11,18 +11,24 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
-from configs.check import ConfigError, check, check_is_list, flat
+from bounded_yaml import (
+    MAX_CHARACTERS,
+    MAX_SETTINGS_DEPTH,
+    MAX_SETTINGS_EVENTS,
+    TEXT_TAG,
+    bounded_events,
+)
+from configs.check import ConfigError, check, check_is_list, dotted_settings
 from configs.schema import Config
 from printable import did_you_mean, one_line
 
-MAX_DEPTH = 64  # of open collections; the settings of a run have 5
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.")  # what stands below them is not ours
+# What stands below them is not ours; configs/check.py looks at `environments`.
+FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
 # Settings of older versions, and what holds now.
-FIXED = {
+REMOVED = {
     "actors.lease_s": "another worker gets a group after 120 s without a heartbeat",
     "actors.max_model_tokens": "it is prompt.max_prompt_tokens + actors.max_response_tokens",
     "learner.keep_checkpoints": "the newest two are kept; learner.keep_every keeps more",
@@ -32,9 +38,9 @@ FIXED = {
     "model.tiny.heads": "a head has 32 of model.tiny.hidden_size",
     "store.snapshot_window_s": "replaced files are kept for 900 s",
 }
-LISTS = ("source", "loss.corrections", "trackers")
+LIST_SETTINGS = ("source", "loss.corrections", "trackers")
 # !!timestamp x is an AttributeError of the YAML library, !!int '' an IndexError
-UNREADABLE = (
+PARSE_ERRORS = (
     OmegaConfBaseException,
     yaml.YAMLError,
     ValueError,
@@ -44,7 +50,7 @@ UNREADABLE = (
     LookupError,
 )
 # TypeError: a list where a section is wanted
-UNFIT = (OmegaConfBaseException, TypeError)
+MERGE_ERRORS = (OmegaConfBaseException, TypeError)
 # Settings that may change between two starts of one run, besides `alarms` and `supervision`:
 # place, devices, end, deadlines and retention. Any other change would make it another run.
 MAY_CHANGE = {
@@ -79,6 +85,7 @@ MAY_CHANGE = {
     "learner.keep_versions",
     "learner.threads",
     "learner.transfer",
+    "tasks.order",
     "evaluation.every",
     "evaluation.episodes_per_task",
     "evaluation.final_episodes_per_task",
@@ -134,9 +141,9 @@ def as_yaml(config: Config) -> str:
 
 def differences(config: Config) -> str:
     """Return the settings that are not at their defaults, as YAML."""
-    defaults = dict(flat(Config()))
+    defaults = dict(dotted_settings(Config()))
     changed = OmegaConf.create({})
-    for key, value in flat(config):
+    for key, value in dotted_settings(config):
         if value != defaults[key]:
             OmegaConf.update(changed, key, value)
     return OmegaConf.to_yaml(changed)
@@ -144,7 +151,7 @@ def differences(config: Config) -> str:
 
 def forbidden_changes(recorded: Config, config: Config) -> list[str]:
     """Return `key: old -> new` for every setting that differs and would make it another run."""
-    before, after = dict(flat(recorded)), dict(flat(config))
+    before, after = dict(dotted_settings(recorded)), dict(dotted_settings(config))
     return [
         f"{key}: {before[key]!r} -> {after[key]!r}"
         for key in sorted(before)
@@ -213,7 +220,7 @@ def _parse(text: str, *, name: str, is_saved: bool) -> DictConfig:
     parser takes the longer, the deeper such values are nested.
     """
     try:
-        for _ in bounded_events(text, max_events=MAX_NODES, max_depth=MAX_DEPTH):
+        for _ in bounded_events(text, max_events=MAX_SETTINGS_EVENTS, max_depth=MAX_SETTINGS_DEPTH):
             pass
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:  # nothing but comments
@@ -234,7 +241,7 @@ def _parse(text: str, *, name: str, is_saved: bool) -> DictConfig:
         settings = OmegaConf.create(text)
     except ConfigError:
         raise
-    except UNREADABLE as error:
+    except PARSE_ERRORS as error:
         raise ConfigError(f"{name}: not readable as YAML: {_describe(error)}") from None
     except RecursionError:
         raise ConfigError(
@@ -303,11 +310,11 @@ def _merged(
     """Return the config. Raises ConfigError that names the file, or the override, at fault."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), settings)
-    except UNFIT as error:
+    except MERGE_ERRORS as error:
         raise ConfigError(f"{name}: {_describe(error)}") from None
     try:
         config = OmegaConf.to_object(OmegaConf.merge(merged, given))
-    except UNFIT as error:
+    except MERGE_ERRORS as error:
         key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
         at_fault = [
             text
@@ -354,7 +361,7 @@ def _checked_override(text: str) -> str:
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise ConfigError(f"argument {text!r} is not key=value")
-    is_text = isinstance(dict(flat(Config())).get(key), str)
+    is_text = isinstance(dict(dotted_settings(Config())).get(key), str)
     if is_text and value != "null" and not value.startswith(("'", '"')):
         # Quoted, because YAML would make 202611221855 of the run_dir 20261122_1855, and a section
         # of `a: b`.
@@ -364,22 +371,22 @@ def _checked_override(text: str) -> str:
 
 
 def _check_keys(settings: DictConfig) -> None:
-    known = [name for name, _ in flat(Config())]
+    known = [name for name, _ in dotted_settings(Config())]
     for key in _leaves(OmegaConf.to_container(settings)):
         if any(name.startswith(f"{key}.") for name in known):
             raise ConfigError(
                 f"{key!r} is a section, not a setting; give {key}.<setting>=value, see "
                 "configs/schema.py"
             )
-        if key in FIXED:
-            raise ConfigError(f"{key} is no setting any more: {FIXED[key]}; leave it out")
+        if key in REMOVED:
+            raise ConfigError(f"{key} is no setting any more: {REMOVED[key]}; leave it out")
         if re.fullmatch(r"loss\.\w+\.\w+", key) and not key.startswith(FREE_KEYS):
             raise ConfigError(f"{key} is now loss.numbers.{key.removeprefix('loss.')}")
         if key not in known and not key.startswith(FREE_KEYS):
             raise ConfigError(
                 f"unknown key {key!r}{did_you_mean(key, known)}; configs/schema.py lists every key"
             )
-    for key in LISTS:
+    for key in LIST_SETTINGS:
         check_is_list(key, OmegaConf.select(settings, key))
 
 

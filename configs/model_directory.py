@@ -1,7 +1,7 @@
 """Check the directory of the model that a run starts from, and load parts of it.
 
     check_model_directory(path)     # before anything of a directory is loaded
-    tokenizer = loaded("tokenizer", path, load=lambda: AutoTokenizer.from_pretrained(path))
+    tokenizer = load_safely("tokenizer", path, load=lambda: AutoTokenizer.from_pretrained(path))
 
 A directory may come with a stranger's run. transformers joins the names in a weight index to the
 directory as they are, and asks the Hugging Face Hub for a backbone that a configuration names.
@@ -25,7 +25,7 @@ from printable import REASON_CHARACTERS, one_line
 # Values of `model_type` in a model's config.json for which images are supported.
 VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
 # Arguments of from_pretrained. A model's own code never runs here.
-FROM_FILES = {"local_files_only": True, "trust_remote_code": False}
+SAFE_LOADING = {"local_files_only": True, "trust_remote_code": False}
 ADAPTER_FILE = "adapter_config.json"  # of peft
 # Such files map tensors to weight files. transformers reads two by their names, and others that a
 # configuration names. Those of other frameworks have other endings.
@@ -118,9 +118,9 @@ def check_model_directory(path: Path | str) -> None:
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
-    for index in index_files(path):
+    for index in weight_indexes(path):
         try:
-            indexed_files(index)
+            files_of_index(index)
         except ValueError as error:
             raise ConfigError(
                 f"{index} cannot be used: {error}; download the model again"
@@ -182,7 +182,7 @@ def _check_no_text(file: Path, leaves: Iterable[tuple[str, object]]) -> None:
 def _check_tokenizer_class(file: Path, name: object) -> None:
     """Raise ConfigError if a name is that of a class of transformers that is no tokenizer.
 
-    Such a class would be loaded without FROM_FILES, so it may ask on the terminal whether to run
+    Such a class would be loaded without SAFE_LOADING, so it may ask on the terminal whether to run
     the directory's code, or load what it likes. Another name means the usual tokenizer.
     """
     # Imported here: they take a second.
@@ -202,14 +202,14 @@ def _check_tokenizer_class(file: Path, name: object) -> None:
             )
 
 
-def index_files(directory: Path) -> list[Path]:
+def weight_indexes(directory: Path) -> list[Path]:
     """Return every weight index in a directory, whatever its name is."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if path.name.endswith(INDEX_ENDINGS))
 
 
-def indexed_files(index: Path) -> set[str]:
+def files_of_index(index: Path) -> set[str]:
     """Return the weight files that an index names. Raises ValueError for others than beside it."""
     try:
         names = list(dict(dict(json.loads(index.read_bytes()))["weight_map"]).values())
@@ -288,7 +288,7 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 def _alone() -> Iterator[None]:
     """Keep transformers from asking the Hub, and from asking the user whether to run code.
 
-    FROM_FILES does not cover every request: some classes do not pass it on.
+    SAFE_LOADING does not cover every request: some classes do not pass it on.
     """
     from huggingface_hub import constants
     from transformers import dynamic_module_utils
@@ -304,7 +304,7 @@ def _alone() -> Iterator[None]:
             dynamic_module_utils.TIME_OUT_REMOTE_CODE = wait_s
 
 
-def loaded(name: str, path: Path | str, *, load: Callable[[], Loaded]) -> Loaded:
+def load_safely(name: str, path: Path | str, *, load: Callable[[], Loaded]) -> Loaded:
     """Return `load()`, which reads the part `name` of the model directory `path`.
 
     Raises ConfigError, in one line, for whatever transformers raises on damaged or hostile files.

@@ -1,8 +1,4 @@
-"""Say what a config will do: who runs where and how much memory and disk that takes.
-
-Also derive configs from it: the run that makes a tiny base policy, and an evaluation of an
-external model.
-"""
+"""Say what a config will do: who runs where and how much memory and disk that takes."""
 
 from __future__ import annotations
 
@@ -18,9 +14,12 @@ from configs.derived import (
     groups_of_a_step,
     has_critic,
     is_offline,
+    most_steps,
     n_workers,
+    replayed_groups,
 )
-from configs.schema import AlgorithmConfig, Config, CriticConfig, LossConfig, OfflineConfig
+from configs.per_environment import environment_weights, environments
+from configs.schema import Config
 from printable import counted
 
 GIB = 1024**3
@@ -29,61 +28,6 @@ BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 # gradients that ranks exchange at once, see learner/distributed/deepspeed_setup.py
 BUCKET_ELEMENTS = 500_000_000
-# The imitation of a scripted policy that makes a tiny base policy.
-CLONE_EPISODES_PER_STEP = 32
-CLONE_UPDATES_PER_STEP = 5
-CLONE_LEARNING_RATE = 2e-3
-
-
-def cloning_config(config: Config) -> Config:
-    """Return the run that makes a tiny base policy, by imitation of the scripted policy.
-
-    Groups have one episode, because nothing is compared. Staleness has no bound, because the
-    scripted policy never changes.
-    """
-    tiny = config.model.tiny
-    return replace(
-        config,
-        source=[],
-        offline=OfflineConfig(),
-        max_staleness=tiny.clone_steps,
-        model=replace(config.model, lora_rank=0),
-        actors=replace(
-            config.actors,
-            scripted=True,
-            workers=1,
-            gpus_per_worker=0,
-            groups_in_flight=CLONE_EPISODES_PER_STEP,
-            extra_members=0,
-        ),
-        algorithm=AlgorithmConfig(estimator="grpo", group_size=1),  # its advantages are not read
-        loss=LossConfig(policy="behaviour_cloning"),
-        critic=CriticConfig(),
-        learner=replace(
-            config.learner,
-            steps=tiny.clone_steps,
-            groups_per_step=CLONE_EPISODES_PER_STEP,
-            updates_per_step=CLONE_UPDATES_PER_STEP,
-            rows_per_update=0,
-            learning_rate=CLONE_LEARNING_RATE,
-            warmup_updates=0,
-            ess_scaled=False,  # a scripted policy has no log-probabilities
-            keep_versions=2,
-            checkpoint_every=max(1, tiny.clone_steps // 4),
-        ),
-        evaluation=replace(config.evaluation, at_start=False, every=0),
-    )
-
-
-def without_model(config: Config) -> Config:
-    """Return the config for an external model: no model directory, adapter, GPU or source."""
-    return replace(
-        config,
-        source=[],
-        offline=OfflineConfig(),
-        model=replace(config.model, path="", lora_rank=0),
-        actors=replace(config.actors, gpus_per_worker=0),
-    )
 
 
 def describe_plan(config: Config) -> str:
@@ -115,9 +59,25 @@ def describe_plan(config: Config) -> str:
         f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; "
         "trajectories come on top",
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
-        f"episodes x at most {config.env.max_steps} steps",
+        f"episodes x at most {most_steps(config)} steps",
     ]
-    if n_offline := groups_of_a_step(config)[1]:
+    if config.environments:
+        weights = environment_weights(config)
+        total = sum(weights.values())
+        shares = ", ".join(f"{weight / total:.0%} {name}" for name, weight in weights.items())
+        lines.append(f"  of the groups that are played: {shares}")
+    n_live, n_offline = groups_of_a_step(config)
+    if n_extra := config.algorithm.refill_groups:
+        lines.append(
+            f"  at most {n_extra} more groups in place of those that teach nothing "
+            f"(algorithm.refill_groups), so that {n_live} that are played here are trained on"
+        )
+    if n_replayed := replayed_groups(config):
+        lines.append(
+            f"  and the wins of {n_replayed} earlier groups again, at most "
+            f"{config.replay.max_age} versions old (replay.share)"
+        )
+    if n_offline:
         lines.append(
             f"  {n_offline} of them offline, from {', '.join(config.source)}; each used "
             f"{config.offline.uses} times at most"
@@ -129,9 +89,10 @@ def _workers_line(config: Config) -> str:
     if is_offline(config):
         return "none: nothing is played"
     actors = config.actors
+    n_processes = sum(own.env.processes for own in environments(config).values())
     return (
         f"{actors.workers} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
-        f"{config.env.processes} environment processes beside each"
+        f"{n_processes} environment processes beside each"
     )
 
 

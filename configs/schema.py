@@ -4,7 +4,7 @@ This is the only place where defaults live. `check` refuses values and combinati
 hang, crash or mislead later. The settings that people change most:
 
     run_dir, seed, max_staleness, source
-    env.name, env.options, env.max_steps
+    env.name, env.options, env.max_steps, tasks.order
     prompt.template, prompt.history_length, prompt.max_prompt_tokens
     model.path, model.dtype, model.lora_rank
     actors.workers, actors.gpus_per_worker, actors.max_response_tokens
@@ -148,6 +148,9 @@ class AlgorithmConfig:
     # (penalties ignored), whose "returns" differ (undiscounted, penalties ignored; DAPO), or all
     # of them with "none" (as in the authors' code)
     group_filter: str = "advantages"
+    # at most so many more groups are claimed for a batch, in place of those that the filter leaves
+    # out; 0 trains on smaller batches
+    refill_groups: int = 0
     # which steps share a state: equal "state", "state_and_actions" (admissible actions too),
     # equal "suffix" of states, "similar" texts, "similar_greedy" (as in the authors' code)
     anchor: str = "state"
@@ -291,6 +294,16 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TasksConfig:
+    """Choose which training tasks are handed out; see docs/tasks.md."""
+
+    # "uniform" (each pass over all tasks is shuffled), "band" (tasks that are sometimes won),
+    # "variance" (the more often, the less sure the result), or your own SQL: a weight for each
+    # task, over the columns of the table in docs/tasks.md
+    order: str = "uniform"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointConfig:
     """Name an external model for `gigpo evaluate`; see docs/evaluation.md."""
 
@@ -331,6 +344,17 @@ class OfflineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayConfig:
+    """Set how a run trains again on its own earlier wins (SPEAR); see docs/algorithms.md."""
+
+    # wins of so many earlier groups join each batch, as a fraction of the groups that it plays
+    share: float = 0.0
+    max_age: int = 5  # versions between the learner and the oldest token of a replayed group
+    # learner steps until replayed wins weigh as much as new ones; 0: from the beginning
+    warmup_steps: int = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     run_dir: str = "runs/default"  # directory of the run
     seed: int = 0  # of tasks, sampling, and a new base policy
@@ -346,6 +370,10 @@ class Config:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     metrics_port: int = 0  # for Prometheus, on 127.0.0.1; 0 for none
     env: EnvConfig = field(default_factory=EnvConfig)
+    # several environments in one run: name -> {weight, env: {...}, prompt: {...}}. Each takes the
+    # settings of `env` and `prompt` and changes some; see docs/tasks.md. Empty: `env` is the only
+    # one
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
@@ -353,8 +381,10 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     offline: OfflineConfig = field(default_factory=OfflineConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)

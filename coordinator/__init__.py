@@ -4,6 +4,7 @@
 `client.py` is how workers, the learner and the driver call it
 `task_queue.py` says which task is played next, when evaluation rounds are due, and how
                `max_staleness` paces workers; the bound is `claim` in store/catalog/batches.py
+`task_order.py` draws tasks by the weights of `tasks.order`
 `leases.py` keeps which worker plays which group, and which tasks lose workers
 `heartbeats.py` sends and keeps heartbeats
 `export_schedule.py` exports for outside readers, and starts the maintainer thread
@@ -18,6 +19,7 @@ from coordinator.coordinator import Coordinator, CoordinatorActor, Status
 from coordinator.heartbeats import Component, Heartbeat
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
+from coordinator.task_order import check_order
 
 __all__ = [
     "Component",
@@ -30,4 +32,5 @@ __all__ = [
     "Reply",
     "Status",
     "capture_output",
+    "check_order",
 ]

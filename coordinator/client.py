@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -167,6 +167,17 @@ class CoordinatorClient:
 
     def claim(self, current_version: int) -> Reply[Batch | None]:
         return self._call(Coordinator.claim, current_version)
+
+    def refill(
+        self, batch_id: int, *, filtered: Collection[bytes], n_groups: int, current_version: int
+    ) -> Reply[Batch | None]:
+        return self._call(
+            Coordinator.refill,
+            batch_id,
+            filtered=filtered,
+            n_groups=n_groups,
+            current_version=current_version,
+        )
 
     def release_claims(self, learner_step: int) -> Reply[int]:
         return self._call(Coordinator.release_claims, learner_step)

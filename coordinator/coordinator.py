@@ -14,14 +14,14 @@ became too old (MAX_REQUEUES), and how many groups in a row were abandoned (MAX_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import ray
 
-from configs import Config, groups_of_a_step
+from configs import Config, groups_of_a_step, replayed_groups
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable, Suspects, WeightUpdateLock
@@ -285,21 +285,42 @@ class Coordinator:
         self._rendezvous = address
 
     def claim(self, current_version: int) -> Batch | None:
-        """Claim the oldest complete groups and the least used offline ones.
+        """Claim the oldest complete groups, the least used offline ones, and wins to replay.
 
         Returns None if they are too few. With `stragglers: wait` also while a group is in play that
         the next version would make too old.
         """
-        oldest_allowed = current_version - self.config.max_staleness
-        if self.config.stragglers == "wait" and self._leases.begun_at(oldest_allowed):
+        if self._waits_for_stragglers(current_version):
             return None
         return self.catalog.claim(
             n_groups=self._n_live,
             n_offline=self._n_offline,
             uses=self.config.offline.uses,
+            n_replayed=replayed_groups(self.config),
+            max_age=self.config.replay.max_age,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
         )
+
+    def refill(
+        self, batch_id: int, *, filtered: Collection[bytes], n_groups: int, current_version: int
+    ) -> Batch | None:
+        """Claim up to `n_groups` more groups for a batch, in place of `filtered` ones.
+
+        Returns the whole batch, or None while no group is complete, or one is waited for as in
+        `claim`. From the first call on, workers may play others in place of the filtered groups.
+        """
+        return self.catalog.refill(
+            batch_id,
+            filtered=filtered,
+            n_groups=0 if self._waits_for_stragglers(current_version) else n_groups,
+            current_version=current_version,
+            max_staleness=self.config.max_staleness,
+        )
+
+    def _waits_for_stragglers(self, current_version: int) -> bool:
+        oldest_allowed = current_version - self.config.max_staleness
+        return self.config.stragglers == "wait" and self._leases.begun_at(oldest_allowed)
 
     def resume(self, learner_step: int) -> ResumePoint:
         """Roll back to the checkpoint of `learner_step`; 0 is the start without one."""
@@ -352,6 +373,9 @@ class Coordinator:
         if self._n_answers:
             metrics = {**metrics, REMEMBERED: self._n_remembered / self._n_answers}
         self._n_answers = self._n_remembered = 0
+        if self.config.environments:
+            by_environment = self.catalog.batch_success(batch_id)
+            metrics = {**metrics, **_named("train/success", by_environment)}
         self.catalog.record_metrics(
             learner_step=learner_step, policy_version=version_in, values=metrics
         )
@@ -428,9 +452,16 @@ class Coordinator:
 
     def _record_finished_evaluations(self) -> None:
         for done in self.catalog.finished_evaluations():
+            values = done.metrics()
+            if self.config.environments:
+                values |= _named("heldout/success", self.catalog.round_success(done.version))
             self.catalog.record_metrics(
-                learner_step=done.learner_step, policy_version=done.version, values=done.metrics()
+                learner_step=done.learner_step, policy_version=done.version, values=values
             )
+
+
+def _named(metric: str, by_environment: Mapping[str, float]) -> dict[str, float]:
+    return {f"{metric}/{name}": value for name, value in by_environment.items()}
 
 
 CoordinatorActor = ray.remote(Coordinator)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import random
+from array import array
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
-from configs import Config, is_offline
-from envs import Task, list_tasks
-from store import Catalog, VersionRecord
+from configs import (
+    Config,
+    draws_by_weight,
+    environment_weights,
+    environments,
+    is_offline,
+)
+from coordinator.task_order import TaskOrder
+from envs import Task, list_tasks, of_environment
+from store import Catalog, Group, VersionRecord
 
+GOLDEN_RATIO = 0.6180339887498949
 FIRST_ROUND = 0  # the evaluation of the base model before training, under version 0
 
 
@@ -17,7 +29,7 @@ def task_index(ordinal: int, n_tasks: int, *, seed: int) -> int:
     return _order(n_tasks, f"{seed}/{ordinal // n_tasks}")[ordinal % n_tasks]
 
 
-@lru_cache(maxsize=2)  # called once per group, and there may be 100,000 tasks
+@lru_cache(maxsize=8)  # called once per group, and there may be 100,000 tasks
 def _order(n_tasks: int, seed: str) -> tuple[int, ...]:
     order = list(range(n_tasks))
     random.Random(seed).shuffle(order)
@@ -53,11 +65,12 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
 
     Let B = groups_per_step and S = max_staleness. A group is *outstanding* from its lease until the
     learner step that trains on it has published its weights (it is open, complete or claimed).
+    A claimed group that teaches nothing is not, once its batch asks for another in its place.
 
     A worker starts a group on weights at least as new as v, the newest version at the time of the
     lease. The lease is granted only while outstanding < (S + 1) * B. The learner consumes B groups
-    per version, oldest first, so at most S whole batches precede the new group. It is consumed at
-    version v + S at the latest, and its staleness is at most S.
+    or more per version, oldest first, so at most S whole batches precede the new group. It is
+    consumed at version v + S at the latest, and its staleness is at most S.
 
     Example: S = 1, B = 8. The learner trains on 8 claimed groups (version 4 becomes 5), so 8 more
     may be played meanwhile. They start on version 4 and are consumed at version 5: staleness 1.
@@ -69,29 +82,89 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
     return max(0, (max_staleness + 1) * groups_per_step - outstanding)
 
 
+class Turns:
+    """Say of which environment each training group is, in proportion to weights.
+
+    A function of the ordinal alone. The multiples of the golden ratio spread evenly over [0, 1), so
+    the share of an environment is right in a whole run and, nearly, in each batch.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._names = list(weights)
+        total = sum(weights.values())
+        self._ends = list(accumulate(weight / total for weight in weights.values()))
+        # By ordinal: the environment's place, and the group's number among its groups.
+        self._places, self._numbers = array("H"), array("q")
+        self._n_turns = [0] * len(self._names)
+
+    def __getitem__(self, ordinal: int) -> tuple[str, int]:
+        """Return the environment of a group, and its number among that environment's groups."""
+        for following in range(len(self._places), ordinal + 1):
+            share = (following + 0.5) * GOLDEN_RATIO % 1.0
+            place = min(bisect(self._ends, share), len(self._names) - 1)
+            self._places.append(place)
+            self._numbers.append(self._n_turns[place])
+            self._n_turns[place] += 1
+        return self._names[self._places[ordinal]], self._numbers[ordinal]
+
+    def n_before(self, ordinal: int, *, first: int) -> int:
+        """Count the groups from `first` up to `ordinal` that are of the same environment."""
+        _, number = self[ordinal]
+        return number - self._numbers[self._places.index(self._places[ordinal], first)]
+
+
 class TaskQueue:
-    """Hold the tasks of the environment, by split and by id.
+    """Hold the tasks of all environments, by split and by id.
 
     A run that plays nothing has none: its environment need not be installed.
     """
 
     def __init__(self, config: Config, *, learns: bool) -> None:
         self._config = config
-        self._splits = (
-            {} if learns and is_offline(config) else list_tasks(config.env.name, config.env.options)
-        )
-        self._by_id = {task.id: task for tasks in self._splits.values() for task in tasks}
+        self._turns = Turns(environment_weights(config))
+        plays = not (learns and is_offline(config))
+        splits = {name: _splits(config, name) for name in environments(config)} if plays else {}
+        self._train = {name: own["train"] for name, own in splits.items()}
+        self._heldout = [task for own in splits.values() for task in own["heldout"]]
+        training = [task for tasks in self._train.values() for task in tasks]
+        self._by_id = {task.id: task for task in (*training, *self._heldout)}
+        self._orders: dict[str, TaskOrder] = {}  # empty: each pass over all tasks is shuffled
+        if draws_by_weight(config):
+            for name, tasks in self._train.items():
+                self._orders[name] = TaskOrder(
+                    config.tasks.order,
+                    task_ids=[task.id for task in tasks],
+                    n_tasks=len(training),
+                    seed=config.seed,
+                )
 
     def __getitem__(self, task_id: str) -> Task:
         return self._by_id[task_id]
 
     def open_next_group(self, catalog: Catalog) -> None:
-        """Enter the next training group in the catalog."""
-        ordinal, train = catalog.next_ordinal("train", purpose_version=None), self._splits["train"]
-        task = train[task_index(ordinal, len(train), seed=self._config.seed)]
+        """Enter the next training group in the catalog, within the caller's transaction."""
+        ordinal = catalog.next_ordinal("train", purpose_version=None)
+        name, number = self._turns[ordinal]
+        if not self._orders:
+            train = self._train[name]
+            task = train[task_index(number, len(train), seed=self._config.seed)]
+            self._open(catalog, ordinal, task_id=task.id)
+            return
+        drawn = self._orders[name].draw(
+            catalog, ordinal, n_drawn=lambda first: self._turns.n_before(ordinal, first=first)
+        )
+        group = self._open(catalog, ordinal, task_id=drawn.task_id)
+        catalog.record_weight(
+            group.group_uid,
+            weight=drawn.weight,
+            success_before=drawn.success_before,
+            lsn=drawn.lsn,
+        )
+
+    def _open(self, catalog: Catalog, ordinal: int, *, task_id: str) -> Group:
         size = self._config.algorithm.group_size
-        catalog.open_group(
-            ordinal=ordinal, task_id=task.id, split="train", size=size, purpose_version=None
+        return catalog.open_group(
+            ordinal=ordinal, task_id=task_id, split="train", size=size, purpose_version=None
         )
 
     def open_round(self, catalog: Catalog, version: int, *, episodes_per_task: int) -> None:
@@ -99,5 +172,14 @@ class TaskQueue:
 
         They are leased before any training group.
         """
-        task_ids = [task.id for task in self._splits["heldout"]]
+        task_ids = [task.id for task in self._heldout]
         catalog.open_round(task_ids, episodes_per_task=episodes_per_task, version=version)
+
+
+def _splits(config: Config, name: str) -> dict[str, Sequence[Task]]:
+    """List the tasks of one environment. With several, its name stands in each."""
+    env = environments(config)[name].env
+    splits = list_tasks(env.name, env.options)
+    if not config.environments:
+        return splits
+    return {split: [of_environment(task, name) for task in splits[split]] for split in splits}

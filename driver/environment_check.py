@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 
 from actors import images_fault, sees_images
-from configs import Config, ConfigError
+from configs import Config, ConfigError, environments
 from driver.preflight import remove_empty
 from driver.progress import said_with_spinner
 from envs import (
@@ -26,10 +27,15 @@ FAILURE_LOG = "environment.log"  # of this check; a worker has a log of its own
 
 
 def check_tasks(config: Config, console: Console) -> None:
-    """Make the games that are missing, and start the environment once.
+    """Make the games that are missing, and start each environment once.
 
-    Raises EnvironmentFailed; ConfigError if it shows images that the model cannot see.
+    Raises EnvironmentFailed; ConfigError if one shows images that the model cannot see.
     """
+    for own in environments(config).values():
+        _check_tasks(own, console)
+
+
+def _check_tasks(config: Config, console: Console) -> None:
     env, name = config.env, config.env.name
     with _failure_log(Path(config.run_dir) / "logs" / FAILURE_LOG) as log:
         with said_with_spinner(
@@ -65,6 +71,11 @@ def try_tasks(config: Config, console: Console) -> list[str]:
     Returns a line for each thing missing. Raises EnvironmentFailed; ConfigError for an unknown
     environment, and for options that are unknown, missing or impossible.
     """
+    each = [_try_tasks(own, console) for own in environments(config).values()]
+    return list(dict.fromkeys(chain.from_iterable(each)))
+
+
+def _try_tasks(config: Config, console: Console) -> list[str]:
     name = config.env.name
     missing = [fault] if (fault := missing_packages(name)) else []
     try:

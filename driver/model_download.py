@@ -204,7 +204,7 @@ def lacks(model: Path) -> str | None:
     try:
         names: set[str] = set()
         if index.is_file():
-            names = configs.indexed_files(index)
+            names = configs.files_of_index(index)
     except (OSError, ValueError) as error:
         return f"a readable {index.name} ({one_line(error)[:REASON_CHARACTERS]})"
     for pattern in NEEDED:

@@ -55,11 +55,8 @@ def _why_not_compared(text: str, *, base: Path | None, model_path: Path) -> str:
     if base is not None:
         paths = [path for path in (base, model_path) if not (path / TOKENIZER_FILE).is_file()]
         return f"no {TOKENIZER_FILE} in {' and '.join(map(str, paths))}" if paths else ""
-    if _chooses_untrusted(text):
-        return (
-            "it was not made by you, so the model that its settings name is not read without "
-            "--trust"
-        )
+    if _is_untrusted(text):
+        return "you did not make it, so its model is not loaded without --trust"
     return "it has no base policy"
 
 
@@ -72,7 +69,7 @@ def source_runs(config: Config) -> list[Path]:
 def copy_base_policy(config: Config, directory: Path) -> Path:
     """Copy the base policy of the first source that has one to `directory`.
 
-    Raises ConfigError if no source has one; StoreError if only a stranger's settings name it.
+    Raises ConfigError if no source has one; StoreError if only a stranger's run has one.
     """
     if directory.is_dir():
         return directory
@@ -101,10 +98,10 @@ def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
     from transformers import AutoTokenizer
 
     def vocabulary(path: Path) -> dict[str, int]:
-        tokenizer = configs.loaded(
+        tokenizer = configs.load_safely(
             "tokenizer",
             path,
-            load=lambda: AutoTokenizer.from_pretrained(path, **configs.FROM_FILES),
+            load=lambda: AutoTokenizer.from_pretrained(path, **configs.SAFE_LOADING),
         )
         return dict(tokenizer.get_vocab())
 
@@ -122,7 +119,7 @@ def _first_base(config: Config) -> Path:
     found = [path for text in config.source if (path := _base_of(text)) is not None]
     if not found:
         for text in config.source:
-            if _chooses_untrusted(text):
+            if _is_untrusted(text):
                 check_trusted(Path(parse_source(text).place))
         raise ConfigError(
             f"source={config.source[0]} has no base policy (any more); give one: model.path=DIR"
@@ -133,7 +130,7 @@ def _first_base(config: Config) -> Path:
 def _base_of(text: str) -> Path | None:
     """Return the base policy of a source.
 
-    Returns None if it is no run, has none, or is a stranger's run that names one.
+    Returns None if it is no run, has none, or is a stranger's run.
     """
     theirs = _config_of(text)
     if theirs is None:
@@ -141,21 +138,15 @@ def _base_of(text: str) -> Path | None:
     run = Path(parse_source(text).place)
     # its files are read by transformers, which would follow a link out of the run
     RunLayout.open(run).check_no_links()
-    if _chooses_untrusted(text):
+    if _is_untrusted(text):
         return None
     path = Path(str(_setting(theirs, "model.path") or run / OWN_BASE))
     return path if (path / "config.json").is_file() else None
 
 
-def _chooses_untrusted(text: str) -> bool:
-    """Return whether the source is a stranger's run whose settings name a model.
-
-    They could name any directory of this user.
-    """
-    theirs = _config_of(text)
-    if theirs is None or not _setting(theirs, "model.path"):
-        return False
-    return not is_trusted(Path(parse_source(text).place))
+def _is_untrusted(text: str) -> bool:
+    """Return whether the source is a stranger's run, whose model is not loaded without --trust."""
+    return _config_of(text) is not None and not is_trusted(Path(parse_source(text).place))
 
 
 def _config_of(text: str) -> DictConfig | None:

@@ -50,7 +50,7 @@ OUTSIDE = (
 DIGEST_BYTES = 16
 END_BYTES = 2**20  # of each model file; models of the same shape have different numbers there
 # Settings that a fork shares with its run: the tasks of its groups, and the shape of its weights.
-FORK_KEEPS = ("env.name", "env.options", "model.")
+FORK_KEEPS = ("env.name", "env.options", "environments", "model.")
 
 
 def load(run: Path, overrides: Sequence[str]) -> Config:

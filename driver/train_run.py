@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,7 @@ import configs
 from actors import sample_chats
 from analysis import is_finished, show_report, trained_to, write_report_file
 from configs import Config, ConfigError
+from coordinator import check_order
 from driver import offline_sources, resume, run_control, run_lock
 from driver.cluster import ray_cluster
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
@@ -90,6 +92,8 @@ def _checked(config: Config) -> Config:
             "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
         )
     check_loss(config)
+    if configs.draws_by_weight(config):
+        check_order(config.tasks.order)
     check_trackers(config)
     webhook_url(config)
     check_run_dir(config)
@@ -214,13 +218,15 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         return offline_sources.copy_base_policy(config, policy)
     if policy.is_dir():
         return policy
-    if is_program(config.env.name):  # nobody can play it by a script, so there is nothing to clone
+    by_name = configs.environments(config)
+    # nobody can play a program by a script, so there is nothing to clone
+    if any(is_program(own.env.name) for own in by_name.values()):
         screen.console.print(
             f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write "
             "first"
         )
-        tasks = list_tasks(config.env.name, config.env.options)["train"]
-        texts = (text for task in tasks for text in task.data.values())
+        listed = [list_tasks(own.env.name, own.env.options)["train"] for own in by_name.values()]
+        texts = (text for tasks in listed for task in tasks for text in task.data.values())
         _make_tiny_model(policy, config, texts=texts)
     else:
         screen.console.print(
@@ -237,7 +243,8 @@ def _clone_scripted_policy(policy: Path, config: Config, *, screen: Screen) -> N
     if not untrained.is_dir():
         log = Path(config.run_dir) / "logs" / FAILURE_LOG
         with said_while(lambda: "making a tokenizer and a tiny model", screen.console.print):
-            _make_tiny_model(untrained, config, texts=sample_chats(config, log=log))
+            sampled = [sample_chats(own, log=log) for own in configs.environments(config).values()]
+            _make_tiny_model(untrained, config, texts=chain.from_iterable(sampled))
     clone = replace(
         configs.cloning_config(config),
         run_dir=str(policy.parent),

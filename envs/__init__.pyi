@@ -5,6 +5,8 @@ from .base import Outcome as Outcome
 from .base import Program as Program
 from .base import Task as Task
 from .base import Transition as Transition
+from .base import of_environment as of_environment
+from .base import own_task as own_task
 from .errors import EnvironmentDied as EnvironmentDied
 from .errors import EnvironmentFailed as EnvironmentFailed
 from .errors import log_hint as log_hint

@@ -40,6 +40,21 @@ class Task:
     data: Mapping[str, str] = field(default_factory=dict)
 
 
+def of_environment(task: Task, name: str) -> Task:
+    """Return the task of a run with several environments: its id begins with the name of its own.
+
+    >>> task = Task(id="3", env_name="key_room", split="train", seed=0)
+    >>> of_environment(task, "rooms").id, own_task(of_environment(task, "rooms")).id
+    ('rooms/3', '3')
+    """
+    return replace(task, id=f"{name}/{task.id}", env_name=name)
+
+
+def own_task(task: Task) -> Task:
+    """Return a task of `of_environment` under the id that its environment gave it."""
+    return replace(task, id=task.id.partition("/")[2])
+
+
 def task_to_json(task: Task) -> dict[str, Any]:
     """Return the fields of a Task for JSON."""
     return asdict(replace(task, data=dict(task.data)))  # any mapping may be its `data`

@@ -7,6 +7,7 @@ advantages.py     runs the macro over a table of steps
 input_columns.py  reads the caller's columns
 similarity.py     anchor keys for similar texts
 group_filter.py   groups that nothing can be learnt from
+replay.py         advantages of earlier wins that are trained on again
 tokens.py         the response tokens that losses read
 losses.py, corrections.py   one entry per published idea, and a registry each; KL penalties
 value_loss.py     the critic's loss

@@ -41,6 +41,8 @@ from .objective import SequenceMeanTokenMean as SequenceMeanTokenMean
 from .objective import SequenceMeanTokenSumNorm as SequenceMeanTokenSumNorm
 from .objective import Terms as Terms
 from .objective import TokenMean as TokenMean
+from .replay import replay_weight as replay_weight
+from .replay import replayed_wins as replayed_wins
 from .settings import ANCHOR_VERSIONS as ANCHOR_VERSIONS
 from .settings import ANCHORS as ANCHORS
 from .settings import ESTIMATORS as ESTIMATORS

@@ -7,7 +7,7 @@ To add an estimator:
 1. `queries/`: its part of the episode term (`episode_advantage.sql`) or step term, as a file of its
    own that `sql_macro.py` lists; its sum in `advantages.sql`, its name in `checked.sql`
 2. here: its name in ESTIMATORS; `advantages.py`: the columns that it reads
-3. `configs/check.py`: its name, and in READ_WITH the settings that it reads; `configs/schema.py`:
+3. `configs/check.py`: its name, and in READERS the settings that it reads; `configs/schema.py`:
    the comments of these settings, then `python docs/make_reference.py`
 4. `docs/algorithms.md`, section 3: its formula, default and source, and when to prefer it
 5. `tests/support/gigpo_oracle.py`: the same in plain Python; `tests/gigpo/test_estimators.py`: an

@@ -51,6 +51,7 @@ POLL_S = 0.05  # between two checks for a finished batch or a request to stop
 POLL_DEADLINE_S = 10.0  # a loop that waits sends its next heartbeat within this time
 START_TIMEOUT_S = 1800.0  # for loading a large model and its checkpoint
 NO_DEADLINE = float("inf")
+REFILL_BOUND = "refill bound reached"  # an event
 
 
 class Learner:
@@ -73,7 +74,10 @@ class Learner:
         self.coordinator = CoordinatorClient(coordinator, component="learner")
         self.layout = RunLayout.open(Path(self.config.run_dir))
         self.loader = make_loader(
-            self.config, self.layout, claim=lambda version: self.coordinator.claim(version).get()
+            self.config,
+            self.layout,
+            claim=lambda version: self.coordinator.claim(version).get(),
+            refill=lambda batch_id, **wanted: self.coordinator.refill(batch_id, **wanted).get(),
         )
         self.heart = Heartbeat(self.coordinator.heartbeat)
         with ExitStack() as after_failure:
@@ -209,7 +213,9 @@ class Learner:
     def _wait_for_batch(self, prefetch: Prefetch, clock: StepClock) -> PreparedBatch | None:
         """Return the batch under way, or None after a request to stop. Raises StarvationError."""
         started_s = time.monotonic()
-        deadline = StarvationDeadline(self.config.learner.starvation_timeout_s)
+        deadline = StarvationDeadline(
+            self.config.learner.starvation_timeout_s, progress=(0, prefetch.n_claims)
+        )
         is_reading = False
         while not self.stopping.is_set():
             batch = prefetch.take(timeout_s=POLL_S)
@@ -217,20 +223,21 @@ class Learner:
                 clock.waited_for_batch(since_s=started_s, groups_at_s=batch.claimed_at_s)
                 return batch
             if not prefetch.has_groups:
-                self._check_starvation(deadline)
+                is_reading = False
+                self._check_starvation(deadline, n_claims=prefetch.n_claims)
                 waits_s = time.monotonic() - started_s
                 self.heart.promise("groups", waits_s=waits_s, within_s=POLL_DEADLINE_S)
-            # Promised once: a thread that hangs while it reads must not look alive.
+            # Promised once for each claim: a thread that hangs while it reads must not look alive.
             elif not is_reading:
                 is_reading = True
                 self._promise(self.config.learner.step_timeout_s)
         return None
 
-    def _check_starvation(self, deadline: StarvationDeadline) -> None:
+    def _check_starvation(self, deadline: StarvationDeadline, *, n_claims: int) -> None:
         if not deadline.check_is_due():
             return
         status = self.coordinator.status().get()
-        if deadline.has_passed(status.heldout_open):
+        if deadline.has_passed((status.heldout_open, n_claims)):
             components = status.components.items()
             waiting = {name: one.waiting_on for name, one in components if one.waiting_on}
             raise StarvationError(
@@ -301,11 +308,21 @@ class Learner:
             metrics=figures,
             values=batch.values,
         ).get()
+        if batch.n_missing:
+            self.coordinator.record(REFILL_BOUND, self._refill_line(batch)).get()
         for line in alarms.began:
             self._notice(ALARM, line)
         for line in alarms.ended:
             self._notice(ALARM_ENDED, line)
         return alarms.began
+
+    def _refill_line(self, batch: PreparedBatch) -> str:
+        n_wanted = self.loader.n_live
+        return (
+            f"learner step {self.step} trained on {n_wanted - batch.n_missing} groups instead of "
+            f"{n_wanted}: algorithm.refill_groups={self.loader.refill_groups} more groups were "
+            "played, and too few of all of them differ within themselves"
+        )
 
     def _save_checkpoint(self) -> None:
         """Write a checkpoint, announce it, and remove the ones that no rule keeps."""

@@ -49,7 +49,6 @@ from store import (
     CheckpointRecord,
     RunLayout,
     VersionRecord,
-    is_trusted,
     published_version,
     read_run_file,
     restart_points,
@@ -154,12 +153,13 @@ def replayed(
     FileNotFoundError.
     """
     _check_possible(config, explains=explained is not None)
-    if not is_trusted(layout.root):
-        _check_modest(config)
     trained_step(layout, last)  # raises, before anything is loaded, if there is no such step
     model_path = base_model(layout, config)
     disable_progress_bar()  # shown by transformers while it loads the model
-    loader = make_loader(config, layout, claim=lambda version: None)
+    # The batches are those of the store, so nothing is claimed.
+    loader = make_loader(
+        config, layout, claim=lambda version: None, refill=lambda batch_id, **wanted: None
+    )
     prepare_advantages(loader.advantages)
     with (
         _scratch(layout) as scratch,
@@ -176,7 +176,11 @@ def replayed(
             began_at_s = time.monotonic()
             recorded = trained_step(layout, learner_step)
             batch = prepare_batch(
-                loader, recorded.batch, version=recorded.version_in, learner_step=learner_step
+                loader,
+                recorded.batch,
+                version=recorded.version_in,
+                learner_step=learner_step,
+                more=None,
             )
             if explained is not None and learner_step == first:
                 explained(explain(ranks.engine, batch))
@@ -186,14 +190,16 @@ def replayed(
             pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
             other_values = sum(recorded.values.get(uid) != own for uid, own in batch.values.items())
             pairs[OTHER_VALUES] = (0.0, float(other_values))
-            n_groups, n_rows = len(recorded.batch.groups), batch.rows.num_rows
+            what = f"groups {len(recorded.batch.groups)}, rows {batch.rows.num_rows}"
+            if batch.replayed.num_rows:
+                what += f", rows of replayed wins {batch.replayed.num_rows}"
             step = Replayed(
                 learner_step=learner_step,
                 published=recorded.published,
                 digest=_digest(ranks, scratch),
                 changed={name: (was, here) for name, (was, here) in pairs.items() if was != here},
                 n_figures=len(compared),
-                what=f"groups {n_groups}, rows {n_rows}, updates {len(updates)}",
+                what=f"{what}, updates {len(updates)}",
                 seconds=time.monotonic() - began_at_s,
             )
             same = f"identical to version {step.published.version}" if step.same else "DIFFERENT"
@@ -225,20 +231,6 @@ def _check_possible(config: Config, *, explains: bool) -> None:
             f"learner.zero_stage={learner.zero_stage} spreads the gradient over the ranks; leave "
             "out --explain"
         )
-
-
-def _check_modest(config: Config) -> None:
-    """Raise ReplayError if a stranger's settings ask for more processes than this machine has for.
-
-    Every rank is a process, and every thread of it starts at once.
-    """
-    n_cores, learner = len(os.sched_getaffinity(0)), config.learner
-    for name, n in (("ranks", learner.ranks), ("threads", learner.threads)):
-        if n > n_cores:
-            raise ReplayError(
-                f"learner.{name}={n}, and this machine has {n_cores} cores for a run that you did "
-                "not make; add --trust, once, if you know who made it"
-            )
 
 
 @contextmanager

@@ -14,10 +14,12 @@ from .catalog.records import CheckpointRecord as CheckpointRecord
 from .catalog.records import CommitResult as CommitResult
 from .catalog.records import Counts as Counts
 from .catalog.records import Group as Group
+from .catalog.records import KnownResults as KnownResults
 from .catalog.records import LiveSegment as LiveSegment
 from .catalog.records import RollBack as RollBack
 from .catalog.records import Unfinished as Unfinished
 from .catalog.records import VersionRecord as VersionRecord
+from .catalog.records import WholeGroup as WholeGroup
 from .clock import SNAPSHOT_WINDOW_S as SNAPSHOT_WINDOW_S
 from .clock import now_us as now_us
 from .errors import DigestError as DigestError

@@ -20,6 +20,10 @@ class ProgramEpisodes:
     async def start(self) -> None:
         await self._endpoint.start()
 
+    def answers(self) -> tuple[int, int]:
+        """Return zeros: nothing that a program does is remembered."""
+        return 0, 0
+
     async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
         """Run the program until it returns. A chat completion is one Step; the last has the reward.
 

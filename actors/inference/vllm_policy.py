@@ -41,7 +41,7 @@ from actors.inference.weight_load import (
 )
 from actors.policy import Completion, EngineLostError, Prompt
 from actors.prompting.images import load_image_form
-from configs import ActorsConfig, loaded
+from configs import ActorsConfig, load_safely
 from store import WeightFileError
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def load_stop_token_ids(model_path: str) -> list[int]:
     """Read the end tokens of a model's generation configuration."""
     from transformers import GenerationConfig
 
-    found = loaded(
+    found = load_safely(
         "generation configuration",
         model_path,
         load=lambda: GenerationConfig.from_pretrained(model_path, local_files_only=True),

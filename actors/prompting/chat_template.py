@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
-from configs import FROM_FILES, loaded
+from configs import SAFE_LOADING, load_safely
 from envs import run_in_thread
 from printable import REASON_CHARACTERS, one_line
 
@@ -64,10 +64,10 @@ def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
         # Imported here: the driver and the coordinator import this module, and never need it.
         from transformers import AutoTokenizer
 
-        tokenizer: Tokenizer = loaded(
+        tokenizer: Tokenizer = load_safely(
             "tokenizer",
             model_path,
-            load=lambda: AutoTokenizer.from_pretrained(model_path, **FROM_FILES),
+            load=lambda: AutoTokenizer.from_pretrained(model_path, **SAFE_LOADING),
         )
         return tokenizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.policy import Image
-from configs import FROM_FILES, VISION_MODEL_TYPES, loaded, model_type
+from configs import SAFE_LOADING, VISION_MODEL_TYPES, load_safely, model_type
 
 if TYPE_CHECKING:
     import torch
@@ -77,10 +77,10 @@ def load_image_form(model_path: str | Path) -> ImageForm | None:
     # Imported here: the driver and the coordinator import this module, and never need it.
     from transformers import AutoImageProcessor
 
-    processor = loaded(
+    processor = load_safely(
         "image processor",
         model_path,
-        load=lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **FROM_FILES),
+        load=lambda: AutoImageProcessor.from_pretrained(model_path, backend="pil", **SAFE_LOADING),
     )
     config = json.loads((Path(model_path) / "config.json").read_text())
     return ImageForm(processor, image_token_id=config["image_token_id"])

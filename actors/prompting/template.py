@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from actors.policy import Prompt
-from configs import MAX_CHARACTERS, TEXT_TAG, bounded_events
+from bounded_yaml import MAX_CHARACTERS, TEXT_TAG, bounded_events
 from envs import Observation
 from printable import REASON_CHARACTERS, one_line
 

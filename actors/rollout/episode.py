@@ -101,6 +101,9 @@ class EpisodeRunner(Protocol):
     def waiting(self) -> tuple[str, float] | None:
         """Return the operation that has been pending longest, and for how many seconds."""
 
+    def answers(self) -> tuple[int, int]:
+        """Return how often an environment was asked so far, and how many answers it remembered."""
+
     async def close(self) -> None: ...
 
 
@@ -125,7 +128,6 @@ class EnvironmentEpisodes:
         return self._pool.oldest()
 
     def answers(self) -> tuple[int, int]:
-        """Return how often an environment was asked so far, and how many answers it remembered."""
         return self._pool.answers()
 
     async def close(self) -> None:

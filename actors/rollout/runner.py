@@ -15,7 +15,7 @@ from actors.concurrency import Concurrency
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EpisodeRunner
 from actors.rollout.group import GroupRollout
-from configs import Config
+from configs import Config, environment_config
 from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
 from store import VersionRecord
@@ -130,7 +130,7 @@ class RolloutRunner:
     async def _start_group(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
         group = GroupRollout(
             lease,
-            self.config,
+            environment_config(self.config, lease.task.id),
             coordinator=self.coordinator,
             committer=self._committer,
             episodes=self._episodes,

@@ -8,8 +8,9 @@ apart by people who are colour-blind (Okabe and Ito). Texts of a run become visi
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice, pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from bokeh.models import (
     Range1d,
     WheelZoomTool,
 )
+from bokeh.models.annotations import Legend
 from bokeh.plotting import figure
 from bokeh.settings import settings as bokeh_settings
 
@@ -39,6 +41,15 @@ MAX_POINTS = 5_000  # of a chart; more are thinned evenly
 # Making a chart takes 60 ms of a core. Bokeh's check of it is a sixth of that, and only warns.
 bokeh_settings.perform_document_validation = False
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+
+
+def warm_up() -> None:
+    """Draw a chart that nobody sees. The first one takes half a second of a core, for imports.
+
+    What is there afterwards stays: the garbage collection need not look at it at every chart.
+    """
+    lines(pa.table({"x": [0.0], "y": [0.0]}), x="x", y=["y"])
+    gc.freeze()
 
 
 def lines(
@@ -61,7 +72,7 @@ def lines(
     """
     whiskers = whiskers or {}
     data, names = columns_of(table, x=x), dict(names or {})
-    drawn = _figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
+    drawn = new_figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
     source = ColumnDataSource(_with_gaps(data, [*y, *filter(None, (low, high))]))
     if low and high:
         drawn.varea(
@@ -73,14 +84,12 @@ def lines(
             fill_alpha=0.18,
             level="underlay",
         )
-    for column, colour in zip([*y, *points], cycle(COLOURS), strict=False):
+    for column, colour in zip([*y, *points], colours(len(y) + len(points)), strict=True):
         label = names.get(column, column)
         if column in points:
             there = [at for at, value in enumerate(data[column]) if value is not None]
             ends = whiskers.get(column, ())
-            some = ColumnDataSource(
-                {each: [data[each][at] for at in there] for each in (x, column, *ends)}
-            )
+            some = ColumnDataSource(rows_at(data, there, (x, column, *ends)))
             if ends:
                 drawn.segment(
                     x0=x, x1=x, y0=ends[0], y1=ends[1], source=some, color=colour, line_width=2
@@ -107,9 +116,8 @@ def lines(
                 ("95 % interval", f"@{{{between[0]}}}{digits} to @{{{between[1]}}}{digits}")
             )
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
-    finish_legend(drawn, n_entries=len(y) + len(points))
     named = " and ".join(names.get(each, each) for each in [*y, *points])
-    return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
+    return finish(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
 
 
 def bars(
@@ -127,12 +135,14 @@ def bars(
     if not numeric:
         factors = _distinct(factors)
         data = {**data, x: factors}
-    drawn = _figure(
+    drawn = new_figure(
         x=names.get(x, x),
         is_fraction=is_fraction,
         x_range=None if numeric else FactorRange(factors=factors),
     )
-    source = ColumnDataSource({**data, **{each: [v or 0 for v in data[each]] for each in y}})
+    for each in y:
+        data[each] = [value or 0 for value in data[each]]
+    source = ColumnDataSource(data)
     labels = [names.get(each, each) for each in y]
     gaps = [after - before for before, after in pairwise(data[x])] if numeric else []
     width = 0.8 * min((gap for gap in gaps if gap > 0), default=1)
@@ -141,7 +151,7 @@ def bars(
         x=x,
         width=width,
         source=source,
-        color=list(islice(cycle(COLOURS), len(y))),
+        color=colours(len(y)),
         legend_label=labels,
     )
     tips = [(names.get(x, x), f"@{{{x}}}")]
@@ -153,8 +163,7 @@ def bars(
         drawn.y_range = DataRange1d(start=0)
     if not numeric and len(factors) > 6:
         drawn.xaxis.major_label_orientation = 0.8
-    finish_legend(drawn, n_entries=len(y))
-    return _chart(drawn, f"{' and '.join(labels)} by {names.get(x, x)}, {len(data[x])} bars")
+    return finish(drawn, f"{' and '.join(labels)} by {names.get(x, x)}, {len(data[x])} bars")
 
 
 def steps(
@@ -166,9 +175,9 @@ def steps(
 ) -> Chart:
     """Draw columns `y` as lines that hold their value until the next `x`."""
     data, names = columns_of(table, x=x), dict(names or {})
-    drawn = _figure(x=names.get(x, x))
+    drawn = new_figure(x=names.get(x, x))
     source = ColumnDataSource(_with_gaps(data, y))
-    for column, colour in zip(y, cycle(COLOURS), strict=False):
+    for column, colour in zip(y, colours(len(y)), strict=True):
         label = names.get(column, column)
         drawn.step(
             x=x,
@@ -184,9 +193,8 @@ def steps(
         )
         tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(False)}")]
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
-    finish_legend(drawn, n_entries=len(y))
     named = " and ".join(names.get(each, each) for each in y)
-    return _chart(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
+    return finish(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
 
 
 def intervals(
@@ -199,7 +207,7 @@ def intervals(
 ) -> Chart:
     """Draw fractions `y` over `x` as points, each with a whisker from column low to column high."""
     data, names = columns_of(table, x=x), dict(names or {})
-    drawn = _figure(x=names.get(x, x), height=height, is_fraction=True)
+    drawn = new_figure(x=names.get(x, x), height=height, is_fraction=True)
     source = ColumnDataSource(data)
     drawn.segment(x0=x, x1=x, y0="low", y1="high", source=source, color=COLOURS[0], line_width=2)
     drawn.line(x=x, y=y, source=source, color=COLOURS[0], line_alpha=0.4)
@@ -211,7 +219,12 @@ def intervals(
         ("95 % interval", f"@low{digits} to @high{digits}"),
     ]
     drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
-    return _chart(drawn, f"{names.get(y, y)} over {names.get(x, x)}, {len(data[x])} points")
+    return finish(drawn, f"{names.get(y, y)} over {names.get(x, x)}, {len(data[x])} points")
+
+
+def colours(n: int) -> list[str]:
+    """Return `n` of the COLOURS, which repeat after the last."""
+    return list(islice(cycle(COLOURS), n))
 
 
 def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
@@ -223,33 +236,26 @@ def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
         table = table.sort_by(x)
     if table.num_rows > MAX_POINTS:
         table = table.take([at * table.num_rows // MAX_POINTS for at in range(MAX_POINTS)])
-    return {
-        name: [_plain_value(value) for value in table.column(at).to_pylist()]
-        for at, name in enumerate(table.column_names)
-    }
+    values = [list(map(_plain_value, column.to_pylist())) for column in table.columns]
+    return dict(zip(table.column_names, values, strict=True))
+
+
+def rows_at(
+    data: Mapping[str, Sequence[Any]], places: Sequence[int], names: Iterable[str]
+) -> dict[str, list[Any]]:
+    """Return the columns `names` with the rows at these places only."""
+    found = {}
+    for name in names:
+        found[name] = [data[name][place] for place in places]
+    return found
 
 
 def _with_gaps(data: dict[str, list[Any]], columns: Sequence[str]) -> dict[str, list[Any]]:
     """Return the data with NaN for what is missing: a browser draws null as 0."""
-    gaps = {
-        name: [math.nan if value is None else value for value in data[name]] for name in columns
-    }
-    return {**data, **gaps}
-
-
-def draw(drawn: figure, summary: str, *, n_entries: int | None = None) -> Chart:
-    """Return a figure of your own as a Chart. Begin it with `new_figure`.
-
-    `n_entries` of its legend: it stands above the figure, or is hidden below two.
-    """
-    if n_entries is not None:
-        finish_legend(drawn, n_entries=n_entries)
-    return _chart(drawn, summary)
-
-
-def new_figure(**settings: Any) -> figure:
-    """Return an empty figure with the look of all charts."""
-    return _figure(**settings)
+    found = dict(data)
+    for name in columns:
+        found[name] = [math.nan if value is None else value for value in data[name]]
+    return found
 
 
 def _plain_value(value: Any) -> Any:
@@ -263,11 +269,13 @@ def _plain_value(value: Any) -> Any:
         return plain(value, at_most=60)
 
 
-def _figure(
-    *, x: str, height: int = HEIGHT, is_fraction: bool = False, x_range: Any = None, **settings: Any
+def new_figure(
+    *, x: str, height: int = HEIGHT, is_fraction: bool = False, x_range: Any = None
 ) -> figure:
-    if x_range is not None:
-        settings["x_range"] = x_range
+    """Return an empty figure with the look of all charts. `x` is the text below its axis.
+
+    `is_fraction`: its values are from 0 to 1 and are shown as percent.
+    """
     drawn = figure(
         height=height,
         sizing_mode="stretch_width",
@@ -277,7 +285,7 @@ def _figure(
         border_fill_alpha=0,
         outline_line_color=None,
         min_border_left=8,
-        **settings,
+        **({} if x_range is None else {"x_range": x_range}),
     )
     drawn.add_tools(WheelZoomTool(modifiers={"ctrl": True}))  # a wheel alone scrolls the page
     for axis in drawn.axis:
@@ -304,13 +312,23 @@ def _figure(
     return drawn
 
 
-def finish_legend(drawn: figure, *, n_entries: int) -> None:
-    """Place the legend of a figure above it, or hide it if there is one entry only."""
-    (legend,) = drawn.legend
-    if n_entries < 2:
-        legend.visible = False
-        return
-    drawn.add_layout(legend, "above")
+def finish(drawn: figure, summary: str) -> Chart:
+    """Return a figure that `new_figure` began as a Chart. `summary` is its text for the blind.
+
+    A legend stands above the figure; one with a single entry is hidden.
+    """
+    for legend in drawn.legend:
+        if len(legend.items) < 2:
+            legend.visible = False
+        else:
+            drawn.add_layout(legend, "above")
+            _style(legend)
+    item: Mapping[str, Any] = json_item(drawn)
+    return Chart(item=item, summary=summary)
+
+
+def _style(legend: Legend) -> None:
+    n_entries = len(legend.items)
     legend.orientation = "horizontal"
     legend.background_fill_alpha = 0
     legend.border_line_color = None
@@ -321,11 +339,6 @@ def finish_legend(drawn: figure, *, n_entries: int) -> None:
     legend.glyph_width = 14
     legend.click_policy = "hide"
     legend.ncols = 2 if n_entries > 3 else n_entries  # a narrow page has room for two
-
-
-def _chart(drawn: figure, summary: str) -> Chart:
-    item: Mapping[str, Any] = json_item(drawn)
-    return Chart(item=item, summary=summary)
 
 
 def _digits(is_fraction: bool) -> str:

@@ -12,24 +12,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis.view.page import PageRequest
-from analysis.view.sql_text import Value, fill
+from analysis.view.sql_text import fill
 
-# `steps` of this group only, also for the macro advantages(): it reads the nearest `steps`. They
-# are read once: advantages() and the query around it would each read the files again.
+# `steps` of this group only, also for the macro advantages(): it reads the nearest `steps`.
 OF_GROUP = """
-WITH steps AS MATERIALIZED (
-    FROM steps WHERE group_uid = $group{versions})
+FROM steps WHERE group_uid = $group{versions}
 """
-# The same for the groups of the last `$steps` batches; more tables may follow.
+# The same for the groups of the last `$steps` batches.
 OF_BATCHES = """
-WITH trained AS (
+SELECT s.* EXCLUDE (prompt_ids, response_ids, response_logprobs, images) FROM steps AS s SEMI JOIN (
     SELECT DISTINCT group_uid FROM lineage
     WHERE batch_state = 'trained' AND live
       AND learner_step > (
-          SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps),
-steps AS MATERIALIZED (
-    SELECT s.* FROM steps AS s SEMI JOIN trained USING (group_uid) WHERE TRUE{versions})
+          SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained') - $steps)
+    USING (group_uid) WHERE TRUE{versions}
 """
+# Their terms. A table of its own: where the macro refuses, the steps are shown all the same.
+TERMS = ("terms", "FROM advantages()")
 # The newest group of mixed outcome, or else the newest one.
 NEWEST_GROUP = """
 SELECT group_uid FROM groups WHERE state = 'trained'
@@ -51,16 +50,16 @@ def group_versions(asked: PageRequest, group: uuid.UUID) -> str:
     return _between(asked.rows(fill(VERSIONS, group=group)))
 
 
-def of_batches(asked: PageRequest, n_steps: int) -> str:
-    """Return the begin of a query: OF_BATCHES, filled for the last `n_steps` learner steps."""
+def group_steps(asked: PageRequest, group: uuid.UUID) -> tuple[str, str]:
+    """Return the table `steps` of one group, for `Panel.tables`."""
+    return "steps", fill(OF_GROUP.replace("{versions}", group_versions(asked, group)), group=group)
+
+
+def batches_steps(asked: PageRequest, n_steps: int) -> tuple[str, str]:
+    """Return the table `steps` of the groups of the last `n_steps` learner steps."""
     # DuckDB leaves out files by numbers that stand in the query, not by those of a subquery.
     versions = _between(asked.rows(fill(BATCHES_VERSIONS, steps=n_steps)))
-    return fill(OF_BATCHES.replace("{versions}", versions), steps=n_steps)
-
-
-def of_group(query: str, *, group: uuid.UUID, versions: str, **values: Value) -> str:
-    """Return a query that begins with OF_GROUP, filled for one group."""
-    return fill(query.replace("{versions}", versions), group=group, **values)
+    return "steps", fill(OF_BATCHES.replace("{versions}", versions), steps=n_steps)
 
 
 def _between(found: Sequence[Mapping[str, Any]]) -> str:

@@ -10,8 +10,8 @@ from urllib.parse import urlencode
 
 import pyarrow as pa
 
-from analysis.view.panel import Ask, Panel
-from analysis.view.sql_text import Value
+from analysis.view.panel import Ask, Link, Panel
+from analysis.view.sql_text import Tables, Value
 
 
 class BadAddressError(ValueError):
@@ -33,9 +33,9 @@ class PageRequest:
     ask_run: Callable[[int, str], pa.Table]  # another run, by its number, at `lsn_of` it
     lsn_of: Callable[[int], int]  # another run's moment: `as_of_NUMBER` of the address, or newest
 
-    def rows(self, query: str) -> list[dict[str, Any]]:
+    def rows(self, query: str, *, tables: Tables = ()) -> list[dict[str, Any]]:
         """Return a small answer that decides which panels the page has. Raises StoreError."""
-        found: list[dict[str, Any]] = self.ask(query).to_pylist()
+        found: list[dict[str, Any]] = self.ask(query, tables=tables).to_pylist()
         return found
 
     def text(self, name: str) -> str | None:
@@ -48,18 +48,12 @@ class PageRequest:
             raise BadAddressError(f"{name} has a null character, which SQL cannot hold")
         return text
 
-    def whole(self, name: str) -> int | None:
+    def integer(self, name: str) -> int | None:
         """Return a whole number of the address. Raises BadAddressError."""
         text = self.text(name)
-        try:
-            number = None if text is None else int(text)
-        except ValueError:
-            raise BadAddressError(f"{name} is not a whole number") from None
-        if number is not None and not -(2**63) <= number < 2**63:
-            raise BadAddressError(f"{name} is too large")
-        return number
+        return None if text is None else as_integer(name, text)
 
-    def real(self, name: str) -> float | None:
+    def number(self, name: str) -> float | None:
         """Return a number of the address. Raises BadAddressError."""
         text = self.text(name)
         try:
@@ -70,10 +64,7 @@ class PageRequest:
     def uid(self, name: str) -> uuid.UUID | None:
         """Return a uid of the address. Raises BadAddressError."""
         text = self.text(name)
-        try:
-            return None if text is None else uuid.UUID(text)
-        except ValueError:
-            raise BadAddressError(f"{name} is not a uid, such as a group_uid") from None
+        return None if text is None else as_uid(name, text)
 
     def link(self, path: str, **parameters: Value) -> str:
         """Return the address of a page of this run, at the same moment if this page names one."""
@@ -83,6 +74,39 @@ class PageRequest:
         if not self.is_live:
             kept["as_of"] = self.lsn
         return f"{path}?{urlencode(kept)}" if kept else path
+
+    def row_link(self, path: str, columns: Mapping[str, str], **fixed: Value) -> Link:
+        """Return the function that gives each row its address on a page of this run.
+
+        `columns`: by parameter, the column of its value; `fixed`: parameters that all rows share. A
+        row without one of the values has no address.
+        """
+
+        def link(row: Mapping[str, Any]) -> str | None:
+            values = {name: row[column] for name, column in columns.items()}
+            lacks = any(value in (None, "") for value in values.values())
+            return None if lacks else self.link(path, **values, **fixed)
+
+        return link
+
+
+def as_integer(name: str, text: str) -> int:
+    """Return the whole number in a text. `name` is the parameter's. Raises BadAddressError."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise BadAddressError(f"{name} is not a whole number") from None
+    if not -(2**63) <= number < 2**63:
+        raise BadAddressError(f"{name} is too large")
+    return number
+
+
+def as_uid(name: str, text: str) -> uuid.UUID:
+    """Return the uid in a text. `name` is the parameter's. Raises BadAddressError."""
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        raise BadAddressError(f"{name} is not a uid, such as a group_uid") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

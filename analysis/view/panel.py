@@ -1,4 +1,4 @@
-"""A panel: one query, how its answer is shown, and one sentence that a newcomer understands.
+"""A panel: a query, how its answer is shown, and one sentence that a newcomer understands.
 
     Panel(
         title="Staleness",
@@ -24,15 +24,21 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.html import html, json_script, number
+from analysis.view.sql_text import Tables, with_tables
 from analysis.view.text import plain, visible
 from printable import UNSAFE
 from store import StoreError
 
 
 class Ask(Protocol):
-    """A function that answers a query, at most its first `n_rows` rows. Raises StoreError."""
+    """A function that answers a query, at most its first `n_rows` rows. Raises StoreError.
 
-    def __call__(self, query: str, n_rows: int | None = None) -> pa.Table: ...
+    `tables` stand before the query in a WITH, and are computed once for all that read the same.
+    """
+
+    def __call__(
+        self, query: str, n_rows: int | None = None, *, tables: Tables = ()
+    ) -> pa.Table: ...
 
 
 TABLE_ROWS = 500  # of a panel; the query gives the rest
@@ -65,10 +71,11 @@ class Panel:
 
     title: str
     explains: str
-    query: str
+    query: str = ""  # without one only `above` is shown
+    tables: Tables = ()  # that `query` reads, and other panels too; see with_tables
     show: Show = as_table
     empty: str = "There is nothing to show yet."  # instead of an answer without rows
-    width: str = "half"  # or "whole": of a page that is wide enough for two
+    width: str = "half"  # or "full": of a page that is wide enough for two
     later: bool = False  # fetched after the page stands
     alone: bool = False  # asked of a process of its own: for queries that read all steps
     above: Markup | str = ""  # controls between the explanation and the answer
@@ -78,6 +85,11 @@ class Panel:
     files: Mapping[str, Callable[[pa.Table], bytes]] = field(default_factory=dict)
     # The HTML of an address at an lsn is kept. False: `show` looks elsewhere too.
     keeps: bool = True
+
+    @property
+    def sql(self) -> str:
+        """Return the whole query, as it is shown."""
+        return with_tables(self.tables, self.query).strip()
 
     @property
     def name(self) -> str:
@@ -100,8 +112,8 @@ def render_panel(
     """
     body, error = Markup(""), ""
     try:
-        table = ask(panel.query) if panel.n_rows is None else ask(panel.query, panel.n_rows)
-        body = _body(panel, table if panel.combine is None else panel.combine(table))
+        if panel.query:
+            body = _body(panel, _rows(panel, ask))
     except Exception as reason:  # noqa: BLE001  a stranger's view may give values of any type
         error = why(reason)
     return html(
@@ -111,8 +123,8 @@ def render_panel(
         error=error,
         lsn=lsn,
         downloads=downloads or {},
-        query=panel.query.strip(),
-        command=command(panel.query, run=run, lsn=lsn),
+        query=panel.sql,
+        command=command(panel.sql, run=run, lsn=lsn),
     )
 
 
@@ -168,6 +180,11 @@ def show_rows(
         n_rows=table.num_rows,
         n_shown=len(rows),
     )
+
+
+def _rows(panel: Panel, ask: Ask) -> pa.Table:
+    table = ask(panel.query, panel.n_rows, tables=panel.tables)
+    return table if panel.combine is None else panel.combine(table)
 
 
 def _body(panel: Panel, table: pa.Table) -> Markup:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 from markupsafe import Markup
 
-from analysis.evaluation_stats import interval, success
 from analysis.view.charts import intervals, lines
+from analysis.view.heldout_rounds import ROUNDS, round_columns
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import PageRequest
 from analysis.view.pages import run as run_page
@@ -34,9 +34,9 @@ from analysis.view.panel import (
     shell_word,
     show_rows,
 )
-from analysis.view.report_summary import SUMMARY, heldout_tasks, show_summary
+from analysis.view.report_summary import SUMMARY, show_summary
 from analysis.view.run_settings import SETTINGS, default_settings, differing, settings_of
-from analysis.view.sql_text import fill
+from analysis.view.sql_text import Tables, fill
 from analysis.view.text import plain
 from store import (
     READ_WRITE,
@@ -79,12 +79,6 @@ STABILITY = {
     "loss/grad_norm": ("Gradient norm", "Before clipping, mean over the updates of a step."),
 }
 FRACTIONS = ("loss/ess",)
-HELDOUT = """
-SELECT purpose_version AS version, task_id, sum(n_won)::BIGINT AS won,
-       sum(n_members)::BIGINT AS played
-FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0
-GROUP BY ALL ORDER BY version, task_id
-"""
 # A long run gives up many groups for the same reason: one row for each kind, with the last cause.
 INCIDENTS = f"""
 WITH found AS ({run_page.HAPPENED})
@@ -135,10 +129,16 @@ def compose(reader: Reader, *, name: str) -> str:
     A panel whose query fails shows the error.
     """
 
-    def ask(query: str, n_rows: int | None = None) -> pa.Table:
+    def ask(query: str, n_rows: int | None = None, *, tables: Tables = ()) -> pa.Table:
         if n_rows is not None:
-            return reader.first(query, n_rows=n_rows, times_as_text=True)[0]
-        return reader.sql(query, max_rows=MAX_ROWS, max_bytes=MAX_ANSWER_BYTES, times_as_text=True)
+            return reader.first(query, n_rows=n_rows, tables=tables, times_as_text=True)[0]
+        return reader.sql(
+            query,
+            max_rows=MAX_ROWS,
+            max_bytes=MAX_ANSWER_BYTES,
+            tables=tables,
+            times_as_text=True,
+        )
 
     lsn = reader.lsn
     assert lsn is not None, "an open reader shows some lsn"
@@ -146,7 +146,11 @@ def compose(reader: Reader, *, name: str) -> str:
     scripts = [BOKEH_SCRIPT.read_text("utf-8"), (STATIC / "report.js").read_text("utf-8")]
     assert all("</script" not in script and "\r" not in script for script in scripts)
     style = "".join((STATIC / each).read_text("utf-8") for each in ("view.css", "report.css"))
-    found = sections(name, lsn, ask)
+    shown = []
+    for section in sections(name, lsn, ask):
+        panels = [_bounded(panel, ask, run=name, lsn=lsn) for panel in section.panels]
+        heading = {"title": section.title, "name": section.title.lower().replace(" ", "-")}
+        shown.append({**heading, "panels": Markup("").join(panels)})
     text = html(
         "report.html",
         policy=_policy(scripts),
@@ -159,16 +163,7 @@ def compose(reader: Reader, *, name: str) -> str:
         lsn=lsn,
         changed_at=str(identity["changed_at"] or "")[:19],
         left_out=reader.left_out,
-        sections=[
-            {
-                "title": section.title,
-                "name": section.title.lower().replace(" ", "-"),
-                "panels": Markup("").join(
-                    _bounded(panel, ask, run=name, lsn=lsn) for panel in section.panels
-                ),
-            }
-            for section in found
-        ],
+        sections=shown,
         commands=commands(name, lsn, checkpoint=identity["checkpoint"]),
     )
     assert len(text.encode(errors="backslashreplace")) <= MAX_BYTES
@@ -194,7 +189,15 @@ def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
     stability = [*map(_metric, STABILITY), run_page.alarms()]
     return [
         Section(title="In short", panels=[_summary()]),
-        Section(title="Learning", panels=[key_figures, run_page.success(), _heldout()]),
+        Section(
+            title="Learning",
+            panels=[
+                key_figures,
+                run_page.success(),
+                *run_page.by_environment(asked),
+                _heldout(),
+            ],
+        ),
         Section(title="Stability", panels=stability),
         Section(title="Speed", panels=[limits, run_page.times(n_steps=ALL_STEPS)]),
         Section(title="Dropped", panels=_dropped()),
@@ -219,17 +222,8 @@ def show_settings(table: pa.Table) -> Markup:
 
 def show_heldout(table: pa.Table) -> Chart:
     """Draw the success of each evaluation with its interval."""
-    rounds: dict[int, list[dict[str, object]]] = {}
-    for row in table.to_pylist():
-        rounds.setdefault(row["version"], []).append(row)
-    columns: dict[str, list[float]] = {"version": [], "success": [], "low": [], "high": []}
-    for version, rows in rounds.items():
-        tasks = heldout_tasks(rows)
-        low, high = interval(tasks)
-        for name, value in zip(columns, (version, success(tasks), low, high), strict=True):
-            columns[name].append(value)
     return intervals(
-        pa.table(columns),
+        pa.table(round_columns(table.to_pylist())),
         x="version",
         y="success",
         names={"version": "policy version", "success": "held-out success"},
@@ -297,19 +291,25 @@ def _bounded(panel: Panel, ask: Ask, *, run: str, lsn: int) -> Markup:
     kept = n_rows = None
     while len(shown.encode(errors="backslashreplace")) > MAX_PANEL_BYTES and kept != 0:
         if kept is None:
-            kept = n_rows = ask(panel.query).num_rows
+            kept = n_rows = ask(panel.query, tables=panel.tables).num_rows
         kept //= 2
         fewer = replace(
-            panel, explains=f"{panel.explains} Too long to be whole: {kept} of {n_rows} rows."
+            panel, explains=f"{panel.explains} Too long to show all: {kept} of {n_rows} rows."
         )
         shown = render(fewer, partial(_thinned, ask, kept, is_chart='class="chart"' in shown))
     return shown
 
 
 def _thinned(
-    ask: Ask, kept: int, query: str, n_rows: int | None = None, *, is_chart: bool
+    ask: Ask,
+    kept: int,
+    query: str,
+    n_rows: int | None = None,
+    *,
+    tables: Tables = (),
+    is_chart: bool,
 ) -> pa.Table:
-    table = ask(query) if n_rows is None else ask(query, n_rows)
+    table = ask(query, n_rows, tables=tables)
     if not is_chart or not kept:
         return table.slice(0, kept)
     return table.take([at * table.num_rows // kept for at in range(min(kept, table.num_rows))])
@@ -321,7 +321,7 @@ def _summary() -> Panel:
         explains="Intervals are of 95 %. The figures below say how they came about.",
         query=SUMMARY,
         show=show_summary,
-        width="whole",
+        width="full",
     )
 
 
@@ -332,7 +332,7 @@ def _dropped() -> list[Panel]:
             explains="A group is several attempts at one task, and the unit of training.",
             query=FUNNEL,
             empty="No group was handed out.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Why groups were not trained on",
@@ -347,7 +347,7 @@ def _dropped() -> list[Panel]:
             query=UNFINISHED,
             empty="Every attempt that was begun gave an episode.",
         ),
-        replace(run_page.staleness(), width="whole"),
+        replace(run_page.staleness(), width="full"),
     ]
 
 
@@ -357,7 +357,7 @@ def _incidents() -> Panel:
         explains="What failed or was given up, how often, and the cause of the last time.",
         query=fill(INCIDENTS, rows=NEWEST, characters=CAUSE_CHARACTERS),
         empty="Nothing went wrong.",
-        width="whole",
+        width="full",
     )
 
 
@@ -395,7 +395,7 @@ def _settings() -> Panel:
         query=SETTINGS,
         show=show_settings,
         empty="The run's settings are not there.",
-        width="whole",
+        width="full",
     )
 
 
@@ -421,7 +421,7 @@ def _heldout() -> Panel:
         title="Held-out success",
         explains="Tasks that are never trained on, by the weights that played them. Whiskers are "
         "95 % intervals (Wilson); episodes of one task count for less than independent ones.",
-        query=HELDOUT,
+        query=ROUNDS,
         show=show_heldout,
         empty="Nothing was played on held-out tasks.",
     )

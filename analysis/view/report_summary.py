@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 from markupsafe import Markup
 
-from analysis.evaluation_stats import Z_95, TaskResult, interval, success
+from analysis.evaluation_stats import Z_95, interval, success
 from analysis.report import END_STEPS, ENDS
 from analysis.run_status import duration
 from analysis.speed_limit import speed_limit
+from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.html import html, number, percent
 
 # Intervals of training success go by how much groups differ: episodes of one task are alike.
@@ -82,16 +83,6 @@ def answers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("What limits it?", _limit(row)),
         ("What was dropped?", _dropped(row)),
         ("Can it be trusted?", _trust(row)),
-    ]
-
-
-def heldout_tasks(rows: Iterable[Mapping[str, Any]]) -> list[TaskResult]:
-    """Return the tasks of an evaluation round from rows of (task_id, won, played)."""
-    return [
-        TaskResult(
-            task_id=row["task_id"], won=row["won"], played=row["played"], score=None, steps=0.0
-        )
-        for row in rows
     ]
 
 

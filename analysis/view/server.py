@@ -36,6 +36,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from analysis.view.charts import warm_up
 from analysis.view.downloads import DOWNLOADS, download
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import BadAddressError, Page, PageRequest
@@ -121,6 +122,7 @@ def make_app(
 
     Raises StoreError if a run cannot be read.
     """
+    threading.Thread(target=warm_up, name="warm up", daemon=True).start()
     settings = {} if refresh_s is None else {"refresh_s": refresh_s}
     stored: list[Snapshots] = []
     try:
@@ -215,7 +217,7 @@ class Viewer:
 
         Drawing a chart takes 50 ms of a core. A panel with an error is not kept.
         """
-        key = (asked.run_number, asked.lsn, str(request.url), panel.name, panel.query)
+        key = (asked.run_number, asked.lsn, str(request.url), panel.name, panel.sql)
         with self._lock:
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
@@ -311,14 +313,18 @@ class Viewer:
         if not is_page and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             return PlainTextResponse("give the token that gigpo view printed\n", status_code=401)
         wanted = request.query_params.get("panel")
-        panels = [each for each in page.panels(asked) if each.name == wanted]
+        panels = [each for each in page.panels(asked) if each.name == wanted and each.query]
         if not panels:
-            raise BadAddressError("the page has no such panel")
+            raise BadAddressError("the page has no such panel with rows")
         (panel,) = panels
         if kind not in DOWNLOADS and kind not in panel.files:
             raise BadAddressError(f"download is one of {', '.join([*DOWNLOADS, *panel.files])}")
         table = self.stored[asked.run_number].ask(
-            asked.lsn, panel.query, times_as_text=kind != "arrow", is_long=True
+            asked.lsn,
+            panel.query,
+            tables=panel.tables,
+            times_as_text=kind != "arrow",
+            is_long=True,
         )
         return download(table, kind, name=panel.name, lsn=asked.lsn, write=panel.files.get(kind))
 

@@ -10,22 +10,26 @@ query, also after its reader was closed.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 
+from analysis.view.sql_text import Tables, with_tables
 from store import Reader, RunLayout, StoreError, open_run, read_manifest
 
 REFRESH_S = 3.0  # between two looks for a newer snapshot
-# A newer snapshot takes a new reader, and the page that follows is drawn again: about three times
-# the cost of the reader. A training beside it is to lose less than 2 % of two cores.
-REFRESH_COST_FACTOR = 40.0
+# A newer snapshot takes a new reader, and the page that follows it is drawn again. The next one is
+# looked for when all that, and what else was asked, is this share of the machine's CPU time since:
+# a training beside it is to lose less than 2 %.
+CPU_SHARE = 0.015
 REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 KEPT_READERS = 3  # of a run, beside the newest
@@ -63,6 +67,7 @@ class Snapshots:
         self._kept_bytes = 0
         self._looked_at = time.monotonic()
         self._is_closed = threading.Event()
+        self._is_remote = False
         self.newest_lsn = -1
         self.newest_lsn = self._open(None)
         self._thread = threading.Thread(target=self._refresh, name="snapshots", daemon=True)
@@ -91,18 +96,21 @@ class Snapshots:
         query: str,
         n_rows: int | None = None,
         *,
+        tables: Tables = (),
         times_as_text: bool = True,
         is_long: bool = False,
     ) -> pa.Table:
         """Return the answer at this lsn, from memory where it was asked before.
 
-        `n_rows`: at most its first rows. Raises StoreError: the query's own error too is
-        remembered, but not a time-out.
+        `n_rows`: at most its first rows. `tables`: see Reader.sql. Raises StoreError: the query's
+        own error too is remembered, but not a time-out.
         """
-        key = (lsn, query, n_rows, times_as_text)
+        key = (lsn, with_tables(tables, query), n_rows, times_as_text)
         if (known := self._remembered(key)) is None:
             with self._used((lsn, is_long)) as reader:
-                known = self._answer(reader, query, n_rows, times_as_text=times_as_text)
+                known = self._answer(
+                    reader, query, n_rows, tables=tables, times_as_text=times_as_text
+                )
             self._remember(key, known)
         if isinstance(known, StoreError):
             raise known
@@ -119,15 +127,26 @@ class Snapshots:
             reader.close()
 
     def _answer(
-        self, reader: Reader, query: str, n_rows: int | None, *, times_as_text: bool
+        self,
+        reader: Reader,
+        query: str,
+        n_rows: int | None,
+        *,
+        tables: Tables,
+        times_as_text: bool,
     ) -> pa.Table | StoreError:
         try:
             if n_rows is not None:
                 return reader.first(
-                    query, n_rows=n_rows, timeout_s=QUERY_TIMEOUT_S, times_as_text=times_as_text
+                    query,
+                    n_rows=n_rows,
+                    timeout_s=QUERY_TIMEOUT_S,
+                    tables=tables,
+                    times_as_text=times_as_text,
                 )[0]
             return reader.sql(
                 query,
+                tables=tables,
                 timeout_s=QUERY_TIMEOUT_S,
                 max_rows=MAX_ROWS,
                 max_bytes=MAX_BYTES,
@@ -216,33 +235,46 @@ class Snapshots:
 
     def _refresh(self) -> None:
         """Look for a newer snapshot every few seconds while somebody looks, until `close`."""
-        wait_s = self._refresh_s
-        while not self._is_closed.wait(wait_s):
-            wait_s = self._refresh_s
-            if time.monotonic() - self._looked_at <= LOOKED_AT_S:
-                wait_s = self._catch_up()
+        caught_up_at, used_s = -math.inf, 0.0
+        while not self._is_closed.wait(self._refresh_s):
+            now = time.monotonic()
+            since_s = now - caught_up_at
+            allowed_s = CPU_SHARE * (psutil.cpu_count() or 1) * since_s
+            if (
+                now - self._looked_at <= LOOKED_AT_S
+                and since_s >= (REMOTE_REFRESH_S if self._is_remote else 0.0)
+                and _cpu_s() - used_s <= allowed_s
+            ):
+                caught_up_at, used_s = now, _cpu_s()
+                self._catch_up()
 
-    def _catch_up(self) -> float:
-        """Open the newest snapshot if there is a newer one. Return when to look again, in seconds.
+    def _catch_up(self) -> None:
+        """Open the newest snapshot if there is a newer one. The manifest says it.
 
-        Reads the manifest first. A run that cannot be read just now is `stuck`.
+        A run that cannot be read just now is `stuck`.
         """
-        began, wait_s = time.monotonic(), self._refresh_s
         try:
-            is_remote = RunLayout.open(self.run).info.storage_uri is not None
-            if is_remote:
-                wait_s = max(wait_s, REMOTE_REFRESH_S)
-            if is_remote or self._has_newer():
+            self._is_remote = RunLayout.open(self.run).info.storage_uri is not None
+            if self._is_remote or self._has_newer():
                 self.newest_lsn = self._open(None)
-                wait_s = max(wait_s, REFRESH_COST_FACTOR * (time.monotonic() - began))
             self.stuck = ""
         except (StoreError, OSError) as error:
             self.stuck = f"newer rows cannot be read just now: {error}"
-        return wait_s
 
     def _has_newer(self) -> bool:
         manifest = read_manifest(RunLayout.open(self.run))
         return manifest is not None and manifest.lsn != self.newest_lsn
+
+
+def _cpu_s() -> float:
+    """Return the CPU time of this process and its readers, in seconds."""
+    me = psutil.Process()
+    times = [me.cpu_times()]
+    used_s = times[0].children_user + times[0].children_system  # of readers that ended
+    for child in me.children():
+        with suppress(psutil.Error):  # it ends just now
+            times.append(child.cpu_times())
+    return used_s + sum(each.user + each.system for each in times)
 
 
 def _size(answer: pa.Table | StoreError) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 import uuid
+from collections.abc import Sequence
 
 Value = uuid.UUID | int | float | str | None
+Tables = Sequence[tuple[str, str]]  # names and queries; a table may read those before it
 
 PLACE = re.compile(r"\$([a-z_]+)")
 
@@ -20,6 +22,14 @@ def fill(query: str, **values: Value) -> str:
     Raises KeyError for a name without a value, ValueError for a text that SQL cannot hold.
     """
     return PLACE.sub(lambda found: literal(values[found[1]]), query)
+
+
+def with_tables(tables: Tables, query: str) -> str:
+    """Return the query after a WITH of the tables. It may go on with a comma and more tables."""
+    if not tables:
+        return query
+    made = [f"{name} AS MATERIALIZED (\n{made_by.strip()})" for name, made_by in tables]
+    return "WITH " + ",\n".join(made) + query
 
 
 def literal(value: Value) -> str:

@@ -32,7 +32,7 @@ def visible(value: object, *, at_most: int = SHORT_CHARACTERS) -> Markup:
     rest = "" if len(shown) == len(text) else f", the first {LONG_CHARACTERS:,} are here"
     return Markup(
         '<details class="long"><summary>{}<span class="more">… show all ({} characters{})</span>'
-        '</summary><div class="whole-text">{}</div></details>'
+        '</summary><div class="all-text">{}</div></details>'
     ).format(_marked(text[:at_most]), f"{len(text):,}", rest, _marked(shown))
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import Config, ConfigError, flat
+from configs import Config, ConfigError, dotted_settings
 from driver.run_lock import RUN_MARK
 from driver.trackers.delivered import DeliveredMetrics
 from driver.trackers.services import PACKAGES, TrackerSetup
@@ -39,7 +39,7 @@ READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
 FAULT_CHARACTERS = 300
 # What stands in these settings is not ours: any text in them may hold a key.
-FREE_KEYS = ("env.options", "endpoint.body")
+FREE_KEYS = ("env.options", "environments", "endpoint.body")
 SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header|pin", re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Of a URL: a name and a password; and a query and a fragment, which may hold a key.
@@ -66,7 +66,7 @@ def shown_settings(config: Config) -> dict[str, Any]:
     URL loses its password and query.
     """
     shown: dict[str, Any] = {}
-    for key, value in flat(config):
+    for key, value in dotted_settings(config):
         inside = _numbers(value, key) if key in FREE_KEYS else [(key, value)]
         shown |= {name: _without_password(each) for name, each in inside}
     return shown

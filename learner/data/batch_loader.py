@@ -1,17 +1,19 @@
 """From a claimed batch of groups to tensors: read, verify, compute advantages, select, pack.
 
     batch = loader.claim(7)
-    prepared = prepare_batch(loader, batch, version=7, learner_step=8)
+    prepared = prepare_batch(loader, batch, version=7, learner_step=8, more=None)
     stats = ranks.train([update.micro_batches for update in prepared.updates])
 
-The coordinator returns None for a claim while there are too few groups.
+The coordinator returns None for a claim while there are too few groups. `more` gives a batch other
+groups in place of those that teach nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import duckdb
 import numpy as np
@@ -19,8 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from configs import Config, ConfigError, LearnerConfig
-from gigpo import AdvantageSettings, compute_advantages, filtered_groups
+from configs import Config, ConfigError, LearnerConfig, ReplayConfig, groups_of_a_step
+from gigpo import (
+    AdvantageSettings,
+    compute_advantages,
+    filtered_groups,
+    replay_weight,
+    replayed_wins,
+)
 from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches, split_updates
 from printable import one_line
 from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
@@ -33,6 +41,16 @@ ADVANTAGE_COLUMNS = {
     "advantage": pa.float64(),
     "anchor_size": pa.int64(),
 }
+# From a batch and its filtered groups to the batch with more groups; None if it stays as it is.
+More = Callable[[Batch, Mapping[bytes, str]], Batch | None]
+
+
+class Refill(Protocol):
+    """Ask the coordinator for more groups of a batch: `Coordinator.refill`."""
+
+    def __call__(
+        self, batch_id: int, *, filtered: Collection[bytes], n_groups: int, current_version: int
+    ) -> Batch | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +59,9 @@ class BatchLoader:
 
     # Ask the coordinator for a batch to train at a policy version.
     claim: Callable[[int], Batch | None]
+    refill: Refill
+    n_live: int  # groups of a batch that this run plays
+    refill_groups: int  # at most so many more of them, in place of filtered ones
     layout: RunLayout
     advantages: AdvantageSettings
     # Groups whose episodes do not differ in it are left out; "none" keeps all groups.
@@ -48,6 +69,7 @@ class BatchLoader:
     # SQL condition on offline rows. Others are left out; an empty condition keeps all.
     train_on: str
     learner: LearnerConfig
+    replay: ReplayConfig
     seed: int
     # The critic's value before each response token per micro-batch, for the estimators that need
     # one; they are asked for when a batch is prepared, so after the step before.
@@ -82,7 +104,8 @@ class PreparedBatch:
     version: int  # policy version to train at: staleness is counted from it
     # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target; trained rows
     rows: pa.Table
-    updates: list[Update]  # of `rows`; empty if all groups were filtered
+    replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
+    updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
     values: Mapping[bytes, Sequence[float]]
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
@@ -92,7 +115,8 @@ class PreparedBatch:
     success: float  # fraction of all trajectories that won
     live: Episodes | None  # trajectories of this run's workers; None without any
     offline: Episodes | None  # trajectories of offline groups; None without any
-    claimed_at_s: float  # time.monotonic() when the groups were there
+    n_missing: int  # filtered groups that no other stands for, because of algorithm.refill_groups
+    claimed_at_s: float  # time.monotonic() when the last groups were there
     read_s: float
     values_s: float  # for the critic's forward passes; 0 without a critic
     advantages_s: float  # in `compute_advantages`, including the wait for a core
@@ -102,58 +126,74 @@ class PreparedBatch:
 
 
 def make_loader(
-    config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None]
+    config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None], refill: Refill
 ) -> BatchLoader:
     """Read the settings of a loader from a checked config."""
     clones = config.loss.policy == "behaviour_cloning"
     return BatchLoader(
         claim=claim,
+        refill=refill,
+        n_live=groups_of_a_step(config)[0],
+        refill_groups=config.algorithm.refill_groups,
         layout=layout,
         advantages=AdvantageSettings.of(config.algorithm),
         group_filter="none" if clones else config.algorithm.group_filter,
         train_on=config.offline.train_on,
         learner=config.learner,
+        replay=config.replay,
         seed=config.seed,
     )
 
 
 def prepare_batch(
-    loader: BatchLoader, batch: Batch, *, version: int, learner_step: int
+    loader: BatchLoader, batch: Batch, *, version: int, learner_step: int, more: More | None
 ) -> PreparedBatch:
     """Read a batch just claimed, compute its advantages, and pack its rows.
 
-    `learner_step` seeds the order of rows. Raises StoreError (DigestError) if a segment is not as
-    it was committed.
+    `learner_step` seeds the order of rows. `more` refills the batch until it returns None. Raises
+    StoreError (DigestError) if a segment is not as it was committed.
     """
-    claimed_at_s = time.monotonic()
-    rows = in_batch_order(read_segments(loader.layout, batch.segments), batch)
-    read_at_s = time.monotonic()
-    values: dict[bytes, list[float]] = {}
-    if loader.values is not None:
-        rows = rows.append_column("value", pa.array(_state_values(loader, rows)))
-        values = _by_trajectory(rows)
-    valued_at_s, cpu_s = time.monotonic(), time.thread_time()
-    advantages = compute_advantages(rows, loader.advantages)
-    computed_at_s, advantages_cpu_s = time.monotonic(), time.thread_time() - cpu_s
+    spent, claimed_at_s = _Spent(), time.monotonic()
+    played = _read(loader, batch, spent=spent)
+    rows = _valued(loader, played, spent=spent)
+    advantages, filtered = _judge(loader, rows, spent=spent)
+    while more is not None and (larger := more(batch, filtered)) is not None:
+        claimed_at_s = time.monotonic()
+        new = _read(loader, _added(larger, to=batch), spent=spent)
+        played, batch = in_batch_order(pa.concat_tables([played, new]), larger), larger
+        # All of it again: some estimators compare all groups of a batch, and the last bits of a
+        # value depend on what is computed with it.
+        rows = _valued(loader, played, spent=spent)
+        advantages, filtered = _judge(loader, rows, spent=spent)
+    values = {} if loader.values is None else _by_trajectory(rows)
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
     if loader.values is not None:
         rows = rows.append_column("value_target", advantages["value_target"])
-    filtered = dict(filtered_groups(advantages, group_filter=loader.group_filter))
+    filtering_s = time.monotonic()
     uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
     trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
+    n_missing = max(0, loader.n_live - n_teaching(batch, filtered)) if loader.refill_groups else 0
     if loader.train_on:
         trained, unselected = _select(trained, loader.train_on)
         filtered |= unselected
-    selected_at_s = time.monotonic()
-    seed = loader.seed + learner_step
-    updates = cut_updates(trained, learner=loader.learner, version=version, seed=seed)
+    filter_s = spent.filter_s + time.monotonic() - filtering_s
     is_offline = pc.equal(rows["split"], IMPORTED)
     live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
+    replayed = _replay(loader, batch, beside=live, learner_step=learner_step, spent=spent)
+    seed = loader.seed + learner_step
+    packing_s = time.monotonic()
+    updates = cut_updates(
+        pa.concat_tables([trained, replayed], promote_options="default"),
+        learner=loader.learner,
+        version=version,
+        seed=seed,
+    )
     return PreparedBatch(
         batch=batch,
         version=version,
         rows=trained,
+        replayed=replayed,
         updates=updates,
         values=values,
         filtered=filtered,
@@ -163,14 +203,73 @@ def prepare_batch(
         success=pc.mean(_first_steps(rows)["won"]).as_py(),
         live=_episodes(live),
         offline=_episodes(offline),
+        n_missing=n_missing,
         claimed_at_s=claimed_at_s,
-        read_s=read_at_s - claimed_at_s,
-        values_s=valued_at_s - read_at_s,
-        advantages_s=computed_at_s - valued_at_s,
-        advantages_cpu_s=advantages_cpu_s,
-        filter_s=selected_at_s - computed_at_s,
-        pack_s=time.monotonic() - selected_at_s,
+        read_s=spent.read_s,
+        values_s=spent.values_s,
+        advantages_s=spent.advantages_s,
+        advantages_cpu_s=spent.advantages_cpu_s,
+        filter_s=filter_s,
+        pack_s=time.monotonic() - packing_s,
     )
+
+
+def n_teaching(batch: Batch, filtered: Collection[bytes]) -> int:
+    """Return how many groups of the batch this run played and did not filter."""
+    return sum(group.source is None and group.group_uid not in filtered for group in batch.groups)
+
+
+def n_wanted(loader: BatchLoader, batch: Batch, filtered: Collection[bytes]) -> int:
+    """Return how many more groups the batch may ask for: 0 if it is full, or at its bound.
+
+    Example: 8 groups, 5 of them filtered, with refill_groups=4. It asks for 4 of the 5.
+    """
+    n_live = sum(group.source is None for group in batch.groups)
+    room = loader.n_live + loader.refill_groups - n_live
+    return max(0, min(loader.n_live - n_teaching(batch, filtered), room))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Spent:
+    """Seconds spent on a batch so far."""
+
+    read_s: float = 0.0
+    values_s: float = 0.0
+    advantages_s: float = 0.0
+    advantages_cpu_s: float = 0.0
+    filter_s: float = 0.0
+
+
+def _read(loader: BatchLoader, batch: Batch, *, spent: _Spent) -> pa.Table:
+    began_s = time.monotonic()
+    rows = in_batch_order(read_segments(loader.layout, batch.segments), batch)
+    spent.read_s += time.monotonic() - began_s
+    return rows
+
+
+def _replay(
+    loader: BatchLoader, batch: Batch, *, beside: pa.Table, learner_step: int, spent: _Spent
+) -> pa.Table:
+    """Return the rows of wins that the batch replays. `beside` has all rows that it plays."""
+    if not batch.replayed:
+        nothing = SEGMENT_SCHEMA.empty_table()
+        return nothing.append_column("advantage", pa.array([], pa.float64()))
+    old = replace(batch, groups=batch.replayed, segments=batch.replayed_segments)
+    weight = replay_weight(learner_step, warmup_steps=loader.replay.warmup_steps)
+    rows, began_s = _read(loader, old, spent=spent), time.monotonic()
+    wins = replayed_wins(rows, beside, loader.advantages, weight=weight)
+    spent.advantages_s += time.monotonic() - began_s
+    return wins
+
+
+def _valued(loader: BatchLoader, rows: pa.Table, *, spent: _Spent) -> pa.Table:
+    """Return the rows with a column `value`, by the critic; as they are without a critic."""
+    if loader.values is None:
+        return rows
+    began_s = time.monotonic()
+    valued = rows.append_column("value", pa.array(_state_values(loader, rows)))
+    spent.values_s += time.monotonic() - began_s
+    return valued
 
 
 def _state_values(loader: BatchLoader, rows: pa.Table) -> np.ndarray:
@@ -210,6 +309,32 @@ def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:
     return values
 
 
+def _judge(
+    loader: BatchLoader, rows: pa.Table, *, spent: _Spent
+) -> tuple[pa.Table, dict[bytes, str]]:
+    """Return the rows' advantages, and the groups that the filter leaves out with the reasons."""
+    began_s, cpu_s = time.monotonic(), time.thread_time()
+    advantages = compute_advantages(rows, loader.advantages)
+    computed_at_s = time.monotonic()
+    spent.advantages_s += computed_at_s - began_s
+    spent.advantages_cpu_s += time.thread_time() - cpu_s
+    filtered = dict(filtered_groups(advantages, group_filter=loader.group_filter))
+    spent.filter_s += time.monotonic() - computed_at_s
+    return advantages, filtered
+
+
+def _added(batch: Batch, *, to: Batch) -> Batch:
+    """Return the part of a refilled batch that it did not have before."""
+    before = {group.group_uid for group in to.groups}
+    segments = []
+    for segment in batch.segments:
+        new = tuple(one for one in segment.trajectories if one.group_uid not in before)
+        if new:
+            segments.append(replace(segment, trajectories=new))
+    groups = tuple(group for group in batch.groups if group.group_uid not in before)
+    return replace(batch, groups=groups, segments=tuple(segments))
+
+
 def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:
     """Sort rows by group as claimed, member and step.
 
@@ -226,7 +351,7 @@ def in_batch_order(rows: pa.Table, batch: Batch) -> pa.Table:
     )
     order = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in keys.column_names])
     in_order = np.array_equal(order.to_numpy(), np.arange(len(rows)))
-    return rows if in_order else rows.take(order).combine_chunks()
+    return (rows if in_order else rows.take(order)).combine_chunks()
 
 
 def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: int) -> list[Update]:

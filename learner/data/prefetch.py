@@ -19,6 +19,8 @@ Admission
     It bounds open, complete and claimed groups together. A claim moves groups from complete to
     claimed, so workers get neither more nor fewer leases. B needs only groups already leased, and
     settling A makes room for the next, so nothing deadlocks.
+    A batch that is refilled gives up groups that teach nothing, and they are outstanding no more.
+    So workers get leases for others in their place, also with max_staleness=0.
 Order
     One thread settles batches in the order of their claims, so learner steps are consecutive. A
     group completed while A trains comes one batch later than without prefetching.
@@ -36,9 +38,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
-from learner.data.batch_loader import BatchLoader, PreparedBatch, prepare_batch
+from learner.data.batch_loader import BatchLoader, PreparedBatch, n_wanted, prepare_batch
+from store import Batch
 
 # Between two claims while there are too few groups: POLL_SHARE of the wait so far, within these
 # limits. A claim costs the coordinator and the learner about a millisecond of CPU each.
@@ -57,7 +62,8 @@ class Prefetch:
 
     def __init__(self, loader: BatchLoader) -> None:
         self.loader = loader
-        self.has_groups = False  # the batch under way is claimed, and is being read and packed
+        self.has_groups = False  # the batch under way has all that it asked for, and is being read
+        self.n_claims = 0  # claims and refills so far that got groups
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._coming: Future[PreparedBatch | None] | None = None
@@ -91,12 +97,37 @@ class Prefetch:
             _log.error("the next batch could not be prepared: %s", error, exc_info=error)
 
     def _next_batch(self, version: int, learner_step: int) -> PreparedBatch | None:
-        began_s = time.monotonic()
+        batch = self._wait_for_groups(partial(self.loader.claim, version))
+        if batch is None:
+            return None
+
+        def more(batch: Batch, filtered: Mapping[bytes, str]) -> Batch | None:
+            n_groups = n_wanted(self.loader, batch, filtered)
+            if not n_groups:
+                return None
+            return self._wait_for_groups(
+                partial(
+                    self.loader.refill,
+                    batch.batch_id,
+                    filtered=list(filtered),
+                    n_groups=n_groups,
+                    current_version=version,
+                )
+            )
+
+        return prepare_batch(
+            self.loader, batch, version=version, learner_step=learner_step, more=more
+        )
+
+    def _wait_for_groups(self, ask: Callable[[], Batch | None]) -> Batch | None:
+        """Ask until the coordinator has groups. Return None after `close`."""
+        began_s, self.has_groups = time.monotonic(), False
         while not self._stop.is_set():
-            batch = self.loader.claim(version)
+            batch = ask()
             if batch is not None:
+                self.n_claims += 1
                 self.has_groups = True
-                return prepare_batch(self.loader, batch, version=version, learner_step=learner_step)
+                return batch
             waited_s = time.monotonic() - began_s
             self._stop.wait(min(max(POLL_S, POLL_SHARE * waited_s), LONGEST_POLL_S))
         return None

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from configs import FROM_FILES, ConfigError, loaded
+from configs import SAFE_LOADING, ConfigError, load_safely
 from learner.data.micro_batch import MicroBatch
 from learner.model.chunked_logprobs import OutputLayer
 from learner.model.packed_attention import (
@@ -169,8 +169,8 @@ def load_policy(
         raise FileNotFoundError(
             f"{path} holds no config.json; model.path must be a Hugging Face model directory"
         )
-    config: Any = loaded(
-        "configuration", path, load=lambda: AutoConfig.from_pretrained(path, **FROM_FILES)
+    config: Any = load_safely(
+        "configuration", path, load=lambda: AutoConfig.from_pretrained(path, **SAFE_LOADING)
     )
     for name, neutral in LOGIT_CHANGES.items():
         if getattr(config, name, neutral) != neutral:
@@ -185,8 +185,8 @@ def load_policy(
     vision = load_vision(path, config)
     of_its_kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     # Mismatched tensors are left to `_check_complete`: the error of transformers names none.
-    as_asked = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True, **FROM_FILES}
-    causal_lm, report = loaded(
+    as_asked = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True, **SAFE_LOADING}
+    causal_lm, report = load_safely(
         "weights",
         path,
         load=lambda: of_its_kind.from_pretrained(

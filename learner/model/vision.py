@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers import AutoImageProcessor, PreTrainedModel
 
-from configs import FROM_FILES, VISION_MODEL_TYPES, LearnerConfig, loaded, model_type
+from configs import SAFE_LOADING, VISION_MODEL_TYPES, LearnerConfig, load_safely, model_type
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import PARTITIONED
 
@@ -135,10 +135,10 @@ def load_vision(path: Path, config: Any) -> Vision | None:
     """Load a model's image processor, on PIL as in the actors, or return None for a text model."""
     if model_type(str(path)) not in VISION_MODEL_TYPES:
         return None
-    processor = loaded(
+    processor = load_safely(
         "image processor",
         path,
-        load=lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FROM_FILES),
+        load=lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **SAFE_LOADING),
     )
     return Vision(processor, image_token_id=config.image_token_id, merge_size=processor.merge_size)
 

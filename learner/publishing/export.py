@@ -81,8 +81,8 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
                     shutil.copyfile(path, unfinished / path.name)
             configs.check_model_directory(unfinished)  # somebody may have changed the source
             names = [path.name for path in weight_files(source)]
-            for index in configs.index_files(unfinished):
-                if others := sorted(configs.indexed_files(index) - {*names}):
+            for index in configs.weight_indexes(unfinished):
+                if others := sorted(configs.files_of_index(index) - {*names}):
                     raise ExportError(
                         f"{source / index.name} names {others[0]}, which the version's digest does "
                         "not cover; export another version, or a checkpoint"
@@ -132,12 +132,12 @@ def export_adapter(layout: RunLayout, learner_step: int, *, dest: Path) -> str:
 def base_model(layout: RunLayout, config: Config) -> Path:
     """Return the Hugging Face directory of a run's base model, whose weights are version 0.
 
-    Raises FileNotFoundError naming its place if it is not there. Raises StoreError for a model
-    outside of a stranger's run: an export would hand on its files as the run's.
+    Raises FileNotFoundError naming its place if it is not there. Raises StoreError for a stranger's
+    run: transformers loads the model, and follows what its files name.
     """
+    check_trusted(layout.root)
     candidates = [layout.root / name for name in MADE_BASE_MODELS]
     if config.model.path:
-        check_trusted(layout.root)
         candidates = [Path(config.model.path)]
     there = [path for path in candidates if (path / "config.json").is_file()]
     if not there:

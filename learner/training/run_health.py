@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 import pyarrow as pa
 
@@ -43,26 +43,26 @@ EVENTS_QUERY = "SELECT logged_at, detail FROM events WHERE what = 'bad update'"
 
 
 class StarvationDeadline:
-    """The end of the wait for a batch, put off while held-out episodes still finish.
+    """The end of the wait for a batch, put off while something else is done.
 
-    Those are played before training groups, and an evaluation may take longer than `timeout_s`.
+    Held-out episodes are played before training groups, and an evaluation may take longer than
+    `timeout_s`. A batch that is refilled gets its groups one after the other.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._heldout_open = 0
+    def __init__(self, timeout_s: float, *, progress: Hashable) -> None:
+        self.timeout_s, self._progress = timeout_s, progress
         self._deadline_s = time.monotonic() + timeout_s
         self._check_at_s = time.monotonic() + timeout_s / CHECKS_PER_TIMEOUT
 
     def check_is_due(self) -> bool:
         return time.monotonic() > self._check_at_s
 
-    def has_passed(self, heldout_open: int) -> bool:
-        """Return whether time is up. A change of `heldout_open` episodes starts it anew."""
+    def has_passed(self, progress: Hashable) -> bool:
+        """Return whether time is up. A change of `progress` starts it anew."""
         now_s = time.monotonic()
         self._check_at_s = now_s + self.timeout_s / CHECKS_PER_TIMEOUT
-        if heldout_open != self._heldout_open:
-            self._heldout_open, self._deadline_s = heldout_open, now_s + self.timeout_s
+        if progress != self._progress:
+            self._progress, self._deadline_s = progress, now_s + self.timeout_s
         return now_s > self._deadline_s
 
 
@@ -77,7 +77,8 @@ class RunHealth:
 
     def check_batch(self, batch: PreparedBatch) -> None:
         """Raise StarvationError after too many batches in a row without an advantage."""
-        self._empty_batches = 0 if batch.rows.num_rows else self._empty_batches + 1
+        teaches = batch.rows.num_rows or batch.replayed.num_rows
+        self._empty_batches = 0 if teaches else self._empty_batches + 1
         check_batches(self._empty_batches, success=batch.success, filtered=batch.filtered)
 
     def bad_updates(

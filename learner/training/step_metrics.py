@@ -206,12 +206,18 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
         LENGTH: batch.n_response_tokens / batch.n_rows,
         "learner/updates": float(len(updates)),
         "groups/filtered": float(len(batch.filtered)),
+        "groups/trained": float(len(batch.batch.groups) - len(batch.filtered)),
         "groups/offline": float(len(batch.batch.groups) - len(live)),
         "anchor/singleton_fraction": singleton_fraction(batch.rows),
         "anchor/step_variance_share": step_variance_share(batch.rows),
     }
     for name, share in anchor_size_shares(batch.rows).items():
         figures[f"anchor/{name}"] = share
+    if batch.batch.replayed:
+        ages = [batch.version - group.oldest_version for group in batch.batch.replayed]
+        figures["replay/groups"] = float(len(ages))
+        figures["replay/steps"] = float(batch.replayed.num_rows)
+        figures["replay/age"] = sum(ages) / len(ages)
     if live:
         oldest = min(group.oldest_version for group in live)
         figures["staleness/max"] = float(batch.version - oldest)

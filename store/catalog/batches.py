@@ -1,10 +1,16 @@
-"""Move groups from complete to consumed: claim, settle, roll back. Functions of one transaction."""
+"""Move groups from complete to consumed: claim, refill, settle, roll back.
+
+Functions of one transaction. A batch may also replay wins: groups that were trained on before, and
+stay trained. Such a use is a live row of `batch_group` with a `use` above 1, and nothing else.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from store.catalog import imported_groups
@@ -17,6 +23,11 @@ from store.records import uid_text
 from store.segments import SegmentMeta
 
 COMPONENT = "catalog"
+WINS = Path(__file__).with_name("wins.sql").read_text()
+# Of a row `l` of batch_group.
+_IS_REPLAYED = (
+    """(l.use > 1 AND (SELECT source FROM grp WHERE grp.group_uid = l.group_uid) IS NULL)"""
+)
 
 
 def claim(
@@ -27,25 +38,23 @@ def claim(
     max_staleness: int,
     n_offline: int = 0,
     uses: int = 1,
+    n_replayed: int = 0,
+    max_age: int = 0,
 ) -> Batch | None:
     """Claim the oldest complete training groups as a batch. Return None if too few are there.
 
     Groups whose oldest version is more than `max_staleness` behind `current_version` become stale
     first, also if no batch follows. `current_version` is the learner's version when it will train
     on the batch. `n_offline` offline groups follow: the least used ones, each at most `uses` times.
-    They never become stale.
+    They never become stale. The wins of up to `n_replayed` groups of versions that are at most
+    `max_age` behind are replayed; a claim never waits for them.
     """
     if n_groups < 0 or n_offline < 0 or n_groups + n_offline < 1:
         raise StoreError(
             f"n_groups {n_groups}, n_offline {n_offline}: a batch has at least one group"
         )
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
-    rows = tx.rows(
-        """SELECT *, 1 AS use FROM grp
-           WHERE split = 'train' AND state = 'complete'
-           ORDER BY version_min, ordinal LIMIT :n_groups""",
-        n_groups=n_groups,
-    )
+    rows = _oldest_complete(tx, n_groups)
     # The learner asks many times a second, and finding the least used of many groups takes long.
     if len(rows) < n_groups:
         return None
@@ -60,16 +69,95 @@ def claim(
         claimed_us=tx.now_us,
         claimed_lsn=tx.lsn,
     )
+    _add(tx, batch_id, rows)
+    if n_replayed:
+        oldest_version = current_version - max_age
+        for row in tx.rows(WINS, oldest_version=oldest_version, n_groups=n_replayed):
+            _insert(tx, batch_id, row)
+    return batch_of(tx, batch_id)
+
+
+def refill(
+    tx: Transaction,
+    batch_id: int,
+    *,
+    filtered: Collection[bytes],
+    n_groups: int,
+    current_version: int,
+    max_staleness: int,
+) -> Batch | None:
+    """Claim up to `n_groups` more complete training groups for a claimed batch. Return the whole.
+
+    `filtered` groups of the batch teach nothing. They stay in it, and are outstanding no more, so
+    that others are played in their place. Other groups become stale as in `claim`, with the same
+    `current_version`. Returns None if no group is complete.
+    """
+    batch = tx.row("SELECT state FROM batch WHERE batch_id = :id", id=batch_id)
+    if batch is None or batch["state"] != "claimed":
+        raise StoreError(f"batch {batch_id} is not claimed, so it cannot be refilled")
+    for group_uid in filtered:
+        n = tx.run(
+            """UPDATE batch_group SET outcome = 'filtered'
+               WHERE batch_id = :batch_id AND group_uid = :group_uid AND outcome = 'claimed'
+                 AND (SELECT source FROM grp g WHERE g.group_uid = :group_uid) IS NULL""",
+            batch_id=batch_id,
+            group_uid=group_uid,
+        )
+        if n:
+            tx.touch("lineage")
+    _expire(tx, current_version=current_version, max_staleness=max_staleness)
+    rows = _oldest_complete(tx, n_groups)
+    if not rows:
+        return None
+    _add(tx, batch_id, rows)
+    return batch_of(tx, batch_id)
+
+
+def _oldest_complete(tx: Transaction, n_groups: int) -> list[sqlite3.Row]:
+    return tx.rows(
+        """SELECT *, 1 AS use FROM grp
+           WHERE split = 'train' AND state = 'complete'
+           ORDER BY version_min, ordinal LIMIT :n_groups""",
+        n_groups=n_groups,
+    )
+
+
+def _add(tx: Transaction, batch_id: int, rows: Sequence[sqlite3.Row]) -> None:
+    """Claim groups for a batch."""
     for row in rows:
-        claimed = pick(row, ("group_uid", "version_min", "version_max", "use"))
-        tx.insert("batch_group", batch_id=batch_id, live=1, outcome="claimed", **claimed)
+        _insert(tx, batch_id, row)
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
+
+
+def _insert(tx: Transaction, batch_id: int, row: sqlite3.Row) -> None:
+    claimed = pick(row, ("group_uid", "version_min", "version_max", "use"))
+    tx.insert("batch_group", batch_id=batch_id, live=1, outcome="claimed", **claimed)
+
+
+def batch_of(tx: Transaction, batch_id: int) -> Batch:
+    """Return a batch with its groups as they were claimed, in the order of their rows.
+
+    The run's own groups come by age, then the offline ones by the number of their uses. Replayed
+    groups come newest first.
+    """
+    query = """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version,
+                      g.state, l.version_min, l.version_max, g.source, b.claimed_us, l.use,
+                      g.source IS NULL AND l.use > 1 AS is_replayed
+               FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
+               WHERE b.batch_id = :batch_id
+               ORDER BY is_replayed, g.source IS NOT NULL,
+                        CASE WHEN is_replayed THEN -l.version_min
+                             WHEN g.source IS NULL THEN l.version_min ELSE l.use END, g.ordinal"""
+    rows = tx.rows(query, batch_id=batch_id)
+    groups = [row for row in rows if not row["is_replayed"]]
     return Batch(
         batch_id=batch_id,
-        groups=tuple(replace(as_group(tx, row), state="claimed") for row in rows),
-        segments=segments_of_batch(tx, batch_id),
-        claimed_us=tx.now_us,
+        groups=tuple(replace(as_group(tx, row), state="claimed") for row in groups),
+        segments=_segments(tx, batch_id, replayed=False),
+        replayed=tuple(as_group(tx, row) for row in rows if row["is_replayed"]),
+        replayed_segments=_segments(tx, batch_id, replayed=True),
+        claimed_us=rows[0]["claimed_us"],
     )
 
 
@@ -106,7 +194,8 @@ def settle(
             f"{taken['batch_id']}); roll back to the checkpoint before training again"
         )
     rows = tx.rows(
-        "SELECT group_uid FROM batch_group WHERE batch_id = :batch_id", batch_id=batch_id
+        f"SELECT group_uid FROM batch_group l WHERE batch_id = :batch_id AND NOT {_IS_REPLAYED}",
+        batch_id=batch_id,
     )
     groups = [row["group_uid"] for row in rows]
     unknown = [uid_text(group_uid) for group_uid in filtered if group_uid not in groups]
@@ -137,6 +226,11 @@ def settle(
             ],
         )
         tx.touch("critic")
+    tx.run(
+        f"""UPDATE batch_group AS l SET outcome = 'trained'
+            WHERE batch_id = :batch_id AND {_IS_REPLAYED}""",
+        batch_id=batch_id,
+    )
     for group_uid in groups:
         outcome, reason = "trained", f"learner step {learner_step}"
         if group_uid in filtered:
@@ -210,7 +304,7 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
     incomplete = tx.rows(
         """SELECT DISTINCT group_uid FROM batch_group JOIN lost_trajectory l USING (group_uid)
            JOIN grp USING (group_uid)
-           WHERE batch_id = :batch_id AND live = 1 AND source IS NULL
+           WHERE batch_id = :batch_id AND live = 1 AND use = 1 AND source IS NULL
              AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory)""",
         batch_id=batch_id,
     )
@@ -218,7 +312,8 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
         """UPDATE grp SET state = 'complete', reason = 'batch ' || :batch_id || ' was ' || :why
            WHERE source IS NULL
              AND group_uid IN (
-                 SELECT group_uid FROM batch_group WHERE batch_id = :batch_id AND live = 1)""",
+                 SELECT group_uid FROM batch_group
+                 WHERE batch_id = :batch_id AND live = 1 AND use = 1)""",
         batch_id=batch_id,
         why=why,
     )
@@ -269,13 +364,16 @@ def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) ->
     )
 
 
-def segments_of_batch(tx: Transaction, batch_id: int) -> tuple[SegmentMeta, ...]:
+def _segments(tx: Transaction, batch_id: int, *, replayed: bool) -> tuple[SegmentMeta, ...]:
     """Return the files that hold the trajectories of a batch, each with only those trajectories."""
     rows = tx.rows(
-        """SELECT t.*, s.path, s.digest, s.n_steps AS file_steps, s.n_bytes, s.worker
-           FROM batch_group b JOIN trajectory t USING (group_uid) JOIN segment s USING (segment_id)
-           WHERE b.batch_id = :batch_id ORDER BY s.lsn, t.segment_id, t.group_uid, t.member""",
+        f"""SELECT t.*, s.path, s.digest, s.n_steps AS file_steps, s.n_bytes, s.worker
+            FROM batch_group l JOIN trajectory t USING (group_uid)
+            JOIN segment s USING (segment_id)
+            WHERE l.batch_id = :batch_id AND {_IS_REPLAYED} = :replayed
+            ORDER BY s.lsn, t.segment_id, t.group_uid, t.member""",
         batch_id=batch_id,
+        replayed=replayed,
     )
     of_segment: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

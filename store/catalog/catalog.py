@@ -13,6 +13,7 @@ from store.catalog import (
     repairs,
     run_records,
     segment_states,
+    task_results,
 )
 from store.catalog.database import Database, Transaction, one_transaction, raise_if_interrupted
 from store.catalog.snapshot import ExportedPart, Snapshot, take_snapshot
@@ -95,6 +96,15 @@ class Catalog:
     give_up = one_transaction(groups.give_up)
     commit = one_transaction(groups.commit)
 
+    # Results of tasks, for the order in which they are handed out.
+    known_results = one_transaction(task_results.known_results)
+    whole_groups = one_transaction(task_results.whole_groups)
+    handed_out = one_transaction(task_results.handed_out)
+    first_weighed = one_transaction(task_results.first_weighed)
+    batch_success = one_transaction(task_results.batch_success)
+    round_success = one_transaction(task_results.round_success)
+    record_weight = one_transaction(task_results.record_weight)
+
     # Groups that another run played.
     known_trajectories = one_transaction(imported_groups.known_trajectories)
     import_groups = one_transaction(imported_groups.import_groups)
@@ -105,6 +115,7 @@ class Catalog:
 
     # Batches: complete -> claimed -> trained or filtered. Groups become stale on the way.
     claim = one_transaction(batches.claim)
+    refill = one_transaction(batches.refill)
     settle = one_transaction(batches.settle)
     roll_back = one_transaction(batches.roll_back)
 

@@ -422,10 +422,13 @@ def complete_by_version(tx: Transaction) -> dict[int, int]:
 def outstanding(tx: Transaction) -> int:
     """Return the training groups handed out and not yet trained on, which admission bounds.
 
-    It equals `counts().outstanding`, and reads the index only.
+    Groups of a claimed batch that are known to teach nothing are not among them: see `refill` in
+    batches.py. Without such groups it equals `counts().outstanding`. It reads indexes only.
     """
-    query = """SELECT count(*) FROM grp
-               WHERE split = 'train' AND state IN ('open', 'complete', 'claimed')"""
+    query = """SELECT (SELECT count(*) FROM grp
+                       WHERE split = 'train' AND state IN ('open', 'complete', 'claimed'))
+                    - (SELECT count(*) FROM batch CROSS JOIN batch_group USING (batch_id)
+                       WHERE state = 'claimed' AND outcome = 'filtered')"""
     return int(tx.value(query))
 
 

@@ -86,6 +86,25 @@ WHY_UNFINISHED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KnownResults:
+    """The moment up to which the results of tasks count."""
+
+    lsn: int
+    version: int  # newest then; 0 before the first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeGroup:
+    """The result of one training group, all of whose members were committed."""
+
+    task_id: str
+    size: int
+    n_won: int
+    return_sum: float
+    version_max: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommitResult:
     """The trajectories of a committed segment."""
 
@@ -101,6 +120,8 @@ class Batch:
     batch_id: int
     groups: tuple[Group, ...]
     segments: tuple[SegmentMeta, ...]  # each lists only the trajectories of these groups
+    replayed: tuple[Group, ...]  # trained on before, and now again for the episodes that won
+    replayed_segments: tuple[SegmentMeta, ...]  # of the replayed groups
     claimed_us: int
 
 
@@ -148,7 +169,7 @@ class Counts:
 
     @property
     def outstanding(self) -> int:
-        """Return the groups handed out and not yet trained on, which admission bounds."""
+        """Return the groups handed out and not yet trained on. Admission bounds them."""
         return self.open + self.complete + self.claimed
 
 

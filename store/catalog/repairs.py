@@ -179,8 +179,8 @@ def _give_back(
     groups = dict.fromkeys(row["group_uid"] for row in rows)
     still_wanted = f"SELECT 1 FROM grp WHERE group_uid = :group_uid AND {STILL_TO_BE_CONSUMED}"
     wanted = [group_uid for group_uid in groups if tx.row(still_wanted, group_uid=group_uid)]
-    of_group = """SELECT batch_id FROM batch_group
-                  WHERE group_uid = :group_uid AND live = 1 AND outcome = 'claimed'"""
+    of_group = """SELECT batch_id FROM batch_group JOIN batch USING (batch_id)
+                  WHERE group_uid = :group_uid AND live = 1 AND state = 'claimed'"""
     claims = [row for group_uid in groups for row in tx.rows(of_group, group_uid=group_uid)]
     claimed = dict.fromkeys(row["batch_id"] for row in claims)
     for batch_id in claimed:

@@ -67,6 +67,11 @@ CREATE TABLE IF NOT EXISTS grp (
     changed_lsn INTEGER NOT NULL DEFAULT 0,
     -- The run that played an offline group. Imported groups without a source are not trained on.
     source TEXT CHECK (source IS NULL OR split = 'imported'),
+    -- Of a training group whose task was drawn by weight (tasks.order): the weight, the success of
+    -- the task's latest whole group, and the lsn up to which results counted.
+    weight REAL,
+    success_before REAL,
+    weighed_lsn INTEGER,
     CHECK ((purpose_version IS NOT NULL) = (split = 'heldout'))
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS grp_by_state ON grp (split, state, version_min, ordinal);
@@ -177,11 +182,13 @@ CREATE TABLE IF NOT EXISTS batch (
     rolled_back_lsn INTEGER
 ) STRICT;
 CREATE UNIQUE INDEX IF NOT EXISTS batch_by_step ON batch (learner_step) WHERE state = 'trained';
+CREATE INDEX IF NOT EXISTS batch_claimed ON batch (batch_id) WHERE state = 'claimed';
 
 CREATE TABLE IF NOT EXISTS batch_group (
     batch_id INTEGER NOT NULL REFERENCES batch,
     group_uid BLOB NOT NULL REFERENCES grp,
     live INTEGER NOT NULL CHECK (live IN (0, 1)),
+    -- 'filtered' already in a claimed batch that asked for another group in its place
     outcome TEXT NOT NULL CHECK (outcome IN ('claimed', 'trained', 'filtered')),
     -- Versions of the group when it was claimed. Members may be lost and played again later.
     version_min INTEGER NOT NULL DEFAULT 0,
@@ -213,6 +220,8 @@ CREATE TABLE IF NOT EXISTS version (
     published_us INTEGER NOT NULL,
     lsn INTEGER NOT NULL
 ) STRICT;
+
+CREATE INDEX IF NOT EXISTS version_by_step ON version (learner_step, lsn);
 
 CREATE TABLE IF NOT EXISTS checkpoint (
     lsn INTEGER PRIMARY KEY,

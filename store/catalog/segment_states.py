@@ -179,9 +179,9 @@ def expirable(
 ) -> tuple[str, ...]:
     """Return the live segments that retention may drop, oldest first.
 
-    Such a segment holds no group that is younger than asked, that may still be consumed, or that
-    was consumed after `oldest_checkpoint`. A roll-back to that learner step would make it available
-    again.
+    Such a segment holds no group that is younger than asked, that may still be consumed, that a
+    claimed batch replays, or that was consumed after `oldest_checkpoint`. A roll-back to that
+    learner step would make it available again.
     """
     rows = tx.rows(
         f"""SELECT s.segment_id FROM segment s
@@ -193,7 +193,8 @@ def expirable(
                     OR (:below IS NOT NULL AND (t.version_max >= :below OR g.split = 'imported'))
                     OR EXISTS (SELECT 1 FROM batch_group l JOIN batch b USING (batch_id)
                                WHERE l.group_uid = g.group_uid AND l.live = 1
-                                 AND b.learner_step > :oldest_checkpoint)))
+                                 AND (b.state = 'claimed'
+                                      OR b.learner_step > :oldest_checkpoint))))
             ORDER BY s.lsn""",
         before_us=completed_before_us,
         below=below_version,

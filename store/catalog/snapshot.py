@@ -100,11 +100,12 @@ EXPORTS: Mapping[str, Export] = {
         columns="""group_uid uid, split text, ordinal int64, task_id text, purpose_version int64,
             size int32, n_members int32, n_steps int64, n_won int32, return_sum double, state text,
             reason text, version_min int64, version_max int64, opened_at time, completed_at time,
-            changed_lsn int64, source text""",
+            changed_lsn int64, source text, weight double, success_before double,
+            weighed_lsn int64""",
         query="""
             SELECT group_uid, split, ordinal, task_id, purpose_version, size, n_members, n_steps,
                    n_won, return_sum, state, reason, version_min, version_max, opened_us,
-                   completed_us, changed_lsn, source
+                   completed_us, changed_lsn, source, weight, success_before, weighed_lsn
             FROM grp WHERE changed_lsn > :since AND changed_lsn <= :until
             ORDER BY opened_lsn, ordinal""",
         as_of="""
@@ -112,7 +113,8 @@ EXPORTS: Mapping[str, Export] = {
                    count(t.traj_uid), coalesce(sum(t.n_steps), 0), coalesce(sum(t.won), 0),
                    coalesce(sum(t.episode_return), 0.0), s.state, s.reason, min(t.version_min),
                    max(t.version_max), g.opened_us,
-                   CASE WHEN g.completed_lsn <= :until THEN g.completed_us END, s.lsn, g.source
+                   CASE WHEN g.completed_lsn <= :until THEN g.completed_us END, s.lsn, g.source,
+                   g.weight, g.success_before, g.weighed_lsn
             FROM grp g
             JOIN group_state s ON s.seq = (
                 SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid AND lsn <= :until)
@@ -125,7 +127,8 @@ EXPORTS: Mapping[str, Export] = {
             SELECT group_uid, state, reason, lsn, at_us FROM group_state
             WHERE lsn > :since AND lsn <= :until ORDER BY seq""",
     ),
-    # The versions of an offline group are another run's: it has no staleness here.
+    # The versions of an offline group are another run's: it has no staleness here. A replayed group
+    # has none either, because max_staleness does not bound its age.
     "lineage": Export(
         columns="""learner_step int64, batch_id int64, batch_state text, outcome text, live bool,
             group_uid uid, task_id text, version_min int64, version_max int64, version_in int64,
@@ -135,7 +138,7 @@ EXPORTS: Mapping[str, Export] = {
             SELECT b.learner_step, b.batch_id, b.state AS batch_state, l.outcome, l.live,
                    l.group_uid, g.task_id, l.version_min, l.version_max,
                    coalesce(b.version_in, b.claimed_version) AS version_in,
-                   iif(g.source IS NULL,
+                   iif(g.source IS NULL AND l.use = 1,
                        coalesce(b.version_in, b.claimed_version) - l.version_min, NULL)
                        AS staleness,
                    b.claimed_us, b.trained_us, l.changed_lsn, l.use, g.source
@@ -149,7 +152,7 @@ EXPORTS: Mapping[str, Export] = {
                    CASE WHEN b.trained_lsn <= :until THEN l.outcome ELSE 'claimed' END,
                    coalesce(b.rolled_back_lsn > :until, 1), l.group_uid, g.task_id, l.version_min,
                    l.version_max, iif(b.trained_lsn <= :until, b.version_in, b.claimed_version),
-                   iif(g.source IS NULL,
+                   iif(g.source IS NULL AND l.use = 1,
                        iif(b.trained_lsn <= :until, b.version_in, b.claimed_version)
                        - l.version_min, NULL),
                    b.claimed_us, CASE WHEN b.trained_lsn <= :until THEN b.trained_us END,

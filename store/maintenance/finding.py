@@ -48,6 +48,9 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     ),
     "group_batch": ("error", "a group's state does not fit its batch", REBUILD_FORCE),
     "doubly_claimed": ("error", "a group is live in two batches", REBUILD_FORCE),
+    "replayed_group": (
+        "error", "a batch replays wins of a group that is not trained", REBUILD_FORCE
+    ),
     "batch_step": ("error", "a batch's state does not fit its learner step", REBUILD_FORCE),
     "ledger": ("error", "a group's state is not its newest line in the ledger", REBUILD_FORCE),
     "unknown_version": ("error", "a trained version was never published", REBUILD_FORCE),

@@ -66,17 +66,26 @@ RULES = {
                format('it is %s, but batch %s has it as %s (%s)', g.state,
                       coalesce(b.batch_id, 'none'), coalesce(l.outcome, 'nothing'),
                       coalesce(b.state, 'no batch'))
-        FROM grp g LEFT JOIN (SELECT * FROM batch_group WHERE live = 1) l USING (group_uid)
+        FROM grp g
+        LEFT JOIN batch_group l
+            ON l.group_uid = g.group_uid AND l.live = 1 AND (l.use = 1 OR g.source IS NOT NULL)
         LEFT JOIN batch b USING (batch_id)
         WHERE iif(g.source IS NULL,
             (g.state IN ('claimed', 'trained', 'filtered') OR l.live = 1)
-            AND (l.outcome IS NOT g.state
-                 OR b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')),
+            AND (b.state IS NOT iif(g.state = 'claimed', 'claimed', 'trained')
+                 OR l.outcome IS NOT g.state
+                    AND NOT (g.state = 'claimed' AND l.outcome = 'filtered')),
             l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
     "doubly_claimed": """
         SELECT 'group', group_uid, 'it is live in the batches ' || group_concat(batch_id)
         FROM batch_group JOIN grp USING (group_uid)
-        WHERE live = 1 GROUP BY group_uid, iif(source IS NULL, 0, use) HAVING count(*) > 1""",
+        WHERE live = 1 GROUP BY group_uid, use HAVING count(*) > 1""",
+    "replayed_group": """
+        SELECT 'group', g.group_uid,
+               format('it is %s, and batch %d (%s) replays its wins', g.state, batch_id, b.state)
+        FROM batch_group l JOIN grp g USING (group_uid) JOIN batch b USING (batch_id)
+        WHERE live = 1 AND use > 1 AND source IS NULL
+            AND (g.state <> 'trained' OR b.state = 'rolled_back')""",
     "batch_step": """
         SELECT 'batch', batch_id,
                format('it is %s with learner step %s at version %s', state,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from store.catalog.batches import segments_of_batch
+from store.catalog.batches import batch_of
 from store.catalog.database import (
     Transaction,
     check_pages,
@@ -25,8 +25,7 @@ from store.catalog.database import (
     pick,
     raise_if_interrupted,
 )
-from store.catalog.groups import as_group
-from store.catalog.records import Batch, CheckpointRecord, Group, VersionRecord
+from store.catalog.records import Batch, CheckpointRecord, VersionRecord
 from store.catalog.run_records import VERSIONS, checked_version, live_checkpoints
 from store.catalog.run_records import learner_step as last_step
 from store.errors import FormatError, StoreError
@@ -76,7 +75,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
     """
     with _reading(layout) as tx:
         batch = tx.row(
-            """SELECT batch_id, version_in, claimed_us, epoch FROM batch
+            """SELECT batch_id, version_in, epoch FROM batch
                WHERE state = 'trained' AND learner_step = :learner_step""",
             learner_step=learner_step,
         )
@@ -94,12 +93,7 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
         return TrainedStep(
             learner_step=learner_step,
             version_in=batch["version_in"],
-            batch=Batch(
-                batch_id=batch["batch_id"],
-                groups=_groups(tx, batch["batch_id"], epoch=batch["epoch"]),
-                segments=segments_of_batch(tx, batch["batch_id"]),
-                claimed_us=batch["claimed_us"],
-            ),
+            batch=_claimed_under(batch["epoch"], batch_of(tx, batch["batch_id"])),
             # a learner step publishes one version, before it is settled
             published=_version(tx, batch["version_in"] + 1),
             figures={row["name"]: row["value"] for row in figures},
@@ -123,6 +117,15 @@ def _values(tx: Transaction, batch_id: int) -> dict[bytes, list[float]]:
             f"the values of batch {batch_id} are no lists of numbers ({error}); put a backup of "
             "catalog.sqlite back"
         ) from error
+
+
+def _claimed_under(epoch: int, batch: Batch) -> Batch:
+    """Return the batch as its claim did: its groups name the owner's epoch."""
+    return replace(
+        batch,
+        groups=tuple(replace(group, epoch=epoch) for group in batch.groups),
+        replayed=tuple(replace(group, epoch=epoch) for group in batch.replayed),
+    )
 
 
 def restart_points(layout: RunLayout) -> tuple[CheckpointRecord, ...]:
@@ -191,22 +194,6 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
             f"{layout.catalog} cannot be read ({error}); gigpo fsck {layout.root} says what is "
             "wrong with it"
         ) from error
-
-
-def _groups(tx: Transaction, batch_id: int, *, epoch: int) -> tuple[Group, ...]:
-    """Return the groups of a batch as they were claimed, and in the order of the claim.
-
-    The run's own groups come by age, then the offline ones by the number of their uses.
-    """
-    rows = tx.rows(
-        """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version, g.state,
-                  l.version_min, l.version_max, g.source
-           FROM batch_group l JOIN grp g USING (group_uid)
-           WHERE l.batch_id = :batch_id
-           ORDER BY g.source IS NOT NULL, iif(g.source IS NULL, l.version_min, l.use), g.ordinal""",
-        batch_id=batch_id,
-    )
-    return tuple(replace(as_group(tx, row), state="claimed", epoch=epoch) for row in rows)
 
 
 def _check_rows_are_there(tx: Transaction, batch_id: int, *, learner_step: int) -> None:

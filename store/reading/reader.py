@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -48,6 +49,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
+Tables = Sequence[tuple[str, str]]  # names and queries
 _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters need them to start
 
 
@@ -133,16 +135,19 @@ class Reader:
         max_rows: int = MAX_ROWS,
         max_bytes: int = MAX_BYTES,
         times_as_text: bool = False,
+        tables: Tables = (),
     ) -> pa.Table:
         """Return the whole result of one SELECT.
 
         Values of types that Arrow does not have (UHUGEINT, BIT, TIMETZ, VARIANT, ...) come as text.
         With `times_as_text` dates and times do too: Python's types have no infinity and no year
-        10000. Raises SqlTimeout after `timeout_s`, and StoreError with DuckDB's reason or the limit
+        10000. `tables`, names and queries, are a WITH before the query (which begins with a comma
+        if it goes on with it). They are computed once for all next queries with the same ones.
+        Raises SqlTimeout after `timeout_s`, and StoreError with DuckDB's reason or the limit
         that was exceeded.
         """
         limits = {"max_rows": max_rows, "max_bytes": max_bytes, "cut": False}
-        asked = {"sql": query, "times_as_text": times_as_text, **limits}
+        asked = {"sql": query, "tables": tables, "times_as_text": times_as_text, **limits}
         return self._ask(asked, timeout_s=timeout_s)[0]
 
     def rows(self, query: str) -> list[dict[str, Any]]:
@@ -160,11 +165,17 @@ class Reader:
             ) from error
 
     def first(
-        self, query: str, *, n_rows: int, timeout_s: float = TIMEOUT_S, times_as_text: bool = False
+        self,
+        query: str,
+        *,
+        n_rows: int,
+        timeout_s: float = TIMEOUT_S,
+        times_as_text: bool = False,
+        tables: Tables = (),
     ) -> tuple[pa.Table, bool]:
         """Return at most the first `n_rows` rows, and whether there are more. See `sql`."""
         limits = {"max_rows": n_rows, "max_bytes": MAX_BYTES, "cut": True}
-        asked = {"sql": query, "times_as_text": times_as_text, **limits}
+        asked = {"sql": query, "tables": tables, "times_as_text": times_as_text, **limits}
         return self._ask(asked, timeout_s=timeout_s)
 
     def close(self) -> None:

@@ -28,9 +28,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,7 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(channel, asked), daemon=True).start()
     while True:
         try:
-            _answer(channel, run.connection, asked=json.loads(asked.get()))
+            _answer(channel, run, asked=json.loads(asked.get()))
         except Exception as error:  # noqa: BLE001  a process border: the parent gets it
             _send_why(channel, run, error=error)
 
@@ -123,7 +123,7 @@ def _listen(channel: socket.socket, asked: queue.SimpleQueue[bytearray]) -> None
         os._exit(0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Opened:
     """A run whose views the connection has."""
 
@@ -131,6 +131,7 @@ class _Opened:
     layout: RunLayout
     lsn: int
     prefix: str  # of every path; empty unless the read-only file system is used
+    kept: list[list[str]] = field(default_factory=list)  # see _with_tables
 
 
 def _open(order: dict) -> _Opened:
@@ -270,12 +271,13 @@ def _bytes(text: str) -> int:
     return int(float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(unit))
 
 
-def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, *, asked: dict) -> None:
+def _answer(channel: socket.socket, run: _Opened, *, asked: dict) -> None:
     """Send the rows, then END.
 
     Raises StoreError for anything but one query, and for more than `max_rows` or `max_bytes`.
     """
-    sql = asked["sql"]
+    connection = run.connection
+    sql = _with_tables(run, asked["tables"], asked["sql"])
     _check_one_query(sql)
     connection.execute("BEGIN TRANSACTION READ ONLY")
     try:
@@ -285,6 +287,36 @@ def _answer(channel: socket.socket, connection: duckdb.DuckDBPyConnection, *, as
     finally:
         connection.execute("ROLLBACK")
     wire.send(channel, wire.END, json.dumps({"more": more}).encode())
+
+
+def _with_tables(run: _Opened, tables: list[list[str]], query: str) -> str:
+    """Return the query after a WITH of the tables, names and queries, which are computed once.
+
+    A table may read those before it. They are kept until other tables are asked for.
+    """
+    if not tables:
+        return query
+    n_equal = 0
+    while n_equal < min(len(tables), len(run.kept)) and tables[n_equal] == run.kept[n_equal]:
+        n_equal += 1
+    if n_equal < len(tables):
+        del run.kept[n_equal:]
+        for name, made_by in tables[n_equal:]:
+            before = _with_kept([known for known, _ in run.kept])
+            made = f"{before}{made_by}"
+            _check_one_query(made)
+            run.connection.execute(f"CREATE OR REPLACE TEMP TABLE {_kept(len(run.kept))} AS {made}")
+            run.kept.append([name, made_by])
+    return f"{_with_kept([name for name, _ in tables])}{query}"
+
+
+def _with_kept(names: Sequence[str]) -> str:
+    tables = [f"{name} AS (FROM temp.{_kept(place)})" for place, name in enumerate(names)]
+    return f"WITH {', '.join(tables)} " if tables else ""
+
+
+def _kept(place: int) -> str:
+    return f"kept_{place}"
 
 
 def _check_one_query(sql: str) -> None:

@@ -33,6 +33,20 @@ CREATE OR REPLACE VIEW groups AS
 SELECT * EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid) FROM exported.groups
 QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY changed_lsn DESC) = 1;
 
+-- The training tasks that were handed out, and what is known of each now. An SQL text for
+-- `tasks.order` can be tried on it.
+CREATE OR REPLACE VIEW tasks AS
+SELECT task_id, count(*) AS n_groups,
+       coalesce(sum(size) FILTER (is_whole), 0)::BIGINT AS n_episodes,
+       sum(n_won) FILTER (is_whole) / sum(size) FILTER (is_whole) AS success,
+       arg_max(n_won / size, (completed_at, ordinal)) FILTER (is_whole) AS last_success,
+       sum(return_sum) FILTER (is_whole) / sum(size) FILTER (is_whole) AS mean_return,
+       (SELECT max(ordinal) FROM groups WHERE split = 'train') - max(ordinal) AS groups_since,
+       (SELECT max(version) FROM exported.versions)
+           - arg_max(version_max, (completed_at, ordinal)) FILTER (is_whole) AS staleness
+FROM (SELECT *, completed_at IS NOT NULL AS is_whole FROM groups WHERE split = 'train')
+GROUP BY task_id;
+
 -- Each state that a group was in: when, since which lsn, and why.
 CREATE OR REPLACE VIEW ledger AS
 SELECT group_uid::UUID AS group_uid, state, reason, lsn, "at" AS entered_at FROM exported.ledger;
@@ -62,7 +76,7 @@ CREATE OR REPLACE VIEW lineage AS
 SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid),
        o.digest AS oldest_weights_digest, n.digest AS newest_weights_digest
 FROM (
-    FROM exported.lineage
+    FROM exported.lineage WHERE use = 1 OR source IS NOT NULL
     QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1
 ) AS l
 LEFT JOIN versions AS o ON o.version = l.version_min AND l.source IS NULL
@@ -84,6 +98,16 @@ FROM steps AS s JOIN (
     SELECT traj_uid, step_index, max_by(value, batch_id) AS value
     FROM critic_values GROUP BY ALL) AS v
     ON s.traj_uid = v.traj_uid AND s.step_index = v.step_index;
+
+-- The groups whose wins a learner step trained on again, and how many versions old they were. Use 1
+-- is the learner step that trained on the whole group: it is in `lineage`.
+CREATE OR REPLACE VIEW replays AS
+SELECT learner_step, batch_id, batch_state, live, group_uid::UUID AS group_uid, task_id, use,
+       version_min, version_max, version_in, version_in - version_min AS age, claimed_at, trained_at
+FROM (
+    FROM exported.lineage WHERE use > 1 AND source IS NULL
+    QUALIFY row_number() OVER (PARTITION BY batch_id, group_uid ORDER BY changed_lsn DESC) = 1
+);
 
 CREATE OR REPLACE VIEW metrics AS
 SELECT * EXCLUDE (live, lsn, changed_lsn)

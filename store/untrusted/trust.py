@@ -24,6 +24,9 @@ from store.untrusted.signatures import CONFIG, RUN_JSON, made_by_this_user, sign
 FOLLOWED = {
     "env.name": "imports the environment",
     "env.options": "gives it the options",
+    "environments.*.env.name": "imports the environment",
+    "environments.*.env.options": "gives it the options",
+    "environments.*.prompt.template": "reads the template",
     "model.path": "loads the model",
     "critic.path": "loads the critic",
     "prompt.template": "reads the template",
@@ -75,8 +78,18 @@ def check_trusted(run: Path) -> None:
 
 def _values(run: Path, key: str) -> list[str]:
     """Return the values of a setting, each once, as text for a terminal."""
-    shown = [_shown(setting(settings, key)) for settings in _settings(run)]
-    return list(dict.fromkeys(filter(None, shown)))
+    shown = [_shown(value) for settings in _settings(run) for value in _found(settings, key)]
+    return list(dict.fromkeys(filter(None, shown)))[:SHOWN_ITEMS]
+
+
+def _found(settings: dict[str, object], key: str) -> list[object]:
+    """Return the values of a key, in which * stands for every name."""
+    section, _, rest = key.partition(".*.")
+    if not rest:
+        return [setting(settings, key)]
+    entries = setting(settings, section)
+    own = entries.values() if isinstance(entries, dict) else ()
+    return [setting(entry, rest) for entry in own if isinstance(entry, dict)]
 
 
 def _shown(value: object) -> str:

@@ -4,7 +4,7 @@ Coordinator, catalog and files are real. A run is decided by its seed alone. Wha
 are killed and join, the learner is killed and goes on from its checkpoint, the coordinator is
 replaced, messages are slow and outlive their senders.
 
-SIMULATED_RUNS says how many (default: 100; `make test-crash`: 300).
+SIMULATED_RUNS says how many (default: 60; `make test-crash`: 300).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tests.support.simulation import (
 )
 from tests.support.virtual_time import VirtualTimeLoop
 
-N_RUNS = int(os.environ.get("SIMULATED_RUNS", "100"))
+N_RUNS = int(os.environ.get("SIMULATED_RUNS", "60"))
 N_CARELESS = 30  # runs that must find the bound forgotten
 GROUP_SIZE, LEARNER_STEPS = 2, 3
 LEASE_S = 2.0

@@ -12,7 +12,7 @@ import pytest
 from transformers.dynamic_module_utils import resolve_trust_remote_code
 
 from actors.prompting.chat_template import load_tokenizer
-from configs import ConfigError, loaded
+from configs import ConfigError, load_safely
 from tests.support.chat_samples import tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +135,7 @@ def test_nobody_is_asked_whether_to_run_code(monkeypatch: pytest.MonkeyPatch) ->
     """A class of transformers that is loaded without our arguments would ask."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        loaded("anything", "/", load=lambda: resolve_trust_remote_code(None, "x", False, True))
+        load_safely("anything", "/", load=lambda: resolve_trust_remote_code(None, "x", False, True))
 
 
 def _change(file: Path, changes: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -140,10 +141,15 @@ def prompt(seed: int, *, length: int = 120) -> Prompt:
     return Prompt(token_ids=tuple(token_ids), actions=None)
 
 
+@functools.cache  # it is asked for hundreds of answers
+def reference_model(path: Path) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
 def reference_logprobs(
     path: Path, *, prompt: Prompt, completion: Completion, temperature: float
 ) -> torch.Tensor:
-    model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = reference_model(path)
     ids_BT = torch.tensor([prompt.token_ids + completion.token_ids])
     with torch.no_grad():
         logits_TV = model(ids_BT).logits[0, len(prompt.token_ids) - 1 : -1]

@@ -74,8 +74,6 @@ def test_an_engine_that_does_not_start_is_lost_with_its_own_words(
 def test_without_an_error_in_the_log_there_are_vllms_words(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match="RuntimeError: Engine core initialization failed"):
         fail_to_start(tmp_path / "x", RuntimeError(VLLMS), logged="")
-    with pytest.raises(ValueError, match="a mistake"):
-        fail_to_start(tmp_path / "x", ValueError("a mistake of the config"), logged="")
 
 
 def test_preempted_requests_are_counted_as_vllm_reports_them() -> None:

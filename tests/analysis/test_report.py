@@ -7,10 +7,13 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 import driver
 from analysis import report
+from analysis.view.pages import run as run_page
+from analysis.view.sql_text import fill
 from configs import Config, EnvConfig, ModelConfig, as_yaml
 from driver.screen import shown_in
 from store import Catalog, RunLayout, export, write_open_sql
@@ -114,3 +117,26 @@ def test_the_closing_lines_have_an_ordered_query_and_how_long_it_took(tmp_path: 
     (query,) = re.findall(r'gigpo sql \S+ "(.*)"', printed)
     with connect(layout) as connection:
         assert connection.sql(query).fetchall() == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def test_each_environment_of_a_run_has_its_success(tmp_path: Path) -> None:
+    """Six batches, of which the newest five count, and two evaluations, of which the newest counts."""
+    config = Config(
+        run_dir=str(tmp_path / "run"), environments={"rooms": {}, "lakes": {}, "new": {}}
+    )
+    layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
+    write_open_sql(layout, macros=(), max_staleness=1)
+    with Catalog.open(layout) as catalog:
+        for step in range(6):
+            values = {"train/success/rooms": step / 10}
+            if step in (2, 4):
+                values |= {"heldout/success/rooms": step / 8, "heldout/success/lakes": 1.0}
+            catalog.record_metrics(learner_step=step, policy_version=step, values=values)
+        export(catalog, layout)
+    said = StringIO()
+    report.show_report(config, Console(file=said, width=200))
+    assert "  rooms: 0.50 on training tasks, 0.50 on held-out tasks\n" in said.getvalue()
+    assert "  lakes: 1.00 on held-out tasks\n  new: nothing was played yet\n" in said.getvalue()
+    with connect(layout) as connection:
+        shown = connection.sql(fill(run_page.BY_ENVIRONMENT, steps=run_page.RECENT_STEPS))
+        assert shown.fetchall() == [("lakes", None, 1.0), ("rooms", pytest.approx(0.3), 0.5)]

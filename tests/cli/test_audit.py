@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,7 @@ def rows_of(run: Path, tmp_path: Path, *arguments: str) -> pa.Table:
     return pq.read_table(table)
 
 
+@functools.cache  # a reader takes longer to start than to answer
 def stored(run: Path, where: str) -> pa.Table:
     with store.open_run(run) as reader:
         columns = f"{audit.COLUMNS}, anchor_text, admissible_actions"

@@ -48,8 +48,8 @@ VALUES = {
     ),
     **dict.fromkeys(INTEGERS, (-2, -1, 0, 1, 2, 3)),
 }
-READ_WITH = {"similarity": {"anchor": "similar"}, "anchor_history": {"anchor": "suffix"}}
-READ_WITH |= {"version_window": {"anchor_versions": "window"}, "gae_lambda": {"estimator": "gagpo"}}
+READERS = {"similarity": {"anchor": "similar"}, "anchor_history": {"anchor": "suffix"}}
+READERS |= {"version_window": {"anchor_versions": "window"}, "gae_lambda": {"estimator": "gagpo"}}
 
 
 def test_the_names_and_the_defaults_are_the_same() -> None:
@@ -57,8 +57,8 @@ def test_the_names_and_the_defaults_are_the_same() -> None:
         asdict(AlgorithmConfig()),
         {field.name for field in fields(AdvantageSettings)},
     )
-    assert names | {"group_size", "group_filter"} == algorithm.keys(), (
-        "and these two decide no advantage"
+    assert names | {"group_size", "group_filter", "refill_groups"} == algorithm.keys(), (
+        "and these three decide no advantage"
     )
     assert names == {*CHOICES, *VALUES}
     assert {name: algorithm[name] for name in names} == asdict(PUBLISHED_SETTINGS)
@@ -124,7 +124,7 @@ def gigpo_takes(name: str, value: object, **others: Any) -> bool:
 
 
 def config_takes(name: str, value: object, **others: Any) -> bool:
-    with_it = {**READ_WITH.get(name, {}), **others, name: value}
+    with_it = {**READERS.get(name, {}), **others, name: value}
     try:
         configs.check(Config(algorithm=AlgorithmConfig(**with_it)))
     except ConfigError:

@@ -45,6 +45,8 @@ def empty(tmp_path: Path) -> Path:
             ["plays nothing"],
         ),
         (["loss.proximal=interpolated"], ["another run's"]),
+        (["algorithm.refill_groups=8"], ["offline.share=1", "no group is played"]),
+        (["replay.share=0.5"], ["replay.share=0.5", "offline.share=1 plays nothing"]),
     ],
 )
 def test_what_makes_no_sense_with_offline_groups_is_refused(
@@ -54,6 +56,35 @@ def test_what_makes_no_sense_with_offline_groups_is_refused(
         configs.load(empty, ["source=runs/a", *overrides])
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["replay.max_age=9"],
+            "replay.max_age=9 does nothing with replay.share=0; raise the share",
+        ),
+        (["replay.share=1.5"], "replay more than is played"),
+        (["replay.share=0.01"], "of 8 groups is none"),
+        (["replay.share=0.5", "store.keep_versions=5"], "keep_versions=5 would remove wins"),
+    ],
+)
+def test_what_makes_no_sense_with_replayed_wins_is_refused(
+    empty: Path, overrides: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configs.load(empty, overrides)
+
+
+def test_replayed_wins_are_in_the_plan_and_among_the_rows_of_an_update(empty: Path) -> None:
+    config = configs.load(empty, ["replay.share=0.25", "learner.rows_per_update=640"])
+    assert "the wins of 2 earlier groups again, at most 5 versions old" in configs.describe_plan(
+        config
+    )
+    plain = configs.load(empty, ["learner.rows_per_update=640"])
+    # 8 groups of 8 episodes of 10 steps are 640 rows
+    assert (configs.most_updates(plain), configs.most_updates(config)) == (1, 2)
 
 
 def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
@@ -85,6 +116,10 @@ def test_sources_are_taken_as_they_are_written(empty: Path) -> None:
     assert "nothing is played" in configs.describe_plan(
         config
     ) and "2 of them offline" in configs.describe_plan(mixed)
+    refilled = configs.load(
+        empty, ["source=runs/b", "offline.share=0.25", "algorithm.refill_groups=9"]
+    )
+    assert "at most 9 more groups" in configs.describe_plan(refilled)
     empty.write_text("source: runs/a\n")
     with pytest.raises(ConfigError, match="not a list"):
         configs.load(empty)
@@ -360,6 +395,10 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
             "with anchor=state and estimator=gigpo; .* use anchor=suffix, or estimator=hgpo",
         ),
         ("version_window=0", "version_window=0 does nothing with anchor_versions=mixed"),
+        (
+            "group_filter=none refill_groups=8",
+            "refill_groups=8 does nothing with group_filter=none",
+        ),
         # at their defaults
         ("estimator=rloo omega=1.0 gamma=0.95 normalise=mean_std weighting=trajectories", ""),
         ("estimator=hgpo anchor_history=2 gamma=0.5 anchor_versions=window version_window=0", ""),

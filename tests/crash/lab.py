@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -85,16 +86,23 @@ def the_run_is_whole(base: Path, diary: Sequence[Line], thorough: bool) -> list[
     return broken_promises(base / "run", diary, thorough=thorough)
 
 
-@contextmanager
-def workers() -> Iterator[ProcessPoolExecutor]:
-    """Clean processes to fork from: this one may have threads. Skips, loudly, where processes
-    cannot be traced.
+@functools.cache
+def workers() -> ProcessPoolExecutor:
+    """Return processes of `new_workers` that all tests share: each takes a second to start."""
+    return new_workers()
+
+
+def new_workers() -> ProcessPoolExecutor:
+    """Start clean processes to fork from, in this one's environment: this one may have threads.
+
+    Skip, loudly, where processes cannot be traced.
     """
-    with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
-        reason = pool.submit(tracer.why_not).result()
-        if reason is not None:
-            pytest.skip(reason)
-        yield pool
+    pool = ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn"))
+    reason = pool.submit(tracer.why_not).result()
+    if reason is not None:
+        pool.shutdown()
+        pytest.skip(reason)
+    return pool
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cli.__main__ import main
 from configs import Config, ConfigError, TinyModelConfig
 from driver import offline_sources as sources
 from learner import make_tiny_model, train_tokenizer
-from store import RunLayout, StoreError, VersionRecord, write_open_sql
+from store import RunLayout, StoreError, VersionRecord, trust, write_open_sql
 from store.exchange.datasets import export_selection
 from tests.support.engine_samples import make_base
 from tests.support.fast_directory import fast_directory
@@ -177,16 +177,23 @@ def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(
     out = io.StringIO()
     mine = replace(config, model=replace(config.model, path=str(model)))
     sources.check_sources(mine, Console(file=out, width=999))
-    assert f"tokens of {played} were not compared: it was not made by you" in out.getvalue()
+    assert f"tokens of {played} were not compared: you did not make it" in out.getvalue()
 
 
-def test_a_base_policy_in_a_strangers_run_is_its_own_and_has_no_links(
+def test_a_base_policy_in_a_strangers_run_needs_trust_and_has_no_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = make_source(tmp_path / "played")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
     (tmp_path / "secret").write_text("of this user")
     config, policy = from_source(tmp_path, str(played)), tmp_path / "new" / "base" / "policy"
+    for use in (
+        lambda: sources.check_sources(config, Console(quiet=True)),
+        lambda: sources.copy_base_policy(config, policy),
+    ):
+        with pytest.raises(StoreError, match=rf"{played} was not made by you.*--trust"):
+            use()
+    trust(played)
     sources.check_sources(config, Console(quiet=True))
 
     def linked_since(layout: RunLayout) -> None:

@@ -34,6 +34,7 @@ from tests.support.killed_runs import (
     staleness_violations,
     trained_twice,
 )
+from tests.support.sizes import IN_FULL
 from tests.support.store_damage import no_file_may_grow
 
 
@@ -193,6 +194,7 @@ def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) ->
 
 
 @pytest.mark.run
+@pytest.mark.shortened
 def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost(
     tmp_path: Path,
 ) -> None:
@@ -204,7 +206,8 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
     )
     with closing(killed):
         killed.start()
-        killed.kill("tree")  # the same command, or --resume from another directory
+        if IN_FULL:
+            killed.kill("tree")  # --resume from another directory
         killed.wait_until_it_works()
         running = killed.running
         assert running is not None

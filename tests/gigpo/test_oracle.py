@@ -31,8 +31,11 @@ from tests.support.gigpo_oracle import (
     to_table,
     value_targets,
 )
+from tests.support.sizes import examples
 
-CASES = 2_000  # random groups per estimator; where the batch is whitened, random batches
+# random groups per estimator; where the batch is whitened, which takes a call for each, random
+# batches
+CASES, BATCHES = 2_000, examples(320, full=2_000)
 NAMES = ("episode_advantage", "step_advantage", "advantage")
 DIFFERENCES = ("episodes_differ", "steps_differ", "has_penalties")
 
@@ -144,12 +147,13 @@ def assert_close(got: list[tuple[float, ...]], expected: list[tuple[Value, ...]]
                 assert abs(value - want) <= 1e-6 * abs(want) + 1e-9, (value, want)
 
 
+@pytest.mark.shortened
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_equals_the_definitions(estimator):
     for number, s in enumerate(settings_of(estimator)):
         rng = random.Random(f"{estimator} {number}")
         # What is whitened over a batch is one case a batch, so there are many small ones.
-        batches, groups = (CASES // 8, 2) if estimator in WHITENED else (1, CASES // 8)
+        batches, groups = (BATCHES // 8, 2) if estimator in WHITENED else (1, CASES // 8)
         for _ in range(batches):
             rows = random_rows(rng, groups=groups)
             assert_close(computed(rows, s), oracle(rows, s))

@@ -16,12 +16,11 @@ from learner.data.batch_loader import (
     PreparedBatch,
     cut_updates,
     in_batch_order,
-    make_loader,
     prepare_batch,
 )
 from store import DigestError, VersionRecord, read_segments
 from tests.support.fast_directory import fast_directory
-from tests.support.learner_loop import make_config, open_coordinator, play, play_all
+from tests.support.learner_loop import loader_of, make_config, open_coordinator, play, play_all
 
 
 @pytest.fixture
@@ -41,10 +40,10 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 def next_ready(
     coordinator: Coordinator, *, config: Config | None = None, version: int = 0
 ) -> PreparedBatch:
-    source = make_loader(config or coordinator.config, coordinator.layout, claim=coordinator.claim)
+    source = loader_of(coordinator, config=config)
     batch = source.claim(version)
     assert batch is not None
-    return prepare_batch(source, batch, version=version, learner_step=version + 1)
+    return prepare_batch(source, batch, version=version, learner_step=version + 1, more=None)
 
 
 def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coordinator) -> None:

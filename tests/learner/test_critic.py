@@ -189,6 +189,9 @@ def test_a_step_without_a_response_has_a_value_too(tmp_path: Path) -> None:
         return [batch.position_ids_T[batch.positions_N].float() + 1 for batch in batches]
 
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1")
-    loader = replace(make_loader(Config(), layout, claim=lambda _: None), values=lengths)  # type: ignore[arg-type]
+    loader = make_loader(
+        Config(), layout, claim=lambda _: None, refill=lambda batch_id, **wanted: None
+    )
+    loader = replace(loader, values=lengths)  # type: ignore[arg-type]
     expected = [len(ids) for ids in rows["prompt_ids"].to_pylist()]
     assert np.array_equal(_state_values(loader, rows), expected)

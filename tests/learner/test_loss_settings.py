@@ -221,7 +221,7 @@ def test_a_loss_s_numbers_have_the_bounds_of_its_record_and_no_others(kind: type
 
 
 @pytest.mark.parametrize(
-    ("key", "read_with"),
+    ("key", "describe_readers"),
     [
         ("gamma", {}),
         ("omega", {}),
@@ -232,10 +232,10 @@ def test_a_loss_s_numbers_have_the_bounds_of_its_record_and_no_others(kind: type
     ],
 )
 def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(
-    key: str, read_with: dict[str, Any]
+    key: str, describe_readers: dict[str, Any]
 ) -> None:
     for value in VALUES if key not in ("anchor_history", "version_window") else [-1, 0, 1, 2]:
-        config = Config(algorithm=AlgorithmConfig(**(read_with | {key: value})))
+        config = Config(algorithm=AlgorithmConfig(**(describe_readers | {key: value})))
         try:
             AdvantageSettings.of(config.algorithm)
         except ValueError:

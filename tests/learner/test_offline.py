@@ -19,7 +19,6 @@ from learner import Learner, check_train_on
 from learner.data.batch_loader import (
     OFFLINE_STALENESS,
     PreparedBatch,
-    make_loader,
     prepare_batch,
     with_staleness,
 )
@@ -32,6 +31,7 @@ from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     Handle,
     good,
+    loader_of,
     make_config,
     make_learner,
     open_coordinator,
@@ -92,10 +92,11 @@ def next_ready(config: Config) -> PreparedBatch:
         batch = coordinator.claim(7)
         assert batch is not None
         return prepare_batch(
-            make_loader(config, coordinator.layout, claim=coordinator.claim),
+            loader_of(coordinator, config=config),
             batch,
             version=7,
             learner_step=1,
+            more=None,
         )
     finally:
         coordinator.close()

@@ -35,7 +35,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from configs import ConfigError, LearnerConfig, LossConfig, ModelConfig, loaded
+from configs import ConfigError, LearnerConfig, LossConfig, ModelConfig, load_safely
 from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.model import packed_attention as attention
 from learner.model.lora import merged
@@ -751,7 +751,7 @@ def test_the_hub_is_not_asked_while_files_are_loaded(tmp_path: Path) -> None:
         return bool(constants.HF_HUB_OFFLINE)
 
     before = is_offline()
-    assert loaded("anything", tmp_path, load=is_offline)
+    assert load_safely("anything", tmp_path, load=is_offline)
     assert is_offline() == before
 
 

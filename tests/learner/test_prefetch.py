@@ -24,6 +24,7 @@ from tests.support.learner_loop import (
     WEIGHTS_FILE,
     Handle,
     good,
+    loader_of,
     make_config,
     make_learner,
     open_coordinator,
@@ -68,6 +69,10 @@ def taken(batches: Prefetch) -> PreparedBatch:
     ready = batches.take(timeout_s=DEADLINE_S)
     assert ready is not None
     return ready
+
+
+def no_refill(batch_id: int, **wanted: object) -> None:
+    raise AssertionError("nothing was claimed")
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -174,9 +179,7 @@ def test_the_next_batch_is_made_ready_for_the_version_it_will_train_at(
     coordinator = open_coordinator(config)
     closing.append(coordinator)
     publish(coordinator, 0, 0)
-    with contextlib.closing(
-        Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim))
-    ) as batches:
+    with contextlib.closing(Prefetch(loader_of(coordinator))) as batches:
         batches.start(version=0, learner_step=1)
         assert batches.take(timeout_s=0.0) is None  # no groups
         assert batches.under_way
@@ -210,9 +213,7 @@ def test_what_would_be_too_old_by_then_is_not_prefetched(
     publish(coordinator, 0, 0)
     play_all(coordinator)
     publish(coordinator, 1, 1)
-    with contextlib.closing(
-        Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim))
-    ) as batches:
+    with contextlib.closing(Prefetch(loader_of(coordinator))) as batches:
         # version 1 is the learner's now, and the groups are of version 0
         batches.start(version=2, learner_step=3)
         wait_for(lambda: coordinator.catalog.counts().stale == 4)
@@ -226,7 +227,7 @@ def test_closing_ends_the_thread_while_it_waits_and_what_it_claimed_can_be_given
     coordinator = open_coordinator(config)
     closing.append(coordinator)
     publish(coordinator, 0, 0)
-    source = make_loader(config, coordinator.layout, claim=coordinator.claim)
+    source = loader_of(coordinator)
     with contextlib.closing(Prefetch(source)) as waiting:
         waiting.start(version=0, learner_step=1)
         wait_for(lambda: len(prefetch_threads()) == 1)
@@ -255,9 +256,7 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(
     for path in coordinator.layout.segments.rglob("*.parquet"):
         path.chmod(0o644)
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with contextlib.closing(
-        Prefetch(make_loader(config, coordinator.layout, claim=coordinator.claim))
-    ) as batches:
+    with contextlib.closing(Prefetch(loader_of(coordinator))) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(DigestError, match="its bytes changed on disk"):
             batches.take(timeout_s=DEADLINE_S)
@@ -272,7 +271,8 @@ def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_r
     def claim(version: int) -> None:
         raise TimeoutError("the coordinator is gone")
 
-    with contextlib.closing(Prefetch(make_loader(config, layout, claim=claim))) as batches:
+    loader = make_loader(config, layout, claim=claim, refill=no_refill)
+    with contextlib.closing(Prefetch(loader)) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(TimeoutError, match="gone"):
             batches.take(timeout_s=DEADLINE_S)
@@ -292,7 +292,8 @@ def test_an_error_that_nobody_takes_is_logged(
         claiming.set()
         raise DigestError("a segment is damaged")
 
-    with contextlib.closing(Prefetch(make_loader(config, layout, claim=claim))) as batches:
+    loader = make_loader(config, layout, claim=claim, refill=no_refill)
+    with contextlib.closing(Prefetch(loader)) as batches:
         batches.start(version=0, learner_step=1)
         assert claiming.wait(DEADLINE_S)
     (record,) = caplog.records

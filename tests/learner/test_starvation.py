@@ -27,7 +27,7 @@ def waited_s(clock: Clock, heldout_open: list[int]) -> float:
     """Return when a wait of at most 40 s ends; `heldout_open` are the answers of each look, the
     last for ever.
     """
-    deadline = StarvationDeadline(40.0)
+    deadline = StarvationDeadline(40.0, progress=0)
     for look in range(1000):
         while not deadline.check_is_due():
             clock.now_s += 1.0

@@ -31,6 +31,7 @@ PREFIXES = (
     "critic",
     "loss",
     "offline",
+    "replay",
     "staleness",
     "time",
     "tokens",
@@ -67,7 +68,7 @@ def of_an_update() -> UpdateStats:
 
 
 def of_a_learner_step() -> set[str]:
-    """Return the names of a batch with live and with offline groups."""
+    """Return the names of a batch with live, offline and replayed groups."""
     groups = [
         SimpleNamespace(source=None, oldest_version=0),
         SimpleNamespace(source="run", version_min=0),
@@ -75,10 +76,10 @@ def of_a_learner_step() -> set[str]:
     episodes = Episodes(success=0.5, mean_return=1.0, mean_steps=3.0)
     advantages = ("advantage", "episode_advantage", "step_advantage")
     ready = SimpleNamespace(
-        batch=SimpleNamespace(groups=groups), version=1,
+        batch=SimpleNamespace(groups=groups, replayed=groups[:1]), version=1,
         live=episodes, offline=episodes, filtered={}, values={b"t": [0.0]}, values_s=0.0,
         rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
-        n_rows=1, n_response_tokens=7, n_live_tokens=7,
+        replayed=pa.table({"advantage": [0.5]}), n_rows=1, n_response_tokens=7, n_live_tokens=7,
         read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,
     )  # fmt: skip
     metrics = step_metrics(ready, updates=[of_an_update()], times=StepTimes(step_s=1.0))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OURS = ("actors", "analysis", "cli", "configs", "coordinator", "driver", "envs", "gigpo", "learner")
-FILES = [ROOT / "printable.py", *(f for p in (*OURS, "store") for f in (ROOT / p).rglob("*.py"))]
+FILES = [*ROOT.glob("*.py"), *(f for p in (*OURS, "store") for f in (ROOT / p).rglob("*.py"))]
 WITH_EXAMPLES = sorted(f for f in FILES if ">>> " in f.read_text(encoding="utf-8"))
 
 

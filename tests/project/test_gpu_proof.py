@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,62 @@ def proof(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+NEEDS_CUDA = {
+    f"{part}: needs CUDA"
+    for part in (
+        "variable-length kernel",
+        "memory against the plan",
+        "TF32",
+        "deterministic mode",
+        "copy from the device, pageable and pinned",
+        "CUDA IPC",
+        "captured CUDA graph",
+        "pinned memory",
+        "gloo on device memory",
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "sharing"])
+def test_a_section_passes_on_a_cpu_and_claims_nothing_that_needs_a_gpu(
+    proof: ModuleType, work: Path, section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: in one of its own, each would load torch and DeepSpeed again."""
+    for name, value in proof.environment("cpu").items():
+        monkeypatch.setenv(name, value)
+    proof.run_section(Namespace(child=section, device="cpu", work=work))
+    found = json.loads((work / f"{section}.json").read_text())
+    assert proof.status(found, ended=None) == "passed", found
+    assert set(found["skipped"]) <= NEEDS_CUDA
+    if section == "throughput":
+        # a CPU has no peak to compare with
+        assert {figures["mfu"] for figures in found["figures"].values()} == {None}
+
+
+def test_a_command_keeps_the_result_of_a_section_beside_earlier_ones(tmp_path: Path) -> None:
+    output = tmp_path / "proof.json"
+    output.write_text('{"an earlier section": {"status": "passed"}}')
+    command = [sys.executable, str(FOLDER), "all", "--device", "cpu", "--output", str(output)]
+    done = subprocess.run(
+        [*command, "--only", "sharing"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert tuple(last) == ("sharing",) and last["sharing"]["status"] == "passed"
+    assert last["sharing"]["checks_passed"] and set(last["sharing"]["skipped"]) <= NEEDS_CUDA
+    assert tuple(json.loads(output.read_text())) == ("an earlier section", "sharing")
+
+
+@pytest.mark.slow
 def test_all_sections_pass_on_a_cpu_and_none_claims_what_needs_a_gpu(tmp_path: Path) -> None:
     output = tmp_path / "proof.json"
     output.write_text('{"an earlier section": {"status": "passed"}}')
@@ -58,20 +115,7 @@ def test_all_sections_pass_on_a_cpu_and_none_claims_what_needs_a_gpu(tmp_path: P
     assert {result["status"] for result in last.values()} == {"passed"}
     assert all(result["checks_passed"] for result in last.values())
     skipped = {line for result in last.values() for line in result["skipped"]}
-    assert skipped == {
-        f"{part}: needs CUDA"
-        for part in (
-            "variable-length kernel",
-            "memory against the plan",
-            "TF32",
-            "deterministic mode",
-            "copy from the device, pageable and pinned",
-            "CUDA IPC",
-            "captured CUDA graph",
-            "pinned memory",
-            "gloo on device memory",
-        )
-    }
+    assert skipped == NEEDS_CUDA
     figures = kept["throughput"]["figures"]
     assert all(figures[name]["mfu"] is None for name in figures), (
         "a CPU has no peak to compare with"
@@ -81,9 +125,10 @@ def test_all_sections_pass_on_a_cpu_and_none_claims_what_needs_a_gpu(tmp_path: P
 def test_a_section_that_raises_is_recorded_with_its_traceback(
     proof: ModuleType, tmp_path: Path
 ) -> None:
-    result = proof.run_child("no_section", device="cpu", work=tmp_path, limit_s=DEADLINE_S)
-    assert result["status"] == "failed"
-    (error,) = result["errors"]
+    proof.run_section(Namespace(child="no_section", device="cpu", work=tmp_path))
+    found = json.loads((tmp_path / "no_section.json").read_text())
+    assert proof.status(found, ended=None) == "failed"
+    (error,) = found["errors"]
     assert error["error"] == "ModuleNotFoundError: No module named 'gpu_proof.no_section'"
     assert "Traceback" in error["traceback"]
 

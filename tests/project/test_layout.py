@@ -18,7 +18,7 @@ import pytest
 from store import Catalog, RunLayout, export, write_open_sql
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = "printable"  # imports nothing of ours, so everybody may import it
+SHARED = ("bounded_yaml", "printable")  # they import nothing of ours: everybody may import them
 TABLE = "| | configs |"  # how the table of CONTRIBUTING.md begins
 THE_SAME = "the same"  # as in the row above
 
@@ -63,11 +63,11 @@ def test_the_table_of_contributing_is_read() -> None:
 
 def test_every_folder_is_type_checked() -> None:
     files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
-    assert sorted(files) == sorted([*FOLDERS, f"{SHARED}.py"])
+    assert sorted(files) == sorted([*FOLDERS, *(f"{name}.py" for name in SHARED)])
 
 
-def test_no_module_but_the_shared_one_stands_at_the_root() -> None:
-    assert [path.stem for path in ROOT.glob("*.py")] == [SHARED]
+def test_no_module_but_the_shared_ones_stands_at_the_root() -> None:
+    assert sorted(path.stem for path in ROOT.glob("*.py")) == list(SHARED)
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -180,9 +180,10 @@ def test_the_map_of_a_package_names_its_modules(folder: str) -> None:
         assert not gone, f"{place} names {', '.join(gone)}, which is not there"
 
 
-def test_the_shared_module_imports_nothing_of_ours() -> None:
-    for module in imported_modules(ROOT / f"{SHARED}.py"):
-        assert module.partition(".")[0] not in FOLDERS, f"{SHARED}.py imports {module}"
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_module_imports_nothing_of_ours(name: str) -> None:
+    for module in imported_modules(ROOT / f"{name}.py"):
+        assert module.partition(".")[0] not in FOLDERS, f"{name}.py imports {module}"
 
 
 # which writes ASCII unless it is told otherwise

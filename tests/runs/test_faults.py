@@ -70,10 +70,12 @@ def is_named(run: FaultRun, what: str, *words: str, before: int) -> Callable[[],
 @pytest.mark.parametrize(
     ("part", "how", "words"),
     [
-        ("worker-0", signal.SIGKILL, ["worker-0", "died"]),
+        pytest.param(*("worker-0", signal.SIGKILL, ["worker-0", "died"]), marks=pytest.mark.faults),
         ("worker-0", signal.SIGSTOP, ["worker-0", "no sign of life"]),
         ("learner", signal.SIGKILL, ["learner", "died"]),
-        ("learner", signal.SIGSTOP, ["learner", "no sign of life"]),
+        pytest.param(
+            *("learner", signal.SIGSTOP, ["learner", "no sign of life"]), marks=pytest.mark.faults
+        ),
     ],
 )
 def test_a_component_that_is_killed_or_stopped_is_named_and_started_again(

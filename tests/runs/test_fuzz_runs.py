@@ -1,7 +1,7 @@
 """Crafted runs through every command that reads one: nothing outside changes, nothing of it is
 shown, no traceback.
 
-FUZZED_RUNS says how many (default: 6; `make test-crash`: 500). FUZZED_FIRST is the first seed.
+FUZZED_RUNS says how many (default: 3; `make test-crash`: 500). FUZZED_FIRST is the first seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-N_RUNS = int(os.environ.get("FUZZED_RUNS", "6"))
+N_RUNS = int(os.environ.get("FUZZED_RUNS", "3"))
 FIRST = int(os.environ.get("FUZZED_FIRST", "0"))
 # Each imports every command's modules, which takes as long as some runs.
 N_PROCESSES = 2 if N_RUNS > 100 else 1

@@ -4,12 +4,10 @@ interrupted, and killed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -34,6 +32,7 @@ from store import RunLayout
 from store.reading.query import connect
 from tests.project.test_docs_metrics import documented
 from tests.support.curves_read import in_store, in_tensorboard
+from tests.support.fault_runs import catalog_number, trained_step
 from tests.support.processes import litter, unused_shared_memory
 
 pytestmark = pytest.mark.run
@@ -129,28 +128,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.2)
 
 
-def learner_step(run: Path) -> int:
-    return rows(
-        run, "SELECT coalesce(max(learner_step), 0) FROM lineage WHERE batch_state = 'trained'"
-    )[0][0]
-
-
 def checkpoint(run: Path) -> int:
     """Learner step of the newest one."""
-    return rows(run, "SELECT coalesce(max(learner_step), 0) FROM checkpoints")[0][0]
-
-
-def trained_step(run: Path) -> int:
-    """The newest learner step by the catalog itself: what readers are shown may be a second
-    older.
-    """
-    with contextlib.closing(
-        sqlite3.connect(f"file:{run / 'catalog.sqlite'}?mode=ro", uri=True)
-    ) as catalog:
-        ((step,),) = catalog.execute(
-            "SELECT max(learner_step) FROM batch WHERE state = 'trained'"
-        ).fetchall()
-    return int(step)
+    return catalog_number(run, "SELECT max(learner_step) FROM checkpoint WHERE live = 1")
 
 
 def trajectory_uids(run: Path) -> set[object]:
@@ -352,7 +332,7 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[Finished, list[str]
     again = finish(start(finished[0].run), finished[0].run)
     assert again.code == 0
     assert "held-out tasks" in again.output
-    assert learner_step(finished[0].run) == 6
+    assert trained_step(finished[0].run) == 6
 
 
 def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
@@ -360,7 +340,7 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
 ) -> None:
     run, moved = tmp_path / "run", tmp_path / "elsewhere" / "moved"
     process = start(run, base, "learner.steps=500")
-    wait_for(lambda: (run / "open.sql").exists() and learner_step(run) >= 3, process)
+    wait_for(lambda: (run / "open.sql").exists() and trained_step(run) >= 3, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     committed = trajectory_uids(run)
@@ -396,7 +376,7 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
     assert "continues at learner step" in again.output and "thrown away: " in again.output
     assert f"gigpo train --resume {run.name}" in again.output and "Traceback" not in again.output
     assert committed <= trajectory_uids(run)
-    steps = learner_step(run)
+    steps = trained_step(run)
     assert checkpoint(run) == steps  # nothing has to be trained again
     trained = rows(
         run,
@@ -446,16 +426,20 @@ def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(
 def test_a_users_mistake_is_one_line_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: Sequence[str], words: list[str]
 ) -> None:
-    (tmp_path / "key_room.yaml").write_text(CONFIG)
+    code = train_here(tmp_path / "run", *overrides)
+    check_mistake(tmp_path / "run", code, "".join(capsys.readouterr()), words)
+
+
+def train_here(run: Path, *overrides: str) -> int:
+    """Give the command in this process, for what is refused before anything starts."""
+    config = run.parent / "key_room.yaml"
+    config.write_text(CONFIG)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = main(
-            ["train", str(tmp_path / "key_room.yaml"), f"run_dir={tmp_path / 'run'}", *overrides]
-        )
+        return main(["train", str(config), f"run_dir={run}", *overrides])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    check_mistake(tmp_path / "run", code, "".join(capsys.readouterr()), words)
 
 
 def test_gpus_that_are_not_there_are_one_line_too(tmp_path: Path) -> None:
@@ -473,25 +457,16 @@ def check_mistake(run: Path, code: int, output: str, words: list[str]) -> None:
 
 
 def test_a_run_of_another_config_or_a_newer_format_is_refused(
-    finished: tuple[Finished, list[str]],
+    finished: tuple[Finished, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = finished[0].run
-    other = finish(start(run, "algorithm.omega=0.5"), run)
-    assert other.code == 2
-    assert "algorithm.omega: 1.0 -> 0.5" in other.output
-    assert "Traceback" not in other.output
+    assert train_here(finished[0].run, "algorithm.omega=0.5") == 2
+    said = "".join(capsys.readouterr())
+    assert "algorithm.omega: 1.0 -> 0.5" in said
+    assert "Traceback" not in said
 
 
-def test_dry_run_starts_nothing(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "cli",
-        "train",
-        "configs/alfworld_qwen2.5_1.5b.yaml",
-        "--dry-run",
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
-    assert "1 rank x 1 GPU" in done.stdout
+def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "configs" / "alfworld_qwen2.5_1.5b.yaml"
+    assert main(["train", str(config), "--dry-run", f"run_dir={tmp_path / 'run'}"]) == 0
+    assert "1 rank x 1 GPU" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()

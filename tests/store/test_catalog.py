@@ -5,6 +5,7 @@ between.
 from __future__ import annotations
 
 import errno
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.maintenance.fsck import CATALOG, check
 from store.reading.query import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -170,6 +172,59 @@ def test_stale_groups_are_set_aside_with_the_reason_and_the_bound_is_exact(
         batch = catalog.claim(n_groups=1, current_version=9, max_staleness=4)
         # 9 - 5 is just allowed
         assert batch is not None and [group.version_min for group in batch.groups] == [5]
+
+
+def test_a_refilled_batch_keeps_what_it_left_out_and_lets_others_be_played(
+    layout: RunLayout,
+) -> None:
+    with Catalog.open(layout) as catalog:
+        for version in (1, 0, 1):
+            play(layout, catalog, open_train_group(catalog, None), version=version)
+        batch = catalog.claim(n_groups=2, current_version=1, max_staleness=1)
+        assert batch is not None and catalog.outstanding() == 3
+        silent = batch.groups[0].group_uid
+        refill = partial(
+            catalog.refill, batch.batch_id, filtered=[silent], current_version=1, max_staleness=1
+        )
+        assert refill(n_groups=0) is None
+        assert (catalog.outstanding(), catalog.counts().outstanding) == (2, 3)
+        assert check(layout, level=CATALOG) == []
+        play(layout, catalog, open_train_group(catalog, None), version=0)
+        whole = refill(n_groups=9)
+        assert whole is not None
+        assert [(group.version_min, group.ordinal) for group in whole.groups] == [
+            (0, 1),
+            (0, 3),
+            (1, 0),
+            (1, 2),
+        ]
+        assert sum(len(segment.trajectories) for segment in whole.segments) == 8
+        assert refill(n_groups=9) is None
+        catalog.settle(batch.batch_id, learner_step=1, filtered={silent: "alike"}, version_in=1)
+        assert (catalog.counts().trained, catalog.counts().filtered) == (3, 1)
+        assert catalog.outstanding() == 0
+        with pytest.raises(StoreError, match="batch 1 is not claimed, so it cannot be refilled"):
+            refill(n_groups=1)
+        assert check(layout, level=CATALOG) == []
+
+
+def test_a_refilled_batch_whose_file_is_damaged_is_given_back(layout: RunLayout) -> None:
+    """Also if it is the file of a group that the batch left out."""
+    with Catalog.open(layout) as catalog:
+        for _ in range(2):
+            play(layout, catalog, open_train_group(catalog, None), version=1)
+        batch = catalog.claim(n_groups=2, current_version=1, max_staleness=1)
+        assert batch is not None
+        silent = batch.groups[0].group_uid
+        catalog.refill(
+            batch.batch_id, filtered=[silent], n_groups=1, current_version=1, max_staleness=1
+        )
+        (segment,) = (one for one in batch.segments if one.trajectories[0].group_uid == silent)
+        aside = catalog.set_aside(segment.path, why="damaged", rescued=None)
+        assert (aside.reopened, aside.released) == ((silent,), (batch.batch_id,))
+        assert (catalog.counts().open, catalog.counts().complete) == (1, 1)
+        assert catalog.outstanding() == 2
+        assert check(layout, level=CATALOG) == []
 
 
 def test_settling_needs_a_claimed_batch_and_a_later_step(layout: RunLayout) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tests.crash.checks import broken_promises, end_state, read_diary
 from tests.crash.lab import kill_and_retry, phases, record, run_workload, scratch, workers
 
-POINTS = int(os.environ.get("STORE_CRASH_POINTS", "16"))
+POINTS = int(os.environ.get("STORE_CRASH_POINTS", "12"))
 # What the workload does; each is hit. The first eight are what the store promises, the others what
 # a run needs besides.
 PHASES = ("write", "commit", "claim", "settle", "manifest", "compaction", "retention", "recovery")
@@ -40,7 +40,8 @@ def evenly(items: Sequence[int], n: int) -> list[int]:
 
 
 def test_killed_anywhere_a_run_recovers_and_ends_as_if_it_had_not_been() -> None:
-    with workers() as pool, scratch() as directory:
+    pool = workers()
+    with scratch() as directory:
         calls = pool.submit(record, directory / "dry").result().calls
         phase_of = [phase for phase in phases(calls) if phase]  # remarks are no calls of the store
         end = pool.submit(end_state, directory / "dry" / "run").result()
@@ -65,7 +66,8 @@ def test_killed_anywhere_a_run_recovers_and_ends_as_if_it_had_not_been() -> None
 
 
 def test_an_undisturbed_run_is_whole_and_a_second_one_changes_nothing() -> None:
-    with workers() as pool, scratch() as directory:
+    pool = workers()
+    with scratch() as directory:
         base = directory / "run"
         assert pool.submit(run_workload, base, traced=False).result().status == 0
         end = end_state(base / "run")

@@ -17,12 +17,12 @@ from store.reading.manifest import read_manifest
 from store.reading.open_sql import VIEWS_MARK
 from store.reading.query import connect
 from tests.support.store_damage import an_export, ask
-from tests.support.store_runs import copy_run, flip, make_run
+from tests.support.store_runs import copy_run, flip
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
-    layout = make_run(tmp_path / "run")
+def layout(intact: RunLayout, tmp_path: Path) -> RunLayout:
+    layout = copy_run(intact, tmp_path / "run")
     info = json.loads(layout.run_json.read_text())
     layout.run_json.write_text(json.dumps({**info, "config_yaml": "max_staleness: 2\n"}))
     return RunLayout.open(layout.root)
@@ -108,16 +108,11 @@ BAD_MANIFESTS: dict[str, object] = {
 }
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    return make_run(tmp_path_factory.mktemp("whole") / "run")
-
-
 @pytest.mark.parametrize("what", BAD_MANIFESTS)
 def test_a_manifest_with_any_content_is_one_finding(
-    whole: RunLayout, tmp_path: Path, what: str
+    intact: RunLayout, tmp_path: Path, what: str
 ) -> None:
-    layout, bad = copy_run(whole, tmp_path / "run"), BAD_MANIFESTS[what]
+    layout, bad = copy_run(intact, tmp_path / "run"), BAD_MANIFESTS[what]
     content = (
         bad
         if isinstance(bad, str)
@@ -147,9 +142,9 @@ def test_a_manifest_with_any_content_is_one_finding(
     ],
 )
 def test_open_sql_that_was_changed_is_written_again(
-    whole: RunLayout, tmp_path: Path, old: str, new: str, capsys: pytest.CaptureFixture[str]
+    intact: RunLayout, tmp_path: Path, old: str, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = copy_run(whole, tmp_path / "it's a run")
+    layout = copy_run(intact, tmp_path / "it's a run")
     write_open_sql(layout, macros=["CREATE MACRO own() AS 7;"], max_staleness=4)
     assert check(layout, level=CONTENTS) == []  # also where its directory has moved
     text = layout.open_sql.read_text()
@@ -165,9 +160,9 @@ def test_open_sql_that_was_changed_is_written_again(
 
 
 def test_a_directory_in_the_place_of_open_sql_is_set_aside(
-    whole: RunLayout, tmp_path: Path
+    intact: RunLayout, tmp_path: Path
 ) -> None:
-    layout = copy_run(whole, tmp_path / "run")
+    layout = copy_run(intact, tmp_path / "run")
     layout.open_sql.unlink()
     layout.open_sql.mkdir()
     assert main(["fsck", "--repair", str(layout.root)]) == 0

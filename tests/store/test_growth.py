@@ -145,6 +145,23 @@ def test_the_status_goes_through_no_table_that_grows(layout: RunLayout, name: st
         assert wide == []
 
 
+def test_a_draw_goes_through_no_table_that_grows(layout: RunLayout) -> None:
+    """It walks over the groups that were drawn, or became whole, since the newest learner step."""
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=0)
+        known = catalog.known_results()
+
+        def draw() -> None:
+            catalog.known_results()
+            catalog.first_weighed(lsn=known.lsn, ordinal=N_FILES)
+            catalog.handed_out(first=N_FILES - 1, until=known.lsn)
+            catalog.whole_groups(since=known.lsn - 1, until=known.lsn)
+
+        lines = plans(catalog, draw)
+        assert [line for line in lines if re.match(r"SCAN (grp|version)\b", line)] == []
+        assert [line for line in lines if "(split=?" in line and "ordinal" not in line] == []
+
+
 def change_and_fail(catalog: Catalog) -> None:
     with catalog._database.transaction() as tx:
         tx.run("UPDATE grp SET state = 'stale', n_members = 7")

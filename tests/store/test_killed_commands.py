@@ -27,7 +27,8 @@ POINTS = int(os.environ.get("STORE_COMMAND_KILLS", "3"))
 def test_killed_anywhere_a_command_that_is_given_again_ends_as_if_it_had_not_been(
     name: str,
 ) -> None:
-    with workers() as pool, scratch() as directory:
+    pool = workers()
+    with scratch() as directory:
         expected = pool.submit(undisturbed, name, directory).result()
         points = evenly(range(1, expected.n_calls + 1), POINTS)
         kills = [

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from store import (
+    Batch,
     Catalog,
     FencedError,
     SegmentMeta,
@@ -43,8 +44,8 @@ from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory
 
 # `make test-crash` has 500
-EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "80")), 12
-GROUP_SIZE, MAX_STALENESS, KEPT_CHECKPOINTS = 2, 1, 2
+EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "50")), 12
+GROUP_SIZE, MAX_STALENESS, MAX_AGE, KEPT_CHECKPOINTS = 2, 1, 3, 2
 # no worker retries a commit for LONG_S; the grace of orphans is shorter
 LEASE_S, LONG_S = 10, 7_200
 # also files that are not settled
@@ -212,15 +213,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Batches and what the learner leaves behind.
 
-    @rule(n_groups=st.integers(1, 2))
-    def claim(self, n_groups: int) -> None:
+    @rule(n_groups=st.integers(1, 2), n_replayed=st.integers(0, 2))
+    def claim(self, n_groups: int, n_replayed: int) -> None:
         """Claim as a learner that prefetches: each earlier claimed batch will publish a version
         first.
         """
         version = self.model.version + len(self.model.claimed)
         expected = self.model.expect_claim(n_groups, version=version, max_staleness=MAX_STALENESS)
         batch = self.catalog.claim(
-            n_groups=n_groups, current_version=version, max_staleness=MAX_STALENESS
+            n_groups=n_groups,
+            current_version=version,
+            max_staleness=MAX_STALENESS,
+            n_replayed=n_replayed,
+            max_age=MAX_AGE,
         )
         assert (batch and [group.group_uid for group in batch.groups]) == expected
         if batch is not None and expected is not None:
@@ -232,6 +237,50 @@ class StoreMachine(RuleBasedStateMachine):
                 members, key=lambda t: t.traj_uid
             )
             self.model.claim(batch.batch_id, expected)
+            self.replay(batch, n_replayed, version=version)
+
+    def replay(self, batch: Batch, n_replayed: int, *, version: int) -> None:
+        """The batch replays trained groups that are young enough and have all their rows."""
+        replayable = {
+            group_uid
+            for group_uid, group in self.model.groups.items()
+            if group.is_train and group.state == "trained" and not group.expired
+            if group.version_min >= version - MAX_AGE
+        }
+        uids = [group.group_uid for group in batch.replayed]
+        assert set(uids) <= replayable and len(set(uids)) == min(n_replayed, len(replayable))
+        if uids:
+            read_segments(self.layout, batch.replayed_segments)
+            self.model.replayed[batch.batch_id] = uids
+
+    @precondition(lambda self: self.model.claimed)
+    @rule(number=pick, n_groups=st.integers(0, 2))
+    def refill(self, number: int, n_groups: int) -> None:
+        """One of the claimed batches finds that its first group teaches nothing, and asks for more.
+
+        Those behind it are claimed for a version that is not there yet.
+        """
+        ahead = number % len(self.model.claimed)
+        batch_id = sorted(self.model.claimed)[ahead]
+        group_uids = self.model.claimed[batch_id]
+        version = self.model.version + ahead
+        self.model.set_aside.add(group_uids[0])
+        added = self.model.ready(version=version, max_staleness=MAX_STALENESS)[:n_groups]
+        batch = self.catalog.refill(
+            batch_id,
+            filtered=group_uids[:1],
+            n_groups=n_groups,
+            current_version=version,
+            max_staleness=MAX_STALENESS,
+        )
+        if not added:
+            assert batch is None
+            return
+        self.model.claim(batch_id, [*group_uids, *added])
+        assert batch is not None
+        assert {group.group_uid for group in batch.groups} == {*group_uids, *added}
+        n_rows = sum(len(self.model.groups[uid].members) for uid in (*group_uids, *added))
+        assert sum(len(segment.trajectories) for segment in batch.segments) == n_rows
 
     @precondition(lambda self: self.model.claimed)
     @rule(silent=st.booleans(), saved=st.booleans())
@@ -265,7 +314,7 @@ class StoreMachine(RuleBasedStateMachine):
     def learn(self, n: int, saved: bool) -> None:
         for _ in range(n):
             self.play(1)
-            self.claim(1)
+            self.claim(1, 0)
             if self.model.claimed:
                 self.settle(False, saved)
 
@@ -307,7 +356,11 @@ class StoreMachine(RuleBasedStateMachine):
                 self.catalog.commit(self.written[-1][0], epoch=self.catalog.epoch)
             elif what == "claim":
                 self.catalog.claim(
-                    n_groups=1, current_version=self.model.version, max_staleness=MAX_STALENESS
+                    n_groups=1,
+                    current_version=self.model.version,
+                    max_staleness=MAX_STALENESS,
+                    n_replayed=1,
+                    max_age=MAX_AGE,
                 )
             elif what == "settle" and self.model.claimed:
                 batch_id, step = min(self.model.claimed), self.model.step + 1
@@ -377,7 +430,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def states_counts_and_claims_agree(self) -> None:
-        assert self.catalog.counts() == self.model.counts(self.run.clock_us)
+        counts = self.catalog.counts()
+        assert counts == self.model.counts(self.run.clock_us)
+        assert self.catalog.outstanding() == counts.outstanding - len(self.model.set_aside)
         with self.catalog._database.transaction() as tx:
             assert {
                 group_uid: tuple(rest) for group_uid, *rest in tx.rows(STATES)

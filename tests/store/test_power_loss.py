@@ -18,7 +18,7 @@ from tests.crash.lab import WORKERS, lose_power, phases, scratch, workers
 from tests.crash.scenarios import RECORDED, recording_of
 from tests.crash.tracer import FileCall
 
-CRASHES = int(os.environ.get("STORE_POWER_LOSS_CRASHES", "120"))
+CRASHES = int(os.environ.get("STORE_POWER_LOSS_CRASHES", "60"))
 FEW = CRASHES // 12  # of what takes longer to look at, and is rarer
 SEED = 20_000
 ROOT = Path("/disk")
@@ -38,7 +38,8 @@ ROOT = Path("/disk")
 def test_nothing_acknowledged_is_lost_torn_or_doubled_when_the_power_goes(
     what: str, crashes: int
 ) -> None:
-    with workers() as pool, scratch() as directory:
+    pool = workers()
+    with scratch() as directory:
         recording = pool.submit(recording_of, what, directory / "base").result()
         verify, rng = RECORDED[what][1], random.Random(SEED)
         points = sorted(rng.randrange(len(recording.calls) + 1) for _ in range(crashes))

@@ -37,7 +37,7 @@ from store.reading.query import connect
 from store.reading.reader import open_run
 from store.remote_directory import local_directory, publish_directory
 from tests.crash import elsewhere
-from tests.crash.lab import scratch, workers
+from tests.crash.lab import new_workers, scratch
 from tests.store.test_crash import evenly
 from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
@@ -349,7 +349,7 @@ def test_an_owner_that_is_killed_loses_and_doubles_nothing(server: Server) -> No
     """During uploads, commits, exports, compaction and removal; whatever reached the bucket and
     whatever did not.
     """
-    with workers() as pool, scratch() as directory:
+    with new_workers() as pool, scratch() as directory:  # they have the credentials
         calls = pool.submit(elsewhere.undisturbed, directory, server.uri("undisturbed")).result()
         kills = {}
         for place, number in enumerate(evenly(range(1, calls.requests + 1), KILLS // 2)):

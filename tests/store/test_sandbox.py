@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import duckdb
 import psutil
 import pyarrow as pa
 import pytest
+from _pytest.mark import ParameterSet
 
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.reading import landlock
@@ -37,6 +38,7 @@ from tests.support.hostile_statements import (
     make_world,
 )
 from tests.support.processes import PATIENCE_S
+from tests.support.sizes import some
 from tests.support.store_samples import open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,6 +48,17 @@ ENDLESS = """SELECT count(*) FROM range(100000) a, range(100000) b, range(100000
              WHERE a.range + b.range + c.range = 7"""
 needs_landlock = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
 MODES = [pytest.param("landlock", marks=needs_landlock), "filesystem"]
+
+
+def in_each_mode(statements: Sequence[str], *, every: int) -> list[ParameterSet]:
+    """Return each mode with each statement; the weaker mode, shortened, with every n-th one."""
+    others = some(statements, every=every if landlock.abi() else 1)
+    chosen = [("landlock", statement) for statement in statements]
+    return [
+        pytest.param(mode, statement, id=f"{mode}-{statements.index(statement)}", marks=marks)
+        for mode, statement in [*chosen, *(("filesystem", statement) for statement in others)]
+        for marks in [needs_landlock if mode == "landlock" else ()]
+    ]
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -94,12 +107,14 @@ def try_statement(world: World, reader: Reader, statement: str) -> str | None:
     return "".join(answers) or None
 
 
-@pytest.mark.parametrize("statement", WRITING)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(WRITING, every=3), indirect=["world"])
 def test_no_statement_writes(world: World, reader: Reader, statement: str) -> None:
     assert try_statement(world, reader, statement) is None
 
 
-@pytest.mark.parametrize("statement", READING)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(READING, every=3), indirect=["world"])
 def test_no_statement_reads_outside_the_run(
     world: World, reader: Reader, statement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +124,8 @@ def test_no_statement_reads_outside_the_run(
     assert hidden_table.num_rows == 1
 
 
-@pytest.mark.parametrize("statement", LEAKING)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(LEAKING, every=3), indirect=["world"])
 def test_what_may_be_answered_says_nothing_of_the_outside(
     world: World, reader: Reader, statement: str
 ) -> None:
@@ -121,12 +137,14 @@ def test_what_may_be_answered_says_nothing_of_the_outside(
     )
 
 
-@pytest.mark.parametrize("statement", HEAVY)
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(HEAVY, every=4), indirect=["world"])
 def test_no_statement_outlives_its_limit(world: World, reader: Reader, statement: str) -> None:
     assert try_statement(world, reader, statement) is None
 
 
-@pytest.mark.parametrize("statement", DEEP, ids=range(len(DEEP)))
+@pytest.mark.shortened
+@pytest.mark.parametrize(("world", "statement"), in_each_mode(DEEP, every=4), indirect=["world"])
 def test_deep_nesting_costs_at_most_a_child(world: World, reader: Reader, statement: str) -> None:
     try_statement(world, reader, statement)
 
@@ -228,6 +246,32 @@ def test_a_child_has_no_environment_and_no_files_of_its_parent(
             assert SECRET not in "".join(child.environ().values())
             targets = {os.readlink(fd) for fd in Path(f"/proc/{child.pid}/fd").iterdir()}
     assert all(target == "/dev/null" or target.startswith("socket:") for target in targets)
+
+
+def test_tables_before_a_query_are_computed_once_until_others_are_asked_for(
+    reader: Reader,
+) -> None:
+    drawn = ("drawn", "SELECT random() AS number, count(*) AS n FROM steps")
+    doubled = ("doubled", "SELECT 2 * number AS number FROM drawn")
+    once = reader.sql("SELECT number, n FROM drawn", tables=[drawn]).to_pylist()
+    assert once[0]["n"] == N_STEPS
+    again = reader.first(
+        ", more AS (SELECT * FROM doubled) SELECT d.number, m.number AS twice FROM drawn AS d, "
+        "more AS m",
+        n_rows=1,
+        tables=[drawn, doubled],
+    )[0].to_pylist()
+    assert again == [{"number": once[0]["number"], "twice": 2 * once[0]["number"]}]
+    with pytest.raises(StoreError, match="no_such_table"):
+        reader.sql("FROM broken", tables=[drawn, ("broken", "FROM no_such_table")])
+    assert reader.sql("SELECT number FROM drawn", tables=[drawn]).to_pylist() == [
+        {"number": once[0]["number"]}
+    ]
+    for other in ("SELECT 1; SELECT 2", "SELECT 1) TO 'x'", "DROP VIEW steps"):
+        with pytest.raises(StoreError):
+            reader.sql("FROM drawn", tables=[("drawn", other)])
+    fresh = reader.sql("SELECT number FROM drawn", tables=[drawn]).to_pylist()
+    assert fresh != [{"number": once[0]["number"]}], "only the last tables are kept"
 
 
 def test_a_reader_survives_a_time_out_and_the_death_of_its_child(world: World) -> None:

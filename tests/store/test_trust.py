@@ -22,6 +22,7 @@ from cli.__main__ import main
 from configs import ConfigError
 from driver import resume
 from store import FormatError, RunLayout, StoreError, check_trusted, made_by_this_user, trust
+from store.untrusted import settings_text
 from store.untrusted.settings_text import parse_settings_text
 from store.untrusted.trust import FOLLOWED
 
@@ -179,7 +180,7 @@ WORDS = {  # one of a few words each, checked by configs
 # of prompts, and of requests to endpoint.url, which is shown
 CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}
 # SQL: executed in a process that can read the sources and nothing else
-QUERIES = {"offline.order", "offline.train_on"}
+QUERIES = {"offline.order", "offline.train_on", "tasks.order"}
 
 
 def settings_with_texts(section: DataclassInstance, prefix: str = "") -> Iterator[str]:
@@ -196,8 +197,18 @@ def test_every_setting_that_names_something_outside_is_shown() -> None:
     not.
     """
     harmless = {RUN_DIR, *WORDS, *CONTENT, *QUERIES}
-    assert set(settings_with_texts(configs.Config())) == harmless | set(FOLLOWED)
+    followed = {key.partition(".*.")[0] for key in FOLLOWED}  # any of `environments`
+    assert set(settings_with_texts(configs.Config())) == harmless | followed
     assert not harmless & set(FOLLOWED)
+
+
+def test_what_the_environments_of_a_run_name_is_shown(strangers: Path) -> None:
+    (strangers / "config.yaml").write_text(
+        "environments: {a: {env: {name: 'theirs:Env'}}, b: {prompt: {template: /etc/passwd}}}\n"
+    )
+    with pytest.raises(StoreError, match="imports the environment 'theirs:Env'") as refused:
+        check_trusted(strangers)
+    assert "reads the template '/etc/passwd'" in str(refused.value)
 
 
 def test_the_variable_with_a_secret_is_shown(strangers: Path) -> None:
@@ -212,7 +223,7 @@ def test_the_variable_with_a_secret_is_shown(strangers: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a: " + "[" * 50_000, "a: " + "[" * 50_000 + "]" * 50_000, "{a: " * 50_000, "- " * 50_000],
+    ["a: " + "[" * 10_000, "a: " + "[" * 10_000 + "]" * 10_000, "{a: " * 10_000, "- " * 10_000],
 )
 def test_deep_settings_are_refused_without_being_read_to_their_end(
     strangers: Path, text: str
@@ -255,15 +266,18 @@ ALIASES = "a: &a [x, x]\n" + "".join(
         "env: " + "{env: " * 2000,
         MERGED,
         "env: {name: 'x', <<: {options: hidden}}",
-        "env: {options: 1" + ":1" * 500_000 + "}",
-        "env: {name: [" + "x, " * 120_000 + "]}",
+        "env: {options: 1" + ":1" * 100_000 + "}",
+        "env: {name: [" + "x, " * 12_000 + "]}",
         "env: {name: !!timestamp x}",
         "]",
         "env: !!python/object/apply:os.system ['touch imported']",
         "5",
     ],
 )  # fmt: skip
-def test_settings_that_are_hostile_are_shown_in_one_short_line(strangers: Path, text: str) -> None:
+def test_settings_that_are_hostile_are_shown_in_one_short_line(
+    strangers: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_text, "MAX_EVENTS", 10_000)  # the parser is slow to come to more
     (strangers / "config.yaml").write_text(text)
     with pytest.raises(StoreError, match="--trust") as refused:
         check_trusted(strangers)

@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -30,7 +29,17 @@ from configs import Config
 from coordinator.task_queue import task_index
 from envs import list_tasks
 from store import RunLayout
-from tests.support.fault_runs import CONFIG, FAULTY_WORLD, ROOT, SCRIPTED, FaultRun, processes_of
+from tests.support.fault_runs import (
+    CONFIG,
+    FAULTY_WORLD,
+    ROOT,
+    SCRIPTED,
+    FaultRun,
+    catalog_number,
+    catalog_rows,
+    processes_of,
+    trained_step,
+)
 
 SIMULATED = (*SCRIPTED, "supervision.silent_s=15")
 # The policy hardly changes, so that lengths can be compared; silent_s as usual, as engines start on
@@ -151,35 +160,16 @@ class KilledRun:
         return {uid for (uid,) in self.catalog("SELECT traj_uid FROM trajectory")}
 
     def last_commit_epoch(self) -> int:
-        return self._number("SELECT max(epoch) FROM segment WHERE level = 0")
+        return catalog_number(self.run, "SELECT max(epoch) FROM segment WHERE level = 0")
 
     def catalog_epoch(self) -> int:
-        return self._number("SELECT epoch FROM meta")
+        return catalog_number(self.run, "SELECT epoch FROM meta")
 
     def settled_step(self) -> int:
-        return self._number("SELECT max(learner_step) FROM batch WHERE state = 'trained'")
+        return trained_step(self.run)
 
     def catalog(self, query: str) -> list[tuple[Any, ...]]:
-        """From the catalog itself: what readers are shown may be a second older. No rows while
-        there is none.
-        """
-        path = self.run / "catalog.sqlite"
-        if not path.exists():
-            return []
-        with contextlib.closing(
-            sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10.0)
-        ) as connection:
-            try:
-                return connection.execute(query).fetchall()
-            except sqlite3.OperationalError as error:
-                if "no such table" not in str(error):  # it has just been made
-                    raise
-                return []
-
-    def _number(self, query: str) -> int:
-        """0 where there is none."""
-        rows = self.catalog(query)
-        return int(rows[0][0] or 0) if rows else 0
+        return catalog_rows(self.run, query)
 
     def _until(self, condition: Callable[[], bool], *, what: str) -> None:
         """A part that dies before all have started once ends the run: the command is given again

@@ -19,6 +19,7 @@ from configs import Config
 from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
 from learner.checkpoint import CheckpointError, CheckpointPoint
+from learner.data.batch_loader import BatchLoader, make_loader
 from learner.data.micro_batch import MicroBatch
 from learner.training.step_metrics import UpdateStats
 from store import (
@@ -64,6 +65,16 @@ def open_coordinator(config: Config) -> Coordinator:
         layout = RunLayout.create(run_dir, config_yaml=configs.as_yaml(config))
         write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
     return Coordinator(config, learns=True)
+
+
+def loader_of(coordinator: Coordinator, *, config: Config | None = None) -> BatchLoader:
+    """Return the loader of a coordinator's run, with other settings if they are given."""
+    return make_loader(
+        config or coordinator.config,
+        coordinator.layout,
+        claim=coordinator.claim,
+        refill=coordinator.refill,
+    )
 
 
 def play(
@@ -146,6 +157,7 @@ class Handle:
         with self.one_call:
             if name == "claim":
                 self.claims_for.append(given[0])
+            if name in ("claim", "refill"):
                 self.playing(self.coordinator)
             return getattr(self.coordinator, name)(*given, **named)
 

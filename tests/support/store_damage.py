@@ -152,6 +152,11 @@ DAMAGE: Mapping[str, Callable[[RunLayout], object]] = {
     "group_not_whole": edit("UPDATE grp SET size = size + 1 WHERE ordinal = 3"),
     "group_batch": edit("UPDATE batch_group SET live = 0 WHERE outcome = 'trained' AND live = 1"),
     "doubly_claimed": another_batch,
+    "replayed_group": edit(
+        "INSERT INTO batch_group (batch_id, group_uid, live, outcome, use) SELECT batch_id, "
+        "group_uid, 1, 'trained', 2 FROM batch, grp WHERE batch.state = 'trained' "
+        "AND grp.state = 'stale' LIMIT 1"
+    ),
     "batch_step": edit("UPDATE batch SET version_in = NULL WHERE state = 'trained'"),
     "ledger": edit("DELETE FROM group_state WHERE state = 'stale'"),
     "unknown_version": edit("DELETE FROM version WHERE version = 1"),
@@ -231,6 +236,7 @@ FOR_REBUILD = {  # repair does not guess which of two records is right
     ),
     *(
         "doubly_claimed",
+        "replayed_group",
         "batch_step",
         "ledger",
         "unknown_version",

@@ -52,7 +52,8 @@ SEEN_BY_SQL = {
 }
 # Newest state in the ledger, state, and how many live claims a group has.
 STATES = """SELECT g.group_uid, g.state, s.state AS newest,
-                   (SELECT count(*) FROM batch_group b WHERE b.group_uid = g.group_uid AND live)
+                   (SELECT count(*) FROM batch_group b
+                    WHERE b.group_uid = g.group_uid AND live AND use = 1)
             FROM grp g JOIN group_state s ON s.seq = (
                 SELECT max(seq) FROM group_state WHERE group_uid = g.group_uid)"""
 
@@ -81,6 +82,11 @@ class Model:
 
     groups: dict[bytes, ModelGroup] = field(default_factory=dict)
     claimed: dict[int, list[bytes]] = field(default_factory=dict)  # batch id -> groups
+    # groups of claimed batches that are known to teach nothing
+    set_aside: set[bytes] = field(default_factory=set)
+    # groups whose wins are replayed, by claimed batch and by learner step
+    replayed: dict[int, list[bytes]] = field(default_factory=dict)
+    replays: dict[int, list[bytes]] = field(default_factory=dict)
     settled: dict[int, list[bytes]] = field(default_factory=dict)  # learner step -> groups
     # version -> the learner step that made it
     versions: dict[int, int] = field(default_factory=lambda: {FIRST_VERSION: 0})
@@ -141,6 +147,11 @@ class Model:
         """Return the groups that a claim must return. Groups beyond the bound become stale
         first.
         """
+        ready = self.ready(version=version, max_staleness=max_staleness)
+        return ready[:n_groups] if len(ready) >= n_groups else None
+
+    def ready(self, *, version: int, max_staleness: int) -> list[bytes]:
+        """Return the groups that may be claimed, oldest first, after some became stale."""
         ready = []
         for group in self.groups.values():
             if group.is_train and group.state == "complete":
@@ -149,11 +160,7 @@ class Model:
                 else:
                     ready.append(group)
         ready.sort(key=lambda group: (group.version_min, group.record.ordinal))
-        return (
-            [group.record.group_uid for group in ready[:n_groups]]
-            if len(ready) >= n_groups
-            else None
-        )
+        return [group.record.group_uid for group in ready]
 
     def claim(self, batch_id: int, group_uids: list[bytes]) -> None:
         self.claimed[batch_id] = group_uids
@@ -162,6 +169,8 @@ class Model:
     def settle(self, batch_id: int, *, step: int, filtered: Collection[bytes]) -> None:
         """The batch is learner step `step`, which publishes the next version."""
         self.settled[step] = self.claimed.pop(batch_id)
+        self.set_aside.difference_update(self.settled[step])
+        self.replays[step] = self.replayed.pop(batch_id, [])
         self._set(self.settled[step], "trained")
         self._set(filtered, "filtered")
         self.versions[self.version + 1] = step
@@ -175,6 +184,9 @@ class Model:
         for group_uids in [*self.claimed.values(), *(self.settled[done] for done in later)]:
             self._set(group_uids, "complete")
         self.claimed.clear()
+        self.set_aside.clear()
+        self.replayed.clear()
+        self.replays = {done: groups for done, groups in self.replays.items() if done <= step}
         for done in later:
             del self.settled[done]
         self.checkpoints = [kept for kept in self.checkpoints if kept <= step]
@@ -193,9 +205,9 @@ class Model:
         group = self.groups[trajectory.group_uid]
         wanted = group.state in WANTED and (group.is_train or group.state == "open")
         oldest = min(self.kept & set(self.checkpoints), default=0)
-        again = any(
-            trajectory.group_uid in groups for step, groups in self.settled.items() if step > oldest
-        )
+        uses = [*self.settled.items(), *self.replays.items()]
+        again = any(trajectory.group_uid in groups for step, groups in uses if step > oldest)
+        again |= any(trajectory.group_uid in groups for groups in self.replayed.values())
         return not wanted and not again and trajectory.version_max < below_version
 
     def readable(self) -> dict[bytes, Trajectory]:

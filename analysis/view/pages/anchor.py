@@ -15,7 +15,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.charts import bars
-from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
+from analysis.view.group_query import TERMS, batches_steps, group_steps
 from analysis.view.html import html
 from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
@@ -41,7 +41,7 @@ WRONG = """, actions AS (
            left(s.action_text, $characters) AS action, count(*) AS visits,
            avg(a.step_return) AS mean_return,
            bool_and(s.is_action_valid) AND count(DISTINCT s.traj_uid) > 1 AS is_sure
-    FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
+    FROM steps AS s JOIN terms AS a USING (traj_uid, step_index)
     WHERE s.state_hash IS NOT NULL AND a.anchor_size > 1
     GROUP BY s.group_uid, s.state_hash, action)
 SELECT any_value(state) AS state, any_value(task_id) AS task, sum(visits) AS visits,
@@ -54,9 +54,7 @@ SELECT any_value(state) AS state, any_value(task_id) AS task, sum(visits) AS vis
 FROM actions GROUP BY group_uid, state_hash HAVING count(*) > 1 AND lost_return > 0
 ORDER BY lost_return DESC LIMIT $rows
 """
-STATE = (
-    OF_GROUP
-    + """
+STATE = """
 SELECT any_value(left(anchor_text, $state_characters)) AS anchor,
        arg_min(left(obs_text, $state_characters), member * 1000000 + step_index) AS observation,
        any_value(task_id) AS task_id, count(*) AS visits, count(DISTINCT traj_uid) AS episodes,
@@ -64,14 +62,11 @@ SELECT any_value(left(anchor_text, $state_characters)) AS anchor,
        count(DISTINCT action_text) AS actions
 FROM steps WHERE state_hash = $state HAVING count(*) > 0
 """
-)
-ACTIONS = (
-    OF_GROUP
-    + """, visits AS (
+ACTIONS = """, visits AS (
     SELECT left(s.action_text, $characters) AS action, s.traj_uid, s.member, s.step_index,
            s.won, s.is_action_valid, s.admissible_actions,
            a.step_return, a.step_advantage, a.advantage
-    FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
+    FROM steps AS s JOIN terms AS a USING (traj_uid, step_index)
     WHERE s.state_hash = $state),
 tried AS (
     SELECT action, count(*) AS visits, count(DISTINCT traj_uid) AS episodes,
@@ -88,21 +83,17 @@ FROM (SELECT unnest(admissible_actions) AS action FROM visits)
 WHERE left(action, $characters) NOT IN (SELECT action FROM tried)
 ORDER BY mean_return DESC NULLS LAST, action LIMIT 200
 """
-)
-VISITS = (
-    OF_GROUP
-    + """, after AS (
+VISITS = """, after AS (
     SELECT *, lead(left(anchor_text, $state_characters)) OVER by_step AS leads_to,
            lead(state_hash) OVER by_step AS next_hash
     FROM steps WINDOW by_step AS (PARTITION BY traj_uid ORDER BY step_index))
 SELECT s.member AS episode, s.step_index AS step, left(s.action_text, $characters) AS action,
        a.step_return, a.step_advantage, a.episode_advantage, a.advantage, s.won,
        if(s.terminated OR s.truncated, 'the end', s.leads_to) AS leads_to, s.traj_uid, s.next_hash
-FROM after AS s JOIN advantages() AS a USING (traj_uid, step_index)
+FROM after AS s JOIN terms AS a USING (traj_uid, step_index)
 WHERE s.state_hash = $state
 ORDER BY a.step_return DESC, s.member, s.step_index
 """
-)
 LEARNT = """
 WITH visits AS (
     SELECT version_min AS version, left(action_text, $characters) AS action FROM steps
@@ -117,17 +108,14 @@ SELECT version // width * width AS version,
        if(action IN (FROM common), action, $other) AS action, count(*) AS visits
 FROM visits, span GROUP BY ALL ORDER BY version, visits DESC
 """
-ELSEWHERE = (
-    OF_GROUP
-    + """
+ELSEWHERE = """
 SELECT any_value(left(s.anchor_text, $state_characters)) AS state, s.state_hash,
        count(*) AS visits, count(DISTINCT s.action_text) AS actions,
        max(a.step_advantage) - min(a.step_advantage) AS spread
-FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
+FROM steps AS s JOIN terms AS a USING (traj_uid, step_index)
 WHERE s.state_hash IS NOT NULL
 GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
 """
-)
 HINTS = {
     "lost_return": "how much higher the sum of returns would be, had every visit taken the best",
     "usual_action": "the action that was chosen most often",
@@ -147,32 +135,33 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     group, state = asked.uid("group"), asked.uid("state")
     if group is None or state is None:
         return [wrong_states(asked, rows=LISTED_STATES)]
-    ask_group = partial(
-        of_group,
-        group=group,
-        versions=group_versions(asked, group),
+    of_state = partial(
+        fill,
         state=state,
         characters=ACTION_CHARACTERS,
         state_characters=STATE_CHARACTERS,
     )
+    steps = group_steps(asked, group)
     return [
         Panel(
             title="State",
             explains="What the environment says identifies this state. Steps of one group with "
             "the same state form an anchor group.",
-            query=ask_group(STATE),
+            query=of_state(STATE),
+            tables=[steps],
             show=partial(show_state, asked, group),
             empty="The group has no step in this state at this moment.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Which action wins",
             explains="A row is an action, a dot one visit, placed by the return that followed: "
             "further right is better. Blue visits become more likely, orange ones less.",
-            query=ask_group(ACTIONS),
+            query=of_state(ACTIONS),
+            tables=[steps, TERMS],
             show=partial(show_actions, asked),
             empty="Nothing was tried here.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Has the policy learnt it",
@@ -193,15 +182,17 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
         Panel(
             title="Other states of this group",
             explains="Where the choice of action mattered most comes first.",
-            query=ask_group(ELSEWHERE),
+            query=of_state(ELSEWHERE),
+            tables=[steps, TERMS],
             show=partial(show_states, asked, group),
         ),
         Panel(
             title="Visits",
             explains="Each visit of the state: what was done, what it was worth, where it led.",
-            query=ask_group(VISITS),
+            query=of_state(VISITS),
+            tables=[steps, TERMS],
             show=partial(show_visits, asked, group),
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -214,29 +205,26 @@ def wrong_states(asked: PageRequest, *, rows: int) -> Panel:
         "action, in at least two episodes, gave more than what the policy usually does. The "
         "costliest come first. Tasks that were always lost are not here, as nothing can be "
         "compared: see Task over time.",
+        tables=[batches_steps(asked, RECENT_STEPS), TERMS],
         query=fill(
-            of_batches(asked, RECENT_STEPS) + WRONG,
+            WRONG,
             rows=rows,
             characters=ACTION_CHARACTERS,
             state_characters=STATE_CHARACTERS,
         ),
         show=partial(show_wrong, asked),
         empty="In no state did one action, tried in two episodes, give more than the others.",
-        width="whole",
+        width="full",
         later=True,
     )
 
 
 def show_wrong(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the costliest states. Each leads to its page."""
-
-    def anchor(row: Mapping[str, Any]) -> str:
-        return asked.link("/anchor", group=row["group_uid"], state=row["state_hash"])
-
-    def task(row: Mapping[str, Any]) -> str:
-        return asked.link("/task", task=row["task"])
-
-    links = {"state": anchor, "task": task}
+    links = {
+        "state": asked.row_link("/anchor", {"group": "group_uid", "state": "state_hash"}),
+        "task": asked.row_link("/task", {"task": "task"}),
+    }
     return show_rows(table, links=links, hints=HINTS, hidden=("group_uid", "state_hash"))
 
 
@@ -300,24 +288,16 @@ def show_learnt(table: pa.Table) -> Chart:
 
 def show_states(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the group's anchor states. Each leads to its page."""
-
-    def anchor(row: Mapping[str, Any]) -> str:
-        return asked.link("/anchor", group=group, state=row["state_hash"])
-
+    anchor = asked.row_link("/anchor", {"state": "state_hash"}, group=group)
     return show_rows(table, links={"state": anchor}, hints=HINTS, hidden=("state_hash",))
 
 
 def show_visits(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show each visit, with links to its transcript and to the state that followed."""
-
-    def trajectory(row: Mapping[str, Any]) -> str:
-        return asked.link("/trajectory", traj=row["traj_uid"], step=row["step"])
-
-    def following(row: Mapping[str, Any]) -> str | None:
-        state = row["next_hash"]
-        return asked.link("/anchor", group=group, state=state) if state else None
-
-    links = {"action": trajectory, "leads_to": following}
+    links = {
+        "action": asked.row_link("/trajectory", {"traj": "traj_uid", "step": "step"}),
+        "leads_to": asked.row_link("/anchor", {"state": "next_hash"}, group=group),
+    }
     return show_rows(table, links=links, hints=HINTS, hidden=("traj_uid", "next_hash"))
 
 

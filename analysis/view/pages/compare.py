@@ -20,12 +20,12 @@ from markupsafe import Markup
 
 from analysis.evaluation_stats import Z_95, TaskResult, interval, sign_flip_p, success
 from analysis.run_status import duration
-from analysis.view.charts import COLOURS, draw, finish_legend, new_figure
+from analysis.view.charts import COLOURS, finish, new_figure
+from analysis.view.heldout_rounds import ROUNDS, heldout_tasks, round_columns
 from analysis.view.html import html, number, percent
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages.run import FIGURES, RECENT_STEPS
 from analysis.view.panel import Chart, Panel, shell_word
-from analysis.view.report_summary import heldout_tasks
 from analysis.view.run_settings import SETTINGS, differing, settings_of
 from analysis.view.sql_text import Value, fill
 from analysis.view.text import plain
@@ -83,12 +83,6 @@ SELECT task_id, split, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS play
 FROM groups WHERE n_members > 0 AND split IN ('train', 'heldout')
 GROUP BY ALL ORDER BY ALL
 """
-ROUNDS = """
-SELECT purpose_version AS version, task_id, sum(n_won)::BIGINT AS won,
-       sum(n_members)::BIGINT AS played
-FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0
-GROUP BY ALL ORDER BY version, task_id
-"""
 FIGURE_ROWS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("learner_step", "learner step", number),
     ("version", "version of the weights", number),
@@ -121,6 +115,20 @@ class Pair:
         ]
         return pa.concat_tables(sided, promote_options="permissive")
 
+    def panel(
+        self, title: str, explains: str, query: str, show: Callable[..., Any], **settings: Any
+    ) -> Panel:
+        """Return a panel of both runs' rows. `show` gets the pair and the rows."""
+        return Panel(
+            title=title,
+            explains=explains,
+            query=query,
+            show=partial(show, self),
+            combine=partial(self.both, query),
+            keeps=f"as_of_{self.other}" in self.asked.parameters,
+            **settings,
+        )
+
     def link(self, side: int, path: str, **parameters: Value) -> str:
         """Return the address of a page of one of the runs, at the moment that is shown."""
         if side == 0:
@@ -137,43 +145,39 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     pair = pair_of(asked)
     if pair is None:
         return [_only_one(asked)]
-    is_fixed = f"as_of_{pair.other}" in asked.parameters
+    return [*_overview(pair), *_learning(pair), *_tasks(pair)]
 
-    def panel(title: str, explains: str, query: str, show: Any, **settings: Any) -> Panel:
-        return Panel(
-            title=title,
-            explains=explains,
-            query=query,
-            show=partial(show, pair),
-            combine=partial(pair.both, query),
-            keeps=is_fixed,
-            **settings,
-        )
 
-    curve = fill(CURVE, smooth=SMOOTH_STEPS, z=Z_95)
-    mean = f"Each point is the mean of {SMOOTH_STEPS} learner steps; bands are 95 % intervals."
+def _overview(pair: Pair) -> list[Panel]:
     return [
-        panel(
+        pair.panel(
             "Two runs",
             "Every query of this page is asked of both runs. A name leads to the run's own page.",
             fill(FIGURES, steps=RECENT_STEPS),
             show_figures,
         ),
-        panel(
+        pair.panel(
             "Settings that differ",
             "Of the newest start of each run, also for an earlier moment.",
             SETTINGS,
             show_settings,
             empty="The runs' settings are not there.",
         ),
-        panel(
+    ]
+
+
+def _learning(pair: Pair) -> list[Panel]:
+    curve = fill(CURVE, smooth=SMOOTH_STEPS, z=Z_95)
+    mean = f"Each point is the mean of {SMOOTH_STEPS} learner steps; bands are 95 % intervals."
+    return [
+        pair.panel(
             "Success by learner step",
             f"Which one learns from fewer batches? {mean}",
             curve,
             show_by_step,
             empty="No batch was trained on yet, in either run.",
         ),
-        panel(
+        pair.panel(
             "Success by time",
             "Which one learns in less time? The same points by the time since the first batch was "
             "handed to the learner, stops included.",
@@ -181,7 +185,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             show_by_time,
             empty="No batch was trained on yet, in either run.",
         ),
-        panel(
+        pair.panel(
             "Held-out success",
             "Each evaluation of tasks that are never trained on. Whiskers are 95 % intervals "
             "(Wilson, for the effective number of episodes).",
@@ -189,14 +193,19 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             show_rounds,
             empty="Nothing was played on held-out tasks, in either run.",
         ),
-        panel(
+    ]
+
+
+def _tasks(pair: Pair) -> list[Panel]:
+    return [
+        pair.panel(
             "Tasks that only one run won",
             "Played by both, over the whole training. Counts lead to the groups of that run.",
             TASKS,
             show_tasks,
             empty="No task was played yet, in either run.",
         ),
-        panel(
+        pair.panel(
             "Success by kind of task",
             f"Share of episodes that were won: training tasks of the last {LAST_STEPS} learner "
             "steps, and the newest evaluation. In brackets 95 % intervals, then the number of "
@@ -204,7 +213,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             fill(KINDS, steps=LAST_STEPS),
             show_kinds,
             empty="No task was played yet, in either run.",
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -213,7 +222,7 @@ def pair_of(asked: PageRequest) -> Pair | None:
     """Return the two runs that the address names; None if only one is open."""
     if len(asked.runs) < 2:
         return None
-    other = asked.whole("with")
+    other = asked.integer("with")
     if other is None:
         other = next(each for each in range(len(asked.runs)) if each != asked.run_number)
     if not 0 <= other < len(asked.runs):
@@ -227,16 +236,15 @@ def pair_of(asked: PageRequest) -> Pair | None:
 def show_figures(pair: Pair, table: pa.Table) -> Markup:
     """Show the key figures of both, and links to compare with another run."""
     sides = _sides(table)
+    rows = []
+    for name, label, show in FIGURE_ROWS:
+        rows.append((label, [show(row[0][name]) if row else "–" for row in sides]))
     return html(
         "compare_figures.html",
         pair=pair,
-        colours=COLOURS,
         pages=[pair.link(side, "/run") for side in (0, 1)],
         lsns=[pair.asked.lsn, pair.asked.lsn_of(pair.other)],
-        rows=[
-            (label, [show(row[0][name]) if row else "–" for row in sides])
-            for name, label, show in FIGURE_ROWS
-        ],
+        rows=rows,
         others=[
             (plain(Path(name).name, at_most=40), pair.asked.link("/compare", **{"with": each}))
             for each, name in enumerate(pair.asked.runs)
@@ -265,24 +273,20 @@ def show_rounds(pair: Pair, table: pa.Table) -> Chart:
     """Draw each evaluation of both runs with its interval."""
     drawn = new_figure(x="policy version", height=260, is_fraction=True)
     sides = _sides(table)
-    versions = [row["version"] for rows in sides for row in rows]
+    versions = table["version"].to_pylist()
     apart = APART * max(1, max(versions) - min(versions))
-    for name, colour, rows, shift in zip(pair.names, COLOURS, sides, (-apart, apart), strict=False):
-        rounds: list[dict[str, Any]] = []
-        for version in sorted({row["version"] for row in rows}):
-            tasks = heldout_tasks(row for row in rows if row["version"] == version)
-            low, high = interval(tasks)
-            found = {"version": version, "success": success(tasks), "low": low, "high": high}
-            rounds.append({**found, "at": version + shift})
-        source = ColumnDataSource(_columns(rounds, ("at", "version", "success", "low", "high")))
+    for side, shift in enumerate((-apart, apart)):
+        name, colour = pair.names[side], COLOURS[side]
+        rounds = round_columns(sides[side])
+        rounds["at"] = [version + shift for version in rounds["version"]]
+        source = ColumnDataSource(rounds)
         drawn.segment(x0="at", x1="at", y0="low", y1="high", source=source, color=colour)
         drawn.line(x="at", y="success", source=source, color=colour, line_alpha=0.5)
         marks = drawn.scatter(
             x="at", y="success", source=source, size=8, color=colour, legend_label=name
         )
         _add_tips(drawn, marks, name, "policy version", "@version")
-    finish_legend(drawn, n_entries=2)
-    return draw(drawn, f"held-out success of {' and '.join(pair.names)} over policy version")
+    return finish(drawn, f"held-out success of {' and '.join(pair.names)} over policy version")
 
 
 def show_kinds(pair: Pair, table: pa.Table) -> Markup:
@@ -309,31 +313,31 @@ def show_kinds(pair: Pair, table: pa.Table) -> Markup:
 
 def heldout_sentence(names: tuple[str, str], sides: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """Return a sentence on the held-out tasks that both have played."""
-    rates = [
-        {row["task_id"]: row["won"] / row["played"] for row in rows if row["split"] == HELDOUT}
-        for rows in sides
-    ]
-    common = sorted(rates[0].keys() & rates[1].keys())
+    first, second = map(_heldout_rates, sides)
+    common = sorted(first.keys() & second.keys())
     if not common:
         return "The newest evaluations have no held-out task in common."
-    difference_T = np.array([rates[1][task] - rates[0][task] for task in common])
-    shown = [
-        f"{name} wins {percent(float(np.mean([side[task] for task in common])))}"
-        for name, side in zip(names, rates, strict=True)
-    ]
+    first_T = np.array([first[task] for task in common])
+    second_T = np.array([second[task] for task in common])
+    difference_T = second_T - first_T
     p = sign_flip_p(difference_T)
     verdict = "that is more than chance" if p < CERTAIN_P else "the difference may be chance"
     if not difference_T.any():
         verdict = "they win the same tasks"
     return (
-        f"On {len(common)} held-out tasks in common {shown[0]} and {shown[1]}: {verdict} "
-        f"(p = {p:.3f}, signs of the tasks' differences flipped)."
+        f"On {len(common)} held-out tasks in common {names[0]} wins {percent(first_T.mean())} and "
+        f"{names[1]} wins {percent(second_T.mean())}: {verdict} (p = {p:.3f}, signs of the tasks' "
+        "differences flipped)."
     )
+
+
+def _heldout_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {row["task_id"]: row["won"] / row["played"] for row in rows if row["split"] == HELDOUT}
 
 
 def show_tasks(pair: Pair, table: pa.Table) -> Markup:
     """Show the tasks that both have played and only one has won."""
-    sides = [{(row["split"], row["task_id"]): row for row in rows} for rows in _sides(table)]
+    sides = [_by_task(rows) for rows in _sides(table)]
     common = sorted(sides[0].keys() & sides[1].keys())
     only: list[list[tuple[str, str]]] = [[], []]
     both = neither = 0
@@ -343,10 +347,19 @@ def show_tasks(pair: Pair, table: pa.Table) -> Markup:
         neither += not any(won)
         if won[0] != won[1]:
             only[won[1]].append(key)
-    shown = sorted(
-        [*only[0], *only[1]],
-        key=lambda key: -max(side[key]["won"] / side[key]["played"] for side in sides),
-    )[:SHOWN_TASKS]
+
+    def best_rate(key: tuple[str, str]) -> float:
+        return max(side[key]["won"] / side[key]["played"] for side in sides)
+
+    shown = sorted([*only[0], *only[1]], key=best_rate, reverse=True)[:SHOWN_TASKS]
+    rows = []
+    for split, task in shown:
+        cells = []
+        for which, side in enumerate(sides):
+            row = side[split, task]
+            address = pair.link(which, "/groups", task=task, split=split)
+            cells.append((f"{row['won']} of {row['played']}", address, row["won"] > 0))
+        rows.append({"task": task, "split": SPLITS[split], "cells": cells})
     return html(
         "compare_tasks.html",
         names=pair.names,
@@ -355,22 +368,13 @@ def show_tasks(pair: Pair, table: pa.Table) -> Markup:
         both=both,
         neither=neither,
         n_left_out=len(only[0]) + len(only[1]) - len(shown),
-        rows=[
-            {
-                "task": key[1],
-                "split": SPLITS[key[0]],
-                "cells": [
-                    (
-                        f"{side[key]['won']} of {side[key]['played']}",
-                        pair.link(number, "/groups", task=key[1], split=key[0]),
-                        side[key]["won"] > 0,
-                    )
-                    for number, side in enumerate(sides)
-                ],
-            }
-            for key in shown
-        ],
+        rows=rows,
     )
+
+
+def _by_task(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return the rows by (split, task id)."""
+    return {(row["split"], row["task_id"]): row for row in rows}
 
 
 def show_settings(pair: Pair, table: pa.Table) -> Markup:
@@ -387,7 +391,7 @@ def _draw_curves(
     drawn = new_figure(x=label, height=260, is_fraction=True)
     if x != "learner_step":
         drawn.xaxis.ticker = BasicTicker()
-    for name, colour, rows in zip(pair.names, COLOURS, sides, strict=False):
+    for name, colour, rows in zip(pair.names, COLOURS[:2], sides, strict=True):
         source = ColumnDataSource(_columns(rows, (x, "success", "low", "high", "learner_step")))
         drawn.varea(
             x=x,
@@ -401,8 +405,7 @@ def _draw_curves(
         drawn.line(x=x, y="success", source=source, line_width=2, color=colour, legend_label=name)
         marks = drawn.scatter(x=x, y="success", source=source, size=4, color=colour)
         _add_tips(drawn, marks, name, "learner step", "@learner_step")
-    finish_legend(drawn, n_entries=2)
-    return draw(drawn, f"success of {' and '.join(pair.names)} over {label}")
+    return finish(drawn, f"success of {' and '.join(pair.names)} over {label}")
 
 
 def _only_one(asked: PageRequest) -> Panel:
@@ -413,10 +416,8 @@ def _only_one(asked: PageRequest) -> Panel:
         title="Two runs",
         explains="This page compares two runs: success by learner step and by time, tasks that "
         "only one of them won, and the settings that differ.",
-        query=fill(FIGURES, steps=RECENT_STEPS),
         above=how,
-        show=lambda table: Markup(""),
-        width="whole",
+        width="full",
     )
 
 
@@ -439,7 +440,10 @@ def _kind_order(item: tuple[tuple[str, str], list[str]]) -> tuple[bool, bool, st
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in names}
+    columns = {}
+    for name in names:
+        columns[name] = [row[name] for row in rows]
+    return columns
 
 
 def _add_tips(drawn: Any, marks: Any, name: str, label: str, value: str) -> None:

@@ -76,7 +76,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=FUNNEL,
             show=partial(show_funnel, asked),
             empty="No group was handed out yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Why groups were not trained on",

@@ -16,7 +16,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.graph_layout import DENSE, ROOMY, Layout, lay_out
-from analysis.view.group_query import NEWEST_GROUP, OF_GROUP, group_versions, of_group
+from analysis.view.group_query import NEWEST_GROUP, TERMS, group_steps
 from analysis.view.html import html, json_script, number
 from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Panel, show_rows
@@ -47,11 +47,11 @@ SELECT task_id, n_won, n_members, state FROM groups WHERE group_uid = $group
 OF_TASK = """
 WITH chosen AS (
     SELECT group_uid, version_min, version_max FROM groups
-    WHERE task_id = $task AND n_steps > 0 ORDER BY opened_at DESC, group_uid LIMIT $groups),
-steps AS MATERIALIZED (
-    SELECT s.* FROM steps AS s SEMI JOIN chosen USING (group_uid)
-    WHERE version_min >= (SELECT min(version_min) FROM chosen)
-      AND version_max <= (SELECT max(version_max) FROM chosen))
+    WHERE task_id = $task AND n_steps > 0 ORDER BY opened_at DESC, group_uid LIMIT $groups)
+SELECT s.* EXCLUDE (prompt_ids, response_ids, response_logprobs, images)
+FROM steps AS s SEMI JOIN chosen USING (group_uid)
+WHERE version_min >= (SELECT min(version_min) FROM chosen)
+  AND version_max <= (SELECT max(version_max) FROM chosen)
 """
 MOVES = """, ranked AS (
     SELECT state_hash, row_number() OVER (
@@ -73,7 +73,7 @@ SELECT m.node, min(left(m.anchor_text, $characters)) AS state,
        min(m.step_index) AS first_step, count(*) FILTER (m.step_index = 0) AS starts,
        bool_and(m.is_action_valid) AS is_valid,
        max(m.group_uid::VARCHAR) AS group_uid
-FROM moves AS m JOIN advantages() AS a USING (traj_uid, step_index)
+FROM moves AS m JOIN terms AS a USING (traj_uid, step_index)
 GROUP BY m.node, action, m.leads_to
 ORDER BY visits DESC, first_step, m.node, action, m.leads_to LIMIT $rows
 """
@@ -138,15 +138,14 @@ class Edge:
 def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the graph of a group or of a task: the newest mixed group if none is named."""
     group, task = asked.uid("group"), asked.text("task")
-    values = {"states": MAX_STATES, "characters": TEXT_CHARACTERS, "rows": MAX_MOVES}
+    query = fill(MOVES, states=MAX_STATES, characters=TEXT_CHARACTERS, rows=MAX_MOVES)
     if group is None and task is not None:
-        query = fill(OF_TASK + MOVES, task=task, groups=TASK_GROUPS, **values)
+        steps = ("steps", fill(OF_TASK, task=task, groups=TASK_GROUPS))
     else:
         if group is None:
             newest = asked.rows(NEWEST_GROUP)
             group = uuid.UUID(newest[0]["group_uid"]) if newest else uuid.UUID(int=0)
-        versions = group_versions(asked, group)
-        query = of_group(OF_GROUP + MOVES, group=group, versions=versions, **values)
+        steps = group_steps(asked, group)
     is_task = group is None
     empty = "No step of it is there at this moment."
     return [
@@ -155,9 +154,10 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             explains="From top to bottom: states by their first visit. A greener state is worth "
             "more; a blue way was better than the others from its state, an orange one worse.",
             query=query,
+            tables=[steps, TERMS],
             show=partial(show_graph, asked),
             empty=empty,
-            width="whole",
+            width="full",
             above=_scope(asked, group, task),
             later=is_task,
             alone=is_task,
@@ -167,9 +167,10 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             explains="The same in words: what was done in each state, where it led, and what the "
             "return was. States in the order of the graph, better moves first.",
             query=query,
+            tables=[steps, TERMS],
             show=partial(show_moves, asked),
             empty=empty,
-            width="whole",
+            width="full",
             later=is_task,
             alone=is_task,
         ),
@@ -184,7 +185,8 @@ def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
     drawn = sorted((edge for edge in edges if edge not in loops), key=lambda edge: -edge.visits)[
         :MAX_EDGES
     ]
-    ended = [ending for ending in ENDINGS if any(edge.end == ending for edge in edges)]
+    ends = {edge.end for edge in edges}
+    ended = [ending for ending in ENDINGS if ending in ends]
     layout, is_roomy = _layout(states, drawn, ended)
     largest = max((abs(edge.mean("step_advantage")) for edge in drawn), default=0.0)
     returns = [state.mean_return for state in states]

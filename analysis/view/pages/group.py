@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup
 
-from analysis.view.group_query import NEWEST_GROUP, OF_GROUP, group_versions, of_group
+from analysis.view.group_query import NEWEST_GROUP, TERMS, group_steps
 from analysis.view.html import html, json_script
 from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Panel, show_rows
@@ -36,20 +36,15 @@ LEFT JOIN (
     FROM lineage WHERE live GROUP BY group_uid) AS l USING (group_uid)
 WHERE g.group_uid = $group
 """
-LANES = (
-    OF_GROUP
-    + """
+LANES = """
 SELECT s.member, s.traj_uid, s.step_index, s.won, s.reward, s.is_action_valid, s.truncated,
        left(s.action_text, $characters) AS action, s.state_hash,
        left(s.anchor_text, $characters) AS anchor, s.version_min, s.version_max,
        a.advantage, a.episode_advantage, a.step_advantage, a.anchor_size
-FROM steps AS s LEFT JOIN advantages() AS a USING (traj_uid, step_index)
+FROM steps AS s LEFT JOIN terms AS a USING (traj_uid, step_index)
 ORDER BY s.member, s.step_index
 """
-)
-EPISODES = (
-    OF_GROUP
-    + """
+EPISODES = """
 SELECT member, any_value(traj_uid) AS traj_uid, any_value(won) AS won, count(*) AS steps,
        sum(reward) AS episode_return, count(*) FILTER (NOT is_action_valid) AS invalid_actions,
        bool_or(truncated) AS truncated, min(version_min) AS version_min,
@@ -57,18 +52,14 @@ SELECT member, any_value(traj_uid) AS traj_uid, any_value(won) AS won, count(*) 
        sum(gen_us) / 1e6 AS generating_s, sum(env_us) / 1e6 AS environment_s
 FROM steps GROUP BY member ORDER BY member
 """
-)
-ANCHORS = (
-    OF_GROUP
-    + """
+ANCHORS = """
 SELECT any_value(s.anchor_text) AS state, s.state_hash, count(*) AS visits,
        count(DISTINCT s.traj_uid) AS episodes, count(DISTINCT s.action_text) AS actions,
        max(a.step_advantage) - min(a.step_advantage) AS spread
-FROM steps AS s JOIN advantages() AS a USING (traj_uid, step_index)
+FROM steps AS s JOIN terms AS a USING (traj_uid, step_index)
 WHERE s.state_hash IS NOT NULL
 GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
 """
-)
 # Of a stale or abandoned group most attempts may have given no episode.
 UNFINISHED = """
 SELECT number AS attempt, why, n_steps AS steps, n_response_tokens AS tokens, worker, version,
@@ -89,7 +80,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     if group is None:
         newest = asked.rows(NEWEST_GROUP)
         group = uuid.UUID(newest[0]["group_uid"]) if newest else uuid.UUID(int=0)
-    ask_group = partial(of_group, group=group, versions=group_versions(asked, group))
+    steps = group_steps(asked, group)
     return [
         Panel(
             title="Group",
@@ -98,35 +89,38 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=fill(NEIGHBOURS, group=group),
             show=partial(show_group, asked),
             empty="The run has no such group at this moment.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Episodes step by step",
             explains="A row is an episode, a cell a step. Blue steps become more likely, orange "
             "ones less. Point at a cell: steps in the same state are framed, and compared with it.",
-            query=ask_group(LANES, characters=ACTION_CHARACTERS),
+            query=fill(LANES, characters=ACTION_CHARACTERS),
+            tables=[steps, TERMS],
             show=partial(show_lanes, asked, group),
             empty="No episode of the group is there yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Episodes",
             explains="Outcome and cost of each attempt. A uid leads to the transcript.",
-            query=ask_group(EPISODES),
+            query=EPISODES,
+            tables=[steps],
             show=partial(show_episodes, asked),
             later=True,
             empty="No episode of the group is there yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Anchor states",
             explains="States that were met more than once can be compared; the spread says how "
             "much the choice of action mattered there.",
-            query=ask_group(ANCHORS),
+            query=ANCHORS,
+            tables=[steps, TERMS],
             show=partial(show_anchors, asked, group),
             later=True,
             empty="No step of the group has an anchor state.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Unfinished attempts",
@@ -176,19 +170,13 @@ def show_lanes(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
 
 def show_episodes(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the episodes as a table."""
-
-    def trajectory(row: Mapping[str, Any]) -> str:
-        return asked.link("/trajectory", traj=row["traj_uid"])
-
+    trajectory = asked.row_link("/trajectory", {"traj": "traj_uid"})
     return show_rows(table, links={"traj_uid": trajectory})
 
 
 def show_anchors(asked: PageRequest, group: uuid.UUID, table: pa.Table) -> Markup:
     """Show the anchor states. Each leads to its page."""
-
-    def anchor(row: Mapping[str, Any]) -> str:
-        return asked.link("/anchor", group=group, state=row["state_hash"])
-
+    anchor = asked.row_link("/anchor", {"state": "state_hash"}, group=group)
     return show_rows(table, links={"state": anchor, "state_hash": anchor})
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 from markupsafe import Markup
@@ -37,7 +36,7 @@ CONDITIONS = {
 def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the list, with the form that selects."""
     values: dict[str, str | int | None] = {
-        name: asked.whole(name) if name.endswith("_version") else asked.text(name)
+        name: asked.integer(name) if name.endswith("_version") else asked.text(name)
         for name in CONDITIONS
     }
     given = {name: value for name, value in values.items() if value is not None}
@@ -58,20 +57,15 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
                 splits=SPLITS,
             ),
             empty="No group fits.",
-            width="whole",
+            width="full",
         )
     ]
 
 
 def show_groups(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the groups. Each leads to its page, and its task to the task's groups."""
-
-    def group(row: Mapping[str, Any]) -> str:
-        return asked.link("/group", group=row["group_uid"])
-
-    def task(row: Mapping[str, Any]) -> str:
-        return asked.link("/groups", task=row["task_id"])
-
+    group = asked.row_link("/group", {"group": "group_uid"})
+    task = asked.row_link("/groups", {"task": "task_id"})
     return show_rows(table, links={"group_uid": group, "task_id": task})
 
 

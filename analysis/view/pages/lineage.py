@@ -19,7 +19,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.html import html
-from analysis.view.page import BadAddressError, Page, PageRequest
+from analysis.view.page import BadAddressError, Page, PageRequest, as_integer, as_uid
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
 from store import RunLayout
@@ -186,7 +186,7 @@ SELECT learner_step, path AS checkpoint, version, digest,
 FROM (FROM checkpoints WHERE live) AS c LEFT JOIN (SELECT version, digest FROM versions)
 USING (version) ORDER BY learner_step DESC
 """
-NOT_THERE = "The run has no such {} at this moment."
+NOT_THERE = Markup('<p class="empty">The run has no such {} at this moment.</p>')
 
 
 def panels(asked: PageRequest) -> Sequence[Panel]:
@@ -200,14 +200,16 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     if kind not in KINDS:
         raise BadAddressError(f"of is one of {', '.join(KINDS)}")
     if kind in ("traj", "group"):
-        return of_rows(asked, kind, _uid(kind, name))
+        return of_rows(asked, kind, as_uid(kind, name))
     if kind == "checkpoint":
         found = asked.rows(fill(OF_CHECKPOINT, path=name))
         if not found:
             return [_missing(asked, kind)]
         first = (found[0]["before"] or 0) + 1
         return of_steps(asked, kind, found[0]["path"], first=first, last=found[0]["learner_step"])
-    number = _whole(kind, name)
+    number = as_integer(kind, name)
+    if number < 0:
+        raise BadAddressError(f"{kind} is a number from 0 on")
     if kind == "learner_step":
         return of_steps(asked, kind, str(number), first=number, last=number)
     return of_version(asked, number)
@@ -224,7 +226,7 @@ def start(asked: PageRequest) -> Sequence[Panel]:
             show=partial(_linked, asked),
             above=_form(asked, None, None),
             empty="No learner step is done yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Checkpoints",
@@ -235,7 +237,7 @@ def start(asked: PageRequest) -> Sequence[Panel]:
             combine=partial(with_presence, asked.run),
             keeps=False,  # removing a checkpoint changes no lsn
             empty="No checkpoint was saved yet.",
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -262,7 +264,7 @@ def of_rows(asked: PageRequest, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
             query=EPISODES.replace("{held}", held),
             show=partial(_linked, asked),
             empty="No row of it is there yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Consumed",
@@ -270,7 +272,7 @@ def of_rows(asked: PageRequest, kind: str, uid: uuid.UUID) -> Sequence[Panel]:
             query=fill(CONSUMED, group=group),
             show=partial(_linked, asked),
             empty="No learner step consumed it.",
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -294,7 +296,7 @@ def of_steps(asked: PageRequest, kind: str, name: str, *, first: int, last: int)
             else "What the learner step consumed, and the weights that wrote it.",
             query=fill(GROUPS, first=0 if goes_back else first, last=last),
             show=partial(_linked, asked),
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -318,7 +320,7 @@ def of_version(asked: PageRequest, version: int) -> Sequence[Panel]:
             show=partial(_linked, asked),
             above="" if made else _form(asked, "version", str(version)),
             empty="These weights played nothing that is stored.",
-            width="whole",
+            width="full",
         ),
         *made[-1:],
     ]
@@ -366,7 +368,7 @@ def _chain(asked: PageRequest, kind: str, name: str, *, chosen: str, held: str) 
         show=partial(show_chain, asked, kind, name),
         above=_form(asked, kind, name),
         empty="Nothing of it is stored at this moment.",
-        width="whole",
+        width="full",
     )
 
 
@@ -375,7 +377,7 @@ def _past(last: int) -> Panel:
         title="Its whole past",
         explains="Everything that was consumed up to here, in all learner steps that count.",
         query=fill(PAST, last=last),
-        width="whole",
+        width="full",
     )
 
 
@@ -384,10 +386,8 @@ def _missing(asked: PageRequest, what: str) -> Panel:
         title="Chain",
         explains="From the weights that wrote the rows to the checkpoint that contains what they "
         "taught.",
-        query="SELECT 1 WHERE FALSE",
-        above=_form(asked, None, None),
-        empty=NOT_THERE.format(what),
-        width="whole",
+        above=_form(asked, None, None) + NOT_THERE.format(what),
+        width="full",
     )
 
 
@@ -398,22 +398,11 @@ def _form(asked: PageRequest, kind: str | None, name: str | None) -> Markup:
 def _linked(asked: PageRequest, table: pa.Table) -> Markup:
     """Show rows with a link from each name to its lineage, from a group or episode to its page."""
 
-    def to(kind: str, column: str) -> Any:
-        def address(row: Mapping[str, Any]) -> str | None:
-            return _address(asked, kind, str(row[column]))
-
-        return address
-
-    def group(row: Mapping[str, Any]) -> str:
-        return asked.link("/group", group=row["group_uid"])
-
-    def trajectory(row: Mapping[str, Any]) -> str:
-        return asked.link("/trajectory", traj=row["traj_uid"])
-
-    links = {name: to("version", name) for name in VERSION_COLUMNS}
-    links |= {"learner_step": to("learner_step", "learner_step")}
-    links |= {"checkpoint": to("checkpoint", "checkpoint")}
-    links |= {"group_uid": group, "traj_uid": trajectory}
+    links = {name: asked.row_link("/lineage", {"version": name}) for name in VERSION_COLUMNS}
+    for name in ("learner_step", "checkpoint"):
+        links[name] = asked.row_link("/lineage", {name: name})
+    links["group_uid"] = asked.row_link("/group", {"group": "group_uid"})
+    links["traj_uid"] = asked.row_link("/trajectory", {"traj": "traj_uid"})
     return show_rows(table, links=links)
 
 
@@ -432,23 +421,6 @@ def _within(found: Mapping[str, Any]) -> str:
         oldest=found["oldest"],
         newest=found["newest"],
     )
-
-
-def _uid(kind: str, text: str) -> uuid.UUID:
-    try:
-        return uuid.UUID(text)
-    except ValueError:
-        raise BadAddressError(f"{kind} is not a uid") from None
-
-
-def _whole(kind: str, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise BadAddressError(f"{kind} is not a whole number") from None
-    if not 0 <= number < 2**62:
-        raise BadAddressError(f"{kind} is a number from 0 on")
-    return number
 
 
 PAGE = Page(

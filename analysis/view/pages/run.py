@@ -13,11 +13,11 @@ from analysis.evaluation_stats import Z_95, interval
 from analysis.run_status import duration
 from analysis.speed_limit import speed_limit
 from analysis.view.charts import bars, lines, steps
+from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.html import html
 from analysis.view.page import Page, PageRequest
 from analysis.view.pages.anchor import wrong_states
 from analysis.view.panel import Chart, Panel, show_rows
-from analysis.view.report_summary import heldout_tasks
 from analysis.view.sql_text import fill
 
 RECENT_STEPS = 5  # learner steps that "now" means
@@ -73,6 +73,16 @@ SELECT learner_step, success, greatest(0, success - $z * error) AS low,
        least(1, success + $z * error) AS high, episodes, heldout, heldout_tasks
 FROM batches FULL JOIN (FROM heldout LEFT JOIN rounds USING (policy_version)) USING (learner_step)
 ORDER BY learner_step
+"""
+BY_ENVIRONMENT = """
+WITH named AS (
+    SELECT split_part(name, '/', 3) AS environment, name LIKE 'train/%' AS is_training, *,
+           row_number() OVER (
+               PARTITION BY name ORDER BY learner_step DESC, policy_version DESC) AS age
+    FROM metrics WHERE name LIKE '%/success/%')
+SELECT environment, avg(value) FILTER (is_training AND age <= $steps) AS training_tasks,
+       any_value(value) FILTER (NOT is_training AND age = 1) AS held_out_tasks
+FROM named GROUP BY environment ORDER BY environment
 """
 LIMITS = """
 WITH recent AS (
@@ -155,6 +165,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     return [
         figures(),
         success(),
+        *by_environment(asked),
         limits(
             f"over the last {RECENT_STEPS} learner steps",
             n_steps=RECENT_STEPS,
@@ -179,7 +190,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=fill(INCIDENTS, rows=SHOWN_EVENTS),
             show=show_incidents,
             empty="Nothing went wrong.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Generation beside training",
@@ -194,7 +205,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
                 is_fraction=True,
             ),
             later=True,
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -206,7 +217,7 @@ def figures() -> Panel:
         explains="How far the training is, and how often the agent succeeds.",
         query=fill(FIGURES, steps=RECENT_STEPS),
         show=show_figures,
-        width="whole",
+        width="full",
     )
 
 
@@ -221,6 +232,22 @@ def success() -> Panel:
         show=show_success,
         empty="No batch has been trained on yet.",
     )
+
+
+def by_environment(asked: PageRequest) -> list[Panel]:
+    """Return the panel of the success by environment, if the run has several."""
+    query = fill(BY_ENVIRONMENT, steps=RECENT_STEPS)
+    if not asked.rows(query):
+        return []
+    return [
+        Panel(
+            title="Environments",
+            explains="Share of episodes that reach their goal, by environment: on training tasks "
+            f"over the newest {RECENT_STEPS} batches, on held-out tasks in the newest evaluation.",
+            query=query,
+            show=partial(show_rows, links={}),
+        )
+    ]
 
 
 def show_success(table: pa.Table) -> Chart:

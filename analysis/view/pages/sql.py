@@ -102,7 +102,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
                 show=partial(show_chart, kind=kind or "lines", x=x, y=y),
                 n_rows=SHOWN_ROWS,
                 alone=True,
-                width="whole",
+                width="full",
             )
         )
     return found
@@ -148,7 +148,7 @@ def _answer(form: Markup, *, query: str, alone: bool = False) -> Panel:
         n_rows=SHOWN_ROWS,
         alone=alone,
         empty="The answer has no rows.",
-        width="whole",
+        width="full",
     )
 
 

@@ -7,6 +7,7 @@ On the diagonal a group was played by the weights that were trained on it. The b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from bokeh.models import (
 )
 from markupsafe import Markup
 
-from analysis.view.charts import COLOURS, INK, bars, draw, new_figure
+from analysis.view.charts import COLOURS, INK, bars, finish, new_figure
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
@@ -128,7 +129,7 @@ HINTS = {
 
 def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the panels of the staleness map."""
-    first, last = asked.whole("from_step"), asked.whole("to_step")
+    first, last = asked.integer("from_step"), asked.integer("to_step")
     behind = (asked.text("up") or "version") == "behind"
     if first is not None and last is not None and first > last:
         raise BadAddressError("from_step comes after to_step")
@@ -147,8 +148,24 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             show=partial(show_map, asked, bound=bound, behind=behind),
             above=_form(asked, run, first=first, last=last, behind=behind),
             empty="No group of this run was consumed in these learner steps.",
-            width="whole",
+            width="full",
         ),
+        *_causes(bound),
+        Panel(
+            title="Violations",
+            explains="Groups that were trained on although they were staler than the run allows. "
+            "This list must be empty.",
+            query=VIOLATIONS,
+            show=partial(show_violations, asked),
+            empty=f"It is empty, as it must be: no group was trained on more than {bound} "
+            f"version{'' if bound == 1 else 's'} behind.",
+        ),
+    ]
+
+
+def _causes(bound: int) -> list[Panel]:
+    """Return how much staleness there is, where it comes from, and what else comes with it."""
+    return [
         Panel(
             title="Share of steps by staleness",
             explains="Of all steps that were trained on: how many versions behind the learner the "
@@ -189,15 +206,6 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             show=partial(show_rows, links={}, hints=HINTS),
             later=True,
             empty="No group of this run was consumed yet.",
-        ),
-        Panel(
-            title="Violations",
-            explains="Groups that were trained on although they were staler than the run allows. "
-            "This list must be empty.",
-            query=VIOLATIONS,
-            show=partial(show_violations, asked),
-            empty=f"It is empty, as it must be: no group was trained on more than {bound} "
-            f"version{'' if bound == 1 else 's'} behind.",
         ),
     ]
 
@@ -245,16 +253,14 @@ def show_map(asked: PageRequest, table: pa.Table, *, bound: int, behind: bool) -
         drawn.y_range = Range1d(start=highest + 0.7, end=-0.7)  # fresh groups are on top
         # no list of all versions: the bound is a number of the run
         drawn.yaxis.ticker = BasicTicker(min_interval=1)
-    counts = ", ".join(f"{sum(row['outcome'] == kind for row in rows)} {kind}" for kind in KINDS)
-    return draw(drawn, f"groups by learner step and oldest version: {counts}", n_entries=5)
+    of_kind = Counter(row["outcome"] for row in rows)
+    counts = ", ".join(f"{of_kind[kind]} {kind}" for kind in KINDS)
+    return finish(drawn, f"groups by learner step and oldest version: {counts}")
 
 
 def show_violations(asked: PageRequest, table: pa.Table) -> Markup:
     """Show what must not be there. Each row leads to its group."""
-
-    def group(row: Mapping[str, Any]) -> str:
-        return asked.link("/group", group=row["group_uid"])
-
+    group = asked.row_link("/group", {"group": "group_uid"})
     warning = Markup('<p class="sentence alarm">{} groups were too stale.</p>')
     return warning.format(f"{table.num_rows:,}") + show_rows(table, links={"group_uid": group})
 

@@ -161,7 +161,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=ask_task(FIGURES),
             show=partial(show_figures, asked, task),
             empty="No group of this task is complete yet.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Success over versions",
@@ -169,7 +169,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             "were won. The line is the average of all training tasks at that time.",
             query=fill(OVER_VERSIONS, task=task, points=POINTS),
             show=show_over_versions,
-            width="whole",
+            width="full",
         ),
         two_transcripts(asked, turns[0] if turns else {}),
         Panel(
@@ -178,7 +178,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             query=ask_task(GROUPS, rows=LISTED_GROUPS),
             show=partial(show_groups, asked),
             empty="No group of this task is complete yet.",
-            width="whole",
+            width="full",
         ),
     ]
 
@@ -200,7 +200,7 @@ def task_list(asked: PageRequest) -> Panel:
         show=partial(show_tasks, asked),
         above=html("task_form.html", asked=asked, given=given, splits=SPLITS),
         empty="No task fits.",
-        width="whole",
+        width="full",
     )
 
 
@@ -294,7 +294,7 @@ def two_transcripts(asked: PageRequest, turns: Mapping[str, Any]) -> Panel:
         ),
         show=partial(show_two, asked),
         empty="No episode of this task is there yet.",
-        width="whole",
+        width="full",
     )
 
 
@@ -337,10 +337,7 @@ def parting_step(pairs: Sequence[Mapping[str, Any]]) -> int | None:
 
 def show_groups(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the task's groups. Each leads to its page."""
-
-    def group(row: Mapping[str, Any]) -> str:
-        return asked.link("/group", group=row["group_uid"])
-
+    group = asked.row_link("/group", {"group": "group_uid"})
     return show_rows(table, links={"group_uid": group}, hints=HINTS)
 
 

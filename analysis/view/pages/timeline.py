@@ -24,7 +24,7 @@ from bokeh.models import (
 )
 from markupsafe import Markup
 
-from analysis.view.charts import COLOURS, GRID, draw, new_figure
+from analysis.view.charts import COLOURS, GRID, finish, new_figure
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
@@ -290,7 +290,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             show=partial(show_lanes, asked, begin=begin, end=end),
             above=_form(asked, begin=begin, end=end, first=first, last=last, trace=address),
             empty="Nothing happened in this window.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Overlap",
@@ -319,7 +319,7 @@ def window(asked: PageRequest) -> tuple[datetime, datetime, datetime, datetime]:
 
     Without one: the last minutes, or those around a learner step.
     """
-    seconds = asked.whole("seconds")
+    seconds = asked.integer("seconds")
     seconds = WINDOW_S if seconds is None else seconds
     if not 1 <= seconds <= MOST_S:
         raise BadAddressError(f"seconds is from 1 to {MOST_S}")
@@ -327,7 +327,7 @@ def window(asked: PageRequest) -> tuple[datetime, datetime, datetime, datetime]:
     ends = asked.rows(ENDS)[0]
     last = _time(ends["last_at"]) if ends["last_at"] else datetime(1970, 1, 2)
     first = _time(ends["first_at"]) if ends["first_at"] else last - length
-    step, until = asked.whole("learner_step"), asked.text("until")
+    step, until = asked.integer("learner_step"), asked.text("until")
     end = last + timedelta(seconds=1)
     if until is not None:
         end = _time(until)
@@ -352,9 +352,9 @@ def show_lanes(asked: PageRequest, table: pa.Table, *, begin: datetime, end: dat
         height=AXIS_PX + LANE_PX * len(lanes),
         x_range=Range1d(start=_ms(begin), end=_ms(end)),
     )
-    n_entries = _draw_slices(drawn, _slices(asked, rows, lanes))
+    _draw_slices(drawn, _slices(asked, rows, lanes))
     _label_lanes(drawn, lanes)
-    return draw(drawn, f"{len(lanes)} lanes from {begin} to {end}", n_entries=n_entries)
+    return finish(drawn, f"{len(lanes)} lanes from {begin} to {end}")
 
 
 def _slices(
@@ -362,10 +362,10 @@ def _slices(
 ) -> dict[str, dict[str, list[Any]]]:
     """Return the rectangles and their tips, as columns, by kind. Lanes are 1 apart, from above."""
     base = {name: float(len(lanes) - 1 - number) for number, name in enumerate(lanes)}
-    highest = {
-        lane: max((row["at_once"] for row in rows if row["lane"] == lane), default=0) or 1.0
-        for lane in COUNTED_LANES
-    }
+    highest = {}
+    for lane in COUNTED_LANES:
+        at_once = (row["at_once"] for row in rows if row["lane"] == lane)
+        highest[lane] = max(at_once, default=0) or 1.0
     # Both splits of a bin stand on one another.
     foot: dict[tuple[str, int], float] = {}
     found: dict[str, dict[str, list[Any]]] = {}
@@ -396,9 +396,8 @@ def _slices(
     return found
 
 
-def _draw_slices(drawn: Any, slices: Mapping[str, Mapping[str, list[Any]]]) -> int:
-    """Draw the slices of each kind with tips and links. Return the entries of the legend."""
-    n_entries = 0
+def _draw_slices(drawn: Any, slices: Mapping[str, Mapping[str, list[Any]]]) -> None:
+    """Draw the slices of each kind with tips and links."""
     linked: list[Any] = []
     for kind, colour in {**COLOUR_OF, EVENT: EVENT_COLOUR}.items():
         if kind not in slices:
@@ -407,7 +406,6 @@ def _draw_slices(drawn: Any, slices: Mapping[str, Mapping[str, list[Any]]]) -> i
         label: dict[str, Any] = (
             {} if kind == "heldout" else {"legend_label": MEANING_OF.get(kind, kind)}
         )
-        n_entries += bool(label)
         marks: Any
         if kind == EVENT:
             marks = drawn.scatter(
@@ -437,7 +435,6 @@ def _draw_slices(drawn: Any, slices: Mapping[str, Mapping[str, list[Any]]]) -> i
             linked.append(marks)
     # Of several such tools Bokeh obeys the first alone.
     drawn.add_tools(TapTool(renderers=linked, callback=OpenURL(url="@link", same_tab=True)))
-    return n_entries
 
 
 def _label_lanes(drawn: Any, lanes: Sequence[str]) -> None:
@@ -465,10 +462,7 @@ def _label_lanes(drawn: Any, lanes: Sequence[str]) -> None:
 def show_overlap(asked: PageRequest, table: pa.Table) -> Markup:
     """Say the share of overlap, and show it for each learner step."""
     rows = table.to_pylist()
-
-    def lineage(row: Mapping[str, Any]) -> str:
-        return asked.link("/lineage", learner_step=row["learner_step"])
-
+    lineage = asked.row_link("/lineage", {"learner_step": "learner_step"})
     has_steps = rows[0]["learner_step"] is not None
     shown = table.select(["learner_step", "claimed_at", "training_s", "overlap", "groups"])
     return html(

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup, escape
 
-from analysis.view.group_query import OF_GROUP, group_versions, of_group
+from analysis.view.group_query import TERMS, group_steps
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Panel
@@ -49,15 +49,10 @@ SELECT group_uid FROM groups WHERE n_steps > 0 AND state <> 'open'
 ORDER BY n_won BETWEEN 1 AND n_members - 1 DESC, state = 'trained' DESC, completed_at DESC
 LIMIT 1
 """
-FIRST_LOST = (
-    OF_GROUP
-    + """
+FIRST_LOST = """
 SELECT traj_uid FROM steps GROUP BY traj_uid ORDER BY bool_or(won), min(member) LIMIT 1
 """
-)
-EPISODE = (
-    OF_GROUP
-    + """, attempts AS (
+EPISODE = """, attempts AS (
     SELECT traj_uid, any_value(member) AS member, any_value(won) AS won, count(*) AS steps,
            bool_or(truncated) AS truncated
     FROM steps GROUP BY traj_uid)
@@ -73,11 +68,7 @@ SELECT any_value(task_id) AS task_id, any_value(split) AS split, any_value(env_n
                      'truncated': truncated} ORDER BY member) FROM attempts) AS attempts
 FROM steps WHERE traj_uid = $traj HAVING count(*) > 0
 """
-)
-TRANSCRIPT = (
-    OF_GROUP
-    + """, terms AS MATERIALIZED (FROM advantages()),
-rated AS (
+TRANSCRIPT = """, rated AS (
     SELECT s.state_hash, left(s.action_text, $characters) AS action, count(*) AS visits,
            avg(a.step_return) AS mean_return
     FROM steps AS s JOIN terms AS a USING (traj_uid, step_index)
@@ -114,7 +105,6 @@ WHERE s.traj_uid = $traj AND s.step_index >= $from_step
 WINDOW so_far AS (ORDER BY s.step_index)
 ORDER BY s.step_index LIMIT $shown_steps
 """
-)
 
 
 def panels(asked: PageRequest) -> Sequence[Panel]:
@@ -123,28 +113,29 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
     An address that names none leads to a lost one of the newest group of mixed outcome.
     """
     trajectory, group = _found(asked)
-    step = asked.whole("step")
+    step = asked.integer("step")
     if step is not None and not 0 <= step < 2**31:
         raise BadAddressError("step is the number of a step, from 0")
-    ask_group = partial(
-        of_group, group=group, versions=group_versions(asked, group), traj=trajectory
-    )
+    steps = group_steps(asked, group)
     return [
         Panel(
             title="Episode",
             explains="One attempt at a task: how it ended, what it cost, and the group's other "
             "attempts, with which it is compared.",
-            query=ask_group(EPISODE),
+            query=fill(EPISODE, traj=trajectory),
+            tables=[steps],
             show=partial(show_episode, asked, group, trajectory),
             empty="The run has no such episode at this moment.",
-            width="whole",
+            width="full",
         ),
         Panel(
             title="Transcript",
             explains="What the agent saw, wrote and did at each step. Blue steps become more "
             "likely, orange ones less. The stronger a token is shaded, the less probable it was.",
-            query=ask_group(
+            tables=[steps, TERMS],
+            query=fill(
                 TRANSCRIPT,
+                traj=trajectory,
                 step=-1 if step is None else step,
                 from_step=max(0, (step or 0) - SHOWN_STEPS // 2),
                 shown_steps=SHOWN_STEPS,
@@ -160,7 +151,7 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
             ),
             show=partial(show_transcript, asked, group, trajectory, step),
             empty="The run has no such episode at this moment, or it has no such step.",
-            width="whole",
+            width="full",
             keeps=False,  # the tokenizer is no part of the answer
         ),
     ]
@@ -306,6 +297,7 @@ def reply_strip(row: Mapping[str, Any], texts: TokenTexts) -> Markup | None:
     if ids is None:
         return None
     parts = []
+    # A stranger's row may have fewer probabilities than tokens.
     for number, logprob, piece in zip(ids, row["reply_logprobs"], texts.pieces(ids), strict=False):
         parts.append(_token(number, logprob, piece))
     if row["reply_tokens"] > len(ids):
@@ -410,8 +402,7 @@ def _found(asked: PageRequest) -> tuple[uuid.UUID, uuid.UUID]:
     if not newest:
         return uuid.UUID(int=0), uuid.UUID(int=0)
     group = uuid.UUID(newest[0]["group_uid"])
-    query = of_group(FIRST_LOST, group=group, versions=group_versions(asked, group))
-    rows = asked.rows(query)
+    rows = asked.rows(FIRST_LOST, tables=[group_steps(asked, group)])
     return uuid.UUID(rows[0]["traj_uid"]) if rows else uuid.UUID(int=0), group
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from bokeh.models.annotations import Span
 from markupsafe import Markup
 
 from analysis.run_status import config_of
-from analysis.view.charts import COLOURS, GRID, columns_of, draw, new_figure
-from analysis.view.group_query import OF_GROUP, group_versions, of_batches, of_group
+from analysis.view.charts import COLOURS, GRID, columns_of, finish, new_figure, rows_at
+from analysis.view.group_query import batches_steps, group_steps
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
-from analysis.view.panel import Chart, Panel, show_rows
-from analysis.view.sql_text import Value, fill
+from analysis.view.panel import Chart, Panel, show_rows, why
+from analysis.view.sql_text import Tables, Value, fill
 from analysis.view.text import plain
 from configs import Config, ConfigError
 from gigpo import ESTIMATORS, NORMALISATIONS, WHITENED, WITH_CRITIC, AdvantageSettings
@@ -54,12 +54,12 @@ LISTED = 200
 CHARACTERS = 200
 
 # Differences that rounding can make are no signs.
-BOTH = """, both_settings AS (
-    SELECT now.traj_uid, now.step_index, now.group_uid, now.advantage AS own,
-           other.advantage AS changed,
-           sign(round(now.advantage, 9)) AS own_sign,
-           sign(round(other.advantage, 9)) AS changed_sign
-    FROM advantages() AS now JOIN advantages({changes}) AS other USING (traj_uid, step_index))
+BOTH = """
+SELECT now.traj_uid, now.step_index, now.group_uid, now.advantage AS own,
+       other.advantage AS changed,
+       sign(round(now.advantage, 9)) AS own_sign,
+       sign(round(other.advantage, 9)) AS changed_sign
+FROM advantages() AS now JOIN advantages({changes}) AS other USING (traj_uid, step_index)
 """
 SUMMARY = """
 SELECT count(*) AS steps, count(*) FILTER (own_sign * changed_sign < 0) AS flips,
@@ -101,85 +101,97 @@ HINTS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """The steps that are weighed again, and with which setting."""
+
+    group: uuid.UUID | None
+    n_steps: int  # newest learner steps whose groups are weighed, where `group` is None
+    given: Mapping[str, str]  # the changes, as the address has them
+    own: AdvantageSettings | None  # the run's setting, None if it cannot be read here
+
+
 def panels(asked: PageRequest) -> Sequence[Panel]:
     """Return the comparison of the run's own setting with the one in the address."""
-    group, n_steps = asked.uid("group"), asked.whole("steps")
+    question = question_of(asked)
+    try:
+        check_setting(question.own, question.given)
+    except ValueError as error:
+        return [_setting(asked, question, error=why(error))]
+    compared = _compared(asked, question)
+    return [_setting(asked, question), *_steps(asked, question, compared)]
+
+
+def question_of(asked: PageRequest) -> Question:
+    """Return what the address asks. Raises BadAddressError."""
+    n_steps = asked.integer("steps")
     if n_steps is None:
         n_steps = RECENT_STEPS
     if not 1 <= n_steps <= MOST_STEPS:
         raise BadAddressError(f"steps is a number of learner steps, from 1 to {MOST_STEPS}")
-    is_first = not any(name in asked.parameters for name in NAMES)
-    given = DEFAULT if is_first else {n: v for n in NAMES if (v := asked.text(n)) is not None}
-    own = own_settings(asked)
-    setting = Panel(
+    given = DEFAULT
+    if any(name in asked.parameters for name in NAMES):
+        given = {name: text for name in NAMES if (text := asked.text(name)) is not None}
+    return Question(group=asked.uid("group"), n_steps=n_steps, given=given, own=own_settings(asked))
+
+
+def _setting(asked: PageRequest, question: Question, *, error: str = "") -> Panel:
+    problem = Markup('<p class="error">{}</p>').format(error) if error else ""
+    return Panel(
         title="Setting",
         explains="Change the setting by hand. Empty means as in the run. Nothing is written; "
         "stored steps are weighed again.",
-        query=fill("SELECT $scope AS scope", scope=str(group or f"{n_steps} learner steps")),
-        show=partial(check_setting, own, given),
-        above=_form(asked, group, n_steps, given=given, own=own),
-        width="whole",
+        above=_form(asked, question) + problem,
+        width="full",
     )
-    try:
-        check_setting(own, given)
-    except ValueError:
-        return [setting]  # it says what is wrong
-    if group is None:
-        source = of_batches(asked, n_steps)
-    else:
-        source = of_group(OF_GROUP, group=group, versions=group_versions(asked, group))
-    values = {name: _value(name, text) for name, text in given.items()}
+
+
+def _compared(asked: PageRequest, question: Question) -> Tables:
+    """Return the steps, and the table that weighs each of them with both settings."""
+    group, n_steps = question.group, question.n_steps
+    steps = batches_steps(asked, n_steps) if group is None else group_steps(asked, group)
+    values = {name: _value(name, text) for name, text in question.given.items()}
     changes = ", ".join(f"{name} := ${name}" for name in values)
-    both = source + fill(BOTH.format(changes=changes), **values)
-    is_recent = group is None
+    return [steps, ("both_settings", fill(BOTH.format(changes=changes), **values))]
 
-    def panel(title: str, explains: str, query: str, show: Any, **more: Any) -> Panel:
-        return Panel(
-            title=title,
-            explains=explains,
-            query=both + query,
-            show=show,
-            later=is_recent,
-            alone=is_recent,
-            **more,
-        )
 
+def _steps(asked: PageRequest, question: Question, compared: Tables) -> list[Panel]:
+    is_recent = question.group is None
+    panel = partial(Panel, tables=compared, later=is_recent, alone=is_recent)
     found = [
-        setting,
         panel(
-            "What would change",
-            "A step flips if the changed setting would make its action less likely where the run "
-            "made it more likely, or the other way round.",
-            SUMMARY,
-            partial(show_summary, given),
+            title="What would change",
+            explains="A step flips if the changed setting would make its action less likely where "
+            "the run made it more likely, or the other way round.",
+            query=SUMMARY,
+            show=partial(show_summary, question.given),
             empty="There are no steps to compare.",
         ),
         panel(
-            "Old and new advantages",
-            "A dot is a step. On the line nothing changes; orange dots flip.",
-            fill(SCATTER, characters=60, points=POINTS),
-            show_scatter,
+            title="Old and new advantages",
+            explains="A dot is a step. On the line nothing changes; orange dots flip.",
+            query=fill(SCATTER, characters=60, points=POINTS),
+            show=show_scatter,
         ),
         panel(
-            "Steps that flip",
-            "The largest changes first. A state leads to all that was tried there, an action to "
-            "the transcript.",
-            fill(FLIPS, characters=CHARACTERS, rows=LISTED),
-            partial(show_flips, asked),
+            title="Steps that flip",
+            explains="The largest changes first. A state leads to all that was tried there, an "
+            "action to the transcript.",
+            query=fill(FLIPS, characters=CHARACTERS, rows=LISTED),
+            show=partial(show_flips, asked),
             empty="No step flips: every action is pushed the same way as in the run.",
-            width="whole",
+            width="full",
         ),
     ]
     if is_recent:
-        found.append(
-            panel(
-                "Groups",
-                "Where the setting matters: the groups with most flips first.",
-                fill(GROUPS, rows=LISTED),
-                partial(show_groups, asked, given),
-                width="whole",
-            )
+        groups = panel(
+            title="Groups",
+            explains="Where the setting matters: the groups with most flips first.",
+            query=fill(GROUPS, rows=LISTED),
+            show=partial(show_groups, asked, question.given),
+            width="full",
         )
+        found.append(groups)
     return found
 
 
@@ -191,10 +203,8 @@ def own_settings(asked: PageRequest) -> AdvantageSettings | None:
         return None
 
 
-def check_setting(
-    own: AdvantageSettings | None, given: Mapping[str, str], table: pa.Table | None = None
-) -> Markup:
-    """Return nothing to show. Raises ValueError with what is wrong with the setting.
+def check_setting(own: AdvantageSettings | None, given: Mapping[str, str]) -> None:
+    """Raise ValueError with what is wrong with the setting.
 
     Otherwise each panel would show DuckDB's error.
     """
@@ -214,7 +224,6 @@ def check_setting(
         if isinstance(values.get(name), str):
             raise ValueError(f"{name} is a number, not {plain(values[name])}")
     replace(base, **values)
-    return Markup("")
 
 
 def show_summary(given: Mapping[str, str], table: pa.Table) -> Markup:
@@ -237,7 +246,7 @@ def show_scatter(table: pa.Table) -> Chart:
     drawn.yaxis.axis_label = "with the changed setting"
     for flips, colour in ((False, COLOURS[0]), (True, COLOURS[1])):
         kept = [at for at, value in enumerate(data["flips"]) if value is flips]
-        source = ColumnDataSource({name: [data[name][at] for at in kept] for name in data})
+        source = ColumnDataSource(rows_at(data, kept, data))
         marks = drawn.scatter(x="own", y="changed", source=source, size=6, color=colour, alpha=0.6)
         tips = [("action", "@action"), ("now", "@own{0.00}"), ("changed", "@changed{0.00}")]
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
@@ -246,23 +255,16 @@ def show_scatter(table: pa.Table) -> Chart:
     for dimension in ("width", "height"):
         drawn.add_layout(Span(location=0, dimension=dimension, line_color=GRID, line_alpha=0.5))
     n_flips = sum(bool(value) for value in data["flips"])
-    return draw(drawn, f"old against new advantages of {len(data['own'])} steps, {n_flips} flip")
+    return finish(drawn, f"old against new advantages of {len(data['own'])} steps, {n_flips} flip")
 
 
 def show_flips(asked: PageRequest, table: pa.Table) -> Markup:
     """Show the steps whose sign changes."""
-
-    def anchor(row: Mapping[str, Any]) -> str | None:
-        state = row["state_hash"]
-        return asked.link("/anchor", group=row["group_uid"], state=state) if state else None
-
-    def trajectory(row: Mapping[str, Any]) -> str:
-        return asked.link("/trajectory", traj=row["traj_uid"], step=row["step"])
-
-    def task(row: Mapping[str, Any]) -> str:
-        return asked.link("/task", task=row["task"])
-
-    links = {"state": anchor, "action": trajectory, "task": task}
+    links = {
+        "state": asked.row_link("/anchor", {"group": "group_uid", "state": "state_hash"}),
+        "action": asked.row_link("/trajectory", {"traj": "traj_uid", "step": "step"}),
+        "task": asked.row_link("/task", {"task": "task"}),
+    }
     hidden = ("traj_uid", "group_uid", "state_hash")
     return show_rows(table, links=links, hints=HINTS, hidden=hidden)
 
@@ -270,14 +272,11 @@ def show_flips(asked: PageRequest, table: pa.Table) -> Markup:
 def show_groups(asked: PageRequest, given: Mapping[str, str], table: pa.Table) -> Markup:
     """Show the flips of each group. Each leads to the same question about it alone."""
     setting = {name: given.get(name, "") for name in NAMES}
-
-    def group(row: Mapping[str, Any]) -> str:
-        return asked.link("/whatif", group=row["group_uid"], **setting)
-
-    def task(row: Mapping[str, Any]) -> str:
-        return asked.link("/task", task=row["task"])
-
-    return show_rows(table, links={"group_uid": group, "task": task}, hints=HINTS)
+    links = {
+        "group_uid": asked.row_link("/whatif", {"group": "group_uid"}, **setting),
+        "task": asked.row_link("/task", {"task": "task"}),
+    }
+    return show_rows(table, links=links, hints=HINTS)
 
 
 def _value(name: str, text: str) -> Value:
@@ -290,32 +289,26 @@ def _value(name: str, text: str) -> Value:
         return text
 
 
-def _form(
-    asked: PageRequest,
-    group: uuid.UUID | None,
-    n_steps: int,
-    *,
-    given: Mapping[str, str],
-    own: AdvantageSettings | None,
-) -> Markup:
-    scope: dict[str, Value] = {"group": group} if group else {"steps": n_steps}
+def _form(asked: PageRequest, question: Question) -> Markup:
+    group, given, own = question.group, dict(question.given), question.own
+    scope: dict[str, Value] = {"group": group} if group else {"steps": question.n_steps}
     blank = dict.fromkeys(NAMES, "")
+    presets = []
+    for said, change in PRESETS:
+        presets.append((said, asked.link("/whatif", **scope, **(blank | change)), change == given))
     return html(
         "what_if_form.html",
         asked=asked,
         group=group,
-        n_steps=n_steps,
+        n_steps=question.n_steps,
         most_steps=MOST_STEPS,
-        given=blank | dict(given),
-        own=dict.fromkeys(NAMES, "") if own is None else asdict(own),
+        given=blank | given,
+        own=blank if own is None else asdict(own),
         choices=CHOICES,
-        presets=[
-            (said, asked.link("/whatif", **scope, **(blank | change)), change == dict(given))
-            for said, change in PRESETS
-        ],
+        presets=presets,
         group_link=asked.link("/group", group=group) if group else None,
         graph_link=asked.link("/graph", group=group) if group else None,
-        recent_link=asked.link("/whatif", **(blank | dict(given))) if group else None,
+        recent_link=asked.link("/whatif", **(blank | given)) if group else None,
     )
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
+from _pytest.mark import ParameterSet
 
 from analysis import write_report_file
 from analysis.view.page import Page
@@ -23,6 +24,7 @@ from analysis.view.pages import PAGES
 from analysis.view.server import make_app
 from store import RunLayout
 from tests.analysis.view.conftest import TOKEN, example_addresses
+from tests.support.sizes import IN_FULL
 
 CHROMIUM = Path("/usr/bin/chromium")
 WIDTHS = (1280, 400)
@@ -63,11 +65,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kept = os.environ.get("GIGPO_SCREENSHOTS")
-    directory = Path(kept) if kept else tmp_path_factory.mktemp("screenshots")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+def pictures() -> Path | None:
+    """Return the directory for the pictures; None if nobody asked for them."""
+    if not (kept := os.environ.get("GIGPO_SCREENSHOTS")):
+        return None
+    Path(kept).mkdir(parents=True, exist_ok=True)
+    return Path(kept)
 
 
 def watch(tab: Any) -> list[str]:
@@ -85,10 +88,20 @@ def watch(tab: Any) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.title)
+def pages_and_widths() -> list[ParameterSet]:
+    """Return each page with every width; shortened, with the wide and the narrow one by turns."""
+    widths = [WIDTHS if IN_FULL else (width,) for width in (*WIDTHS,) * len(PAGES)]
+    return [
+        pytest.param(page, width, id=f"{page.title}-{width}")
+        for page, some in zip(PAGES, widths, strict=False)
+        for width in some
+    ]
+
+
+@pytest.mark.shortened
+@pytest.mark.parametrize(("page", "width"), pages_and_widths())
 def test_a_page_opens_without_errors(
-    page: Page, width: int, layout: RunLayout, address: str, browser: Any, pictures: Path
+    page: Page, width: int, layout: RunLayout, address: str, browser: Any, pictures: Path | None
 ) -> None:
     for number, path in enumerate(example_addresses(page, layout.root)):
         scheme = "light" if width == max(WIDTHS) else "dark"
@@ -98,9 +111,9 @@ def test_a_page_opens_without_errors(
         # not by functions in text: the page's policy refuses them
         tab.wait_for_selector("[data-later]", state="detached")
         tab.wait_for_selector(".chart:not(:has(> :nth-child(2)))", state="detached")
-        tab.screenshot(
-            path=pictures / f"{page.path.strip('/')}-{number}-{width}.png", full_page=True
-        )
+        if pictures is not None:
+            name = f"{page.path.strip('/')}-{number}-{width}.png"
+            tab.screenshot(path=pictures / name, full_page=True)
         overflow = tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
         assert overflow <= 0, f"{path} is {overflow} px too wide"
         assert wrong == []
@@ -137,7 +150,7 @@ def test_pointing_at_a_step_shows_it_and_marks_the_same_state(
 
 
 def test_a_report_opens_from_a_file_and_asks_nothing(
-    layout: RunLayout, browser: Any, pictures: Path, tmp_path: Path
+    layout: RunLayout, browser: Any, pictures: Path | None, tmp_path: Path
 ) -> None:
     report = write_report_file(layout.root, output=tmp_path / "report.html")
     for width in WIDTHS:
@@ -151,7 +164,8 @@ def test_a_report_opens_from_a_file_and_asks_nothing(
         assert n_charts >= 4 and tab.locator(".chart .bk-Figure").count() == n_charts
         assert asked == [report.as_uri()] and wrong == []
         assert tab.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
-        tab.screenshot(path=pictures / f"report-{width}.png", full_page=True)
+        if pictures is not None:
+            tab.screenshot(path=pictures / f"report-{width}.png", full_page=True)
         tab.locator("details.query summary").first.click()
         assert "gigpo sql" in tab.locator("details.query pre").first.inner_text()
         tab.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -80,7 +81,7 @@ def test_a_difference_is_called_chance_where_it_may_be() -> None:
 def test_every_panel_answers_and_shows_its_query(report: Path) -> None:
     text = report.read_text()
     panels = re.findall(
-        r'<section class="panel (?:half|whole)" id="([^"]+)">(.*?)</section>', text, re.S
+        r'<section class="panel (?:half|full)" id="([^"]+)">(.*?)</section>', text, re.S
     )
     assert len(panels) == 20
     for name, panel in panels:
@@ -106,12 +107,14 @@ def test_a_report_is_bounded_and_loads_nothing(report: Path, layout: RunLayout) 
     )
     with open_run(layout.root) as reader:
 
-        def ask(query: str, n_rows: int | None = None) -> pa.Table:
+        def ask(
+            query: str, n_rows: int | None = None, *, tables: Sequence[tuple[str, str]] = ()
+        ) -> pa.Table:
             return reader.sql(query)
 
         shown = _bounded(panel, ask, run="RUN", lsn=1)
     assert len(shown) <= MAX_PANEL_BYTES
-    assert "Too long to be whole: 1 of 500 rows." in shown
+    assert "Too long to show all: 1 of 500 rows." in shown
 
 
 def test_a_moment_gives_the_same_figures_again(layout: RunLayout, tmp_path: Path) -> None:

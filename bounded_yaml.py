@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import yaml
 
-MAX_CHARACTERS = 2**20  # of a YAML text; the largest of ours has 2,000
+MAX_CHARACTERS = 2**20  # of a YAML text; the settings of a run have some 5,000
+MAX_SETTINGS_EVENTS = 100_000  # of a run's settings: about one for each value
+MAX_SETTINGS_DEPTH = 64  # of a run's settings, which are nested 5 deep
 TEXT_TAG = "tag:yaml.org,2002:str"
 
 
