@@ -360,10 +360,15 @@ class Coordinator:
         filtered: Mapping[bytes, str],
         version_in: int,
         metrics: Mapping[str, float],
+        values: Mapping[bytes, Sequence[float]] | None = None,
     ) -> None:
         """Record that a batch was trained on. `filtered` maps filtered groups to the reason."""
         self.catalog.settle(
-            batch_id, learner_step=learner_step, filtered=filtered, version_in=version_in
+            batch_id,
+            learner_step=learner_step,
+            filtered=filtered,
+            version_in=version_in,
+            values=values,
         )
         if self._n_answers:
             metrics = {**metrics, REMEMBERED: self._n_remembered / self._n_answers}

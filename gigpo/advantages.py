@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gigpo.input_columns import KEYS, TYPES, Columns, columns_of, table_of
-from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings
+from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, WITH_CRITIC, AdvantageSettings
 from gigpo.similarity import similarity_keys
 from gigpo.sql_macro import advantages_macro
 
@@ -30,7 +30,7 @@ _SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}
 # cache. Fastest of 2^14, 2^15, ... 2^20 at 655,360 steps: 0.31 s of a core; 0.34 at 2^16, 0.45 at
 # 2^18.
 _PART_STEPS: Final = 2**17
-_RESULTS: Final = {
+_RESULTS: Final[dict[str, type[np.generic]]] = {
     "step_return": np.float64,
     "episode_advantage": np.float64,
     "step_advantage": np.float64,
@@ -51,7 +51,8 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null.
       Some settings read more columns: version_min int (anchor_versions 'window'), weight float from
       1e-100 to 1e100 ('weighted'), won bool ('graphgpo' and 'g2po'; one row that says so is
-      enough), admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null
+      enough), value float ('turn_ppo': the critic's, of the state that the step was taken in),
+      admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null
       (anchor 'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
       'graphgpo' also reads what identifies the observation after the last action, in the row of the
       last step: final_state_hash or null, and by the anchor final_admissible_actions,
@@ -62,6 +63,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       For filtered_groups: float64 episode_return (of the trajectory, undiscounted, no penalty);
       bool episodes_differ (returns of its group, beyond rounding), steps_differ (returns of its
       anchor group, no penalty), has_penalties (a row of its group).
+      With 'turn_ppo' also float64 value_target (the lambda-return, which the critic learns).
 
     Raises ValueError, with the name, for a column that is missing or has another type. Raises it,
     with the uid, for a trajectory whose step_index is not 0..T-1, or whose rewards are not finite
@@ -76,7 +78,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
     table = _with_similarity_keys(table_of(steps), settings)
     narrow = columns_of(table, _columns(settings))
     results: dict[str, np.ndarray] = {
-        name: np.empty(len(table), dtype) for name, dtype in _RESULTS.items()
+        name: np.empty(len(table), dtype) for name, dtype in _results(settings).items()
     }
     # The SQL refuses a table in which no step has a key, so it has to see all steps.
     for rows, part in _parts(narrow, whole=_has_no_key(narrow) or settings.estimator in WHITENED):
@@ -153,6 +155,7 @@ def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
         "final_state_hash": has_final_nodes and not compares_keys,
         "final_anchor_key": has_final_nodes and compares_keys,
         "final_admissible_actions": has_final_nodes and compares_actions,
+        "value": settings.estimator in WITH_CRITIC,
     }
     return (*_ALWAYS, *(name for name, is_needed in needed.items() if is_needed))
 
@@ -169,6 +172,13 @@ def _codes_of_keys(part: pa.Table) -> dict[str, pa.Array]:
             codes[final] = _codes(column)[len(part) :]
         codes[name] = _codes(column)[: len(part)]
     return codes
+
+
+def _results(settings: AdvantageSettings) -> dict[str, type[np.generic]]:
+    """Return the columns of the result, with their types."""
+    if settings.estimator in WITH_CRITIC:
+        return _RESULTS | {"value_target": np.float64}
+    return _RESULTS
 
 
 def _codes(column: pa.ChunkedArray) -> pa.Array:
@@ -271,7 +281,7 @@ class _Prepared:
         self.connection = duckdb.connect(config={"threads": 1})
         self.connection.register("steps", self.source)
         self.connection.execute(advantages_macro(settings))
-        columns = ", ".join(("traj_uid", "step_index", *_RESULTS))
+        columns = ", ".join(("traj_uid", "step_index", *_results(settings)))
         self.connection.execute(f"PREPARE computed AS SELECT {columns} FROM advantages()")
 
     def run(self, steps: pa.Table) -> pa.Table:

@@ -30,6 +30,7 @@ TYPES: Final = MappingProxyType(
         "version_min": pa.int64(),
         "weight": pa.float64(),
         "won": pa.bool_(),
+        "value": pa.float64(),
         "admissible_actions": pa.list_(pa.string()),
         "anchor_text": pa.string(),
         "final_admissible_actions": pa.list_(pa.string()),

@@ -204,7 +204,8 @@ def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) ->
     # DeepSpeed allocates its default of 5e8 elements at once, 2 GB in float32. A model needs no
     # more elements than it has.
     n_elements = sum(parameter.numel() for parameter in module.parameters())
-    bucket_elements = min(BUCKET_ELEMENTS, n_elements)
+    # ZeRO 1 and 2 refuse an odd number.
+    bucket_elements = min(BUCKET_ELEMENTS, n_elements + n_elements % 2)
     zero: dict[str, Any] = {
         "stage": learner.zero_stage,
         "reduce_bucket_size": bucket_elements,

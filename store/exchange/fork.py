@@ -41,6 +41,7 @@ CUT = """
 INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
     SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut;
 DELETE FROM trajectory WHERE lsn > :cut;
+DELETE FROM critic_value WHERE lsn > :cut;
 DELETE FROM batch_group WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut);
 DELETE FROM batch WHERE claimed_lsn > :cut;
 UPDATE batch_group SET live = 0, outcome = 'claimed'

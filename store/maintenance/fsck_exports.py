@@ -41,6 +41,7 @@ NO_HISTORY = frozenset({"component"})  # heartbeats, of the last second
 BORROWED = {"lineage": ("task_id", "staleness", "source"), "unfinished": ("split", "task_id")}
 # Columns that name a row for people, of tables whose key is the whole row.
 NAMES = {
+    "critic": ("batch_id", "traj_uid"),
     "versions": ("version",),
     "checkpoints": ("learner_step",),
     "ledger": ("group_uid",),

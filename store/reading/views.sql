@@ -84,6 +84,23 @@ FROM (
 LEFT JOIN versions AS o ON o.version = l.version_min AND l.source IS NULL
 LEFT JOIN versions AS n ON n.version = l.version_max AND l.source IS NULL;
 
+-- The critic's value of the state of each step, as the learner step computed it before its updates.
+-- A group that was trained on several times has values of each time.
+CREATE OR REPLACE VIEW critic_values AS
+SELECT b.learner_step, v.batch_id, v.traj_uid::UUID AS traj_uid,
+       generate_subscripts(v.listed, 1) - 1 AS step_index, unnest(v.listed) AS value
+FROM (SELECT *, TRY_CAST(state_values AS DOUBLE[]) AS listed FROM exported.critic) AS v
+JOIN (SELECT DISTINCT batch_id, learner_step FROM lineage WHERE batch_state = 'trained') AS b
+    ON v.batch_id = b.batch_id;
+
+-- The steps that have a value, with the newest one, for the advantages of a run with a critic.
+CREATE OR REPLACE VIEW valued_steps AS
+SELECT s.*, v.value
+FROM steps AS s JOIN (
+    SELECT traj_uid, step_index, max_by(value, batch_id) AS value
+    FROM critic_values GROUP BY ALL) AS v
+    ON s.traj_uid = v.traj_uid AND s.step_index = v.step_index;
+
 -- The groups whose wins a learner step trained on again, and how many versions old they were. Use 1
 -- is the learner step that trained on the whole group: it is in `lineage`.
 CREATE OR REPLACE VIEW replays AS

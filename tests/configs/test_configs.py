@@ -436,7 +436,8 @@ def some_steps() -> pa.Table:
                 "final_state_hash": generator.randrange(3) if i == n_steps - 1 else None,
             }
             rows.append(row | {"version_min": generator.randrange(3)})
-    return pa.Table.from_pylist(rows)
+    values = pa.array([float(number % 7) for number in range(len(rows))])
+    return pa.Table.from_pylist(rows).append_column("value", values)
 
 
 OTHER = {

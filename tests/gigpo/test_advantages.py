@@ -40,6 +40,7 @@ CASE_10 = CASE_10.append_column("won", pa.array([True] * 6 + [False] * 3))
 CASE_10 = CASE_10.append_column(
     "final_state_hash", pa.array([None] * 8 + [CASE_10["state_hash"][0].as_py()], pa.binary(16))
 )
+CASE_10 = CASE_10.append_column("value", pa.array([0.5 * number for number in range(9)]))
 
 
 @pytest.mark.parametrize(

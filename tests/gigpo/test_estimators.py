@@ -16,6 +16,7 @@ from configs.check import WITHOUT_STEP_TERM
 from gigpo import (
     ESTIMATORS,
     PUBLISHED_SETTINGS,
+    WITH_CRITIC,
     advantages_macro,
     anchor_size_histogram,
     compute_advantages,
@@ -304,6 +305,46 @@ def test_gagpo_is_generalised_advantage_estimation_over_mean_returns():
     assert set(column(EXAMPLE_10, "episode_advantage", estimator="gagpo")) == {0.0}
 
 
+def test_turn_ppo_is_generalised_advantage_estimation_over_a_critics_values():
+    """With gamma 0.5 and lambda 0.5 a later difference counts a quarter."""
+    steps = table({"A": [("s", 0, True), ("t", 1, False), ("u", 10, True)], "B": [("s", 2, True)]})
+    steps = steps.append_column("value", pa.array([4.0, 2.0, 6.0, 1.0]))
+    # A: 10 + 0 - 6 = 4;  1 + 6 / 2 - 2 = 2, and 2 + 4 / 4 = 3;  0 + 2 / 2 - 4 = -3, and
+    # -3 + 3 / 4 = -2.25. B: 2 + 0 - 1 = 1.
+    estimates = [-2.25, 3.0, 4.0, 1.0]
+    got = compute_advantages(steps, settings(estimator="turn_ppo", gamma=0.5, gae_lambda=0.5))
+    assert got["value_target"].to_pylist() == pytest.approx([4 - 2.25, 2 + 3, 6 + 4, 1 + 1])
+    estimates[1] -= 0.1  # the action was invalid
+    mean = sum(estimates) / 4
+    deviation = (sum((x - mean) ** 2 for x in estimates) / 3 + 1e-8) ** 0.5
+    whitened = [(x - mean) / deviation for x in estimates]
+    assert got["advantage"].to_pylist() == pytest.approx(whitened, abs=1e-12)
+    assert set(got["episode_advantage"].to_pylist()) == {0.0}
+
+
+def test_a_critic_that_knows_every_return_leaves_no_advantage():
+    """And of one that knows nothing, with lambda 1, the targets are the returns."""
+    steps = table({"A": episode("s t u", end=10), "B": episode("s v", end=0)})
+    exact = steps.append_column("value", pa.array([2.5, 5.0, 10.0, 0.0, 0.0]))
+    assert column(exact, "advantage", estimator="turn_ppo", gamma=0.5) == [0.0] * 5
+    nothing = steps.append_column("value", pa.array([0.0] * 5))
+    targets = column(nothing, "value_target", estimator="turn_ppo", gamma=0.5, gae_lambda=1.0)
+    assert targets == column(steps, "step_return", gamma=0.5) == [2.5, 5.0, 10.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_turn_ppo_without_a_value_refuses(value):
+    steps = table({"A": episode("s t", end=10)})
+    with pytest.raises(ValueError, match=r"lacks the columns \['value'\]"):
+        compute_advantages(steps, settings(estimator="turn_ppo"))
+    with pytest.raises(ValueError, match="trajectory .* step 1 has .*; give `steps` a column"):
+        column(
+            steps.append_column("value", pa.array([1.0, value], pa.float64())),
+            "advantage",
+            estimator="turn_ppo",
+        )
+
+
 def test_values_of_nodes_have_no_weights():
     for estimator in ("g2po", "gagpo"):
         with pytest.raises(ValueError, match="anchor_versions='mixed' or 'window'"):
@@ -334,7 +375,7 @@ def test_table_diagnostics():
     got = compute_advantages(steps, settings())
     assert anchor_size_histogram(got) == {1: 4, 3: 3}
     assert singleton_fraction(got) == pytest.approx(4 / 7)
-    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) == {
+    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) - set(WITH_CRITIC) == {
         "gigpo",
         "hgpo",
         "graphgpo",
@@ -365,6 +406,7 @@ def operators(plan: dict) -> Iterator[dict]:
         ("estimator := 'graphgpo'", {"WINDOW", "RECURSIVE_CTE distances"}),
         ("estimator := 'g2po'", {"WINDOW"}),
         ("estimator := 'gagpo'", {"WINDOW", "RECURSIVE_CTE backwards"}),
+        ("estimator := 'turn_ppo'", {"CROSS_PRODUCT", "RECURSIVE_CTE backwards"}),
         ("anchor_versions := 'window'", {"WINDOW"}),
         ("anchor := 'suffix'", {"WINDOW", "INOUT_FUNCTION"}),
     ],
@@ -374,7 +416,8 @@ def test_a_call_computes_nothing_that_it_does_not_use(call, costly):
     all.
     """
     connection = duckdb.connect()
-    connection.register("steps", EXAMPLE_10.append_column("version_min", pa.array([1] * 9)))
+    steps = EXAMPLE_10.append_column("version_min", pa.array([1] * 9))
+    connection.register("steps", steps.append_column("value", pa.array([1.0] * 9)))
     connection.execute(advantages_macro(PUBLISHED_SETTINGS))
     text = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) FROM advantages({call})").fetchall()[
         0

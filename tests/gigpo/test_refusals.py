@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, LossConfig
+from configs import AlgorithmConfig, Config, CriticConfig, LossConfig
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -70,6 +70,16 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: objective_of(LossConfig(numbers={"m2po": {"limit": 0.1}})),
     ],
     "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
+    "a setting of `critic` with another estimator than `turn_ppo`": [
+        lambda: configs.check(Config(critic=CriticConfig(clip=1.0))),
+        lambda: configs.check(
+            Config(
+                algorithm=AlgorithmConfig(estimator="turn_ppo"),
+                loss=LossConfig(policy="behaviour_cloning"),
+                source=["runs/a"],
+            )
+        ),
+    ],
     "a setting of `algorithm` that is not the default": [
         lambda: configs.check(Config(algorithm=AlgorithmConfig(estimator="rloo", omega=0.5))),
         lambda: configs.check(Config(algorithm=AlgorithmConfig(version_window=0))),

@@ -46,6 +46,8 @@ VIEWS = [
     "tasks",
     "anchor_groups",
     "lineage",
+    "critic_values",
+    "valued_steps",
     "replays",
     "versions",
     "metrics",

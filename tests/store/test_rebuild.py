@@ -59,6 +59,7 @@ VIEWS = (
     "groups",
     "anchor_groups",
     "lineage",
+    "critic_values",
     "versions",
     "checkpoints",
     "metrics",

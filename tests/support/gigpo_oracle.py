@@ -39,6 +39,7 @@ class Row:
     final_state: int | None = None
     final_actions: tuple[str, ...] | None = None
     final_key: str | None = None
+    value: float = 0.0
 
 
 def to_table(rows: Sequence[Row]) -> pa.Table:
@@ -63,6 +64,7 @@ def to_table(rows: Sequence[Row]) -> pa.Table:
                 [r.final_actions for r in rows], pa.list_(pa.string())
             ),
             "final_anchor_key": pa.array([r.final_key for r in rows], pa.string()),
+            "value": pa.array([r.value for r in rows], pa.float64()),
         }
     )
 
@@ -102,6 +104,8 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
         episode = whitened(episode, trajectories, s)
     if s.estimator == "hgpo":
         step = hierarchical(trajectories, returns, s, rows)
+    elif s.estimator == "turn_ppo":
+        step = turn_ppo_terms(rows, trajectories, s)
     elif s.estimator in ("gigpo", "graphgpo", "g2po", "gagpo"):
         keyed = [(r, anchor(r, trajectories[r.trajectory], groups[r.group], s)) for r in rows]
         if s.estimator == "g2po":
@@ -165,7 +169,7 @@ def episode_term(
     row: Row, members: list[Row], score: dict, trajectories: dict, s: AdvantageSettings
 ) -> Value:
     """Eq. 3 and its relatives, over the rows of one group."""
-    if s.estimator in ("hgpo", "gagpo"):
+    if s.estimator in ("hgpo", "gagpo", "turn_ppo"):
         return None
     x = score[place(row)]
     if s.estimator == "reinforce_pp":
@@ -404,8 +408,19 @@ def gagpo_terms(
 ) -> dict:
     """Sums of all later temporal differences, each decayed by gamma lambda a step."""
     value = node_values(keyed, returns)
+    estimate = estimates([row for row, _ in keyed], trajectories, value, s)
+    return step_terms([(row, row.group) for row, _ in keyed], estimate, s)
+
+
+def estimates(
+    rows: Sequence[Row],
+    trajectories: dict[int, list[Row]],
+    value: dict[tuple[int, int], float],
+    s: AdvantageSettings,
+) -> dict[tuple[int, int], float]:
+    """Generalised advantage estimation: for each row a sum over its later ones, less its penalty."""
     estimate = {}
-    for row, _ in keyed:
+    for row in rows:
         steps = trajectories[row.trajectory]
         terms = []
         for later in steps[row.step :]:
@@ -414,4 +429,35 @@ def gagpo_terms(
             error = later.reward + s.gamma * after - value[place(later)]
             terms.append((s.gamma * s.gae_lambda) ** (later.step - row.step) * error)
         estimate[place(row)] = math.fsum(terms) - (0.0 if row.valid else s.invalid_penalty)
-    return step_terms([(row, row.group) for row, _ in keyed], estimate, s)
+    return estimate
+
+
+def turn_ppo_terms(
+    rows: Sequence[Row], trajectories: dict[int, list[Row]], s: AdvantageSettings
+) -> dict:
+    """Estimates over the critic's values, whitened over the rows."""
+    estimate = estimates(rows, trajectories, {place(row): row.value for row in rows}, s)
+    if len(estimate) == 1 or max(estimate.values()) == min(estimate.values()):
+        return dict.fromkeys(estimate)
+    mean = math.fsum(estimate.values()) / len(estimate)
+    variance = math.fsum((v - mean) ** 2 for v in estimate.values()) / (len(estimate) - 1)
+    return {p: (v - mean) / math.sqrt(variance + 1e-8) for p, v in estimate.items()}
+
+
+def value_targets(rows: Sequence[Row], s: AdvantageSettings) -> list[float]:
+    """What a critic learns, by its definition: the mean of all n-step returns, each decayed by
+    lambda.
+    """
+    trajectories, _ = by_trajectory_and_group(rows)
+    targets = []
+    for row in rows:
+        steps = trajectories[row.trajectory][row.step :]
+        n_step = []
+        for n in range(1, len(steps) + 1):
+            rewards = [s.gamma**k * steps[k].reward for k in range(n)]
+            bootstrap = s.gamma**n * steps[n].value if n < len(steps) else 0.0
+            n_step.append(math.fsum([*rewards, bootstrap]))
+        weights = [(1 - s.gae_lambda) * s.gae_lambda**k for k in range(len(steps) - 1)]
+        weights.append(s.gae_lambda ** (len(steps) - 1))
+        targets.append(math.fsum(w * g for w, g in zip(weights, n_step, strict=True)))
+    return targets
