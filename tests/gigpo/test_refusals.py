@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, CriticConfig, LossConfig
+from configs import AlgorithmConfig, Config, CriticConfig, LossConfig, ReplayConfig
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -84,6 +84,11 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
                 algorithm=AlgorithmConfig(estimator="turn_ppo"),
                 loss=LossConfig(policy="behaviour_cloning"),
                 source=["runs/a"],
+            )
+        ),
+        lambda: configs.check(
+            Config(
+                algorithm=AlgorithmConfig(estimator="turn_ppo"), replay=ReplayConfig(share=0.25)
             )
         ),
     ],
