@@ -87,9 +87,7 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
             )
         ),
         lambda: configs.check(
-            Config(
-                algorithm=AlgorithmConfig(estimator="turn_ppo"), replay=ReplayConfig(share=0.25)
-            )
+            Config(algorithm=AlgorithmConfig(estimator="turn_ppo"), replay=ReplayConfig(share=0.25))
         ),
     ],
     "a setting of `algorithm` that is not the default": [
