@@ -371,9 +371,10 @@ def test_the_macro_says_what_python_says(shell, estimator, normalise, weighting)
     assert list(differ) == expected["steps_differ"]
 
 
-def test_every_call_in_the_docs_runs(shell):
+def test_every_call_of_the_macro_in_the_docs_runs(shell):
     text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
-    calls = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    queries = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    calls = [query for query in queries if "advantages(" in query]
     assert {
         estimator for call in calls for estimator in re.findall(r"estimator := '(\w+)'", call)
     } == set(ESTIMATORS)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, CriticConfig, LossConfig
+from configs import AlgorithmConfig, Config, CriticConfig, LossConfig, ReplayConfig
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -78,6 +78,9 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
                 loss=LossConfig(policy="behaviour_cloning"),
                 source=["runs/a"],
             )
+        ),
+        lambda: configs.check(
+            Config(algorithm=AlgorithmConfig(estimator="turn_ppo"), replay=ReplayConfig(share=0.25))
         ),
     ],
     "a setting of `algorithm` that is not the default": [
