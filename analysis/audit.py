@@ -152,9 +152,8 @@ def audit_rows(reader: store.Reader, named: dict[str, Setting], *, where: str) -
     """
     whitens = any(setting.advantages.estimator in WHITENED for setting in named.values())
     unit = "batch" if whitens else "group_uid"
-    anchors = {setting.advantages.anchor for setting in named.values()}
-    more = "".join(f", {column}" for anchor, column in ANCHOR_COLUMNS.items() if anchor in anchors)
-    read = READ.format(columns=COLUMNS + more, where=where, uses="" if whitens else LAST_USE)
+    columns = ", ".join([COLUMNS, *sorted(_more_columns(named.values()))])
+    read = READ.format(columns=columns, where=where, uses="" if whitens else LAST_USE)
     whole = WHOLE.format(rows=read, unit=unit)
     n_steps = reader.sql(f"SELECT count(*) AS n {whole}", timeout_s=QUERY_TIMEOUT_S)["n"][0].as_py()
     if not n_steps:
@@ -172,6 +171,18 @@ def audit_rows(reader: store.Reader, named: dict[str, Setting], *, where: str) -
                 table = table.append_column(f"{name}_{suffix}", computed[name])
         tables.append(table.filter(steps["is_selected"]))
     return pa.concat_tables(tables)
+
+
+def _more_columns(settings: Iterable[Setting]) -> set[str]:
+    """Return the columns besides COLUMNS that one of the settings reads."""
+    columns = set()
+    for setting in settings:
+        column = ANCHOR_COLUMNS.get(setting.advantages.anchor)
+        if column is not None:
+            columns.add(column)
+        if setting.advantages.estimator == "graphgpo":
+            columns |= {"final_state_hash", *([f"final_{column}"] if column else [])}
+    return columns
 
 
 def is_one_of(column: pa.ChunkedArray, values: Iterable[object]) -> pa.ChunkedArray:

@@ -14,6 +14,7 @@ model_directory.py  the directory of the model that a run starts from
 from configs.check import (
     HEAD_SIZE,
     WITH_STEP_TERM,
+    WITHOUT_ADVANTAGES,
     ConfigError,
     check,
     check_is_list,
@@ -84,6 +85,7 @@ __all__ = [
     "KEPT_CHECKPOINTS",
     "SAFE_LOADING",
     "VISION_MODEL_TYPES",
+    "WITHOUT_ADVANTAGES",
     "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",

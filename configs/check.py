@@ -44,6 +44,7 @@ MAY_BE_ZERO = {
     "actors.extra_members": "; use 0 for none",
     "algorithm.gamma": "; the paper uses 0.95",
     "algorithm.gae_lambda": "; use 0 to look one step ahead",
+    "algorithm.graph_gamma": "; GraphGPO's authors use 0.1 to 0.8",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.refill_groups": "; use 0 to train on smaller batches",
@@ -75,6 +76,7 @@ ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM)
 READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
     "gae_lambda": {"estimator": ("gagpo",)},
+    "graph_gamma": {"estimator": ("graphgpo",)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
     "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
     "weighting": {"estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo"))},
@@ -95,6 +97,7 @@ TEMPLATES = (  # the files in actors/templates
     "think",
     "webshop",
 )
+WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 DR_GRPO = "sequence_mean_token_sum_norm"  # its aggregation
 HEAD_SIZE = 32  # of the tiny model; the smallest that vLLM has kernels for
 
@@ -119,6 +122,7 @@ def check(config: Config) -> None:
     _check_precision(config)
     _check_tiny_model(config)
     _check_norm(config)
+    _check_teacher(config)
     _check_placement(config)
     _check_endpoint(config)
     _check_offline(config)
@@ -330,6 +334,11 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
     if a.gae_lambda > 1.0:
         raise ConfigError(f"algorithm.gae_lambda={a.gae_lambda} is outside [0, 1]; PPO uses 0.95")
+    if a.graph_gamma > 1.0:
+        raise ConfigError(
+            f"algorithm.graph_gamma={a.graph_gamma} is outside [0, 1]; GraphGPO's authors use 0.1 "
+            "to 0.8"
+        )
     if a.similarity >= 1.0:
         raise ConfigError(
             f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use "
@@ -346,16 +355,17 @@ def _check_algorithm(config: Config) -> None:
             "pass that comes after the advantages; use 'window', or weigh offline"
         )
     clones = config.loss.policy == "behaviour_cloning"
-    if a.group_size == 1 and not clones:
+    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
+    if a.group_size == 1 and reads_advantages:
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
         )
-    if a.refill_groups and (clones or is_offline(config)):
-        why = "loss.policy=behaviour_cloning" if clones else "offline.share=1"
+    if a.refill_groups and (not reads_advantages or is_offline(config)):
+        why = "offline.share=1" if reads_advantages else f"loss.policy={config.loss.policy}"
         raise ConfigError(
             f"algorithm.refill_groups={a.refill_groups} does nothing with {why}: "
-            f"{'no group is left out' if clones else 'no group is played'}; leave it out"
+            f"{'no group is played' if reads_advantages else 'no group is left out'}; leave it out"
         )
     if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(
@@ -439,6 +449,27 @@ def _check_norm(config: Config) -> None:
             f"loss.aggregation='{DR_GRPO}' divides by the longest response, as Dr.GRPO does; set "
             f"loss.numbers.{DR_GRPO}.norm_tokens={response}, which is actors.max_response_tokens"
             + ("" if norm is None else f", not {norm:g}")
+        )
+
+
+def _check_teacher(config: Config) -> None:
+    teacher, distils = config.loss.teacher, config.loss.policy == "distillation"
+    if distils and not teacher:
+        raise ConfigError(
+            "loss.policy='distillation' has no teacher; give the directory of one: loss.teacher=DIR"
+        )
+    if teacher and not (Path(teacher) / "config.json").is_file():
+        raise ConfigError(
+            f"loss.teacher={teacher!r} is not a Hugging Face model directory (no config.json in it)"
+        )
+    if teacher and not config.model.path:
+        raise ConfigError(
+            f"loss.teacher={teacher!r} needs a model with the same tokenizer; give model.path=DIR"
+        )
+    if teacher and not distils:
+        raise ConfigError(
+            f"loss.teacher={teacher!r} does nothing with loss.policy={config.loss.policy!r}; add "
+            "loss.policy=distillation"
         )
 
 
@@ -556,10 +587,10 @@ def _check_replay(config: Config) -> None:
                     f"replay.{key}={value} does nothing with {share}; raise the share"
                 )
         return
-    if config.loss.policy == "behaviour_cloning" or is_offline(config):
+    if config.loss.policy in WITHOUT_ADVANTAGES or is_offline(config):
         raise ConfigError(
-            f"{share} has nothing to compare a win with: behaviour cloning has no advantages, and "
-            "offline.share=1 plays nothing; leave it out"
+            f"{share} has nothing to compare a win with: loss.policy={config.loss.policy} reads no "
+            "advantages, or offline.share=1 plays nothing; leave it out"
         )
     if replay.share > 1.0:
         raise ConfigError(f"{share} would replay more than is played; use at most 1, e.g. 0.25")

@@ -36,8 +36,9 @@ def describe_plan(config: Config) -> str:
     learner = config.learner
     billions = model_billions(config)
     gpus = gpus_needed(config, learns=True)
-    rank_gib = rank_bytes(config, parameters=billions * 1e9) / GIB
-    gradients = "weights, gradients, optimizer" + " and reference" * keeps_reference(config)
+    rank_gib = (rank_bytes(config, parameters=billions * 1e9) + _teacher_bytes(config)) / GIB
+    others = ["reference"] * keeps_reference(config) + ["teacher"] * bool(config.loss.teacher)
+    gradients = " and ".join(["weights, gradients, optimizer", *others])
     lines = [
         "",
         f"placement ({counted(gpus, 'GPU')} in all)",
@@ -66,7 +67,7 @@ def describe_plan(config: Config) -> str:
     if n_extra := config.algorithm.refill_groups:
         lines.append(
             f"  at most {n_extra} more groups in place of those that teach nothing "
-            f"(algorithm.refill_groups), so that {n_live} that are played here are trained on"
+            f"(algorithm.refill_groups), so that {n_live} are trained on"
         )
     if n_replayed := replayed_groups(config):
         lines.append(
@@ -187,9 +188,7 @@ def model_billions(config: Config) -> float:
         return (tiny.vocabulary_size * tiny.hidden_size + tiny.layers * layer_parameters) / 1e9
     directory = Path(config.model.path)
     if directory.is_dir():
-        dtype = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
-        size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-        return size / BYTES.get(dtype, 2) / 1e9
+        return _billions_in(directory)
     named = re.search(r"(\d+(?:\.\d+)?)([bm])\b", config.model.path, re.IGNORECASE)
     if not named:
         raise ConfigError(
@@ -197,3 +196,16 @@ def model_billions(config: Config) -> float:
             "size (like '1.5B')"
         )
     return float(named.group(1)) * (1.0 if named.group(2).lower() == "b" else 1e-3)
+
+
+def _billions_in(directory: Path) -> float:
+    dtype = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return size / BYTES.get(dtype, 2) / 1e9
+
+
+def _teacher_bytes(config: Config) -> float:
+    """Return the bytes of the teacher's weights, which each rank holds whole."""
+    if not config.loss.teacher:
+        return 0.0
+    return _billions_in(Path(config.loss.teacher)) * 1e9 * BYTES[config.model.dtype]

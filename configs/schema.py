@@ -60,6 +60,9 @@ class PromptConfig:
     invalid: str = "environment"
 
     # Rarely changed.
+    # how tool calls of agent programs are read: vLLM's name of the model family's parser, such as
+    # "hermes" or "llama3_json"; "auto" takes one that reads what the chat template writes
+    tool_parser: str = "auto"
     # passed to the chat template as `enable_thinking`; null leaves the template's own choice
     thinking: bool | None = None
     stop: list[str] = field(default_factory=list)  # texts that end a response and stay in it
@@ -139,6 +142,9 @@ class AlgorithmConfig:
     group_size: int = 8  # episodes per task, G
     gamma: float = 0.95  # discount per step in step returns; read by gigpo, hgpo, g2po and gagpo
     gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo
+    # discount per step to success, read by graphgpo; its authors: ALFWorld 0.1, WebShop 0.2,
+    # Sokoban 0.8
+    graph_gamma: float = 0.1
     omega: float = 1.0  # weight of the step advantage; read by gigpo, graphgpo and g2po
     # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo, graphgpo, g2po and gagpo
     normalise: str = "mean_std"
@@ -175,15 +181,18 @@ class LossConfig:
     refused.
     """
 
-    # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning"
+    # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning",
+    # "distillation"
     policy: str = "ppo_clip"
     # any of token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm,
-    # m2po; [] for none. [auto]: [token_tis] with ppo_clip and reinforce, [] with the others
+    # m2po; [] for none. [auto]: [token_tis] with ppo_clip, reinforce and distillation, else []
     corrections: list[str] = field(default_factory=lambda: ["auto"])
     kl_coef: float = 0.0  # weight of the KL to the base model; 0 keeps no reference model
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     # Rarely changed.
+    # directory of the model that "distillation" learns from; it has the policy's vocabulary
+    teacher: str = ""
     kl: str = "k3"  # estimator of that KL: "k2" or "k3"
     # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)
     proximal: str = "none"
@@ -347,7 +356,8 @@ class Config:
     # "wait" makes the learner wait for them
     stragglers: str = "drop"
     # runs, or directories written by `gigpo export`, whose groups are trained on: "RUN" or
-    # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group
+    # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group.
+    # Or files of chats to clone, .jsonl or .parquet
     source: list[str] = field(default_factory=list)
     # who shows the metrics: any of "tensorboard", "wandb", "trackio", "mlflow"
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])

@@ -211,7 +211,7 @@ class Coordinator:
         self._heartbeats.touch(segment.worker)
         result = self.catalog.commit(segment, epoch=epoch)
         self._leases.committed(segment)
-        for group_uid in result.whole:
+        for group_uid in result.full:
             self._n_abandoned = 0
             if (task_id := self._leases.task_id(group_uid)) is not None:
                 self._suspects.clear(task_id)

@@ -23,6 +23,7 @@ from .losses import KL_PENALTIES as KL_PENALTIES
 from .losses import POLICY_LOSSES as POLICY_LOSSES
 from .losses import BehaviourCloning as BehaviourCloning
 from .losses import Cispo as Cispo
+from .losses import Distillation as Distillation
 from .losses import DppoTv as DppoTv
 from .losses import Gspo as Gspo
 from .losses import Loss as Loss

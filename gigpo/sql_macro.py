@@ -18,10 +18,10 @@ _QUERIES: Final = (
     "episode_groups",
     "episode_advantage",
     "whitening",
-    "graph_returns",
     "scores",
     "suffixes",
     "anchor_keys",
+    "graph_returns",
     "node_values",
     "gae",
     "comparisons",
@@ -40,6 +40,7 @@ _MATERIALISED: Final = (
     "episodes",
     "episode_advantage",
     "suffixes",
+    "graph_returns",
     "node_values",
 )
 _SOURCE: Final = "    FROM checked\n"  # in base.sql

@@ -52,7 +52,7 @@ from learner.files.atomic_directory import (
 from learner.publishing.publish import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
 from printable import UserError
-from store import files_digest, parse_object, whole
+from store import files_digest, integer, parse_object
 
 POINT_FILE = "checkpoint.json"
 FORMAT_VERSION = 2  # 1 was DeepSpeed's own files
@@ -163,7 +163,7 @@ def read_content(source: Path) -> Content:
     path = source / POINT_FILE
     try:
         record: dict[str, Any] = parse_object(path.read_bytes())
-        found = whole(record, "format_version")
+        found = integer(record, "format_version")
         content = _parse_content(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(

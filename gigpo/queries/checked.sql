@@ -17,6 +17,9 @@ WHERE CASE
     WHEN (TRY_CAST(gae_lambda AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
         THEN error(format('gae_lambda must be in [0, 1], not {}',
             COALESCE(gae_lambda::VARCHAR, 'NULL')))
+    WHEN (TRY_CAST(graph_gamma AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
+        THEN error(format('graph_gamma must be in [0, 1], not {}',
+            COALESCE(graph_gamma::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(omega AS DOUBLE) >= 0 AND isfinite(TRY_CAST(omega AS DOUBLE))) IS NOT TRUE
         THEN error(format('omega must be finite and at least 0, not {}',
             COALESCE(omega::VARCHAR, 'NULL')))

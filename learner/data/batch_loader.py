@@ -20,7 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from configs import Config, ConfigError, LearnerConfig, ReplayConfig, groups_of_a_step
+from configs import (
+    WITHOUT_ADVANTAGES,
+    Config,
+    ConfigError,
+    LearnerConfig,
+    ReplayConfig,
+    groups_of_a_step,
+)
 from gigpo import (
     AdvantageSettings,
     compute_advantages,
@@ -121,7 +128,7 @@ def make_loader(
     config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None], refill: Refill
 ) -> BatchLoader:
     """Read the settings of a loader from a checked config."""
-    clones = config.loss.policy == "behaviour_cloning"
+    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
         refill=refill,
@@ -129,7 +136,7 @@ def make_loader(
         refill_groups=config.algorithm.refill_groups,
         layout=layout,
         advantages=AdvantageSettings.of(config.algorithm),
-        group_filter="none" if clones else config.algorithm.group_filter,
+        group_filter=config.algorithm.group_filter if reads_advantages else "none",
         train_on=config.offline.train_on,
         learner=config.learner,
         replay=config.replay,
@@ -307,7 +314,6 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
         batches = micro_batches(
             part,
             micro_batch_tokens=learner.micro_batch_tokens,
-            merge_steps=True,
             ranks=learner.ranks,
         )
         if batches:

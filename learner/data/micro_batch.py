@@ -1,7 +1,7 @@
 """From rows with advantages to tensors: the input of one forward pass of the learner.
 
     for part in split_updates(rows, updates=2, rows_per_update=0, seed=learner_step):
-        batches = micro_batches(part, micro_batch_tokens=16384, merge_steps=True, ranks=2)
+        batches = micro_batches(part, micro_batch_tokens=16384, ranks=2)
         # `part` is one optimizer update; rank r computes batches[r::2]
 
 Merge: a step whose prompt repeats all tokens before it continues their sequence. Two steps of a
@@ -125,24 +125,24 @@ def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
     return min(1.0, n_rows / rows_per_update) if rows_per_update else 1.0
 
 
-def micro_batches(
-    rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool, ranks: int
-) -> list[MicroBatch]:
+def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> list[MicroBatch]:
     """Pack the rows that have a response into micro-batches of at most `micro_batch_tokens` tokens.
 
     Their number is a multiple of `ranks`; it is 0 if no row has a response. A longer sequence gets
-    a micro-batch of its own. With `merge_steps` a step that repeats the tokens before it continues
-    their sequence, unless rows have images.
+    a micro-batch of its own. A step that repeats the tokens before it continues their sequence,
+    unless rows have images.
 
     Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images;
-    merging also reads traj_uid and step_index. Raises ValueError for an empty prompt, and for a
+    without images also traj_uid and step_index. Raises ValueError for an empty prompt, and for a
     response without one log-probability per token.
     """
     columns = _columns(rows)
-    # Equal image tokens do not mean equal images, so steps with images are not merged.
-    merge_steps = merge_steps and columns.images is None
     together = sequences(
-        rows, prompts=columns.prompts, responses=columns.responses, merge_steps=merge_steps
+        rows,
+        prompts=columns.prompts,
+        responses=columns.responses,
+        # equal image tokens do not mean equal images
+        merge_steps=columns.images is None,
     )
     last_S = together.last_row_S
     lengths_S = columns.prompts.lengths_R[last_S] + columns.responses.lengths_R[last_S] - 1

@@ -49,6 +49,8 @@ LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 class Engine:
     """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model on each rank.
 
+    With a teacher each rank has that too.
+
     With `model.lora_rank` only adapters are trained, and the base model is the policy without them:
     no copy. `address` is the rendezvous of several ranks (`deepspeed_setup.host_ranks`). Every rank
     reads the whole model into main memory once, also at ZeRO 3, where it then keeps its part.
@@ -90,6 +92,10 @@ class Engine:
         if self.objective.kl_coef > 0.0 and not self.has_adapters:
             self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
             self.reference.to(self.deepspeed.device)
+        self.teacher: PolicyModel | None = None
+        if loss.teacher:
+            self.teacher = _load(loss.teacher, model, temperature=temperature).requires_grad_(False)
+            self.teacher.to(self.deepspeed.device)
 
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """Apply one optimizer update per list of micro-batches: those of one learner step.
@@ -208,6 +214,10 @@ class Engine:
             reference_logprobs_N = self._reference_logprobs(batch)
         logprobs_N, entropy_N = policy(batch)
         tokens = self._tokens(batch, logprobs_N)
+        if self.teacher is not None:
+            with torch.no_grad():
+                teacher_N, _ = self.teacher(batch)
+            tokens = replace(tokens, teacher_logprobs_N=teacher_N)
         terms = self.objective(
             tokens,
             reference_logprobs_N=reference_logprobs_N,

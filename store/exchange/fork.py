@@ -86,7 +86,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     unfinished = root.with_name(root.name + UNFINISHED)
     if os.path.lexists(unfinished):
         forked_from = f"{source.info.run_id}@{learner_step}"
-        if _is_whole(unfinished, forked_from=forked_from, config_yaml=config_yaml):
+        if _is_complete(unfinished, forked_from=forked_from, config_yaml=config_yaml):
             _put_in_place(unfinished, root)
             return RunLayout.open(root)
         _remove_leftover(unfinished)
@@ -165,7 +165,7 @@ def _unreadable(source: RunLayout, error: sqlite3.Error) -> FormatError:
     )
 
 
-def _is_whole(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
+def _is_complete(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
     """Return whether a killed fork with the same arguments made all of this directory.
 
     It was killed after it removed the marker, and before it renamed the directory.

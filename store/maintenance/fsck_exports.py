@@ -99,7 +99,7 @@ def _has_begun(layout: RunLayout) -> bool:
 def _check_open_sql(layout: RunLayout) -> list[Finding]:
     if not _has_begun(layout):
         return []
-    if not open_sql.is_whole(layout):
+    if not open_sql.is_complete(layout):
         what, detail = "open_sql_missing", "it is not there, or not whole: there are no views"
     elif not open_sql.is_unchanged(layout):
         what, detail = "open_sql_changed", "older code wrote its views, or they were changed"

@@ -62,7 +62,8 @@ class MetricChanges:
 
     lsn: int  # of the catalog now
     rows: tuple[Metric, ...]  # the rows that count, by learner step
-    is_whole: bool  # all rows of the run: at lsn 0, or because some were rolled back or replaced
+    # at lsn 0, and where rows were rolled back or replaced: then `rows` are all that the run has
+    has_all_rows: bool
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
@@ -117,13 +118,13 @@ def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
     with _reading(layout) as tx:
         newest_lsn = tx.value("SELECT lsn FROM meta")
         changed = _changed_metrics(tx, lsn)
-        is_whole = not lsn or any(not row["live"] or row["replaces"] for row in changed)
-        if lsn and is_whole:
+        has_all_rows = not lsn or any(not row["live"] or row["replaces"] for row in changed)
+        if lsn and has_all_rows:
             changed = _changed_metrics(tx, 0)
     names = ("learner_step", "policy_version", "name", "value", "at_us")
     counting = [Metric(**pick(row, names)) for row in changed if row["live"]]
     newest = {(row.learner_step, row.policy_version, row.name): row for row in counting}
-    return MetricChanges(lsn=newest_lsn, rows=tuple(newest.values()), is_whole=is_whole)
+    return MetricChanges(lsn=newest_lsn, rows=tuple(newest.values()), has_all_rows=has_all_rows)
 
 
 def _changed_metrics(tx: Transaction, lsn: int) -> list[sqlite3.Row]:

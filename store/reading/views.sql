@@ -7,6 +7,7 @@ CREATE OR REPLACE VIEW stored_steps AS
 SELECT s.* EXCLUDE (filename)
        REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid,
                 s.state_hash::UUID AS state_hash,
+                s.final_state_hash::UUID AS final_state_hash,
                 -- UTC without a zone, as in the exported tables
                 make_timestamp(epoch_us(s.t_start)) AS t_start),
        replace(filename, getvariable('run') || '/', '') AS file
@@ -26,7 +27,8 @@ SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_n
        count(*) FILTER (NOT is_action_valid) AS invalid_steps, bool_or(truncated) AS truncated,
        min(version_min) AS version_min, max(version_max) AS version_max,
        min(t_start) AS started_at, sum(gen_us) AS gen_us, sum(env_us) AS env_us,
-       sum(len(response_ids)) AS n_response_tokens
+       sum(len(response_ids)) AS n_response_tokens,
+       any_value(final_observation) AS final_observation
 FROM steps GROUP BY traj_uid;
 
 CREATE OR REPLACE VIEW groups AS

@@ -19,7 +19,7 @@ def parse_object(data: bytes | str) -> dict[str, object]:
     return content
 
 
-def whole(content: Mapping[str, object], name: str) -> int:
+def integer(content: Mapping[str, object], name: str) -> int:
     """Return a whole number from 0 to INT64_MAX. Raises ValueError naming the field."""
     value = content.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= INT64_MAX:

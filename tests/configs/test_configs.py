@@ -433,6 +433,7 @@ def some_steps() -> pa.Table:
                 "is_action_valid": generator.random() < 0.7,
                 "state_hash": generator.randrange(3),
                 "won": won,
+                "final_state_hash": generator.randrange(3) if i == n_steps - 1 else None,
             }
             rows.append(row | {"version_min": generator.randrange(3)})
     return pa.Table.from_pylist(rows)
@@ -440,6 +441,7 @@ def some_steps() -> pa.Table:
 
 OTHER = {
     "gamma": 0.5,
+    "graph_gamma": 0.7,
     "omega": 0.3,
     "normalise": "mean",
     "weighting": "trajectories",

@@ -42,6 +42,7 @@ from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
 from store import Step, Trajectory, state_hash, to_table
+from tests.support.learner_samples import one_step_each
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0  # only for what hangs
@@ -327,7 +328,7 @@ def make_engine(
 
 
 def packed(rows: pa.Table, *, ranks: int) -> list[MicroBatch]:
-    return micro_batches(rows, micro_batch_tokens=4096, merge_steps=False, ranks=ranks)
+    return micro_batches(one_step_each(rows), micro_batch_tokens=4096, ranks=ranks)
 
 
 def as_rows(choices: Sequence[Choice]) -> pa.Table:

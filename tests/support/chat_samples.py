@@ -38,7 +38,32 @@ PLAIN = (
     "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% "
     "endif %}"
 )
-TEMPLATES = {"tiny": None, "chatml": CHATML, "thinking": THINKING, "plain": PLAIN}
+# Tools and their calls, in the form of Qwen2.5 and of Hermes.
+TOOLED = (
+    "{% if tools %}<user>tools: {% for t in tools %}{{ t.function.name }}{% endfor %}<eos>\n"
+    "{% endif %}"
+    "{% for m in messages %}<user>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<user>assistant\n{% endif %}"
+)
+UNREAD = TOOLED.replace("tool_call>", "unknown>")
+# The form of Qwen3-Coder.
+XML = TOOLED.replace(
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}',
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>",
+)
+TEMPLATES = {
+    "tiny": None,
+    "chatml": CHATML,
+    "thinking": THINKING,
+    "plain": PLAIN,
+    "tooled": TOOLED,
+    "unread": UNREAD,
+    "xml": XML,
+}
 
 
 @cache
