@@ -137,11 +137,15 @@ class AlgorithmConfig:
     """
 
     # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo",
-    # "graphgpo", "g2po" or "gagpo"
+    # "graphgpo", "g2po", "gagpo", or "turn_ppo", which trains a critic
     estimator: str = "gigpo"
     group_size: int = 8  # episodes per task, G
-    gamma: float = 0.95  # discount per step in step returns; read by gigpo, hgpo, g2po and gagpo
-    gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo
+    # discount per step in step returns; read by gigpo, hgpo, g2po, gagpo and turn_ppo
+    gamma: float = 0.95
+    gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo and turn_ppo
+    # discount per step to success, read by graphgpo; its authors: ALFWorld 0.1, WebShop 0.2,
+    # Sokoban 0.8
+    graph_gamma: float = 0.1
     omega: float = 1.0  # weight of the step advantage; read by gigpo, graphgpo and g2po
     # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo, graphgpo, g2po and gagpo
     normalise: str = "mean_std"
@@ -159,7 +163,7 @@ class AlgorithmConfig:
 
     # Rarely changed.
     # episode statistics over "steps" (authors' code) or "trajectories" (paper, eq. 3); not read by
-    # hgpo and gagpo
+    # hgpo, gagpo and turn_ppo
     weighting: str = "steps"
     anchor_history: int = 3  # states in the longest suffix, for anchor "suffix" and hgpo (K + 1)
     # for anchors "similar" and "similar_greedy": least fraction that two texts have in common
@@ -199,6 +203,22 @@ class LossConfig:
     # numbers that differ from the published ones, by the part they belong to, for example
     # {ppo_clip: {clip_high: 0.28}}. Dr.GRPO's aggregation needs its norm_tokens
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig:
+    """Set the network that values states, for the estimator turn_ppo.
+
+    Everything else is as in `learner`: its optimizer, its updates and their rows, its devices.
+    """
+
+    # a Hugging Face directory with the policy's tokenizer, such as a smaller model of its family;
+    # empty: a copy of the policy's base model
+    path: str = ""
+    learning_rate: float = 1e-5  # as in the paper's PPO baseline
+    warmup_steps: int = 0  # learner steps that train the critic only, before the policy's first
+    # a value that moved further than this in a learner step is not moved on; in units of returns
+    clip: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,6 +389,7 @@ class Config:
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -32,10 +32,10 @@ from store.exchange.datasets import (
     DATASET_JSON,
     SELECT_TIMEOUT_S,
     import_rows,
-    matching,
     part_tables,
     read_dataset,
     selected_rows,
+    trajectories_where,
 )
 from store.layout import RunLayout
 from store.maintenance import segment_rows
@@ -75,7 +75,7 @@ SELECTED = """SELECT unhex(replace(g.group_uid::VARCHAR, '-', '')) AS group_uid,
        g.version_max, g.opened_at, g.completed_at,
        list(unhex(replace(t.traj_uid::VARCHAR, '-', ''))) AS members
 FROM groups AS g JOIN trajectories AS t ON t.group_uid = g.group_uid
-WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM {matching})
+WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM {selection})
 GROUP BY ALL ORDER BY g.completed_at, g.ordinal"""
 
 
@@ -247,7 +247,7 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
     if reader.left_out:
         raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
     try:
-        query = SELECTED.format(matching=matching(source.where))
+        query = SELECTED.format(selection=trajectories_where(source.where))
         answer = reader.sql(query, timeout_s=SELECT_TIMEOUT_S, max_rows=MAX_GROUPS)
     except StoreError as error:
         raise StoreError(

@@ -79,7 +79,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
         superseded = json_values.objects(content, "superseded")
         return Manifest(
             run_id=json_values.text(content, "run_id"),
-            lsn=json_values.whole(content, "lsn"),
+            lsn=json_values.integer(content, "lsn"),
             format=FORMAT,
             segments=_segments(segments, name=name),
             tables={table: _parse_parts(tables, table, name=name) for table in tables},
@@ -111,9 +111,9 @@ def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[E
     return tuple(
         ExportedPart(
             path=checked_name(part.get("path"), EXPORT_PATH, where=name),
-            since=json_values.whole(part, "since"),
-            until=json_values.whole(part, "until"),
-            n_rows=json_values.whole(part, "n_rows"),
+            since=json_values.integer(part, "since"),
+            until=json_values.integer(part, "until"),
+            n_rows=json_values.integer(part, "n_rows"),
         )
         for part in parts
     )
@@ -121,7 +121,9 @@ def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[E
 
 def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:
     entry = json_values.objects(superseded, path)
-    return Superseded(lsn=json_values.whole(entry, "lsn"), at_us=json_values.whole(entry, "at_us"))
+    return Superseded(
+        lsn=json_values.integer(entry, "lsn"), at_us=json_values.integer(entry, "at_us")
+    )
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
@@ -130,7 +132,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     The cost is that of the changes since the last call. The owner calls it at most once a second.
     """
     previous = read_manifest(layout)
-    if previous is not None and not _is_whole(layout, previous):
+    if previous is not None and not _is_complete(layout, previous):
         previous = None
     known = previous.tables if previous is not None else {}
     snapshot = catalog.snapshot(known)
@@ -171,7 +173,7 @@ def export_nothing(layout: RunLayout) -> None:
     _write_manifest(layout, manifest)
 
 
-def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
+def _is_complete(layout: RunLayout, manifest: Manifest) -> bool:
     there = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
     paths = {part.path for parts in manifest.tables.values() for part in parts}
     has_all = {manifest.segments[0], *paths} <= there

@@ -29,6 +29,7 @@ FOLLOWED = {
     "environments.*.prompt.template": "reads the template",
     "model.path": "loads the model",
     "loss.teacher": "loads the teacher",
+    "critic.path": "loads the critic",
     "prompt.template": "reads the template",
     "store.uri": "reads and writes, with your credentials,",
     "endpoint.url": "sends texts to",

@@ -18,9 +18,9 @@ import pytest
 
 from store import RunLayout, VersionRecord
 from store.maintenance.fsck import CONTENTS, check
-from store.reading.query import connect
 from tests.support.engine_samples import make_base
 from tests.support.learner_loop import make_config, open_coordinator, play
+from tests.support.run_views import connect
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 

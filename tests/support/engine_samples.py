@@ -16,6 +16,7 @@ from learner.distributed.deepspeed_setup import ADAM_BETAS, ADAM_EPSILON
 from learner.distributed.optimizer_state import trainable
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
+from tests.support.learner_samples import one_step_each
 
 WHOLE, CUT = 100_000, 40  # micro-batch budgets: everything at once, two or three rows at a time
 LENGTHS = (3, 20)  # of random prompts
@@ -110,7 +111,8 @@ def _table(
 def cut(
     rows: pa.Table, tokens: int, *, ranks: int = 1, merge_steps: bool = False
 ) -> list[MicroBatch]:
-    return micro_batches(rows, micro_batch_tokens=tokens, merge_steps=merge_steps, ranks=ranks)
+    rows = rows if merge_steps else one_step_each(rows)
+    return micro_batches(rows, micro_batch_tokens=tokens, ranks=ranks)
 
 
 def copied(engine: Engine) -> dict[str, torch.Tensor]:
