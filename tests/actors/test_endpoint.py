@@ -218,6 +218,17 @@ def test_what_is_not_there_is_refused_by_name(
     assert says in answer["error"]["message"]
 
 
+def test_it_serves_on_the_event_loop_that_ray_takes_where_uvloop_is_installed() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def body(endpoint: Endpoint) -> tuple[int, Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            return await post(recording.client, ask())
+
+    status, _ = served(TextPolicy(["7"]), body, loop_factory=uvloop.new_event_loop)
+    assert status == 200
+
+
 def test_what_makes_no_difference_may_be_said() -> None:
     fields = {
         "temperature": 2,

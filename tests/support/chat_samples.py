@@ -150,8 +150,9 @@ def served(
     template: str = "tiny",
     max_response: int = 40,
     max_model: int = 400,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Any:
-    """Return the result of `body(endpoint)`."""
+    """Return the result of `body(endpoint)`, on a loop of `loop_factory` if it is given."""
 
     async def run() -> Any:
         config = endpoint_config("number-game", max_response=max_response, max_model=max_model)
@@ -162,7 +163,8 @@ def served(
         finally:
             await endpoint.close()
 
-    return asyncio.run(asyncio.wait_for(run(), timeout=60))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(asyncio.wait_for(run(), timeout=60))
 
 
 class LetterTokenizer:
