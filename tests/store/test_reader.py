@@ -132,7 +132,8 @@ def test_the_views_say_what_was_committed(full: RunLayout) -> None:
     assert query(full, "SELECT typeof(traj_uid), typeof(group_uid) FROM steps LIMIT 1") == [
         ("UUID", "UUID")
     ]
-    assert query(full, "SELECT DISTINCT member, final_observation FROM trajectories") == [
+    found = query(full, "SELECT DISTINCT member, final_observation FROM trajectories ORDER BY 1")
+    assert found == [
         (0, "a dark room"),
         (1, None),
     ]
