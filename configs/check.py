@@ -391,10 +391,10 @@ def _check_critic(config: Config) -> None:
                     f"leave it out, or use {' or '.join(WITH_CRITIC)}"
                 )
         return
-    if config.loss.policy == "behaviour_cloning":
+    if config.loss.policy in WITHOUT_ADVANTAGES:
         raise ConfigError(
             f"algorithm.estimator={a.estimator} would train a critic for loss.policy="
-            "behaviour_cloning, which reads no advantages; use algorithm.estimator=grpo"
+            f"{config.loss.policy}, which reads no advantages; use algorithm.estimator=grpo"
         )
     if config.replay.share:
         raise ConfigError(
