@@ -12,14 +12,18 @@
                    them inside the engine's process, from files or from `broadcast_receiver.py`.
                    `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller, and
                    `vllm_whole_answers.py` its messages
-`endpoint/`        the OpenAI-compatible server that agent programs call
+`endpoint/`        the OpenAI-compatible server that agent programs call; `vllm_tool_calls.py` reads
+                   tool calls with vLLM's parsers
 `templates/`       prompt templates
+`chat_data.py`     chats of a file as trajectories, for supervised fine-tuning
 """
 
+from actors.chat_data import chat_texts, chat_trajectories, is_chat_file, read_chats
 from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault
 from actors.inference.openai_policy import ChatPolicy
 from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
 from actors.policy import EngineLostError
+from actors.prompting.chat_template import load_tokenizer
 from actors.prompting.images import sees_images
 from actors.prompting.prompt import images_fault
 from actors.prompting.prompt_thread import PromptStuckError
@@ -35,8 +39,13 @@ __all__ = [
     "PromptStuckError",
     "WorkerActor",
     "WorkerSetup",
+    "chat_texts",
+    "chat_trajectories",
     "engine_fault",
     "images_fault",
+    "is_chat_file",
+    "load_tokenizer",
+    "read_chats",
     "sample_chats",
     "sees_images",
 ]

@@ -30,6 +30,7 @@ from analysis.setting_comparison import show_setting_comparison
 from configs import Config, ConfigError
 from gigpo import (
     WHITENED,
+    WITH_CRITIC,
     AdvantageSettings,
     anchor_size_histogram,
     check_group_filter,
@@ -56,14 +57,18 @@ ANCHOR_COLUMNS = {
 }
 # Every step with its batch. Groups that were in no batch count as one batch a split.
 READ = """FROM (
-    SELECT s.*, batch_id, learner_step, coalesce(batch_id::VARCHAR, split) AS batch
+    SELECT s.*, l.batch_id, l.learner_step, coalesce(l.batch_id::VARCHAR, split) AS batch{value}
     FROM (SELECT {columns}, split, coalesce(({where}
     ), false) AS is_selected FROM steps) AS s
     LEFT JOIN (
         SELECT group_uid, batch_id, learner_step FROM lineage
         WHERE batch_state = 'trained' AND live {uses}
-    ) AS l USING (group_uid)
+    ) AS l USING (group_uid){values}
 )"""
+# Only steps that were trained on have a critic's value.
+VALUES = """
+    JOIN critic_values AS v
+        ON v.batch_id = l.batch_id AND v.traj_uid = s.traj_uid AND v.step_index = s.step_index"""
 LAST_USE = "QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY learner_step DESC) = 1"
 # Whole groups or batches in which a step is selected; `unit` is their key.
 WHOLE = "{rows} WHERE {unit} IN (SELECT {unit} {rows} WHERE is_selected)"
@@ -152,13 +157,22 @@ def audit_rows(reader: store.Reader, named: dict[str, Setting], *, where: str) -
     """
     whitens = any(setting.advantages.estimator in WHITENED for setting in named.values())
     unit = "batch" if whitens else "group_uid"
-    anchors = {setting.advantages.anchor for setting in named.values()}
-    more = "".join(f", {column}" for anchor, column in ANCHOR_COLUMNS.items() if anchor in anchors)
-    read = READ.format(columns=COLUMNS + more, where=where, uses="" if whitens else LAST_USE)
+    columns = ", ".join([COLUMNS, *sorted(_more_columns(named.values()))])
+    has_values = any(setting.advantages.estimator in WITH_CRITIC for setting in named.values())
+    read = READ.format(
+        columns=columns,
+        where=where,
+        uses="" if whitens else LAST_USE,
+        value=", v.value" if has_values else "",
+        values=VALUES if has_values else "",
+    )
     whole = WHOLE.format(rows=read, unit=unit)
     n_steps = reader.sql(f"SELECT count(*) AS n {whole}", timeout_s=QUERY_TIMEOUT_S)["n"][0].as_py()
     if not n_steps:
-        raise StoreError(f"no step of the run is one where {where}; ask for others with --where")
+        valued = " with a critic's value" if has_values else ""
+        raise StoreError(
+            f"no step of the run{valued} is one where {where}; ask for others with --where"
+        )
     parts = -(-n_steps // STEPS_PER_READ)
     tables = []
     for part in range(parts):
@@ -172,6 +186,18 @@ def audit_rows(reader: store.Reader, named: dict[str, Setting], *, where: str) -
                 table = table.append_column(f"{name}_{suffix}", computed[name])
         tables.append(table.filter(steps["is_selected"]))
     return pa.concat_tables(tables)
+
+
+def _more_columns(settings: Iterable[Setting]) -> set[str]:
+    """Return the columns besides COLUMNS that one of the settings reads."""
+    columns = set()
+    for setting in settings:
+        column = ANCHOR_COLUMNS.get(setting.advantages.anchor)
+        if column is not None:
+            columns.add(column)
+        if setting.advantages.estimator == "graphgpo":
+            columns |= {"final_state_hash", *([f"final_{column}"] if column else [])}
+    return columns
 
 
 def is_one_of(column: pa.ChunkedArray, values: Iterable[object]) -> pa.ChunkedArray:

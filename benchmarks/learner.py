@@ -54,6 +54,7 @@ from support.publish_to_serve import publish_to_serve
 from support.tiny_model import make_random_tiny
 
 from configs import TinyModelConfig
+from tests.support.learner_samples import one_step_each
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 AT_LEAST = {"over_hf_loop_equal": 1.0, "over_hf_loop_real_lengths": 2.0, "over_trl": 2.0}
@@ -69,10 +70,15 @@ LIKE_GRADIENTS = 1e-3
 Make = Callable[..., Contender]  # of rows, and pass_tokens: the tokens of a forward pass
 
 
+def by_row(base: Path, rows: pa.Table, *, pass_tokens: int) -> Learner:
+    """Return this learner with a sequence for each row."""
+    return Learner(base, one_step_each(rows), pass_tokens=pass_tokens)
+
+
 def contenders(base: Path) -> dict[str, Make]:
     made: dict[str, Make] = {
-        "learner": partial(Learner, base, merge_steps=True),
-        "by_row": partial(Learner, base, merge_steps=False),
+        "learner": partial(Learner, base),
+        "by_row": partial(by_row, base),
         "hf_loop": partial(HfLoop, base),
     }
     if HAS_TRL:

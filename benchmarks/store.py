@@ -51,7 +51,8 @@ from store import (
     read_segments,
     to_table,
 )
-from store.reading.query import connect
+from tests.support.run_views import connect
+from tests.support.store_samples import open_task_group
 
 WRITERS = 4
 ROUNDS = 3
@@ -106,9 +107,7 @@ class Store:
         return self.catalog.commit(request, epoch=self.catalog.epoch)
 
     def open_group(self) -> Group:
-        return self.catalog.open_group(
-            ordinal=None, task_id="t", split="train", size=GROUP_SIZE, purpose_version=None
-        )
+        return open_task_group(self.catalog, "t", size=GROUP_SIZE)
 
 
 class SharedDuckDB:

@@ -60,6 +60,7 @@ from store import (
     write_open_sql,
 )
 from store.segments import write_rows
+from tests.support.store_samples import open_task_group
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FILE_GROUPS = 16
@@ -146,9 +147,7 @@ def build(root: Path, *, n_steps: int) -> None:
 
 
 def _open(catalog: Catalog, task: int) -> Group:
-    return catalog.open_group(
-        ordinal=None, task_id=f"task-{task}", split="train", size=GROUP_SIZE, purpose_version=None
-    )
+    return open_task_group(catalog, f"task-{task}", size=GROUP_SIZE)
 
 
 def _commit(

@@ -11,7 +11,7 @@ from cli.arguments import Command, as_of_option, run_argument, where_option
 from printable import printable
 
 if TYPE_CHECKING:
-    from store import BiasReport, Comparison
+    from analysis import BiasReport, Comparison
 
 ALPHA = 0.05  # of the corrected p below which a difference is named
 LABELS = {
@@ -49,7 +49,7 @@ def bias(*, run: Path, where: str | None, as_of: int | None) -> None:
 
     The condition of --where is SQL on the columns of the views `trajectories` and `groups`.
     """
-    from store import bias_report
+    from analysis import bias_report
 
     report = bias_report(run, as_of=as_of, where=where)
     lines = [*_kinds(report), "", *_comparisons(report), "", *_conclusions(report)]
@@ -60,6 +60,7 @@ def _kinds(report: BiasReport) -> list[str]:
     """Return the table of means, one line a kind."""
     rows: list[tuple[str, ...]] = [HEAD]
     for kind in report.kinds:
+        # The first measures: tasks have no mean, and unfinished episodes no return.
         means = [_number(measure, mean) for measure, mean in zip(LABELS, kind.means, strict=False)]
         means += ["-"] * (len(LABELS) - 1 - len(means))  # without tasks
         counts = (f"{kind.n_groups:,}", f"{kind.n_trajectories:,}")

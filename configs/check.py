@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.derived import (
+    WITH_CRITIC,
     draws_by_weight,
     groups_of_a_step,
+    has_critic,
     is_offline,
     most_updates,
     replayed_groups,
@@ -28,6 +30,7 @@ from configs.per_environment import (
 from configs.schema import (
     AlgorithmConfig,
     Config,
+    CriticConfig,
     LearnerConfig,
     OfflineConfig,
     PromptConfig,
@@ -44,10 +47,12 @@ MAY_BE_ZERO = {
     "actors.extra_members": "; use 0 for none",
     "algorithm.gamma": "; the paper uses 0.95",
     "algorithm.gae_lambda": "; use 0 to look one step ahead",
+    "algorithm.graph_gamma": "; GraphGPO's authors use 0.1 to 0.8",
     "algorithm.omega": "; use 0 for no step advantage",
     "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.refill_groups": "; use 0 to train on smaller batches",
     "algorithm.version_window": "; use 0 to compare within one version",
+    "critic.warmup_steps": "; use 0 to train the policy from the first learner step on",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
     "learner.rows_per_update": "; use 0 to cut a batch by learner.updates_per_step",
@@ -70,14 +75,17 @@ LAST_PORT = 65535
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
 WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
-ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM)
+ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM, *WITH_CRITIC)
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
 READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo")},
-    "gae_lambda": {"estimator": ("gagpo",)},
+    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", *WITH_CRITIC)},
+    "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
+    "graph_gamma": {"estimator": ("graphgpo",)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
     "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
-    "weighting": {"estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo"))},
+    "weighting": {
+        "estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo", *WITH_CRITIC))
+    },
     "anchor": {"estimator": WITH_STEP_TERM},
     "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
     "similarity": {"anchor": ("similar", "similar_greedy")},
@@ -95,6 +103,7 @@ TEMPLATES = (  # the files in actors/templates
     "think",
     "webshop",
 )
+WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 DR_GRPO = "sequence_mean_token_sum_norm"  # its aggregation
 HEAD_SIZE = 32  # of the tiny model; the smallest that vLLM has kernels for
 
@@ -114,11 +123,13 @@ def check(config: Config) -> None:
     _check_alarms(config)
     _check_trackers(config)
     _check_algorithm(config)
+    _check_critic(config)
     _check_unread(config.algorithm)
     _check_updates(config)
     _check_precision(config)
     _check_tiny_model(config)
     _check_norm(config)
+    _check_teacher(config)
     _check_placement(config)
     _check_endpoint(config)
     _check_offline(config)
@@ -152,7 +163,7 @@ def describe_readers(name: str, chosen: object) -> tuple[str, str]:
     """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
 
     >>> describe_readers("gamma", AlgorithmConfig(estimator="grpo"))
-    ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo')
+    ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo or turn_ppo')
     """
     choices = READERS[name]
     now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
@@ -330,6 +341,11 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
     if a.gae_lambda > 1.0:
         raise ConfigError(f"algorithm.gae_lambda={a.gae_lambda} is outside [0, 1]; PPO uses 0.95")
+    if a.graph_gamma > 1.0:
+        raise ConfigError(
+            f"algorithm.graph_gamma={a.graph_gamma} is outside [0, 1]; GraphGPO's authors use 0.1 "
+            "to 0.8"
+        )
     if a.similarity >= 1.0:
         raise ConfigError(
             f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use "
@@ -346,21 +362,59 @@ def _check_algorithm(config: Config) -> None:
             "pass that comes after the advantages; use 'window', or weigh offline"
         )
     clones = config.loss.policy == "behaviour_cloning"
-    if a.group_size == 1 and not clones:
+    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
+    if a.group_size == 1 and reads_advantages and not has_critic(config):
         raise ConfigError(
             f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
             "so no advantage would be meaningful; use at least 2 (the paper: 8)"
         )
-    if a.refill_groups and (clones or is_offline(config)):
-        why = "loss.policy=behaviour_cloning" if clones else "offline.share=1"
+    if a.refill_groups and (not reads_advantages or is_offline(config)):
+        why = "offline.share=1" if reads_advantages else f"loss.policy={config.loss.policy}"
         raise ConfigError(
             f"algorithm.refill_groups={a.refill_groups} does nothing with {why}: "
-            f"{'no group is left out' if clones else 'no group is played'}; leave it out"
+            f"{'no group is played' if reads_advantages else 'no group is left out'}; leave it out"
         )
     if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set "
             "actors.scripted=true, or clone another run: source=RUN with offline.share=1"
+        )
+
+
+def _check_critic(config: Config) -> None:
+    critic, defaults, a = config.critic, CriticConfig(), config.algorithm
+    if not has_critic(config):
+        for key, value in dotted_settings(critic):
+            if value != getattr(defaults, key):
+                raise ConfigError(
+                    f"critic.{key}={value} does nothing with algorithm.estimator={a.estimator}; "
+                    f"leave it out, or use {' or '.join(WITH_CRITIC)}"
+                )
+        return
+    if config.loss.policy in WITHOUT_ADVANTAGES:
+        raise ConfigError(
+            f"algorithm.estimator={a.estimator} would train a critic for loss.policy="
+            f"{config.loss.policy}, which reads no advantages; use algorithm.estimator=grpo"
+        )
+    if config.replay.share:
+        raise ConfigError(
+            f"replay.share={config.replay.share:g} with algorithm.estimator={a.estimator} would "
+            "train on wins whose states the critic has not valued; leave it out"
+        )
+    if critic.learning_rate > 1.0:
+        raise ConfigError(
+            f"critic.learning_rate={critic.learning_rate:g} would wreck any critic at once; use "
+            "e.g. 1e-5"
+        )
+    if critic.warmup_steps >= config.learner.steps:
+        raise ConfigError(
+            f"critic.warmup_steps={critic.warmup_steps} of learner.steps={config.learner.steps} "
+            "would leave no step for the policy; use fewer"
+        )
+    if a.group_size == 1 and a.group_filter in ("rewards", "returns"):
+        raise ConfigError(
+            f"algorithm.group_filter={a.group_filter!r} leaves out every group of "
+            "algorithm.group_size=1; use 'none' or 'advantages'"
         )
 
 
@@ -439,6 +493,27 @@ def _check_norm(config: Config) -> None:
             f"loss.aggregation='{DR_GRPO}' divides by the longest response, as Dr.GRPO does; set "
             f"loss.numbers.{DR_GRPO}.norm_tokens={response}, which is actors.max_response_tokens"
             + ("" if norm is None else f", not {norm:g}")
+        )
+
+
+def _check_teacher(config: Config) -> None:
+    teacher, distils = config.loss.teacher, config.loss.policy == "distillation"
+    if distils and not teacher:
+        raise ConfigError(
+            "loss.policy='distillation' has no teacher; give the directory of one: loss.teacher=DIR"
+        )
+    if teacher and not (Path(teacher) / "config.json").is_file():
+        raise ConfigError(
+            f"loss.teacher={teacher!r} is not a Hugging Face model directory (no config.json in it)"
+        )
+    if teacher and not config.model.path:
+        raise ConfigError(
+            f"loss.teacher={teacher!r} needs a model with the same tokenizer; give model.path=DIR"
+        )
+    if teacher and not distils:
+        raise ConfigError(
+            f"loss.teacher={teacher!r} does nothing with loss.policy={config.loss.policy!r}; add "
+            "loss.policy=distillation"
         )
 
 
@@ -556,10 +631,10 @@ def _check_replay(config: Config) -> None:
                     f"replay.{key}={value} does nothing with {share}; raise the share"
                 )
         return
-    if config.loss.policy == "behaviour_cloning" or is_offline(config):
+    if config.loss.policy in WITHOUT_ADVANTAGES or is_offline(config):
         raise ConfigError(
-            f"{share} has nothing to compare a win with: behaviour cloning has no advantages, and "
-            "offline.share=1 plays nothing; leave it out"
+            f"{share} has nothing to compare a win with: loss.policy={config.loss.policy} reads no "
+            "advantages, or offline.share=1 plays nothing; leave it out"
         )
     if replay.share > 1.0:
         raise ConfigError(f"{share} would replay more than is played; use at most 1, e.g. 0.25")

@@ -12,6 +12,14 @@ KEPT_CHECKPOINTS = 2
 SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1e-4
 
 
+WITH_CRITIC = ("turn_ppo",)  # estimators
+
+
+def has_critic(config: Config) -> bool:
+    """Return whether the run trains a critic, whose values its advantages are computed from."""
+    return config.algorithm.estimator in WITH_CRITIC
+
+
 def is_offline(config: Config) -> bool:
     """Return whether the run trains on groups of other runs only and plays nothing."""
     return bool(config.source) and config.offline.share >= 1.0

@@ -69,6 +69,7 @@ MAY_CHANGE = {
     "actors.kv_cache_gib",
     "actors.cpu_cores",
     "actors.engine_timeout_s",
+    "critic.learning_rate",
     "learner.steps",
     "learner.learning_rate",
     "learner.ranks",

@@ -76,7 +76,13 @@ _loading = threading.RLock()
 
 
 def check_model_path(config: Config) -> None:
-    """Raise ConfigError unless model.path is the directory of a model that can be trained."""
+    """Raise ConfigError unless model.path and critic.path are directories of trainable models."""
+    critic = config.critic.path
+    if critic and not (Path(critic) / "config.json").is_file():
+        raise ConfigError(
+            f"critic.path={critic!r} is not a Hugging Face model directory (no config.json in it); "
+            "give one, or leave it out for a copy of the policy's base model"
+        )
     path = config.model.path
     if not path:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from configs.check import ConfigError
@@ -11,6 +12,7 @@ from configs.derived import (
     KEPT_CHECKPOINTS,
     gpus_needed,
     groups_of_a_step,
+    has_critic,
     is_offline,
     most_steps,
     n_workers,
@@ -36,8 +38,11 @@ def describe_plan(config: Config) -> str:
     learner = config.learner
     billions = model_billions(config)
     gpus = gpus_needed(config, learns=True)
-    rank_gib = rank_bytes(config, parameters=billions * 1e9) / GIB
-    gradients = "weights, gradients, optimizer" + " and reference" * keeps_reference(config)
+    rank_gib = (rank_bytes(config, parameters=billions * 1e9) + _teacher_bytes(config)) / GIB
+    others = ["reference"] * keeps_reference(config) + ["teacher"] * bool(config.loss.teacher)
+    gradients = " and ".join(["weights, gradients, optimizer", *others])
+    if has_critic(config):
+        gradients += f", and the same of a critic of {_critic_parameters(config) / 1e9:.3g} billion"
     lines = [
         "",
         f"placement ({counted(gpus, 'GPU')} in all)",
@@ -66,7 +71,7 @@ def describe_plan(config: Config) -> str:
     if n_extra := config.algorithm.refill_groups:
         lines.append(
             f"  at most {n_extra} more groups in place of those that teach nothing "
-            f"(algorithm.refill_groups), so that {n_live} that are played here are trained on"
+            f"(algorithm.refill_groups), so that {n_live} are trained on"
         )
     if n_replayed := replayed_groups(config):
         lines.append(
@@ -127,7 +132,8 @@ def _checkpoint_bytes(config: Config) -> float:
     """Return the size of float32 master weights and moments. Adapters count as nothing."""
     if config.model.lora_rank:
         return 0.0
-    return model_billions(config) * 1e9 * (MASTER_BYTES + MOMENT_BYTES)
+    parameters = model_billions(config) * 1e9 + _critic_parameters(config)
+    return parameters * (MASTER_BYTES + MOMENT_BYTES)
 
 
 def _version_bytes(config: Config) -> float:
@@ -151,11 +157,18 @@ def rank_bytes(config: Config, *, parameters: float) -> float:
 
     With learner.offload everything but the weights and their gradients is in main memory.
     Example: 1.5e9 bfloat16 parameters at ZeRO 1 on one rank: 2 + 2 + 4 + 4 + 8 = 20 bytes each,
-    30 GB, and a buffer of 2 GB.
+    30 GB, and a buffer of 2 GB. A critic takes as much for its own parameters.
     """
+    reference = parameters * BYTES[config.model.dtype] * keeps_reference(config)
+    critic = _trained_bytes(config, parameters=_critic_parameters(config))
+    return _trained_bytes(config, parameters=parameters) + reference + critic
+
+
+def _trained_bytes(config: Config, *, parameters: float) -> float:
+    """Return the bytes of one trained model on a rank."""
     learner, weight = config.learner, BYTES[config.model.dtype]
     shares = {stage: learner.ranks if learner.zero_stage >= stage else 1 for stage in (1, 2, 3)}
-    held = weight / shares[3] + weight * keeps_reference(config)
+    held = weight / shares[3]
     if config.model.lora_rank:
         return parameters * held
     if learner.offload:
@@ -179,6 +192,14 @@ def keeps_reference(config: Config) -> bool:
     return bool(config.loss.kl_coef) and not config.model.lora_rank
 
 
+def _critic_parameters(config: Config) -> float:
+    """Return the number of the critic's parameters, 0 without one."""
+    if not has_critic(config):
+        return 0.0
+    path = config.critic.path or config.model.path
+    return model_billions(replace(config, model=replace(config.model, path=path))) * 1e9
+
+
 def model_billions(config: Config) -> float:
     """Return the billions of parameters, counted from a local directory or read from the name."""
     if not config.model.path:
@@ -187,9 +208,7 @@ def model_billions(config: Config) -> float:
         return (tiny.vocabulary_size * tiny.hidden_size + tiny.layers * layer_parameters) / 1e9
     directory = Path(config.model.path)
     if directory.is_dir():
-        dtype = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
-        size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-        return size / BYTES.get(dtype, 2) / 1e9
+        return _billions_in(directory)
     named = re.search(r"(\d+(?:\.\d+)?)([bm])\b", config.model.path, re.IGNORECASE)
     if not named:
         raise ConfigError(
@@ -197,3 +216,16 @@ def model_billions(config: Config) -> float:
             "size (like '1.5B')"
         )
     return float(named.group(1)) * (1.0 if named.group(2).lower() == "b" else 1e-3)
+
+
+def _billions_in(directory: Path) -> float:
+    dtype = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return size / BYTES.get(dtype, 2) / 1e9
+
+
+def _teacher_bytes(config: Config) -> float:
+    """Return the bytes of the teacher's weights, which each rank holds whole."""
+    if not config.loss.teacher:
+        return 0.0
+    return _billions_in(Path(config.loss.teacher)) * 1e9 * BYTES[config.model.dtype]

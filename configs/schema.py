@@ -60,6 +60,9 @@ class PromptConfig:
     invalid: str = "environment"
 
     # Rarely changed.
+    # how tool calls of agent programs are read: vLLM's name of the model family's parser, such as
+    # "hermes" or "llama3_json"; "auto" takes one that reads what the chat template writes
+    tool_parser: str = "auto"
     # passed to the chat template as `enable_thinking`; null leaves the template's own choice
     thinking: bool | None = None
     stop: list[str] = field(default_factory=list)  # texts that end a response and stay in it
@@ -134,11 +137,15 @@ class AlgorithmConfig:
     """
 
     # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo",
-    # "graphgpo", "g2po" or "gagpo"
+    # "graphgpo", "g2po", "gagpo", or "turn_ppo", which trains a critic
     estimator: str = "gigpo"
     group_size: int = 8  # episodes per task, G
-    gamma: float = 0.95  # discount per step in step returns; read by gigpo, hgpo, g2po and gagpo
-    gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo
+    # discount per step in step returns; read by gigpo, hgpo, g2po, gagpo and turn_ppo
+    gamma: float = 0.95
+    gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo and turn_ppo
+    # discount per step to success, read by graphgpo; its authors: ALFWorld 0.1, WebShop 0.2,
+    # Sokoban 0.8
+    graph_gamma: float = 0.1
     omega: float = 1.0  # weight of the step advantage; read by gigpo, graphgpo and g2po
     # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo, graphgpo, g2po and gagpo
     normalise: str = "mean_std"
@@ -156,7 +163,7 @@ class AlgorithmConfig:
 
     # Rarely changed.
     # episode statistics over "steps" (authors' code) or "trajectories" (paper, eq. 3); not read by
-    # hgpo and gagpo
+    # hgpo, gagpo and turn_ppo
     weighting: str = "steps"
     anchor_history: int = 3  # states in the longest suffix, for anchor "suffix" and hgpo (K + 1)
     # for anchors "similar" and "similar_greedy": least fraction that two texts have in common
@@ -175,15 +182,18 @@ class LossConfig:
     refused.
     """
 
-    # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning"
+    # "ppo_clip", "gspo", "cispo", "dppo_tv", "sapo", "topr", "reinforce", "behaviour_cloning",
+    # "distillation"
     policy: str = "ppo_clip"
     # any of token_tis, sequence_tis, token_icepop, sequence_mask, geometric_mask, k3_mask, opsm,
-    # m2po; [] for none. [auto]: [token_tis] with ppo_clip and reinforce, [] with the others
+    # m2po; [] for none. [auto]: [token_tis] with ppo_clip, reinforce and distillation, else []
     corrections: list[str] = field(default_factory=lambda: ["auto"])
     kl_coef: float = 0.0  # weight of the KL to the base model; 0 keeps no reference model
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     # Rarely changed.
+    # directory of the model that "distillation" learns from; it has the policy's vocabulary
+    teacher: str = ""
     kl: str = "k3"  # estimator of that KL: "k2" or "k3"
     # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)
     proximal: str = "none"
@@ -193,6 +203,22 @@ class LossConfig:
     # numbers that differ from the published ones, by the part they belong to, for example
     # {ppo_clip: {clip_high: 0.28}}. Dr.GRPO's aggregation needs its norm_tokens
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticConfig:
+    """Set the network that values states, for the estimator turn_ppo.
+
+    Everything else is as in `learner`: its optimizer, its updates and their rows, its devices.
+    """
+
+    # a Hugging Face directory with the policy's tokenizer, such as a smaller model of its family;
+    # empty: a copy of the policy's base model
+    path: str = ""
+    learning_rate: float = 1e-5  # as in the paper's PPO baseline
+    warmup_steps: int = 0  # learner steps that train the critic only, before the policy's first
+    # a value that moved further than this in a learner step is not moved on; in units of returns
+    clip: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,7 +373,8 @@ class Config:
     # "wait" makes the learner wait for them
     stragglers: str = "drop"
     # runs, or directories written by `gigpo export`, whose groups are trained on: "RUN" or
-    # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group
+    # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group.
+    # Or files of chats to clone, .jsonl or .parquet
     source: list[str] = field(default_factory=list)
     # who shows the metrics: any of "tensorboard", "wandb", "trackio", "mlflow"
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -362,6 +389,7 @@ class Config:
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from configs.schema import (
     AlgorithmConfig,
     Config,
+    CriticConfig,
     LossConfig,
     OfflineConfig,
     ReplayConfig,
@@ -44,6 +45,7 @@ def cloning_config(config: Config) -> Config:
         ),
         algorithm=AlgorithmConfig(estimator="grpo", group_size=1),  # its advantages are not read
         loss=LossConfig(policy="behaviour_cloning"),
+        critic=CriticConfig(),
         learner=replace(
             config.learner,
             steps=tiny.clone_steps,

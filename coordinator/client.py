@@ -190,6 +190,7 @@ class CoordinatorClient:
         filtered: Mapping[bytes, str],
         version_in: int,
         metrics: Mapping[str, float],
+        values: Mapping[bytes, Sequence[float]],
     ) -> Reply[None]:
         return self._call(
             Coordinator.settle,
@@ -198,6 +199,7 @@ class CoordinatorClient:
             filtered=filtered,
             version_in=version_in,
             metrics=metrics,
+            values=values,
         )
 
     def export_now(self) -> Reply[int]:

@@ -211,7 +211,7 @@ class Coordinator:
         self._heartbeats.touch(segment.worker)
         result = self.catalog.commit(segment, epoch=epoch)
         self._leases.committed(segment)
-        for group_uid in result.whole:
+        for group_uid in result.full:
             self._n_abandoned = 0
             if (task_id := self._leases.task_id(group_uid)) is not None:
                 self._suspects.clear(task_id)
@@ -360,10 +360,15 @@ class Coordinator:
         filtered: Mapping[bytes, str],
         version_in: int,
         metrics: Mapping[str, float],
+        values: Mapping[bytes, Sequence[float]] | None = None,
     ) -> None:
         """Record that a batch was trained on. `filtered` maps filtered groups to the reason."""
         self.catalog.settle(
-            batch_id, learner_step=learner_step, filtered=filtered, version_in=version_in
+            batch_id,
+            learner_step=learner_step,
+            filtered=filtered,
+            version_in=version_in,
+            values=values,
         )
         if self._n_answers:
             metrics = {**metrics, REMEMBERED: self._n_remembered / self._n_answers}

@@ -1,28 +1,42 @@
-"""The sources of offline training, `source=RUN[@where]`: their checks, groups and base policy."""
+"""The sources of offline training: their checks, groups and base policy.
+
+A source is a run or a data set, `source=RUN[@where]`, or a file of chats, `source=chats.jsonl`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+import actors
 import configs
+from actors import chat_trajectories, is_chat_file, load_tokenizer, read_chats
 from configs import Config, ConfigError
 from printable import REASON_CHARACTERS, one_line
 from store import (
+    OfflineRows,
+    OfflineSource,
     RunLayout,
     check_trusted,
+    files_digest,
     find_sources,
     is_trusted,
     limited_memory,
     parse_source,
     take_sources,
+    to_table,
 )
 
 TOKENIZER_FILE = "tokenizer_config.json"
 OWN_BASE = Path("base", "policy")  # of a run that began without model.path
+CHATS_OF_TABLE = 256  # whose rows are made into one table
+CHARACTERS_OF_DIGEST = 16  # in the name of a file's contents
 
 
 def check_sources(config: Config, console: Console) -> None:
@@ -34,6 +48,12 @@ def check_sources(config: Config, console: Console) -> None:
 
     check_train_on(config.offline.train_on)
     for text in config.source:
+        if _is_chats(text) and config.loss.policy != "behaviour_cloning":
+            raise ConfigError(
+                f"source={text} has chats that nobody sampled, so they have no log-probabilities "
+                f"to learn from with loss.policy={config.loss.policy}; use "
+                "loss.policy=behaviour_cloning"
+            )
         theirs = _config_of(text)
         if theirs is not None and (url := _setting(theirs, "endpoint.url")):
             raise ConfigError(
@@ -41,11 +61,17 @@ def check_sources(config: Config, console: Console) -> None:
                 "tokens and log-probabilities nobody has, so nothing can be trained from it; leave "
                 "it out"
             )
-    sources = [parse_source(text) for text in config.source]
-    with limited_memory(Path(source.place) for source in sources):
+    if only_chats(config) and not config.model.path:
+        for _ in chat_texts(config):  # the model whose template they are written with is not made
+            pass
+        return
+    sources = _sources(config, console, model_path=lambda: _model_path(config))
+    with limited_memory(_places(config)):
         find_sources(sources, order=config.offline.order)
-    model_path = Path(config.model.path or _first_base(config))
+    model_path = _model_path(config)
     for text in config.source:
+        if _is_chats(text):
+            continue
         base, theirs = _base_of(text), _config_of(text)
         why = _why_not_compared(text, base=base, model_path=model_path)
         if base is None or why:
@@ -58,6 +84,47 @@ def check_sources(config: Config, console: Console) -> None:
                 f"source={text} was played by a script, which has no log-probabilities to learn "
                 f"from with loss.policy={config.loss.policy}; use loss.policy=behaviour_cloning"
             )
+
+
+def _is_chats(text: str) -> bool:
+    return is_chat_file(Path(parse_source(text).place))
+
+
+def _sources(
+    config: Config, console: Console, *, model_path: Callable[[], Path]
+) -> list[OfflineSource]:
+    sources = []
+    for text in config.source:
+        source = parse_source(text)
+        if _is_chats(text):
+            rows = partial(_chat_rows, Path(source.place), config, console, model_path=model_path)
+            source = replace(source, rows=rows)
+        sources.append(source)
+    return sources
+
+
+def _chat_rows(
+    path: Path, config: Config, console: Console, *, model_path: Callable[[], Path]
+) -> OfflineRows:
+    """Return the chats of a file as rows of the store, and say which did not fit."""
+    file_id = f"{path.name} {files_digest([path])[:CHARACTERS_OF_DIGEST]}"
+    found = chat_trajectories(
+        read_chats(path),
+        load_tokenizer(str(model_path()), with_torch=True),
+        file_id=file_id,
+        thinking=config.prompt.thinking,
+        max_tokens=configs.max_model_tokens(config),
+    )
+    if found.n_cut or found.n_left_out:
+        console.print(
+            f"{path}: {found.n_cut} chats are cut and {found.n_left_out} left out, because they "
+            f"are longer than {configs.max_model_tokens(config)} tokens, prompt.max_prompt_tokens "
+            "+ actors.max_response_tokens"
+        )
+    all_of_them = found.trajectories
+    starts = range(0, len(all_of_them), CHATS_OF_TABLE)
+    tables = [to_table(all_of_them[start : start + CHATS_OF_TABLE]) for start in starts]
+    return OfflineRows(run_id=file_id, tables=tables)
 
 
 def _why_not_compared(text: str, *, base: Path | None, model_path: Path) -> str:
@@ -76,6 +143,11 @@ def source_runs(config: Config) -> list[Path]:
     return [place for place in places if RunLayout.exists(place)]
 
 
+def _places(config: Config) -> list[Path]:
+    """Return the directories of the sources that are runs or datasets. Chats are files."""
+    return [Path(parse_source(text).place) for text in config.source if not _is_chats(text)]
+
+
 def copy_base_policy(config: Config, directory: Path) -> Path:
     """Copy the base policy of the first source that has one to `directory`.
 
@@ -91,38 +163,63 @@ def copy_base_policy(config: Config, directory: Path) -> Path:
     return directory
 
 
-def import_sources(config: Config, console: Console) -> None:
-    """Import the groups of the sources into the run, once. Raises StoreError."""
-    sources = [parse_source(text) for text in config.source]
-    with (
-        console.status("importing offline groups"),
-        limited_memory(Path(source.place) for source in sources),
-    ):
-        taken = take_sources(Path(config.run_dir), sources, order=config.offline.order)
+def import_sources(config: Config, model_path: Path, console: Console) -> None:
+    """Import the groups of the sources into the run, once. Raises StoreError, ConfigError.
+
+    Chats are written with the chat template of the model in `model_path`.
+    """
+    with console.status("importing offline groups"):
+        sources = _sources(config, console, model_path=lambda: model_path)
+        with limited_memory(_places(config)):
+            taken = take_sources(Path(config.run_dir), sources, order=config.offline.order)
     for source in taken:
         console.print(str(source))
 
 
-def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
-    """Raise ConfigError unless both models' vocabularies are equal: stored tokens are ids."""
-    from transformers import AutoTokenizer
+def check_teacher(config: Config) -> None:
+    """Raise ConfigError unless the teacher has the vocabulary of the model: it reads its tokens."""
+    if not config.loss.teacher:
+        return
+    if n := n_different_tokens(Path(config.loss.teacher), Path(config.model.path)):
+        raise ConfigError(
+            f"loss.teacher={config.loss.teacher} has a tokenizer that differs from that of "
+            f"model.path={config.model.path} in {n} entries, so the policy's tokens would mean "
+            "something else to it; take a teacher of the same family"
+        )
+
+
+def n_different_tokens(one: Path, other: Path) -> int:
+    """Count the entries in which the vocabularies of two models differ."""
 
     def vocabulary(path: Path) -> dict[str, int]:
-        tokenizer = configs.load_safely(
-            "tokenizer",
-            path,
-            load=lambda: AutoTokenizer.from_pretrained(path, **configs.SAFE_LOADING),
-        )
-        return dict(tokenizer.get_vocab())
+        return dict(load_tokenizer(str(path), with_torch=True).get_vocab())
 
-    theirs, ours = vocabulary(base), vocabulary(model_path)
-    if theirs != ours:
-        n = len(theirs.items() ^ ours.items())
+    return len(vocabulary(one).items() ^ vocabulary(other).items())
+
+
+def only_chats(config: Config) -> bool:
+    """Return whether no source can have a base policy: all are files of chats."""
+    return all(map(_is_chats, config.source))
+
+
+def chat_texts(config: Config) -> Iterator[str]:
+    """Yield the texts of all chats, to train a tokenizer on. Raises ConfigError."""
+    for text in filter(_is_chats, config.source):
+        yield from actors.chat_texts(Path(parse_source(text).place))
+
+
+def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
+    """Raise ConfigError unless both models' vocabularies are equal: stored tokens are ids."""
+    if n := n_different_tokens(base, model_path):
         raise ConfigError(
             f"source={source} was played with the tokenizer of {base}, and that of {model_path} "
             f"differs in {n} entries, so its token ids would mean something else; use a model with "
             "the same tokenizer, or leave model.path out"
         )
+
+
+def _model_path(config: Config) -> Path:
+    return Path(config.model.path or _first_base(config))
 
 
 def _first_base(config: Config) -> Path:

@@ -124,7 +124,9 @@ def _macros(config: Config) -> list[str]:
         return []
     from gigpo import AdvantageSettings, advantages_macro
 
-    return [advantages_macro(AdvantageSettings.of(config.algorithm))]
+    # With a critic the steps need its values.
+    relation = "valued_steps" if configs.has_critic(config) else "steps"
+    return [advantages_macro(AdvantageSettings.of(config.algorithm), relation=relation)]
 
 
 def missing_gpus(config: Config) -> list[str]:

@@ -42,7 +42,11 @@ from store import (
     write_atomically,
 )
 
-OUTSIDE = ("model.path", "prompt.template")  # settings that may name a path outside the run
+OUTSIDE = (
+    "model.path",
+    "critic.path",
+    "prompt.template",
+)  # settings that may name a path outside the run
 DIGEST_BYTES = 16
 END_BYTES = 2**20  # of each model file; models of the same shape have different numbers there
 # Settings that a fork shares with its run: the tasks of its groups, and the shape of its weights.
@@ -80,9 +84,10 @@ def remember(config: Config) -> None:
         write_atomically(run / OUTSIDE_FILE, digests.encode(), mode=READ_WRITE, beneath=run)
     absolute = {key: str(path.absolute()) for key, path in paths.items()}
     model = replace(config.model, path=absolute.get("model.path", config.model.path))
+    critic = replace(config.critic, path=absolute.get("critic.path", config.critic.path))
     template = absolute.get("prompt.template", config.prompt.template)
     prompt = replace(config.prompt, template=template)
-    text = configs.as_yaml(replace(config, model=model, prompt=prompt))
+    text = configs.as_yaml(replace(config, model=model, critic=critic, prompt=prompt))
     if made_by_this_user(run):
         # Signed before it is written: killed in between, the run still has a signed config.yaml.
         sign_run(run, config=text.encode())
@@ -114,7 +119,8 @@ def differences(config: Config, recorded: Config) -> list[str]:
 
 def outside(config: Config) -> Mapping[str, Path]:
     """Return the settings of OUTSIDE that name an existing file or directory."""
-    paths = dict(zip(OUTSIDE, (config.model.path, config.prompt.template), strict=True))
+    given = (config.model.path, config.critic.path, config.prompt.template)
+    paths = dict(zip(OUTSIDE, given, strict=True))
     return {key: Path(path) for key, path in paths.items() if path and Path(path).exists()}
 
 

@@ -127,8 +127,8 @@ def driver_of(run: Path) -> Driver | None:
     try:
         known = store.parse_object(read_run_file(run, DRIVER_FILE))
         driver = Driver(
-            pid=store.whole(known, "pid"),
-            started_ticks=store.whole(known, "started_ticks"),
+            pid=store.integer(known, "pid"),
+            started_ticks=store.integer(known, "started_ticks"),
             host=store.text(known, "host"),
             run=store.text(known, "run"),
         )

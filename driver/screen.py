@@ -77,14 +77,14 @@ class JsonLines:
     def wants(self) -> bool:
         return True
 
-    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+    def take(self, rows: Sequence[Metric], *, has_all_rows: bool) -> None:
         """Write the new rows. Those of earlier starts are not written.
 
         After a roll-back say so, and write the steps that are trained again.
         """
         newest = {row.name: row.learner_step for row in rows}
         before = newest if self._newest is None else self._newest
-        if is_whole and (step := _last_trained(newest)) < _last_trained(before):
+        if has_all_rows and (step := _last_trained(newest)) < _last_trained(before):
             self.write("rolled back", learner_step=step)
         new = [row for row in rows if row.learner_step > before.get(row.name, -1)]
         for learner_step, values in by_step(new):
@@ -93,7 +93,7 @@ class JsonLines:
             for event, some in (("step", trained), ("evaluation", heldout)):
                 if some:
                     self.write(event, learner_step=learner_step, metrics=some)
-        self._newest = newest if is_whole else {**before, **newest}
+        self._newest = newest if has_all_rows else {**before, **newest}
 
     def close(self) -> None: ...
 

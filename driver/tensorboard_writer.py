@@ -35,10 +35,10 @@ class TensorBoardFiles:
     def wants(self) -> bool:
         return not self._failed
 
-    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+    def take(self, rows: Sequence[Metric], *, has_all_rows: bool) -> None:
         """Write the rows. If they cannot be written, say so once and write no more."""
         try:
-            if self._file is not None and not is_whole:
+            if self._file is not None and not has_all_rows:
                 _write_metrics(self._file, rows)
             elif rows or any(self.directory.glob(EVENT_FILES)):
                 self._begin_anew(rows)

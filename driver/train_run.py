@@ -109,6 +109,8 @@ def dry_run(config: Config, screen: Screen, *, all_settings: bool) -> None:
     console = screen.console
     config, missing, needs = try_model(config)
     check_same_run(config)
+    if not missing:
+        offline_sources.check_teacher(config)
     settings = configs.as_yaml(config) if all_settings else configs.differences(config)
     console.print(settings + configs.describe_plan(config))
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
@@ -128,6 +130,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     if fork_of:
         resume.make_fork(fork_of, config)
     configs.check_model_path(config)
+    offline_sources.check_teacher(config)
     check_writable(config)
     run = Path(config.run_dir)
     with run_lock.driving(run) as n_leftovers:
@@ -180,7 +183,7 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
     resume.remember(config)
     model_path = config.model.path or str(_make_base_policy(config, screen))
     if config.source:
-        offline_sources.import_sources(config, console)
+        offline_sources.import_sources(config, Path(model_path), console)
     consumers: list[Consumer] = [screen.lines] if screen.lines else []
     if config.alarms.webhook_env:
         consumers.append(AlarmWebhook(config, layout, say=screen.warn))
@@ -210,13 +213,18 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
 def _make_base_policy(config: Config, screen: Screen) -> Path:
     """Make the tiny model that the training begins with, and return its directory.
 
-    A run with sources has theirs, for an agent program it is an untrained model. Any other run
-    clones it from a scripted policy, so that it plays random but valid commands.
+    A run with sources has theirs. With files of chats only, and for an agent program, it is an
+    untrained model. Any other run clones it from a scripted policy, so that it plays random but
+    valid commands.
     """
     policy = Path(config.run_dir) / "base" / "policy"
-    if config.source:
+    if config.source and not offline_sources.only_chats(config):
         return offline_sources.copy_base_policy(config, policy)
     if policy.is_dir():
+        return policy
+    if config.source:
+        screen.console.print(f"no model.path: a tiny model made from nothing, in {policy}")
+        _make_tiny_model(policy, config, texts=offline_sources.chat_texts(config))
         return policy
     by_name = configs.environments(config)
     # nobody can play a program by a script, so there is nothing to clone

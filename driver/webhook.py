@@ -77,7 +77,7 @@ class AlarmWebhook:
     def wants(self) -> bool:
         return True
 
-    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+    def take(self, rows: Sequence[Metric], *, has_all_rows: bool) -> None:
         """Queue a post for each alarm that is not as the last post said.
 
         Of the rows of earlier starts only the newest count: what turned on and off meanwhile is no

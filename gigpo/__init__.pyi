@@ -23,6 +23,7 @@ from .losses import KL_PENALTIES as KL_PENALTIES
 from .losses import POLICY_LOSSES as POLICY_LOSSES
 from .losses import BehaviourCloning as BehaviourCloning
 from .losses import Cispo as Cispo
+from .losses import Distillation as Distillation
 from .losses import DppoTv as DppoTv
 from .losses import Gspo as Gspo
 from .losses import Loss as Loss
@@ -50,9 +51,12 @@ from .settings import NORMALISATIONS as NORMALISATIONS
 from .settings import PUBLISHED_SETTINGS as PUBLISHED_SETTINGS
 from .settings import WEIGHTINGS as WEIGHTINGS
 from .settings import WHITENED as WHITENED
+from .settings import WITH_CRITIC as WITH_CRITIC
 from .settings import AdvantageSettings as AdvantageSettings
 from .similarity import similarity_keys as similarity_keys
 from .sql_macro import advantages_macro as advantages_macro
 from .tokens import Tokens as Tokens
 from .tokens import interpolated_proximal as interpolated_proximal
 from .tokens import log_ratio as log_ratio
+from .value_loss import explained_variance as explained_variance
+from .value_loss import value_loss as value_loss

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gigpo.input_columns import KEYS, TYPES, Columns, columns_of, table_of
-from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, AdvantageSettings
+from gigpo.settings import PUBLISHED_SETTINGS, WHITENED, WITH_CRITIC, AdvantageSettings
 from gigpo.similarity import similarity_keys
 from gigpo.sql_macro import advantages_macro
 
@@ -30,7 +30,7 @@ _SIMILARITY: Final = {"similar": "linked", "similar_greedy": "greedy"}
 # cache. Fastest of 2^14, 2^15, ... 2^20 at 655,360 steps: 0.31 s of a core; 0.34 at 2^16, 0.45 at
 # 2^18.
 _PART_STEPS: Final = 2**17
-_RESULTS: Final = {
+_RESULTS: Final[dict[str, type[np.generic]]] = {
     "step_return": np.float64,
     "episode_advantage": np.float64,
     "step_advantage": np.float64,
@@ -51,14 +51,19 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null.
       Some settings read more columns: version_min int (anchor_versions 'window'), weight float from
       1e-100 to 1e100 ('weighted'), won bool ('graphgpo' and 'g2po'; one row that says so is
-      enough), admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null
+      enough), value float ('turn_ppo': the critic's, of the state that the step was taken in),
+      admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null
       (anchor 'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
+      'graphgpo' also reads what identifies the observation after the last action, in the row of the
+      last step: final_state_hash or null, and by the anchor final_admissible_actions,
+      final_anchor_key or final_anchor_text. A null is a state of its own.
       Uids, hashes and keys have any type with one value per row. NaN in them is null, -0.0 is 0.0.
     Output: group_uid, traj_uid, step_index as given; float64 step_return (R_t less the penalty),
       episode_advantage, step_advantage, advantage; int64 anchor_size (steps in the anchor group).
       For filtered_groups: float64 episode_return (of the trajectory, undiscounted, no penalty);
       bool episodes_differ (returns of its group, beyond rounding), steps_differ (returns of its
       anchor group, no penalty), has_penalties (a row of its group).
+      With 'turn_ppo' also float64 value_target (the lambda-return, which the critic learns).
 
     Raises ValueError, with the name, for a column that is missing or has another type. Raises it,
     with the uid, for a trajectory whose step_index is not 0..T-1, or whose rewards are not finite
@@ -73,7 +78,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
     table = _with_similarity_keys(table_of(steps), settings)
     narrow = columns_of(table, _columns(settings))
     results: dict[str, np.ndarray] = {
-        name: np.empty(len(table), dtype) for name, dtype in _RESULTS.items()
+        name: np.empty(len(table), dtype) for name, dtype in _results(settings).items()
     }
     # The SQL refuses a table in which no step has a key, so it has to see all steps.
     for rows, part in _parts(narrow, whole=_has_no_key(narrow) or settings.estimator in WHITENED):
@@ -104,31 +109,76 @@ def _check_settings(settings: object) -> None:
 
 
 def _with_similarity_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Table:
-    """Return `steps`, with anchor_key made of anchor_text if the anchor compares texts."""
+    """Return `steps`, with keys made of their texts if the anchor compares texts."""
     if settings.anchor not in _SIMILARITY:
         return steps
+    texts = {"anchor_key": columns_of(steps, ("group_uid", "anchor_text"))}
+    if settings.estimator == "graphgpo":
+        texts["final_anchor_key"] = _final_texts(steps)
+    # Row by row, as in GraphGPO's code: the final text comes directly after the last step's.
+    order = np.arange(len(texts) * len(steps)).reshape(len(texts), -1).T.reshape(-1)
     keys = similarity_keys(
-        steps, threshold=settings.similarity, method=_SIMILARITY[settings.anchor]
+        pa.concat_tables(texts.values()).take(order),
+        threshold=settings.similarity,
+        method=_SIMILARITY[settings.anchor],
     )
-    if keys.null_count == len(keys) > 0:
+    made = {name: keys[at :: len(texts)] for at, name in enumerate(texts)}
+    if made["anchor_key"].null_count == len(steps) > 0:
         raise ValueError(
             f"anchor {settings.anchor} compares anchor_text, and every step's is NULL; fill it in, "
             "or take anchor='state'"
         )
-    return steps.select(
-        [name for name in steps.column_names if name != "anchor_key"]
-    ).append_column("anchor_key", keys)
+    steps = steps.select([name for name in steps.column_names if name not in made])
+    for name, column in made.items():
+        steps = steps.append_column(name, column)
+    return steps
+
+
+def _final_texts(steps: pa.Table) -> pa.Table:
+    """Return group_uid, and final_anchor_text as anchor_text: null after a win."""
+    of = columns_of(steps, ("group_uid", "traj_uid", "won", "final_anchor_text"))
+    is_won = pc.is_in(of["traj_uid"], value_set=of["traj_uid"].filter(of["won"]))
+    texts = pc.if_else(is_won, pa.scalar(None, pa.string()), of["final_anchor_text"])
+    return pa.table({"group_uid": of["group_uid"], "anchor_text": texts})
 
 
 def _columns(settings: AdvantageSettings) -> tuple[str, ...]:
+    compares_keys = settings.anchor == "anchor_key" or settings.anchor in _SIMILARITY
+    compares_actions = settings.anchor == "state_and_actions"
+    has_final_nodes = settings.estimator == "graphgpo"
     needed = {
         "version_min": settings.anchor_versions == "window",
         "weight": settings.anchor_versions == "weighted",
         "won": settings.estimator in ("graphgpo", "g2po"),
-        "anchor_key": settings.anchor == "anchor_key" or settings.anchor in _SIMILARITY,
-        "admissible_actions": settings.anchor == "state_and_actions",
+        "anchor_key": compares_keys,
+        "admissible_actions": compares_actions,
+        "final_state_hash": has_final_nodes and not compares_keys,
+        "final_anchor_key": has_final_nodes and compares_keys,
+        "final_admissible_actions": has_final_nodes and compares_actions,
+        "value": settings.estimator in WITH_CRITIC,
     }
     return (*_ALWAYS, *(name for name, is_needed in needed.items() if is_needed))
+
+
+def _codes_of_keys(part: pa.Table) -> dict[str, pa.Array]:
+    """Return the codes of each key. A final state has the code that it has as a step's state."""
+    codes: dict[str, pa.Array] = {}
+    for name in KEYS:
+        if name not in part.column_names or name in codes:
+            continue
+        column, final = part[name], f"final_{name}"
+        if final in part.column_names:
+            column = pa.chunked_array([*column.chunks, *part[final].cast(column.type).chunks])
+            codes[final] = _codes(column)[len(part) :]
+        codes[name] = _codes(column)[: len(part)]
+    return codes
+
+
+def _results(settings: AdvantageSettings) -> dict[str, type[np.generic]]:
+    """Return the columns of the result, with their types."""
+    if settings.estimator in WITH_CRITIC:
+        return _RESULTS | {"value_target": np.float64}
+    return _RESULTS
 
 
 def _codes(column: pa.ChunkedArray) -> pa.Array:
@@ -185,9 +235,7 @@ def _computed(
     part: pa.Table, settings: AdvantageSettings
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the results in the order of the SQL, and the row of `part` that each belongs to."""
-    coded = pa.table(
-        {name: _codes(part[name]) if name in KEYS else part[name] for name in part.column_names}
-    )
+    coded = pa.table({name: part[name] for name in part.column_names} | _codes_of_keys(part))
     computed = _prepared(_of_the_sql(settings)).run(coded)
     # No join by uid and step is needed: the steps of each trajectory are 0..T-1 by now, which gives
     # the row of each.
@@ -233,7 +281,7 @@ class _Prepared:
         self.connection = duckdb.connect(config={"threads": 1})
         self.connection.register("steps", self.source)
         self.connection.execute(advantages_macro(settings))
-        columns = ", ".join(("traj_uid", "step_index", *_RESULTS))
+        columns = ", ".join(("traj_uid", "step_index", *_results(settings)))
         self.connection.execute(f"PREPARE computed AS SELECT {columns} FROM advantages()")
 
     def run(self, steps: pa.Table) -> pa.Table:

@@ -14,7 +14,14 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 # Columns of any type, which are only compared for equality.
-KEYS: Final = ("group_uid", "traj_uid", "state_hash", "anchor_key")
+KEYS: Final = (
+    "group_uid",
+    "traj_uid",
+    "state_hash",
+    "anchor_key",
+    "final_state_hash",
+    "final_anchor_key",
+)
 TYPES: Final = MappingProxyType(
     {
         "step_index": pa.int64(),
@@ -23,8 +30,11 @@ TYPES: Final = MappingProxyType(
         "version_min": pa.int64(),
         "weight": pa.float64(),
         "won": pa.bool_(),
+        "value": pa.float64(),
         "admissible_actions": pa.list_(pa.string()),
         "anchor_text": pa.string(),
+        "final_admissible_actions": pa.list_(pa.string()),
+        "final_anchor_text": pa.string(),
     }
 )
 

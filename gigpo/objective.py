@@ -34,13 +34,14 @@ from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
 PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
 
 # Loss -> its usual corrections and aggregation, which "auto" in a config stands for. They are
-# published with the loss, except token_tis on ppo_clip and reinforce: our choice, because data is
-# always a little stale. verl has it on reinforce (`bypass_pg_is`) and on decoupled ppo_clip
-# (`decoupled_token_is`) only.
+# published with the loss, except token_tis on ppo_clip, reinforce and distillation: our choice,
+# because data is always a little stale. verl has it on reinforce (`bypass_pg_is`) and on decoupled
+# ppo_clip (`decoupled_token_is`) only.
 DEFAULT_PAIRING: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
         "behaviour_cloning": ((), "token_mean"),
         "cispo": ((), "token_mean"),
+        "distillation": (("token_tis",), "token_mean"),
         "dppo_tv": ((), "token_mean"),
         "gspo": ((), "sequence_mean_token_mean"),
         "ppo_clip": (("token_tis",), "token_mean"),

@@ -34,14 +34,17 @@ ESTIMATORS: Final = (
     "graphgpo",
     "g2po",
     "gagpo",
+    "turn_ppo",
 )
 # normalised over the whole batch; the others use each group separately
-WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline")
+WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline", "turn_ppo")
+# computed from the values of a critic, in the column `value`
+WITH_CRITIC: Final = ("turn_ppo",)
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
 ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
-_REALS: Final = ("gamma", "gae_lambda", "omega", "invalid_penalty", "similarity")
+_REALS: Final = ("gamma", "gae_lambda", "graph_gamma", "omega", "invalid_penalty", "similarity")
 _INTEGERS: Final = ("anchor_history", "version_window")
 # differences of versions, and the window + 1, have to fit into 64 bits
 _INTEGER_LIMIT: Final = 2**62
@@ -58,11 +61,12 @@ class AdvantageSettings:
                      'reinforce_pp_baseline' (episode term only); 'hgpo' (nested anchor groups);
                      'graphgpo' (distance-to-success returns); 'g2po' (values of the states that a
                      group met, and their temporal differences); 'gagpo' (generalised advantage
-                     estimation over such values)
+                     estimation over such values); 'turn_ppo' (the same over a critic's values)
     gamma            discount per step of the environment, in [0, 1] (eq. 5), in step returns and
                      values of states only
-    gae_lambda       decay of later temporal differences, in [0, 1], for 'gagpo': 0 looks one step
-                     ahead, 1 to the end
+    gae_lambda       decay of later temporal differences, in [0, 1], for 'gagpo' and 'turn_ppo': 0
+                     looks one step ahead, 1 to the end
+    graph_gamma      discount per edge of the graph of 'graphgpo', in [0, 1]; its authors' step cost
     omega            weight of the step term (eq. 8), for 'gigpo', 'graphgpo' and 'g2po'
     normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or
                      'leave_one_out' (the mean of the others is the baseline); for 'gigpo', 'grpo',
@@ -86,6 +90,7 @@ class AdvantageSettings:
     estimator: str
     gamma: float
     gae_lambda: float
+    graph_gamma: float
     omega: float
     normalise: str
     weighting: str
@@ -122,6 +127,11 @@ class AdvantageSettings:
             raise ValueError(
                 f"gae_lambda={self.gae_lambda} is outside [0, 1]: later differences would count "
                 "for more than earlier ones"
+            )
+        if not 0.0 <= self.graph_gamma <= 1.0:
+            raise ValueError(
+                f"graph_gamma={self.graph_gamma} is outside [0, 1]: states further from success "
+                "would be worth more"
             )
         if not (math.isfinite(self.omega) and self.omega >= 0.0):
             raise ValueError(
@@ -179,11 +189,13 @@ def _python_number(field: str, value: object, *, whole: bool) -> float:
 
 
 # The authors' ALFWorld script. It does not use anchor_history, 3 as HGPO's K = 2, nor similarity,
-# 0.9 as in the paper and in the search script, nor gae_lambda, 0.95 as PPO's authors have it.
+# 0.9 as in the paper and in the search script, nor gae_lambda, 0.95 as PPO's authors have it, nor
+# graph_gamma, 0.1 as in GraphGPO's ALFWorld script.
 PUBLISHED_SETTINGS: Final = AdvantageSettings(
     estimator="gigpo",
     gamma=0.95,
     gae_lambda=0.95,
+    graph_gamma=0.1,
     omega=1.0,
     normalise="mean_std",
     weighting="steps",

@@ -18,11 +18,12 @@ _QUERIES: Final = (
     "episode_groups",
     "episode_advantage",
     "whitening",
-    "graph_returns",
     "scores",
     "suffixes",
     "anchor_keys",
+    "graph_returns",
     "node_values",
+    "critic_values",
     "gae",
     "comparisons",
     "weighted_anchor_groups",
@@ -30,6 +31,7 @@ _QUERIES: Final = (
     "step_advantage",
     "hierarchy",
     "g2po_terms",
+    "turn_ppo_terms",
     "advantages",
 )
 # Short relations, or slow ones. The others are faster computed where they are read than copied
@@ -40,12 +42,16 @@ _MATERIALISED: Final = (
     "episodes",
     "episode_advantage",
     "suffixes",
+    "graph_returns",
     "node_values",
 )
+_STEPS: Final = "FROM steps\n"  # in checked.sql
 _SOURCE: Final = "    FROM checked\n"  # in base.sql
 
 
-def advantages_macro(defaults: AdvantageSettings, anchor_expression: str | None = None) -> str:
+def advantages_macro(
+    defaults: AdvantageSettings, anchor_expression: str | None = None, *, relation: str = "steps"
+) -> str:
     """Return SQL that creates the table macro `advantages(...)` over a view or table `steps`.
 
     Its parameters are the fields of AdvantageSettings except `similarity`, all named, with
@@ -57,9 +63,12 @@ def advantages_macro(defaults: AdvantageSettings, anchor_expression: str | None 
     once. `anchor_expression` is SQL over the columns of `steps`, such as "lower(anchor_text)";
     anchor := 'anchor_key' compares it instead of a column anchor_key. Anchors 'similar' and
     'similar_greedy' are refused, because SQL cannot compare texts so: give `steps` a column
-    anchor_key made by similarity_keys, and use anchor := 'anchor_key'.
+    anchor_key made by similarity_keys, and use anchor := 'anchor_key'. `relation` is the name of a
+    view or table to read instead of `steps`.
     """
     queries = {name: _query(name) for name in _QUERIES}
+    assert _STEPS in queries["checked"]
+    queries["checked"] = queries["checked"].replace(_STEPS, f"FROM {relation}\n")
     if anchor_expression is not None:
         assert _SOURCE in queries["base"]
         others = "COLUMNS(lambda c: lower(c) <> 'anchor_key')"

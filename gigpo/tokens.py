@@ -29,6 +29,7 @@ class Tokens:
     sequence_N            int64 [N]; equal numbers are one sequence; any numbers, in any order
     proximal_logprobs_N   log pi_p, the centre of the trust region; float32/64 [N]. None: mu is the
                           centre
+    teacher_logprobs_N    log q, the teacher of `distillation`; float32/64 [N]. None: no teacher
 
     Two responses of 2 and 1 tokens:
         Tokens(
@@ -44,6 +45,7 @@ class Tokens:
     advantages_N: torch.Tensor
     sequence_N: torch.Tensor
     proximal_logprobs_N: torch.Tensor | None = None
+    teacher_logprobs_N: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}

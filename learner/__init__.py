@@ -9,8 +9,9 @@ ray_actor.py      the Ray actor that the driver starts
 data/             batch_loader: groups to advantages; micro_batch: rows to tensors; prefetch: the
                   next batch in a thread
 rank_group.py     one call on all ranks
-training/         engine: one optimizer update with DeepSpeed; step_metrics: its figures; alarms:
-                  figures beyond their bounds; run_health: errors that end a run
+training/         engine: one optimizer update with DeepSpeed; critic: the same of a value network;
+                  gradient: of either, over ranks; step_metrics: their figures; alarms: figures
+                  beyond their bounds; run_health: errors that end a run
 loss_settings.py  the loss, from the settings of the config
 model/            policy_model: the network; packed_attention and chunked_logprobs: its parts;
                   vision, lora; tiny_model: a base policy without a download
@@ -21,8 +22,9 @@ distributed/      deepspeed_setup, optimizer_state; private_ray: a Ray for one u
 files/            atomic_directory
 replay.py         learner steps again, bit for bit; explain.py shows each group's gradient
 
-A group's way: `Prefetch` claims it, `prepare_batch` reads it and computes advantages, `cut_updates`
-and `micro_batches` make tensors, `RankGroup.train` and `Engine.train` compute the gradient.
+A group's way: `Prefetch` claims it, `prepare_batch` reads it and computes advantages (of a run with
+a critic, from `Critic.values`), `cut_updates` and `micro_batches` make tensors, `RankGroup.train`
+and `Engine.train` compute the gradient.
 `Learner.run` publishes, then settles; `settle` in store/catalog/batches.py makes the batch's groups
 trained.
 """

@@ -11,6 +11,8 @@ files, for each KIND of master, exp_avg and exp_avg_sq (`optimizer_state.py`):
 
     KIND-rank00000.safetensors   float32 tensors by parameter name; rank r of R writes
                                  parameters r, r + R, r + 2 R, ...
+    critic_KIND-rank00000.safetensors   the same of the critic, if the run has one; its parameters'
+                                 names begin with "critic."
     checkpoint.json              a `Content`: the position, and these files with their digests
 
 Parameters that are not trained, such as LoRA's base, are not in it.
@@ -24,6 +26,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,10 +55,11 @@ from learner.files.atomic_directory import (
 from learner.publishing.publish import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
 from printable import UserError
-from store import files_digest, parse_object, whole
+from store import files_digest, integer, parse_object
 
 POINT_FILE = "checkpoint.json"
 FORMAT_VERSION = 2  # 1 was DeepSpeed's own files
+CRITIC = "critic."  # begins the names of the critic's parameters
 FILE_NAME = re.compile(r"[a-z_]+-rank[0-9]+[0-9a-z-]*\.safetensors")  # beside checkpoint.json
 OLDER = "use an older checkpoint"
 
@@ -110,6 +114,13 @@ class Content:
     parameters: dict[str, list[int]]  # name -> shape of the trained ones
     files: list[Files]
     random_states: list[RandomStates]  # by rank
+    critic_adam_steps: int = 0  # 0 without a critic, and in checkpoints from before there was one
+
+    @property
+    def policy_parameters(self) -> dict[str, list[int]]:
+        """Return the parameters without the critic's."""
+        named = self.parameters.items()
+        return {name: shape for name, shape in named if not name.startswith(CRITIC)}
 
 
 def save_checkpoint(
@@ -146,11 +157,21 @@ def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
     faults = from_all_ranks(_find_fault(source, content, share=share), ranks=engine.ranks)
     if any(faults):
         raise CheckpointError(next(filter(None, faults)))
-    parameters = trainable(engine.policy.causal_lm)
+    trained = _trained(engine)
+    parameters = {
+        f"{one.prefix}{name}": parameter
+        for one in trained
+        for name, parameter in one.parameters.items()
+    }
     check_parameters(source, saved=content.parameters, parameters=parameters)
-    write_state(
-        engine.deepspeed, parameters, saved=saved_tensors(source, content), steps=content.adam_steps
-    )
+    saved = saved_tensors(source, content)
+    for one in trained:
+        write_state(
+            one.deepspeed,
+            one.parameters,
+            saved=partial(_with_prefix, saved, one.prefix),
+            steps=content.critic_adam_steps if one.prefix else content.adam_steps,
+        )
     engine.n_updates = content.point.n_updates
     # A rank that did not exist then starts with its own random state.
     if engine.rank < len(content.random_states):
@@ -163,7 +184,7 @@ def read_content(source: Path) -> Content:
     path = source / POINT_FILE
     try:
         record: dict[str, Any] = parse_object(path.read_bytes())
-        found = whole(record, "format_version")
+        found = integer(record, "format_version")
         content = _parse_content(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
@@ -199,8 +220,8 @@ def check_parameters(
         shapes = f"{saved.get(name, 'missing')} there and {here.get(name, 'missing')} here"
         raise CheckpointError(
             f"{source} is of another model: {len(set(wrong))} trained parameters differ, the first "
-            f"is {name}, of shape {shapes}. Use the model.path, model.lora_rank and model.tiny it "
-            "was written with"
+            f"is {name}, of shape {shapes}. Use the model.path, model.lora_rank, model.tiny, "
+            "algorithm.estimator and critic.path it was written with"
         )
 
 
@@ -261,24 +282,62 @@ def _parse_content(record: dict[str, Any]) -> Content:
 def _write_rank_files(engine: Engine, *, directory: Path, point: CheckpointPoint) -> Content:
     """Write this rank's files. Return the content of the whole checkpoint."""
     dist.barrier()  # rank 0 has made the directory
-    parameters = trainable(engine.policy.causal_lm)
-    mine = [_write_kind(engine, parameters, directory=directory, kind=kind) for kind in KINDS]
+    trained = _trained(engine)
+    mine = [
+        _write_kind(engine, one, directory=directory, kind=kind)
+        for one in trained
+        for kind in KINDS
+    ]
+    adam_steps = [read_steps(one.deepspeed, one.parameters) for one in trained]
+    parameters = trained[0].parameters
     per_rank = from_all_ranks((mine, random_states()), ranks=engine.ranks)
     return Content(
         format_version=FORMAT_VERSION,
         point=point,
         dtype=str(next(iter(parameters.values())).dtype).removeprefix("torch."),
         zero_stage=engine.learner.zero_stage,
-        adam_steps=read_steps(engine.deepspeed, parameters),
-        parameters={name: shape_of(parameter) for name, parameter in parameters.items()},
+        adam_steps=adam_steps[0],
+        parameters={
+            f"{one.prefix}{name}": shape_of(parameter)
+            for one in trained
+            for name, parameter in one.parameters.items()
+        },
         files=[files for files_of_rank, _ in per_rank for files in files_of_rank],
         random_states=[states for _, states in per_rank],
+        critic_adam_steps=sum(adam_steps[1:]),
     )
 
 
-def _write_kind(engine: Engine, parameters: Parameters, *, directory: Path, kind: str) -> Files:
-    gathered = read_state(engine.deepspeed, parameters, kind=kind)
-    stem = f"{kind}-rank{engine.rank:05d}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """One network with an optimizer: the policy's, and the critic's."""
+
+    prefix: str  # of its parameters' names in the checkpoint
+    deepspeed: Any
+    parameters: Parameters
+
+
+def _trained(engine: Engine) -> list[_Trained]:
+    """Return the policy and, if there is one, the critic."""
+    policy = trainable(engine.policy.causal_lm)
+    trained = [_Trained(prefix="", deepspeed=engine.deepspeed, parameters=policy)]
+    if engine.critic is not None:
+        network = trainable(engine.critic.network)
+        critic = _Trained(prefix=CRITIC, deepspeed=engine.critic.deepspeed, parameters=network)
+        trained.append(critic)
+    return trained
+
+
+def _with_prefix(
+    saved: Callable[[str, str], torch.Tensor], prefix: str, name: str, kind: str
+) -> torch.Tensor:
+    return saved(f"{prefix}{name}", kind)
+
+
+def _write_kind(engine: Engine, trained: _Trained, *, directory: Path, kind: str) -> Files:
+    read = read_state(trained.deepspeed, trained.parameters, kind=kind)
+    gathered = ((f"{trained.prefix}{name}", tensor) for name, tensor in read)
+    stem = f"{trained.prefix.replace('.', '_')}{kind}-rank{engine.rank:05d}"
     share = islice(gathered, engine.rank, None, engine.ranks)
     shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES, send=None)
     return Files(kind=kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)

@@ -164,7 +164,7 @@ def _figures(gradient: GroupGradient) -> list[str]:
 def _group_rows(engine: Engine, rows: pa.Table, *, group_uid: bytes) -> _GroupRows:
     mine = rows.filter(pc.equal(rows["group_uid"], pa.scalar(group_uid, rows["group_uid"].type)))
     tokens = engine.learner.micro_batch_tokens
-    batches = micro_batches(mine, micro_batch_tokens=tokens, merge_steps=True, ranks=1)
+    batches = micro_batches(mine, micro_batch_tokens=tokens, ranks=1)
     return _GroupRows(rows=mine, batches=batches)
 
 

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from configs import KEPT_CHECKPOINTS, is_offline
+from configs import KEPT_CHECKPOINTS, has_critic, is_offline
 from coordinator import CoordinatorClient, Heartbeat
 from gigpo import prepare_advantages
 from learner.checkpoint import CheckpointError, prune_checkpoints
@@ -24,8 +25,9 @@ from learner.interface import (
     NonFiniteWeightsError,
     StarvationError,
 )
-from learner.rank_group import RankGroup
+from learner.rank_group import RankGroup, train_batch
 from learner.restore_report import restored_lines
+from learner.training.critic import CriticStats, critic_metrics
 from learner.training.run_health import (
     ALARM,
     ALARM_ENDED,
@@ -84,6 +86,8 @@ class Learner:
             prepare_advantages(self.loader.advantages)
             self.ranks = RankGroup(self.config, model_path=setup.model_path)
             after_failure.callback(self.ranks.close)
+            if has_critic(self.config):
+                self.loader = replace(self.loader, values=self.ranks.values)
             self.restored = self._restore()
             after_failure.pop_all()
         self._promise(NO_DEADLINE)  # until the driver has started the other processes
@@ -99,12 +103,12 @@ class Learner:
         clock, alarms = StepClock(), list[str]()
         with closing(Prefetch(self.loader)) as prefetch:
             for batch in self._batches(prefetch, clock):
-                updates = self._train(batch)
+                updates, critic = self._train(batch)
                 self.step += 1
                 # Settling lets workers begin new groups, so the new weights must be there before.
                 with clock.timed("publish_s"):
                     self._publish(self.version + 1)
-                alarms = self._settle(batch, updates=updates, times=clock.end_step())
+                alarms = self._settle(batch, updates=updates, critic=critic, times=clock.end_step())
                 if self.step % self.config.learner.checkpoint_every == 0:
                     with clock.timed("checkpoint_s"):
                         self._save_checkpoint()
@@ -189,8 +193,10 @@ class Learner:
 
     def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
         """Yield the batch of each learner step, while the next one is prepared in a thread."""
-        # With max_staleness=0 no group of the current version is left to prepare in advance.
-        prefetches = self.config.max_staleness > 0 or is_offline(self.config)
+        # With max_staleness=0 no group of the current version is left to prepare in advance. With a
+        # critic the values of a batch are those of the critic after the step before.
+        has_groups = self.config.max_staleness > 0 or is_offline(self.config)
+        prefetches = has_groups and not has_critic(self.config)
         while self.step < self.last_step and not self.stopping.is_set():
             if not prefetch.under_way:
                 prefetch.start(version=self.version, learner_step=self.step + 1)
@@ -240,7 +246,7 @@ class Learner:
                 f"{waiting}"
             )
 
-    def _train(self, batch: PreparedBatch) -> list[UpdateStats]:
+    def _train(self, batch: PreparedBatch) -> tuple[list[UpdateStats], list[CriticStats]]:
         """Apply the optimizer updates of one learner step. Raises an error instead of publishing.
 
         StarvationError, BadUpdatesError and NonFiniteWeightsError end the run.
@@ -248,16 +254,19 @@ class Learner:
         self.heart.promise(LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
         self.health.check_batch(batch)
         if not batch.updates:
-            return []
+            return [], []
         try:
-            updates = self.ranks.train([update.micro_batches for update in batch.updates])
+            updates, critic = train_batch(
+                self.ranks, batch, config=self.config, learner_step=self.step + 1
+            )
         except NonFiniteWeightsError as error:
             raise non_finite_weights(
                 learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config
             ) from error
-        for line in self.health.bad_updates(batch, updates, learner_step=self.step + 1):
-            self._notice(BAD_UPDATE, line)
-        return updates
+        if updates:  # none while the critic warms up
+            for line in self.health.bad_updates(batch, updates, learner_step=self.step + 1):
+                self._notice(BAD_UPDATE, line)
+        return updates, critic
 
     def _publish(self, version: int) -> None:
         """Write the weights, then announce them: an announced version is whole for every reader.
@@ -279,11 +288,17 @@ class Learner:
         prune_oldest(self.layout.weights, keep=keep)
 
     def _settle(
-        self, batch: PreparedBatch, *, updates: list[UpdateStats], times: StepTimes
+        self,
+        batch: PreparedBatch,
+        *,
+        updates: list[UpdateStats],
+        critic: list[CriticStats],
+        times: StepTimes,
     ) -> list[str]:
         """Record the batch as consumed, with the step's figures. Return the alarms that began."""
         figures, alarms = self.health.judge(
-            step_metrics(batch, updates=updates, times=times), learner_step=self.step
+            step_metrics(batch, updates=updates, times=times) | critic_metrics(critic),
+            learner_step=self.step,
         )
         self.coordinator.settle(
             batch.batch.batch_id,
@@ -291,6 +306,7 @@ class Learner:
             version_in=batch.version,
             filtered=batch.filtered,
             metrics=figures,
+            values=batch.values,
         ).get()
         if batch.n_missing:
             self.coordinator.record(REFILL_BOUND, self._refill_line(batch)).get()

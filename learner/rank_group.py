@@ -20,17 +20,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from configs import Config
+from configs import Config, has_critic
 from coordinator import capture_output
 from learner.checkpoint import CheckpointPoint, load_checkpoint, save_checkpoint
+from learner.data.batch_loader import PreparedBatch
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
 from learner.files.atomic_directory import BackgroundFsync
 from learner.interface import RankError
 from learner.publishing.broadcast_sender import Broadcast
 from learner.publishing.publish import publish_weights
+from learner.training.critic import CriticStats
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
 from store import RunLayout, broadcast
@@ -84,6 +87,18 @@ class RankGroup:
         """Apply one optimizer update per list of micro-batches. See `Engine.train`."""
         given = ray.put(updates) if self.peers else None
         return self._run_on_all(lambda: self.engine.train(updates), Engine.train, given)
+
+    def train_critic(self, updates: Sequence[Sequence[MicroBatch]]) -> list[CriticStats]:
+        """Apply one optimizer update of the critic per list. See `Engine.train_critic`."""
+        given = ray.put(updates) if self.peers else None
+        return self._run_on_all(
+            lambda: self.engine.train_critic(updates), Engine.train_critic, given
+        )
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return the critic's values per micro-batch. See `Critic.values`."""
+        given = ray.put(micro_batches) if self.peers else None
+        return self._run_on_all(lambda: self.engine.values(micro_batches), Engine.values, given)
 
     def publish(self, directory: Path) -> str:
         """Write the current weights, send them to the engines, and return their digest.
@@ -237,9 +252,26 @@ def make_engine(config: Config, *, model_path: str, rank: int, address: str | No
         loss=config.loss,
         temperature=config.actors.temperature,
         seed=config.seed,
+        critic=config.critic if has_critic(config) else None,
         rank=rank,
         address=address,
     )
+
+
+def train_batch(
+    ranks: RankGroup, batch: PreparedBatch, *, config: Config, learner_step: int
+) -> tuple[list[UpdateStats], list[CriticStats]]:
+    """Train on a batch: the critic, if the run has one, and the policy.
+
+    In the first `critic.warmup_steps` learner steps the policy is left as it is.
+    """
+    updates = [update.micro_batches for update in batch.updates]
+    if not has_critic(config):
+        return ranks.train(updates), []
+    critic = ranks.train_critic(updates)
+    if learner_step <= config.critic.warmup_steps:
+        return [], critic
+    return ranks.train(updates), critic
 
 
 def log_name(rank: int) -> str:

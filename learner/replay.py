@@ -28,7 +28,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 import configs
-from configs import Config
+from configs import Config, has_critic
 from gigpo import prepare_advantages
 from learner.data.batch_loader import make_loader, prepare_batch
 from learner.distributed.deepspeed_setup import PARTITIONED, device_text, nondeterminism_note
@@ -40,7 +40,8 @@ from learner.distributed.private_ray import (
 )
 from learner.explain import Explanation, explain, left_out_lines, table
 from learner.publishing.export import base_model
-from learner.rank_group import RankGroup
+from learner.rank_group import RankGroup, train_batch
+from learner.training.critic import critic_metrics
 from learner.training.step_metrics import timeless_metrics
 from printable import UserError
 from store import (
@@ -54,10 +55,12 @@ from store import (
     trained_step,
 )
 
+OTHER_VALUES = "trajectories whose values, by the critic, are not the recorded ones"
 LEARNING_RATE = "loss/learning_rate"  # shown first among the differences
 # A run may be continued with other values of these settings, and they change a step's bits.
 CHANGES_BITS = (
     "learner.learning_rate",
+    "critic.learning_rate",
     "learner.steps",
     "learner.ranks",
     "learner.threads",
@@ -162,6 +165,8 @@ def replayed(
         _scratch(layout) as scratch,
         _ranks(config, layout, model_path=model_path, scratch=scratch) as ranks,
     ):
+        if has_critic(config):
+            loader = replace(loader, values=ranks.values)
         start = _restored(layout, ranks, before=first, model_path=model_path, scratch=scratch)
         say(start.what)
         if not start.same:
@@ -179,10 +184,12 @@ def replayed(
             )
             if explained is not None and learner_step == first:
                 explained(explain(ranks.engine, batch))
-            updates = ranks.train([update.micro_batches for update in batch.updates])
-            figures = timeless_metrics(batch, updates)
+            updates, critic = train_batch(ranks, batch, config=config, learner_step=learner_step)
+            figures = timeless_metrics(batch, updates) | critic_metrics(critic)
             compared = figures.keys() & recorded.figures.keys()
             pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
+            other_values = sum(recorded.values.get(uid) != own for uid, own in batch.values.items())
+            pairs[OTHER_VALUES] = (0.0, float(other_values))
             what = f"groups {len(recorded.batch.groups)}, rows {batch.rows.num_rows}"
             if batch.replayed.num_rows:
                 what += f", rows of replayed wins {batch.replayed.num_rows}"

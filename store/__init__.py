@@ -12,7 +12,6 @@ catalog/             what counts: groups, batches, versions, segments
 reading/             the manifest, the SQL views, and a reader that can do no harm
 maintenance/         compaction, retention, fsck, repair, rebuild
 exchange/            data sets, offline groups, and forks: trajectories from run to run
-bias/                compare the trajectories that were dropped with those trained on
 untrusted/           files and settings that a stranger may have written
 storage.py           the files of a run in a local directory or an object store
 remote_directory.py  weights in an object store

@@ -2,11 +2,9 @@ from . import broadcast as broadcast
 from .atomic_write import READ_WRITE as READ_WRITE
 from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
-from .bias.report import BiasReport as BiasReport
-from .bias.report import Comparison as Comparison
-from .bias.report import bias_report as bias_report
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
+from .catalog.records import EXTRA_OF as EXTRA_OF
 from .catalog.records import IMPORTED as IMPORTED
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
 from .catalog.records import Batch as Batch
@@ -31,8 +29,10 @@ from .errors import UnavailableError as UnavailableError
 from .exchange.datasets import export_selection as export_selection
 from .exchange.datasets import import_selection as import_selection
 from .exchange.datasets import live_files as live_files
+from .exchange.datasets import trajectories_where as trajectories_where
 from .exchange.fork import check_fork as check_fork
 from .exchange.fork import fork as fork
+from .exchange.offline_import import OfflineRows as OfflineRows
 from .exchange.offline_import import OfflineSource as OfflineSource
 from .exchange.offline_import import TakenSource as TakenSource
 from .exchange.offline_import import find_sources as find_sources
@@ -41,7 +41,7 @@ from .exchange.offline_import import take_sources as take_sources
 from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid
-from .hashing import whole_text as whole_text
+from .hashing import valid_text as valid_text
 from .layout import CONFIG_FILE as CONFIG_FILE
 from .layout import DRIVER_FILE as DRIVER_FILE
 from .layout import FORMAT as FORMAT
@@ -82,6 +82,7 @@ from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout
 from .reading.reader import open_run as open_run
 from .records import SEGMENT_SCHEMA as SEGMENT_SCHEMA
+from .records import FinalObservation as FinalObservation
 from .records import Step as Step
 from .records import StepImage as StepImage
 from .records import Trajectory as Trajectory
@@ -95,10 +96,10 @@ from .segments import read_segment as read_segment
 from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment
 from .untrusted.file_access import open_file as open_file
+from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
-from .untrusted.json_values import whole as whole
 from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.signatures import made_by_this_user as made_by_this_user
 from .untrusted.signatures import sign_run as sign_run

@@ -37,11 +37,11 @@ def state_hash(text: str) -> bytes:
             "as a text"
         )
     return hashlib.blake2b(
-        canonical(whole_text(text)).encode(), digest_size=HASH_BYTES, person=_STATE_TAG
+        canonical(valid_text(text)).encode(), digest_size=HASH_BYTES, person=_STATE_TAG
     ).digest()
 
 
-def whole_text(text: str) -> str:
+def valid_text(text: str) -> str:
     """Return `text` with U+FFFD for every lone surrogate, which no file and no database takes.
 
     Two halves of one character that follow each other become that character. They come from JSON,

@@ -23,7 +23,7 @@ from store.untrusted import json_values
 from store.untrusted.signatures import sign_run, state_directory
 
 # Of a run and of every file in it. A change that this version would misread needs another name.
-FORMAT = "async-gigpo/1"
+FORMAT = "async-gigpo/2"
 UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -184,9 +184,9 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
         info = RunInfo(
             run_id=json_values.text(content, "run_id"),
             format=FORMAT,
-            canonicaliser_version=json_values.whole(content, "canonicaliser_version"),
+            canonicaliser_version=json_values.integer(content, "canonicaliser_version"),
             config_yaml=json_values.text(content, "config_yaml"),
-            created_us=json_values.whole(content, "created_us"),
+            created_us=json_values.integer(content, "created_us"),
             storage_uri=json_values.optional_text(content, "storage_uri"),
             forked_from=json_values.optional_text(content, "forked_from"),
             ancestors=json_values.texts(content, "ancestors"),

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from store.errors import StoreError
-from store.hashing import HASH_BYTES, whole_text
+from store.hashing import HASH_BYTES, valid_text
 
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
@@ -60,6 +60,12 @@ SEGMENT_SCHEMA = pa.schema(
         ("gen_us", pa.int64()),
         ("env_us", pa.int64()),
         ("images", IMAGES_TYPE),  # null where the observation has none
+        # The observation after the trajectory's last action: in the row of its last step, null in
+        # the others, and where it is not known.
+        ("final_observation", pa.string()),
+        ("final_anchor_text", pa.string()),
+        ("final_state_hash", UID_TYPE),
+        ("final_admissible_actions", pa.list_(pa.string())),
     ]
 )
 
@@ -103,6 +109,16 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FinalObservation:
+    """The observation after a trajectory's last action, on which no action was taken."""
+
+    text: str
+    anchor_text: str | None  # as of a Step
+    state_hash: bytes | None
+    admissible_actions: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """The ordered steps of one attempt at a task."""
 
@@ -116,6 +132,7 @@ class Trajectory:
     won: bool
     task_score: float | None
     steps: tuple[Step, ...]
+    final_observation: FinalObservation | None = None  # None: not known
 
     @property
     def n_steps(self) -> int:
@@ -157,6 +174,13 @@ _TRAJECTORY_COLUMNS = frozenset(
     ["traj_uid", "group_uid", "env_name", "task_id", "split", "seed", "member", "won", "task_score"]
 )
 _RENAMED = {"t_start": "t_start_us"}
+_FINAL_COLUMNS = {
+    "final_observation": "text",
+    "final_anchor_text": "anchor_text",
+    "final_state_hash": "state_hash",
+    "final_admissible_actions": "admissible_actions",
+}
+_HASH_WITH_TEXT = "anchor_text and state_hash go together; set both"
 CHANNELS = 3  # of an image
 _LIST_TYPECODES = {pa.list_(pa.int32()): "i", pa.list_(pa.float32()): "f"}
 
@@ -180,6 +204,9 @@ def _check_shape(trajectory: Trajectory) -> None:
     for expected, step in enumerate(trajectory.steps):
         if problem := _problem(step, expected):
             raise StoreError(f"trajectory {name} step {expected}: {problem}")
+    final = trajectory.final_observation
+    if final is not None and (final.anchor_text is None) != (final.state_hash is None):
+        raise StoreError(f"trajectory {name}, final observation: {_HASH_WITH_TEXT}")
 
 
 def _problem(step: Step, expected: int) -> str:
@@ -201,7 +228,7 @@ def _problem(step: Step, expected: int) -> str:
                 f"pixel is {CHANNELS}, red, green and blue"
             )
     if (step.anchor_text is None) != (step.state_hash is None):
-        return "anchor_text and state_hash go together; set both"
+        return _HASH_WITH_TEXT
     if step.version_min > step.version_max:
         return f"version_min {step.version_min} > version_max {step.version_max}"
     return ""
@@ -225,6 +252,13 @@ def _column(field: pa.Field, rows: Sequence[tuple[Trajectory, Step]]) -> pa.Arra
         values: list[Any] = [trajectory.n_steps for trajectory, _ in rows]
     elif name in _TRAJECTORY_COLUMNS:
         values = [getattr(trajectory, name) for trajectory, _ in rows]
+    elif name in _FINAL_COLUMNS:
+        finals = [
+            trajectory.final_observation if step is trajectory.steps[-1] else None
+            for trajectory, step in rows
+        ]
+        attribute = _FINAL_COLUMNS[name]
+        values = [None if final is None else getattr(final, attribute) for final in finals]
     else:
         attribute = _RENAMED.get(name, name)
         values = [getattr(step, attribute) for _, step in rows]
@@ -253,7 +287,7 @@ def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 def _whole(value: Any) -> Any:
     """Make a text, or each text of a sequence, whole. Return other values as they are."""
     if isinstance(value, str):
-        return whole_text(value)
+        return valid_text(value)
     return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
 
 

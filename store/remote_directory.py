@@ -87,7 +87,7 @@ def _sizes(layout: RunLayout, path: str) -> dict[str, int]:
     try:
         sizes = json_values.parse_object(layout.storage.read(f"{path}/{MARKER}").to_pybytes())
         if all(map(FILE_NAME.fullmatch, sizes)):
-            return {file: json_values.whole(sizes, file) for file in sizes}
+            return {file: json_values.integer(sizes, file) for file in sizes}
     except ValueError as error:
         raise StoreError(f"{name} is damaged ({error}); publish it again") from error
     raise StoreError(f"{name} names a file that no published weights have; publish it again")

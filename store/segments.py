@@ -48,6 +48,10 @@ DICTIONARY_COLUMNS = [
     "state_hash",
     "action_text",
     "admissible_actions.list.element",
+    "final_observation",
+    "final_anchor_text",
+    "final_state_hash",
+    "final_admissible_actions.list.element",
 ]
 # This makes them a quarter smaller. Token ids would gain 8% at most, and DuckDB 1.5 reads split
 # bytes of floats only.

@@ -3,8 +3,9 @@
     conversation = Conversation(tokenizer, chat_variables={}, max_characters=4096)
     prompt_ids = conversation.prompt(messages)
     reply = Message(role="assistant", content="It is 7.")
-    conversation.record(messages, reply=reply.content, token_ids=prompt_ids + response_ids, ...)
+    conversation.record(messages, reply=reply, token_ids=prompt_ids + response_ids, ...)
     conversation.prompt((*messages, reply, question))    # begins with those token ids
+    conversation.written(messages, reply=reply)          # response_ids, if nobody sampled them
 
 A reply that a program sends back unchanged stands for its sampled tokens, even if its text would be
 tokenised differently. For an edited reply there are no such tokens, so the whole prompt is made
@@ -14,21 +15,20 @@ from text. That is right too, because it is the prompt that the model was given.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from actors.prompting.chat_template import Tokenizer
+from actors.prompting.messages import Message, for_template
+
+Tools = Sequence[Mapping[str, Any]]  # definitions of functions, as in an OpenAI request
 
 
 class PromptTooLong(ValueError):
     """The prompt has more characters than a model of this size takes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    role: str  # "system", "user" or "assistant"
-    content: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,55 +54,91 @@ class Conversation:
         # by the digest of all messages including the reply; of equal ones the newest
         self._exchanges: dict[bytes, _Exchange] = {}
 
-    def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    def prompt(self, messages: tuple[Message, ...], *, tools: Tools = ()) -> tuple[int, ...]:
         """Return the token ids up to where the reply begins.
 
         Takes time in proportion to the characters. Raises PromptTooLong, and the errors of the chat
         template.
         """
-        for end, digest in reversed(list(_digests(messages))):
+        for end, digest in reversed(list(_digests(messages, tools=tools))):
             exchange = self._exchanges.get(digest)
             if exchange is None:
                 continue
-            rest = self._tokens_after(messages, end=end, exchange=exchange)
+            rest = self._tokens_after(messages, tools=tools, end=end, exchange=exchange)
             if rest is None:  # a template that hides one reply may hide all: try no other
                 break
             return (*exchange.token_ids, *rest)
-        return tuple(self._encode(self._render(messages)))
+        return tuple(self._encode(self._render(messages, tools=tools)))
 
     def record(
-        self, messages: tuple[Message, ...], *, reply: str, token_ids: tuple[int, ...], ended: bool
+        self,
+        messages: tuple[Message, ...],
+        *,
+        reply: Message,
+        token_ids: tuple[int, ...],
+        ended: bool,
+        tools: Tools = (),
     ) -> None:
         """Keep the `token_ids` of prompt and response.
 
         `ended` says that the last token is the model's end token, not cut off by a limit.
         """
-        *_, (_, digest) = _digests((*messages, Message(role="assistant", content=reply)))
+        *_, (_, digest) = _digests((*messages, reply), tools=tools)
         self._exchanges[digest] = _Exchange(token_ids=token_ids, ended=ended)
 
+    def written(
+        self, messages: tuple[Message, ...], *, reply: Message, tools: Tools = ()
+    ) -> tuple[int, ...]:
+        """Return the token ids that a model would have to sample for `reply`, end token included.
+
+        It is the text that the chat template writes for the reply. The end token is the special
+        token that the template writes behind it, else the tokenizer's. Raises ValueError for a
+        template that does not write the reply behind its prompt; PromptTooLong, and the errors of
+        the template.
+        """
+        before = self._render(messages, tools=tools)
+        whole = self._render((*messages, reply), tools=tools, generation=False)
+        marked = (*messages, Message(role="assistant", content=self._stand_in))
+        _, found, after = self._render(marked, tools=tools, generation=False).rpartition(
+            self._stand_in
+        )
+        if not (found and whole.startswith(before) and whole.endswith(after)):
+            raise ValueError("the chat template does not show the reply behind its own prompt")
+        response = self._encode(whole[len(before) : len(whole) - len(after)])
+        closing = self._encode(after)[:1]
+        is_special = closing and not self._tokenizer.decode(closing, skip_special_tokens=True)
+        return (*response, *(closing if is_special else [self._tokenizer.eos_token_id]))
+
     def _tokens_after(
-        self, messages: tuple[Message, ...], *, end: int, exchange: _Exchange
+        self, messages: tuple[Message, ...], *, tools: Tools, end: int, exchange: _Exchange
     ) -> list[int] | None:
         """Return the tokens that the chat template writes after the reply `messages[end - 1]`.
 
         Returns None if the template does not show where that is.
         """
-        stand_in = Message(role="assistant", content=self._stand_in)
-        text = self._render((*messages[: end - 1], stand_in, *messages[end:]))
-        _, *rest = text.split(self._stand_in)
+        reply = Message(role="assistant", content=self._stand_in)
+        replaced = (*messages[: end - 1], reply, *messages[end:])
+        _, *rest = self._render(replaced, tools=tools).split(self._stand_in)
         if len(rest) != 1:
+            return None
+        # Some templates look for the calls of a reply when they write the answers of the tools.
+        if messages[end - 1].tool_calls and not self._render(messages, tools=tools).endswith(
+            rest[0]
+        ):
             return None
         token_ids = self._encode(rest[0])
         # The template writes the end token. A response that ended by itself has it already.
         has_end = exchange.ended and token_ids[:1] == [exchange.token_ids[-1]]
         return token_ids[has_end:]
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], *, tools: Tools, generation: bool = True) -> str:
+        offered = {"tools": list(tools)} if tools else {}
         text: str = self._tokenizer.apply_chat_template(
-            [asdict(message) for message in messages],
-            add_generation_prompt=True,
+            [for_template(message) for message in messages],
+            add_generation_prompt=generation,
             tokenize=False,
             return_dict=False,
+            **offered,
             **self._variables,
         )
         return text
@@ -113,11 +149,16 @@ class Conversation:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _digests(messages: Sequence[Message]) -> Iterator[tuple[int, bytes]]:
-    """Yield (n, digest of the first n messages) for n = 1, 2, ... Reads each message once."""
-    hasher = hashlib.blake2b(digest_size=16)
+def _digests(messages: Sequence[Message], *, tools: Tools) -> Iterator[tuple[int, bytes]]:
+    """Yield (n, digest of the tools and the first n messages) for n = 1, 2, ...
+
+    Reads each message once.
+    """
+    hasher = hashlib.blake2b(json.dumps(list(tools)).encode(), digest_size=16)
     for end, message in enumerate(messages, start=1):
-        for text in (message.role, message.content):
+        texts = (message.role, message.content, *message.tool_texts)
+        hasher.update(len(texts).to_bytes(8, "little"))
+        for text in texts:
             data = text.encode(errors="surrogatepass")
             hasher.update(len(data).to_bytes(8, "little"))
             hasher.update(data)

@@ -55,6 +55,7 @@ class ProgramEpisodes:
             episode=ids,
             won=outcome is not None and outcome.won,
             task_score=None if outcome is None else outcome.task_score,
+            final=None,
         )
 
     def waiting(self) -> tuple[str, float] | None:

@@ -7,10 +7,12 @@ unsupported way is refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,10 +21,11 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    model_validator,
 )
 
-from actors.endpoint.conversation import Message
 from actors.prompting.chat_template import LONG_CHARACTERS
+from actors.prompting.messages import Message, ToolCall
 
 MAX_N = 128
 MAX_STOPS = 4
@@ -56,8 +59,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "top_logprobs": (0,),
 }
 
@@ -85,16 +86,76 @@ def _as_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
-    # The endpoint takes no tool calls; a program writes them into the text instead.
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+def _as_json(arguments: object) -> object:
+    """Return the arguments as JSON: data sets have objects, and "" for none."""
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    return arguments or "{}"
+
+
+def _is_object(arguments: str) -> str:
+    if not isinstance(json.loads(arguments), dict):
+        raise ValueError("the arguments of a call are a JSON object")
+    return arguments
+
+
+class _Function(BaseModel):
+    name: StrictStr
+    arguments: Annotated[StrictStr, BeforeValidator(_as_json), AfterValidator(_is_object)] = "{}"
+
+
+class _Call(BaseModel):
+    id: StrictStr | None = None
+    type: Literal["function"] | None = None
+    function: _Function
+
+
+class ChatMessage(BaseModel):
+    """Hold a valid message. An absent field and null both mean the default."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[list[_TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)] | None
+    ) = None
+    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
+    tool_call_id: StrictStr | None = None
+    name: StrictStr | None = None
     function_call: None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} has tool_calls")
+        return self
+
     def plain(self) -> Message:
-        role = "system" if self.role == "developer" else self.role
-        return Message(role=role, content="\n".join(part.text for part in self.content))
+        return Message(
+            role="system" if self.role == "developer" else self.role,
+            content="\n".join(part.text for part in self.content or ()),
+            tool_calls=tuple(
+                ToolCall(
+                    id=call.id or "", name=call.function.name, arguments=call.function.arguments
+                )
+                for call in self.tool_calls or ()
+            ),
+            tool_call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
+
+
+class _Definition(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[StrictStr, Field(min_length=1)]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Definition
 
 
 class _StreamOptions(BaseModel):
@@ -107,7 +168,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     # One error is enough: each would be an object of hundreds of bytes.
-    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -122,6 +183,9 @@ class ChatRequest(BaseModel):
     logprobs: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: _StreamOptions | None = None
+    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    # "required" and one tool by name would force tokens, which the policy did not choose.
+    tool_choice: Literal["none", "auto"] | None = None
     anchor: StrictStr | None = None
 
     @property
@@ -136,13 +200,24 @@ class ChatRequest(BaseModel):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def offered(self) -> tuple[dict[str, Any], ...]:
+        """Return the definitions of the tools, as the request has them."""
+        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
     def conversation(self) -> tuple[Message, ...]:
         return tuple(message.plain() for message in self.messages)
 
 
 def takes_long(messages: tuple[Message, ...]) -> bool:
     """Return whether tokenising the messages takes too long for an event loop to wait for it."""
-    n_characters = sum(len(message.content) for message in messages)
+    n_characters = sum(
+        len(text) for message in messages for text in (message.content, *message.tool_texts)
+    )
     return len(messages) > MANY_MESSAGES or n_characters > LONG_CHARACTERS
 
 
@@ -151,7 +226,8 @@ def parse_request(body: bytes) -> ChatRequest:
     try:
         request = ChatRequest.model_validate_json(body)
     except ValidationError as error:
-        raise _first_fault(error) from None
+        message, param = first_fault(error)
+        raise refused(message, param) from None
     for name, value in (request.model_extra or {}).items():
         if value is None or name in IGNORED:
             continue
@@ -169,17 +245,20 @@ def refused(message: str, param: str | None) -> RequestError:
     return RequestError(message, status=400, code="invalid_value", param=param)
 
 
-def _first_fault(error: ValidationError) -> RequestError:
+def first_fault(error: ValidationError) -> tuple[str, str | None]:
+    """Return the first fault of an invalid value, and the field that has it, None for the whole."""
     first = error.errors(include_url=False)[0]
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
     kind, param = first["type"], "".join(steps).removeprefix(".")
     if kind == "json_invalid":
-        return refused(f"the request is not JSON: {first['msg']}", None)
+        return f"it is not JSON: {first['msg']}", None
     if not param:
-        return refused("the request must be a JSON object", None)
+        return "it must be a JSON object", None
     if kind == "missing":
-        return refused(f"{param} is missing", param)
-    if param.endswith((".tool_calls", ".function_call")):
-        why = f"{param} is not supported by this endpoint: write the call into the text"
-        return refused(why, param)
-    return refused(f"{param}={first['input']!r}: {first['msg']}", param)
+        return f"{param} is missing", param
+    if param.endswith(".function_call"):
+        return f"{param} is not supported: use tool_calls", param
+    if param == "tool_choice":
+        choice = "use 'auto' or 'none': a call that is forced is not the policy's own choice"
+        return f"tool_choice={first['input']!r} is not supported; {choice}", param
+    return f"{param}={first['input']!r}: {first['msg']}", param

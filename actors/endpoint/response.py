@@ -7,13 +7,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from actors.endpoint.conversation import Tools
+from actors.endpoint.vllm_tool_calls import ToolCallParser
 from actors.policy import Completion
 from actors.prompting.chat_template import Tokenizer
+from actors.prompting.messages import Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
     text: str  # without the stop text, as OpenAI has it
+    message: Message  # the text, or the tool calls in it and the rest of it
     completion: Completion  # as cut, including the sampled tokens of the stop text
     ended: bool  # the last token is the model's end token
 
@@ -42,7 +46,24 @@ def cut_reply(
         reason = "stop"
     logprobs = completion.logprobs[: len(token_ids)]
     cut = replace(completion, token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
-    return Reply(text=text, completion=cut, ended=ended)
+    message = Message(role="assistant", content=text)
+    return Reply(text=text, message=message, completion=cut, ended=ended)
+
+
+def with_calls(
+    reply: Reply, tokenizer: Tokenizer, *, parser: ToolCallParser, tools: Tools
+) -> Reply:
+    """Return the reply with the tool calls that `parser` finds in it.
+
+    They are read from the tokens: in some models the marks of a call are special tokens.
+    """
+    token_ids = reply.completion.token_ids
+    said = token_ids[: len(token_ids) - reply.ended]
+    content, calls = parser.read(tokenizer.decode(said, skip_special_tokens=False), tools)
+    if not calls:
+        return reply
+    message = Message(role="assistant", content=content, tool_calls=calls)
+    return replace(reply, message=message)
 
 
 def chat_completion(
@@ -64,9 +85,9 @@ def chat_completion(
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": reply.text, "refusal": None},
+                "message": _message(reply.message),
                 "logprobs": _logprobs(reply.completion, tokenizer) if logprobs else None,
-                "finish_reason": reply.completion.finish_reason,
+                "finish_reason": _finish_reason(reply),
             }
             for index, reply in enumerate(replies)
         ],
@@ -85,9 +106,14 @@ def chunks(body: dict[str, object], *, include_usage: bool) -> Iterator[dict[str
     choices = body["choices"]
     assert isinstance(choices, list)
     for choice in choices:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [
+                {"index": index, **call} for index, call in enumerate(delta["tool_calls"])
+            ]
         text = {
             "index": choice["index"],
-            "delta": choice["message"],
+            "delta": delta,
             "logprobs": choice["logprobs"],
             "finish_reason": None,
         }
@@ -96,6 +122,26 @@ def chunks(body: dict[str, object], *, include_usage: bool) -> Iterator[dict[str
         yield {**common, "choices": [end]}
     if include_usage:
         yield {**common, "choices": [], "usage": body["usage"]}
+
+
+def _message(message: Message) -> dict[str, object]:
+    if not message.tool_calls:
+        return {"role": "assistant", "content": message.content, "refusal": None}
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in message.tool_calls
+    ]
+    content = message.content or None
+    return {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
+
+
+def _finish_reason(reply: Reply) -> str:
+    reason = reply.completion.finish_reason
+    return "tool_calls" if reply.message.tool_calls and reason == "stop" else reason
 
 
 def _logprobs(completion: Completion, tokenizer: Tokenizer) -> dict[str, object]:

@@ -27,15 +27,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from aiohttp import web
 from jinja2 import TemplateError
 
-from actors.endpoint.conversation import Conversation, Message, PromptTooLong
+from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
 from actors.endpoint.request import ChatRequest, RequestError, parse_request, refused, takes_long
-from actors.endpoint.response import Reply, chat_completion, chunks, cut_reply
+from actors.endpoint.response import Reply, chat_completion, chunks, cut_reply, with_calls
+from actors.endpoint.vllm_tool_calls import ToolCallParser
 from actors.policy import Completion, Policy, Prompt
-from actors.prompting.chat_template import Tokenizer, longest_token
+from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
+from actors.prompting.messages import Message, seen_text
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
 from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
 from configs import Config, max_model_tokens
@@ -49,6 +52,7 @@ BYTES_PER_CHARACTER = 6  # in JSON, where a character may be written as "\\u1234
 BODY_TIMEOUT_S = 60.0  # for a client to send its whole request
 IDLE_TIMEOUT_S = 120.0  # for a connection without a complete request
 CLOSE_TIMEOUT_S = 1.0  # for answers that are being written
+T = TypeVar("T")
 KEY = re.compile("episode-([0-9]{1,19})-[0-9a-f]{32}")  # number of an episode, and its signature
 
 
@@ -127,8 +131,9 @@ class Endpoint:
         self._model = Path(config.run_dir).name  # as /v1/models names it
         self._max_response_tokens = config.actors.max_response_tokens
         self._max_model_tokens = max_model_tokens(config)  # prompt and response together
-        thinking = config.prompt.thinking
-        self._chat_variables = {} if thinking is None else {"enable_thinking": thinking}
+        self._chat_variables = chat_variables(config.prompt.thinking)
+        self._tool_parser_name = config.prompt.tool_parser
+        self._tool_parser: ToolCallParser | None = None  # found at the first request with tools
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
         self._open: dict[int, Recording] = {}
@@ -248,7 +253,10 @@ class Endpoint:
         """
         messages = asked.conversation()
         recording.refuse_beyond(asked.n_choices)
-        prompt = Prompt(token_ids=await self._prompt(recording, messages), actions=None)
+        parser = await self._parser(recording) if asked.reads_calls else None
+        tools = asked.offered
+        token_ids = await self._prompt(recording, messages, tools=tools)
+        prompt = Prompt(token_ids=token_ids, actions=None)
         # Checked again: the thread took time, in which other requests were answered.
         recording.refuse_beyond(asked.n_choices)
         room = self._max_model_tokens - len(prompt.token_ids)
@@ -258,13 +266,14 @@ class Endpoint:
             completions = await self._generate(recording, prompt, numbers=numbers)
         gen_us = round((time.perf_counter() - started) * 1e6)
         recording.refuse_beyond(0)
-        inputs = [message.content for message in messages if message.role != "assistant"]
-        observation = Observation(text=inputs[-1] if inputs else "", anchor=asked.anchor)
+        observation = Observation(text=seen_text(messages), anchor=asked.anchor)
         replies = []
         for number, completion in zip(numbers, completions, strict=True):
             reply = cut_reply(
                 completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ()
             )
+            if parser is not None:
+                reply = with_calls(reply, self.tokenizer, parser=parser, tools=tools)
             step = step_of(
                 reply.completion,
                 number=number,
@@ -278,22 +287,50 @@ class Endpoint:
             recording.add(number, step)
             recording.conversation.record(
                 messages,
-                reply=reply.text,
+                reply=reply.message,
                 token_ids=prompt.token_ids + reply.completion.token_ids,
                 ended=reply.ended,
+                tools=tools,
             )
             replies.append(reply)
         return numbers[0], replies, len(prompt.token_ids)
 
-    async def _prompt(self, recording: Recording, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    async def _parser(self, recording: Recording) -> ToolCallParser:
+        """Find the parser of tool calls in a thread, once. Raises RequestError without one."""
+        if self._tool_parser is None:
+            try:
+                self._tool_parser = await self._in_thread(
+                    recording,
+                    lambda: ToolCallParser(self.tokenizer, name=self._tool_parser_name),
+                    takes_long=True,
+                )
+            except ValueError as error:
+                raise refused(str(error), "tools") from None
+        return self._tool_parser
+
+    async def _prompt(
+        self, recording: Recording, messages: tuple[Message, ...], *, tools: Tools
+    ) -> tuple[int, ...]:
         """Make the prompt in a thread: the event loop has heartbeats to send."""
-        thread = LONG_PROMPTS if takes_long(messages) else SHORT_PROMPTS
         try:
-            prompt_ids = await thread.make(
-                lambda: recording.conversation.prompt(messages),
-                tokenizer=self.tokenizer,
-                label=recording.label,
+            prompt_ids = await self._in_thread(
+                recording,
+                lambda: recording.conversation.prompt(messages, tools=tools),
+                takes_long=takes_long(messages),
             )
+        except PromptTooLong as error:
+            raise self._too_long(recording, str(error)) from None
+        if len(prompt_ids) >= self._max_model_tokens:
+            raise self._too_long(recording, f"the prompt has {len(prompt_ids)} tokens")
+        return prompt_ids
+
+    async def _in_thread(
+        self, recording: Recording, work: Callable[[], T], *, takes_long: bool
+    ) -> T:
+        """Return `work()`, which uses the chat template. Raises RequestError if that fails."""
+        thread = LONG_PROMPTS if takes_long else SHORT_PROMPTS
+        try:
+            return await thread.make(work, tokenizer=self.tokenizer, label=recording.label)
         except PromptStuckError as error:
             recording.failure = error
             raise RequestError(str(error), status=500, code="prompt_failed", param=None) from error
@@ -301,11 +338,6 @@ class Endpoint:
             raise refused(
                 f"the model's chat template does not take these messages: {error}", "messages"
             ) from None
-        except PromptTooLong as error:
-            raise self._too_long(recording, str(error)) from None
-        if len(prompt_ids) >= self._max_model_tokens:
-            raise self._too_long(recording, f"the prompt has {len(prompt_ids)} tokens")
-        return prompt_ids
 
     def _too_long(self, recording: Recording, size: str) -> RequestError:
         limit = f"the model takes {self._max_model_tokens} tokens, prompt and reply together"

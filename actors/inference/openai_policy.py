@@ -29,7 +29,7 @@ from actors.prompting.chat_template import SHORTEST_BOUND
 from configs import Config, EndpointConfig
 from envs import PendingOperations
 from printable import UserError, did_you_mean, one_line
-from store import whole_text
+from store import valid_text
 
 if TYPE_CHECKING:
     import httpx2
@@ -217,14 +217,14 @@ def reply_of(answer: Any, *, stop: Sequence[str]) -> tuple[str, str]:
         raise TypeError("a message is text")
     # The thought may quote a stop text, so only the rest is searched.
     text, stopped = with_stop_text(
-        content, stop=stop, at=choice.get("stop_reason"), is_whole=reason == "stop"
+        content, stop=stop, at=choice.get("stop_reason"), has_ended=reason == "stop"
     )
     text = f"<think>{thought}</think>{text}" if thought else text
     return text, "stop" if reason == "stop" or stopped else "length"
 
 
 def with_stop_text(
-    text: str, *, stop: Sequence[str], at: object, is_whole: bool
+    text: str, *, stop: Sequence[str], at: object, has_ended: bool
 ) -> tuple[str, bool]:
     """Return the reply with the stop text that ended it, and whether one did.
 
@@ -238,7 +238,7 @@ def with_stop_text(
         return f"{text}{at}", True
     opened = {text.rfind(f"<{one[2:]}"): one for one in stop if one.startswith("</")}
     last = max(opened, default=-1)
-    return (text + opened[last], True) if is_whole and last >= 0 else (text, False)
+    return (text + opened[last], True) if has_ended and last >= 0 else (text, False)
 
 
 async def _check(response: httpx2.Response) -> None:
@@ -308,7 +308,7 @@ def _json(data: bytes) -> Any:
     try:
         value = json.loads(text)
         if "\\ud" in text.lower():  # the only way to write a lone surrogate
-            value = json.loads(whole_text(json.dumps(value, ensure_ascii=False)))
+            value = json.loads(valid_text(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return None
     return value

@@ -96,6 +96,11 @@ def longest_token(tokenizer: Tokenizer) -> int:
     return max(SHORTEST_BOUND, max(map(len, tokenizer.get_vocab()), default=0))
 
 
+def chat_variables(thinking: bool | None) -> dict[str, object]:
+    """Return the variables for a chat template that say whether the model thinks; None: neither."""
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
 class TokenCache:
     """Keep the token ids of the newest messages, up to KEPT_CHARACTERS. Threads may share it.
 
@@ -134,9 +139,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool | None) -> None:
         self._tokenizer = tokenizer
-        self._variables: dict[str, object] = {}
-        if thinking is not None:
-            self._variables["enable_thinking"] = thinking
+        self._variables = chat_variables(thinking)
         self._in_parts = False
         self._cache = TokenCache()
         if fault := self._with_timeout(self._choose_form):

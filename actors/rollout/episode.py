@@ -22,7 +22,7 @@ from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS
 from actors.prompting.template import Turn
 from configs import Config
 from envs import EnvironmentPool, Observation, Task, Transition
-from store import Step, StepImage, Trajectory, now_us, state_hash, uid
+from store import FinalObservation, Step, StepImage, Trajectory, now_us, state_hash, uid
 
 
 class AsyncEnvironment(Protocol):
@@ -190,7 +190,12 @@ async def play_episode(
         steps[-1] = replace(steps[-1], truncated=True)
     assert transition is not None
     return trajectory_of(
-        steps, task=task, episode=episode, won=transition.won, task_score=transition.task_score
+        steps,
+        task=task,
+        episode=episode,
+        won=transition.won,
+        task_score=transition.task_score,
+        final=transition.observation,
     )
 
 
@@ -282,7 +287,7 @@ def step_of(
     gen_us: int,
 ) -> Step:
     """Return a step as known before the environment acts: no reward, no end, no `env_us`."""
-    anchor = observation.text if observation.anchor is None else observation.anchor
+    anchor = _anchor(observation)
     return Step(
         step_index=number,
         prompt_ids=prompt.token_ids,
@@ -313,8 +318,15 @@ def step_of(
 
 
 def trajectory_of(
-    steps: Sequence[Step], *, task: Task, episode: EpisodeIds, won: bool, task_score: float | None
+    steps: Sequence[Step],
+    *,
+    task: Task,
+    episode: EpisodeIds,
+    won: bool,
+    task_score: float | None,
+    final: Observation | None,
 ) -> Trajectory:
+    """Return a finished episode. `final` follows its last action; None if nobody saw it."""
     return Trajectory(
         traj_uid=episode.traj_uid,
         group_uid=episode.group_uid,
@@ -326,7 +338,23 @@ def trajectory_of(
         won=won,
         task_score=task_score,
         steps=tuple(steps),
+        final_observation=None if final is None else _final_observation(final),
     )
+
+
+def _final_observation(observation: Observation) -> FinalObservation:
+    anchor = _anchor(observation)
+    return FinalObservation(
+        text=observation.text,
+        anchor_text=anchor,
+        state_hash=state_hash(anchor),
+        admissible_actions=observation.actions,
+    )
+
+
+def _anchor(observation: Observation) -> str:
+    """Return the text that identifies the state."""
+    return observation.text if observation.anchor is None else observation.anchor
 
 
 def is_valid(

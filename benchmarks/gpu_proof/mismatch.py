@@ -64,7 +64,7 @@ def _batch(proof: Proof) -> MicroBatch:
             "staleness": [0] * len(lengths),
         }
     )
-    (batch,) = micro_batches(rows, micro_batch_tokens=sum(lengths), merge_steps=False, ranks=1)
+    (batch,) = micro_batches(rows, micro_batch_tokens=sum(lengths), ranks=1)
     return batch.to(proof.device)
 
 

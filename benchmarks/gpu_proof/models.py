@@ -74,7 +74,7 @@ def make_batches(
     mix, n_rows = MIXES[proof.shapes.row_mix], 8
     while True:
         rows = make_rows(mix(rng, n_rows), rng=rng, vocabulary=shape.vocabulary)
-        batches = micro_batches(rows, micro_batch_tokens=budget_tokens, merge_steps=True, ranks=1)
+        batches = micro_batches(rows, micro_batch_tokens=budget_tokens, ranks=1)
         if sum(batch.n_tokens for batch in batches) >= total_tokens:
             return batches[: max(1, total_tokens // budget_tokens)]
         n_rows *= 2

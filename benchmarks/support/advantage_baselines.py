@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from gigpo import PUBLISHED_SETTINGS
 
@@ -29,6 +30,7 @@ def make_steps(rows: int, *, seed: int) -> pa.Table:
     group = trajectory // GROUP_SIZE
     step = np.arange(rows) % EPISODE_STEPS
     won = rng.random(rows // EPISODE_STEPS)[trajectory] < 0.5
+    states = _binary16(group * 500 + rng.integers(0, 500, rows), rng)
     return pa.table(
         {
             "group_uid": _binary16(group, rng),
@@ -37,7 +39,9 @@ def make_steps(rows: int, *, seed: int) -> pa.Table:
             "reward": pa.array(np.where(won & (step == EPISODE_STEPS - 1), 10.0, 0.0)),
             "is_action_valid": pa.array(rng.random(rows) > 0.1),
             "won": pa.array(won),
-            "state_hash": _binary16(group * 500 + rng.integers(0, 500, rows), rng),
+            "state_hash": states,
+            # the same as of the last step: its action led nowhere
+            "final_state_hash": pc.if_else(step == EPISODE_STEPS - 1, states, None),
         }
     )
 
@@ -55,7 +59,7 @@ def by_loop(steps: pa.Table) -> np.ndarray:
         totals[traj] += reward
     episode: dict[bytes, list[int]] = defaultdict(list)
     anchor: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
-    for i, (group, traj, _, _, valid, _, state) in enumerate(rows):
+    for i, (group, traj, _, _, valid, _, state, _) in enumerate(rows):
         penalty = 0.0 if valid else PENALTY
         returns[i] -= penalty
         scores[i] = totals[traj] - penalty

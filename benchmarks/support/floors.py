@@ -162,7 +162,6 @@ def learner_floor(policy: Path, rows: pa.Table, config: Config) -> float:
         policy,
         trained,
         pass_tokens=config.learner.micro_batch_tokens,
-        merge_steps=True,
     )
     learner.update()  # the first one allocates
     clock = CpuClock()

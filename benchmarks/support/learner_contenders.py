@@ -34,10 +34,9 @@ NO_DUAL_CLIP = 1e9  # the others have none
 class Learner:
     """Run this learner on one rank: pack the rows, make one update with all its statistics."""
 
-    def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int, merge_steps: bool) -> None:
+    def __init__(self, base: Path, rows: pa.Table, *, pass_tokens: int) -> None:
         self.rows = rows
         self.pass_tokens = pass_tokens
-        self.merge_steps = merge_steps
         self.engine = Engine(
             model_path=base,
             model=ModelConfig(),
@@ -55,9 +54,7 @@ class Learner:
         )
 
     def update(self) -> float:
-        batches = micro_batches(
-            self.rows, micro_batch_tokens=self.pass_tokens, merge_steps=self.merge_steps, ranks=1
-        )
+        batches = micro_batches(self.rows, micro_batch_tokens=self.pass_tokens, ranks=1)
         (stats,) = self.engine.train([batches])
         return stats.grad_norm
 

@@ -27,6 +27,7 @@ from store import (
 from store.clock import US_PER_S, now_us
 from store.maintenance.compact import merges
 from store.reading.reader import open_run
+from tests.support.store_samples import open_task_group
 
 TOGETHER = 500  # commits that are synced at once, only to build a run sooner
 TOKENS = 20  # of a step, so that a segment is a small file
@@ -71,9 +72,7 @@ def many_files(n_files: int, label: str) -> dict[str, float]:
 
 
 def commit_one(catalog: Catalog, layout: RunLayout, *, step: store_load.Step) -> None:
-    group = catalog.open_group(
-        ordinal=None, task_id="t", split="train", size=1, purpose_version=None
-    )
+    group = open_task_group(catalog, "t", size=1)
     trajectory = Trajectory(
         traj_uid=group.traj_uids[0],
         group_uid=group.group_uid,

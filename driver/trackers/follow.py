@@ -32,10 +32,10 @@ class Consumer(Protocol):
     def wants(self) -> bool:
         """Return whether metrics can be given now. Otherwise they are given later."""
 
-    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+    def take(self, rows: Sequence[Metric], *, has_all_rows: bool) -> None:
         """Take rows, ordered by learner step: the new ones.
 
-        `is_whole`: all rows that the run has now. They are given first, and after a roll-back.
+        `has_all_rows`: all rows that the run has now. They are given first, and after a roll-back.
         """
 
     def close(self) -> None:
@@ -56,8 +56,8 @@ class Metrics:
         for consumer, lsn in self._lsn.items():
             if consumer.wants():
                 changes = metrics_since(self._layout, lsn)
-                if changes.rows or changes.is_whole:
-                    consumer.take(changes.rows, is_whole=changes.is_whole)
+                if changes.rows or changes.has_all_rows:
+                    consumer.take(changes.rows, has_all_rows=changes.has_all_rows)
                 self._lsn[consumer] = changes.lsn
 
     def after(self, show: Show) -> Show:

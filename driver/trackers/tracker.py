@@ -127,7 +127,7 @@ class TrackerProcess:
         self._look()
         return self.is_ready and not self.has_failed
 
-    def take(self, rows: Sequence[Metric], *, is_whole: bool) -> None:
+    def take(self, rows: Sequence[Metric], *, has_all_rows: bool) -> None:
         """Send the rows that the tracker was not given before."""
         try:
             new = self._delivered.new(rows, counted=N_LOGGED)

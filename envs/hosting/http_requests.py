@@ -22,7 +22,7 @@ import logging
 import resource
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 from aiohttp import ClientPayloadError, web
@@ -205,11 +205,11 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Those of uvloop, which a worker's event loop may be, have its methods but not its type.
+        self._transport = cast(asyncio.Transport, transport)
         # `pause_writing` comes with the first byte that the client's machine does not take, and
         # `resume_writing` with the last.
-        transport.set_write_buffer_limits(high=0)
+        self._transport.set_write_buffer_limits(high=0)
         self._handler.connection_made(transport)
 
     def pause_writing(self) -> None:

@@ -211,7 +211,7 @@ def _build(treasure: Treasure):  # type: ignore[no-untyped-def]
     options.grammar.theme = "basic"  # the shortest sentences TextWorld has
     maker = GameMaker(options)
     rooms = [maker.new_room(name) for name in treasure.rooms]
-    for here, there, way in zip(rooms, rooms[1:], treasure.ways, strict=False):
+    for here, there, way in zip(rooms[:-1], rooms[1:], treasure.ways, strict=True):
         maker.connect(here.exits[WAYS[way][0]], there.exits[WAYS[way][1]])
     furniture = []
     for room, name, is_closed in zip(rooms, treasure.furniture, treasure.closed, strict=True):

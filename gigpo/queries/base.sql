@@ -8,11 +8,13 @@
 -- columns that are missing. Columns that a call does not use are never read.
 -- in:  checked(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of
 --      any type that can be compared. Optional, NULL if missing: version_min, weight, won,
---      anchor_key, admissible_actions
+--      anchor_key, admissible_actions, value, and of the observation after a trajectory's last
+--      action, in the row of its last step: final_state_hash, final_anchor_key, final_admissible_actions
 -- out: group_uid, traj_uid, state_hash as they came (state_hash NULL = no anchor state),
 --      step_index BIGINT, reward DOUBLE, is_action_valid BOOLEAN,
 --      version_min BIGINT (oldest policy version of the step), weight DOUBLE (importance weight),
---      won BOOLEAN, anchor_key VARCHAR, admissible_actions VARCHAR[]
+--      won BOOLEAN, anchor_key VARCHAR, admissible_actions VARCHAR[], and the three final_ columns
+--      of the same types, value DOUBLE (a critic's value of the state that the step was taken in)
 SELECT
     CASE WHEN typeof(group_uid) IN ('FLOAT', 'DOUBLE') AND group_uid::VARCHAR = 'nan' THEN NULL
         ELSE group_uid
@@ -47,7 +49,21 @@ SELECT
         WHEN typeof(anchor_key) IN ('FLOAT', 'DOUBLE') AND anchor_key::VARCHAR = '-0.0' THEN '0.0'
         ELSE anchor_key::VARCHAR
     END AS anchor_key,
-    admissible_actions::VARCHAR[] AS admissible_actions
+    admissible_actions::VARCHAR[] AS admissible_actions,
+    CASE
+        WHEN typeof(final_state_hash) NOT IN ('FLOAT', 'DOUBLE') THEN final_state_hash
+        WHEN final_state_hash::VARCHAR = 'nan' THEN NULL
+        WHEN final_state_hash::VARCHAR = '-0.0' THEN '0.0'
+        ELSE final_state_hash
+    END AS final_state_hash,
+    CASE
+        WHEN typeof(final_anchor_key) NOT IN ('FLOAT', 'DOUBLE') THEN final_anchor_key::VARCHAR
+        WHEN final_anchor_key::VARCHAR = 'nan' THEN NULL
+        WHEN final_anchor_key::VARCHAR = '-0.0' THEN '0.0'
+        ELSE final_anchor_key::VARCHAR
+    END AS final_anchor_key,
+    final_admissible_actions::VARCHAR[] AS final_admissible_actions,
+    value::DOUBLE AS value
 FROM (
     FROM checked
     UNION ALL BY NAME
@@ -56,6 +72,10 @@ FROM (
         NULL AS weight,
         NULL AS won,
         NULL AS anchor_key,
-        NULL::VARCHAR[] AS admissible_actions
+        NULL::VARCHAR[] AS admissible_actions,
+        NULL AS final_state_hash,
+        NULL AS final_anchor_key,
+        NULL::VARCHAR[] AS final_admissible_actions,
+        NULL AS value
     WHERE false
 )

@@ -8,15 +8,18 @@
 FROM steps
 WHERE CASE
     WHEN (estimator IN ('gigpo', 'grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo',
-        'hgpo', 'graphgpo', 'g2po', 'gagpo')) IS NOT TRUE
+        'hgpo', 'graphgpo', 'g2po', 'gagpo', 'turn_ppo')) IS NOT TRUE
         THEN error(format('estimator must be gigpo, grpo, rloo, reinforce_pp, '
-            || 'reinforce_pp_baseline, dr_grpo, hgpo, graphgpo, g2po or gagpo, not {}',
+            || 'reinforce_pp_baseline, dr_grpo, hgpo, graphgpo, g2po, gagpo or turn_ppo, not {}',
             COALESCE(estimator::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(gamma AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
         THEN error(format('gamma must be in [0, 1], not {}', COALESCE(gamma::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(gae_lambda AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
         THEN error(format('gae_lambda must be in [0, 1], not {}',
             COALESCE(gae_lambda::VARCHAR, 'NULL')))
+    WHEN (TRY_CAST(graph_gamma AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
+        THEN error(format('graph_gamma must be in [0, 1], not {}',
+            COALESCE(graph_gamma::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(omega AS DOUBLE) >= 0 AND isfinite(TRY_CAST(omega AS DOUBLE))) IS NOT TRUE
         THEN error(format('omega must be finite and at least 0, not {}',
             COALESCE(omega::VARCHAR, 'NULL')))

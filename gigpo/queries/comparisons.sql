@@ -4,17 +4,21 @@
 --              Temporal differences of equal episodes differ along the way, so they do not count as
 --              a difference between episodes (raw_return 0).
 --   gagpo      the estimated advantage of gae.sql, within the whole task group
+--   graphgpo   the return of graph_returns.sql, within the anchor group
 --   otherwise  the return, within the anchor group
 -- A penalty is subtracted from the row of an invalid action; not twice for g2po (authors' code).
--- in:  anchor_keys, node_values, gae; estimator, invalid_penalty
--- out: anchor_keys' columns, node_size BIGINT (steps in the anchor group; NULL: as many as are
---      compared), tolerance DOUBLE (values this close are equal), term INTEGER (1, or 2 for the
---      second line of g2po)
+-- in:  anchor_keys, graph_returns, node_values, gae; estimator, invalid_penalty
+-- out: anchor_keys' columns but is_final and context, node_size BIGINT (steps in the anchor group;
+--      NULL: as many as are compared), tolerance DOUBLE (values this close are equal), term INTEGER
+--      (1, or 2 for the second line of g2po)
 -- A comparison within the whole group has no state: `CASE WHEN false THEN state_key END` is a NULL
 -- of state_key's own type, so that the union keeps that type.
-SELECT *, NULL::BIGINT AS node_size, 0::DOUBLE AS tolerance, 1 AS term
-FROM anchor_keys
-WHERE (estimator IN ('g2po', 'gagpo')) IS NOT TRUE
+SELECT * EXCLUDE (is_final, context), NULL::BIGINT AS node_size, 0::DOUBLE AS tolerance, 1 AS term
+FROM (
+    FROM anchor_keys WHERE (estimator IN ('graphgpo', 'g2po', 'gagpo')) IS NOT TRUE
+    UNION ALL BY NAME
+    FROM graph_returns WHERE estimator = 'graphgpo'
+)
 UNION ALL BY NAME
 SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
     next_value AS raw_return,

@@ -1,71 +1,70 @@
--- Distance-to-success returns, after GraphGPO (ICML 2026); docs/algorithms.md, section 3, lists the
--- differences. The states that one group met are the nodes of a directed graph. Each step is an
--- edge to the next state; the last step of a won trajectory is an edge to 'success'.
--- d(s) = edges on the shortest path from s to 'success'; the return of a step that led to s' is
---   scale * 0.1 ^ d(s'),  0 where no path is known.
--- 0.1 is the authors' factor for ALFWorld (0.2 for WebShop, 0.8 for Sokoban). It is not `gamma`,
--- which belongs to eq. 5. The published scale is 10, the reward of success there. Here it is the
--- largest return of a won trajectory of the group, so 10 where winning pays 10. A scale that is not
--- positive is refused: "near success" would then mean "worse".
--- A node is a state_hash for every `anchor`, which decides what is compared, not what is connected.
--- A step without a state hash is a node of its own. For graphgpo only; it needs the column won.
--- in:  base, trajectories, returns
--- out: returns' columns, with the graph's return for step_return
-WITH RECURSIVE nodes AS (
-    SELECT
-        group_uid,
-        traj_uid,
-        step_index,
-        COALESCE(
-            'state ' || state_hash::VARCHAR, format('step {} of {}', step_index, traj_uid::VARCHAR)
-        ) AS node
-    FROM base
+-- Distance-to-success returns of GraphGPO (arXiv 2605.26684). The anchor groups of one task, of all
+-- policy versions, are the nodes of a directed graph, and each step is an edge to the node of the
+-- next step. The last step of a won trajectory leads to 'success', that of another one to the node
+-- of its final observation. Without a key, a step or a final observation is a node of its own.
+--   d(s) = edges on the shortest path from s to 'success'
+-- and one more than the largest d of the group where there is no path. The return of a step that
+-- led to s' is 10 * graph_gamma ^ d(s'). The 10 is the authors', whatever winning pays.
+-- in:  anchor_keys; graph_gamma, invalid_penalty, estimator
+-- out: anchor_keys' columns, of the steps alone, with the graph's raw_return and step_return
+WITH RECURSIVE keyed AS MATERIALIZED (
+    FROM anchor_keys WHERE estimator = 'graphgpo'
 ),
-edges AS (
-    SELECT
-        nodes.group_uid,
-        nodes.traj_uid,
-        nodes.step_index,
-        nodes.node,
-        CASE
-            WHEN trajectories.won IS NULL
-                THEN error(format('graphgpo needs to know whether trajectory {} was won; '
-                    || 'give `steps` a column won',
-                    nodes.traj_uid::VARCHAR))
-            WHEN later.node IS NOT NULL THEN later.node
-            WHEN trajectories.won THEN 'success'
-        END AS next_node
-    FROM nodes
-    JOIN trajectories USING (traj_uid)
-    LEFT JOIN nodes AS later
-        ON nodes.traj_uid = later.traj_uid AND nodes.step_index + 1 = later.step_index
+-- Nodes are numbers from here on: rounds of the search then compare nothing else.
+numbers AS (
+    SELECT group_uid, state_key, context, ROW_NUMBER() OVER () AS node
+    FROM keyed
+    WHERE context IS NOT NULL
+    GROUP BY group_uid, state_key, context
+),
+visits AS MATERIALIZED (
+    SELECT keyed.*, COALESCE(node, -ROW_NUMBER() OVER ()) AS node
+    FROM keyed
+    LEFT JOIN numbers
+        ON keyed.group_uid = numbers.group_uid
+        AND keyed.state_key IS NOT DISTINCT FROM numbers.state_key
+        AND keyed.context = numbers.context
+),
+-- next_node is NULL where the step led to 'success'.
+edges AS MATERIALIZED (
+    SELECT visits.*, later.node AS next_node
+    FROM visits
+    LEFT JOIN visits AS later
+        ON visits.traj_uid = later.traj_uid AND visits.step_index + 1 = later.step_index
+    WHERE NOT visits.is_final
+),
+links AS MATERIALIZED (
+    SELECT DISTINCT node, next_node FROM edges WHERE next_node IS NOT NULL
 ),
 -- Breadth-first search from 'success' against the edges: round d finds the nodes at distance d.
-distances(group_uid, node, distance) USING KEY (group_uid, node) AS (
-    SELECT DISTINCT group_uid, 'success', 0 FROM edges WHERE next_node = 'success'
+distances(node, distance) USING KEY (node) AS (
+    SELECT DISTINCT node, 1 FROM edges WHERE next_node IS NULL
     UNION ALL
-    SELECT edges.group_uid, edges.node, MIN(distances.distance) + 1
+    SELECT links.node, MIN(distances.distance) + 1
     FROM distances
-    JOIN edges ON edges.group_uid = distances.group_uid AND edges.next_node = distances.node
-    LEFT JOIN recurring.distances AS known
-        ON known.group_uid = edges.group_uid AND known.node = edges.node
+    JOIN links ON links.next_node = distances.node
+    LEFT JOIN recurring.distances AS known ON known.node = links.node
     WHERE known.node IS NULL
-    GROUP BY edges.group_uid, edges.node
+    GROUP BY links.node
 ),
-scales AS (
-    SELECT
-        trajectories.group_uid,
-        CASE WHEN MAX(reward_to_go) > 0 THEN MAX(reward_to_go) ELSE error(format(
-            'graphgpo needs winning to pay more than it costs; the best won trajectory of group {} '
-            || 'returned {}',
-            trajectories.group_uid::VARCHAR, MAX(reward_to_go))) END AS scale
-    FROM returns
-    JOIN trajectories USING (traj_uid)
-    WHERE step_index = 0 AND trajectories.won
-    GROUP BY trajectories.group_uid
+farthest AS (
+    SELECT group_uid, MAX(distance) AS distance
+    FROM edges
+    JOIN distances ON edges.node = distances.node
+    GROUP BY group_uid
 )
-SELECT returns.* REPLACE (COALESCE(scale * 0.1::DOUBLE ** distance, 0) AS step_return)
-FROM returns
-JOIN edges ON edges.traj_uid = returns.traj_uid AND edges.step_index = returns.step_index
-LEFT JOIN scales ON scales.group_uid = edges.group_uid
-LEFT JOIN distances ON distances.group_uid = edges.group_uid AND distances.node = edges.next_node
+SELECT * REPLACE (
+    CASE WHEN is_action_valid THEN raw_return ELSE raw_return - invalid_penalty::DOUBLE
+    END AS step_return
+)
+FROM (
+    SELECT edges.* EXCLUDE (node, next_node) REPLACE (
+        10 * graph_gamma::DOUBLE ** CASE
+            WHEN next_node IS NULL THEN 0
+            ELSE COALESCE(distances.distance, farthest.distance + 1, 1)
+        END AS raw_return
+    )
+    FROM edges
+    LEFT JOIN distances ON edges.next_node = distances.node
+    LEFT JOIN farthest ON edges.group_uid = farthest.group_uid
+)

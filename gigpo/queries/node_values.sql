@@ -10,8 +10,8 @@
 -- Values that should be equal may differ by rounding, because they are means over many steps and
 -- sums of them: `tolerance` is a thousand times the rounding of a return. For g2po and gagpo only.
 -- in:  anchor_keys, trajectories, episodes; estimator, gamma
--- out: anchor_keys' columns, node_size BIGINT, node_value DOUBLE, next_value DOUBLE,
---      tolerance DOUBLE, is_last BOOLEAN
+-- out: anchor_keys' columns but is_final and context, node_size BIGINT, node_value DOUBLE,
+--      next_value DOUBLE, tolerance DOUBLE, is_last BOOLEAN
 WITH ends AS (
     SELECT
         trajectories.traj_uid,
@@ -33,7 +33,7 @@ WITH ends AS (
 ),
 outcomes AS MATERIALIZED (
     SELECT
-        anchor_keys.*,
+        anchor_keys.* EXCLUDE (is_final, context),
         tolerance,
         step_index = n_steps - 1 AS is_last,
         CASE

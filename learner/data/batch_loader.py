@@ -11,7 +11,7 @@ groups in place of those that teach nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,8 +19,16 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
-from configs import Config, ConfigError, LearnerConfig, ReplayConfig, groups_of_a_step
+from configs import (
+    WITHOUT_ADVANTAGES,
+    Config,
+    ConfigError,
+    LearnerConfig,
+    ReplayConfig,
+    groups_of_a_step,
+)
 from gigpo import (
     AdvantageSettings,
     compute_advantages,
@@ -28,7 +36,7 @@ from gigpo import (
     replay_weight,
     replayed_wins,
 )
-from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches, split_updates
 from printable import one_line
 from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
@@ -70,6 +78,9 @@ class BatchLoader:
     learner: LearnerConfig
     replay: ReplayConfig
     seed: int
+    # The critic's value before each response token per micro-batch, for the estimators that need
+    # one; they are asked for when a batch is prepared, so after the step before.
+    values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +109,12 @@ class PreparedBatch:
 
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
-    rows: pa.Table  # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS; trained rows only
+    # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target; trained rows
+    rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
+    # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
+    values: Mapping[bytes, Sequence[float]]
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
     n_rows: int  # of all claimed groups, filtered ones included
     n_response_tokens: int  # of the same rows
@@ -111,6 +125,7 @@ class PreparedBatch:
     n_missing: int  # filtered groups that no other stands for, because of algorithm.refill_groups
     claimed_at_s: float  # time.monotonic() when the last groups were there
     read_s: float
+    values_s: float  # for the critic's forward passes; 0 without a critic
     advantages_s: float  # in `compute_advantages`, including the wait for a core
     advantages_cpu_s: float  # the same without the wait
     filter_s: float  # to find filtered groups, and the rows to train on
@@ -121,7 +136,7 @@ def make_loader(
     config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None], refill: Refill
 ) -> BatchLoader:
     """Read the settings of a loader from a checked config."""
-    clones = config.loss.policy == "behaviour_cloning"
+    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
         refill=refill,
@@ -129,7 +144,7 @@ def make_loader(
         refill_groups=config.algorithm.refill_groups,
         layout=layout,
         advantages=AdvantageSettings.of(config.algorithm),
-        group_filter="none" if clones else config.algorithm.group_filter,
+        group_filter=config.algorithm.group_filter if reads_advantages else "none",
         train_on=config.offline.train_on,
         learner=config.learner,
         replay=config.replay,
@@ -146,16 +161,22 @@ def prepare_batch(
     StoreError (DigestError) if a segment is not as it was committed.
     """
     spent, claimed_at_s = _Spent(), time.monotonic()
-    rows = _read(loader, batch, spent=spent)
+    played = _read(loader, batch, spent=spent)
+    rows = _valued(loader, played, spent=spent)
     advantages, filtered = _judge(loader, rows, spent=spent)
     while more is not None and (larger := more(batch, filtered)) is not None:
         claimed_at_s = time.monotonic()
         new = _read(loader, _added(larger, to=batch), spent=spent)
-        rows, batch = in_batch_order(pa.concat_tables([rows, new]), larger), larger
-        # All of it again: some estimators compare all groups of a batch.
+        played, batch = in_batch_order(pa.concat_tables([played, new]), larger), larger
+        # All of it again: some estimators compare all groups of a batch, and the last bits of a
+        # value depend on what is computed with it.
+        rows = _valued(loader, played, spent=spent)
         advantages, filtered = _judge(loader, rows, spent=spent)
+    values = {} if loader.values is None else _by_trajectory(rows)
     for name in ADVANTAGE_COLUMNS:
         rows = rows.append_column(name, advantages[name])
+    if loader.values is not None:
+        rows = rows.append_column("value_target", advantages["value_target"])
     filtering_s = time.monotonic()
     uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
     trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
@@ -181,6 +202,7 @@ def prepare_batch(
         rows=trained,
         replayed=replayed,
         updates=updates,
+        values=values,
         filtered=filtered,
         n_rows=rows.num_rows,
         n_response_tokens=_n_response_tokens(rows),
@@ -191,6 +213,7 @@ def prepare_batch(
         n_missing=n_missing,
         claimed_at_s=claimed_at_s,
         read_s=spent.read_s,
+        values_s=spent.values_s,
         advantages_s=spent.advantages_s,
         advantages_cpu_s=spent.advantages_cpu_s,
         filter_s=filter_s,
@@ -218,6 +241,7 @@ class _Spent:
     """Seconds spent on a batch so far."""
 
     read_s: float = 0.0
+    values_s: float = 0.0
     advantages_s: float = 0.0
     advantages_cpu_s: float = 0.0
     filter_s: float = 0.0
@@ -243,6 +267,52 @@ def _replay(
     wins = replayed_wins(rows, beside, loader.advantages, weight=weight)
     spent.advantages_s += time.monotonic() - began_s
     return wins
+
+
+def _valued(loader: BatchLoader, rows: pa.Table, *, spent: _Spent) -> pa.Table:
+    """Return the rows with a column `value`, by the critic; as they are without a critic."""
+    if loader.values is None:
+        return rows
+    began_s = time.monotonic()
+    valued = rows.append_column("value", pa.array(_state_values(loader, rows)))
+    spent.values_s += time.monotonic() - began_s
+    return valued
+
+
+def _state_values(loader: BatchLoader, rows: pa.Table) -> np.ndarray:
+    """Return the critic's value of the state that each row was taken in, float64 [R].
+
+    A row without a response gets one token, because the value is read where its first would be
+    predicted. That token itself is never an input.
+    """
+    assert loader.values is not None
+    is_empty = pc.equal(pc.list_value_length(rows["response_ids"]), 0)
+    asked = rows.append_column("advantage", pa.array(np.zeros(len(rows))))
+    asked = asked.append_column("staleness", pa.array(np.zeros(len(rows), np.int64)))
+    for name in ("response_ids", "response_logprobs"):
+        index, kind = asked.schema.get_field_index(name), asked.schema.field(name).type
+        filled = pc.if_else(is_empty, pa.scalar([0], kind), asked[name])
+        asked = asked.set_column(index, asked.schema.field(name), filled)
+    batches = micro_batches(
+        asked,
+        micro_batch_tokens=loader.learner.micro_batch_tokens,
+        ranks=loader.learner.ranks,
+    )
+    values_R = np.full(len(rows), np.nan)
+    for batch, values_N in zip(batches, loader.values(batches), strict=True):
+        first_K = first_tokens(batch.rows_N)
+        values_R[batch.rows_N[first_K].numpy()] = values_N[first_K].numpy()
+    return values_R
+
+
+def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:
+    """Return the values of each trajectory's steps. The rows are in the order of the batch."""
+    values: dict[bytes, list[float]] = {}
+    for traj_uid, value in zip(
+        rows["traj_uid"].to_pylist(), rows["value"].to_pylist(), strict=True
+    ):
+        values.setdefault(traj_uid, []).append(value)
+    return values
 
 
 def _judge(
@@ -307,7 +377,6 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
         batches = micro_batches(
             part,
             micro_batch_tokens=learner.micro_batch_tokens,
-            merge_steps=True,
             ranks=learner.ranks,
         )
         if batches:

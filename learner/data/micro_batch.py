@@ -1,7 +1,7 @@
 """From rows with advantages to tensors: the input of one forward pass of the learner.
 
     for part in split_updates(rows, updates=2, rows_per_update=0, seed=learner_step):
-        batches = micro_batches(part, micro_batch_tokens=16384, merge_steps=True, ranks=2)
+        batches = micro_batches(part, micro_batch_tokens=16384, ranks=2)
         # `part` is one optimizer update; rank r computes batches[r::2]
 
 Merge: a step whose prompt repeats all tokens before it continues their sequence. Two steps of a
@@ -77,6 +77,10 @@ class MicroBatch:
     n_rows: int  # number of distinct rows
     # float32, of the policy before the learner step's first update
     proximal_logprobs_N: torch.Tensor | None = None
+    # float32, of a run with a critic: the row's value that its advantage was computed with, and the
+    # value that the critic learns, on each of its tokens
+    values_N: torch.Tensor | None = None
+    value_targets_N: torch.Tensor | None = None
     images_S: tuple[RowImages, ...] = ()  # per sequence, in token order; () if no row has one
 
     @property
@@ -116,6 +120,16 @@ def split_updates(
     return [rows.take(pa.array(part)) for part in np.array_split(order, ends)]
 
 
+def first_tokens(rows_N: torch.Tensor) -> torch.Tensor:
+    """Return the index of each row's first response token, int64 [K], in their order.
+
+    A row's tokens are together. Rows (7, 7, 7, 2, 2) begin at (0, 3).
+    """
+    begins_N = torch.ones_like(rows_N, dtype=torch.bool)
+    begins_N[1:] = rows_N[1:] != rows_N[:-1]
+    return begins_N.nonzero().squeeze(-1)
+
+
 def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
     """Return the weight of an update of `n_rows` rows: its share of a full one.
 
@@ -125,24 +139,24 @@ def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
     return min(1.0, n_rows / rows_per_update) if rows_per_update else 1.0
 
 
-def micro_batches(
-    rows: pa.Table, *, micro_batch_tokens: int, merge_steps: bool, ranks: int
-) -> list[MicroBatch]:
+def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> list[MicroBatch]:
     """Pack the rows that have a response into micro-batches of at most `micro_batch_tokens` tokens.
 
     Their number is a multiple of `ranks`; it is 0 if no row has a response. A longer sequence gets
-    a micro-batch of its own. With `merge_steps` a step that repeats the tokens before it continues
-    their sequence, unless rows have images.
+    a micro-batch of its own. A step that repeats the tokens before it continues their sequence,
+    unless rows have images.
 
-    Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images;
-    merging also reads traj_uid and step_index. Raises ValueError for an empty prompt, and for a
-    response without one log-probability per token.
+    Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images,
+    value and value_target; without images also traj_uid and step_index. Raises ValueError for an
+    empty prompt, and for a response without one log-probability per token.
     """
     columns = _columns(rows)
-    # Equal image tokens do not mean equal images, so steps with images are not merged.
-    merge_steps = merge_steps and columns.images is None
     together = sequences(
-        rows, prompts=columns.prompts, responses=columns.responses, merge_steps=merge_steps
+        rows,
+        prompts=columns.prompts,
+        responses=columns.responses,
+        # equal image tokens do not mean equal images
+        merge_steps=columns.images is None,
     )
     last_S = together.last_row_S
     lengths_S = columns.prompts.lengths_R[last_S] + columns.responses.lengths_R[last_S] - 1
@@ -185,6 +199,8 @@ class _Columns:
     advantages_R: NDArray[np.float64]
     staleness_R: NDArray[np.int64]
     images: pa.ChunkedArray | None  # None: no row has one
+    values_R: NDArray[np.float64] | None  # None: there is no critic
+    value_targets_R: NDArray[np.float64] | None
 
 
 def _columns(rows: pa.Table) -> _Columns:
@@ -196,6 +212,8 @@ def _columns(rows: pa.Table) -> _Columns:
         advantages_R=rows["advantage"].to_numpy(),
         staleness_R=rows["staleness"].to_numpy(),
         images=rows["images"] if has_images else None,
+        values_R=_numbers(rows, "value"),
+        value_targets_R=_numbers(rows, "value_target"),
     )
     unequal = np.flatnonzero(columns.responses.lengths_R != columns.logprobs.lengths_R)
     if unequal.size:
@@ -211,6 +229,10 @@ def _columns(rows: pa.Table) -> _Columns:
             f"row {row} has an empty prompt; the first response token needs a token before it"
         )
     return columns
+
+
+def _numbers(rows: pa.Table, name: str) -> NDArray[np.float64] | None:
+    return rows[name].to_numpy() if name in rows.column_names else None
 
 
 def _micro_batch(
@@ -230,6 +252,12 @@ def _micro_batch(
     )
     first_K = np.repeat(bounds_S1[:-1], n_rows_S) + columns.prompts.lengths_R[rows_K] - 1
     n_response_K = columns.responses.lengths_R[rows_K]
+
+    def on_tokens(numbers_R: NDArray[np.float64] | None) -> torch.Tensor | None:
+        if numbers_R is None:
+            return None
+        return torch.from_numpy(numbers_R[rows_K].astype(np.float32).repeat(n_response_K))
+
     advantages_K = columns.advantages_R[rows_K].astype(np.float32)
     staleness_K = columns.staleness_R[rows_K].astype(np.int64)
     return MicroBatch(
@@ -243,6 +271,8 @@ def _micro_batch(
         staleness_N=torch.from_numpy(staleness_K.repeat(n_response_K)),
         rows_N=torch.from_numpy(np.repeat(rows_K, n_response_K)),
         n_rows=len(rows_K),
+        values_N=on_tokens(columns.values_R),
+        value_targets_N=on_tokens(columns.value_targets_R),
         images_S=() if columns.images is None else _images_of(columns.images, last_S),
     )
 
@@ -260,6 +290,8 @@ def _empty() -> MicroBatch:
         staleness_N=nothing,
         rows_N=nothing,
         n_rows=0,
+        values_N=no_float,
+        value_targets_N=no_float,
     )
 
 

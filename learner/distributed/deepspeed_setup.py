@@ -5,7 +5,7 @@
     address = str(broadcast.Address.new(LOOPBACK, store.port))
     join_ranks(0, ranks=2, address=address)     # in each rank's process, before `initialize`
     engine = initialize(module, dtype="float32", learner=learner)
-    with whole(parameter):                      # ZeRO 3: all ranks together
+    with full_parameter(parameter):                      # ZeRO 3: all ranks together
         parameter.shape
 
 A single rank uses no network: its group keeps its store in memory.
@@ -157,7 +157,7 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
     """Make a DeepSpeed engine with AdamW. All ranks call it together.
 
     The caller sets the gradient accumulation boundary. At ZeRO 3 the module's parameters are empty
-    outside of its forward pass and of `whole`.
+    outside of its forward pass and of `full_parameter`.
     """
     if dtype == "bfloat16" and learner.zero_stage < LEAST_BF16_ZERO_STAGE:
         raise ValueError(
@@ -176,7 +176,7 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
         return deepspeed.initialize(model=module, model_parameters=trained, config=settings)[0]
 
 
-def whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
+def full_parameter(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
     """Gather all elements of a parameter on every rank, to read. All ranks enter it together."""
     return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
 
@@ -204,7 +204,8 @@ def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) ->
     # DeepSpeed allocates its default of 5e8 elements at once, 2 GB in float32. A model needs no
     # more elements than it has.
     n_elements = sum(parameter.numel() for parameter in module.parameters())
-    bucket_elements = min(BUCKET_ELEMENTS, n_elements)
+    # ZeRO 1 and 2 refuse an odd number.
+    bucket_elements = min(BUCKET_ELEMENTS, n_elements + n_elements % 2)
     zero: dict[str, Any] = {
         "stage": learner.zero_stage,
         "reduce_bucket_size": bucket_elements,

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from learner.distributed.deepspeed_setup import whole
+from learner.distributed.deepspeed_setup import full_parameter
 from learner.files.atomic_directory import new_directory
 
 if TYPE_CHECKING:
@@ -148,14 +148,14 @@ def merged(causal_lm: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         if is_adapted and leaf == "weight":
             layer = causal_lm.get_submodule(layer_name)
             with (
-                whole(tensor),
-                whole(layer.lora_A[ADAPTER].weight),
-                whole(layer.lora_B[ADAPTER].weight),
+                full_parameter(tensor),
+                full_parameter(layer.lora_A[ADAPTER].weight),
+                full_parameter(layer.lora_B[ADAPTER].weight),
             ):
                 merged_OI = _merged(layer, tensor)
             yield f"{layer_name}.{leaf}", merged_OI
         else:
-            with whole(tensor):
+            with full_parameter(tensor):
                 yield f"{layer_name}.{leaf}" if is_adapted else name, tensor.detach()
 
 
@@ -186,7 +186,7 @@ def write_adapter(causal_lm: PreTrainedModel, dest: Path) -> None:
     for name, parameter in causal_lm.named_parameters():
         if not any(part in name for part in ADAPTER_WEIGHTS):
             continue
-        with whole(parameter):
+        with full_parameter(parameter):
             file_name = FILE_PREFIX + name.replace(f".{ADAPTER}.", ".")
             tensors[file_name] = parameter.detach().cpu().clone()
     with new_directory(dest) as unfinished:

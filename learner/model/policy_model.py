@@ -58,7 +58,10 @@ class PolicyModel(nn.Module):
         self.is_trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
         self.compared = False  # whether a forward pass compares each layer's kernel with the loop
-        self.output = OutputLayer(causal_lm.get_output_embeddings(), temperature=temperature)
+        # A critic has a value head instead.
+        self.output: nn.Module = OutputLayer(
+            causal_lm.get_output_embeddings(), temperature=temperature
+        )
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 log-probabilities and entropies (in nats) of the N response tokens.

@@ -25,9 +25,17 @@ CONTROL_TOKENS = (PAD, EOS, USER, ASSISTANT)  # left out when an answer is decod
 ANSWER_TOKENS = ("<think>", "</think>", "<action>", "</action>")
 N_BYTES = 256  # byte-level BPE knows each byte, so any text can be encoded and decoded without loss
 
+# Tools are shown as `add(a, b)`, which a tiny model reads sooner than their JSON. Calls have the
+# form of Hermes and Qwen2.5.
 CHAT_TEMPLATE = (
+    "{% if tools %}<user>{% for tool in tools %}{{ tool.function.name }}("
+    "{{ (tool.function.parameters or {}).get('properties', {}).keys() | join(', ') }}) "
+    "{% endfor %}{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<eos>"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "</tool_call>{% endfor %}<eos>"
     "{% else %}<user>{{ message['content'] }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

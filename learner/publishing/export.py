@@ -169,7 +169,7 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
     if config.model.lora_rank:
         add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
     parameters = trainable(model)
-    check_parameters(source, saved=content.parameters, parameters=parameters)
+    check_parameters(source, saved=content.policy_parameters, parameters=parameters)
     saved = saved_tensors(source, content)
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -23,12 +23,11 @@ from pathlib import Path
 
 import torch
 
-from configs import LearnerConfig, LossConfig, ModelConfig
+from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
 from learner.distributed.deepspeed_setup import (
     adapters_in_tf32,
-    forget_gradient,
     from_all_ranks,
     initialize,
     join_ranks,
@@ -41,6 +40,8 @@ from learner.loss_settings import objective_of
 from learner.model.lora import adapters_off, add_adapters, merged
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import names_to_publish
+from learner.training.critic import Critic, CriticStats
+from learner.training.gradient import add_gradient, apply_gradient, share_of_rank
 from learner.training.step_metrics import Pass, UpdateStats, gathered, token_values, update_stats
 
 LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
@@ -48,6 +49,9 @@ LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
 class Engine:
     """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model on each rank.
+
+    With a teacher each rank has that too. `critic` asks for a value network beside it, see
+    `critic.py`; None: there is none.
 
     With `model.lora_rank` only adapters are trained, and the base model is the policy without them:
     no copy. `address` is the rendezvous of several ranks (`deepspeed_setup.host_ranks`). Every rank
@@ -63,6 +67,7 @@ class Engine:
         loss: LossConfig,
         temperature: float,
         seed: int,
+        critic: CriticConfig | None = None,
         rank: int = 0,
         address: str | None = None,
     ) -> None:
@@ -90,6 +95,20 @@ class Engine:
         if self.objective.kl_coef > 0.0 and not self.has_adapters:
             self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
             self.reference.to(self.deepspeed.device)
+        self.teacher: PolicyModel | None = None
+        if loss.teacher:
+            self.teacher = _load(loss.teacher, model, temperature=temperature).requires_grad_(False)
+            self.teacher.to(self.deepspeed.device)
+        self.critic: Critic | None = None
+        if critic is not None:
+            self.critic = Critic(
+                model_path=model_path,
+                model=model,
+                critic=critic,
+                learner=learner,
+                n_tokens=self.policy.causal_lm.get_input_embeddings().num_embeddings,
+                rank=rank,
+            )
 
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """Apply one optimizer update per list of micro-batches: those of one learner step.
@@ -106,6 +125,16 @@ class Engine:
                 "with"
             )
         return stats
+
+    def train_critic(self, updates: Sequence[Sequence[MicroBatch]]) -> list[CriticStats]:
+        """Apply one optimizer update of the critic per list of micro-batches."""
+        assert self.critic is not None
+        return [self.critic.update(batches) for batches in updates]
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return the critic's values_N per micro-batch. See `Critic.values`."""
+        assert self.critic is not None
+        return self.critic.values(micro_batches)
 
     def _train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         if self.objective.proximal != "recomputed":
@@ -133,7 +162,7 @@ class Engine:
         current policy's; None: not computed yet. A loss or gradient that is not finite changes
         nothing, on all ranks.
         """
-        mine = self._mine(micro_batches)
+        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
         totals = BatchTotals(
             n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
             n_sequences=sum(batch.n_rows for batch in micro_batches),
@@ -151,14 +180,16 @@ class Engine:
             factors = self.batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks]
         passes = []
         for index, batch in enumerate(mine):
-            # Only the last micro-batch reduces gradients. DeepSpeed cannot know which one is last,
-            # because their number differs from update to update.
-            self.deepspeed.set_gradient_accumulation_boundary(index == len(mine) - 1)
             factor_N = factors[index].to(self.deepspeed.device) if factors else None
             passes.append(
-                self._backward(batch.to(self.deepspeed.device), factor_N=factor_N, totals=totals)
+                self._backward(
+                    batch.to(self.deepspeed.device),
+                    factor_N=factor_N,
+                    totals=totals,
+                    is_last=index == len(mine) - 1,
+                )
             )
-        grad_norm = self._step()
+        grad_norm = apply_gradient(self.deepspeed)
         skipped = not math.isfinite(grad_norm)
         self.n_updates += not skipped
         done = [Pass(loss=one.loss.cpu(), values_6N=one.values_6N.cpu()) for one in passes]
@@ -173,7 +204,7 @@ class Engine:
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the current policy's logprobs_N per micro-batch: float32, on the CPU, detached."""
-        mine = self._mine(micro_batches)
+        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
         with torch.no_grad():
             scores = [self.policy(batch.to(self.deepspeed.device))[0].cpu() for batch in mine]
         return gathered(scores, micro_batches, ranks=self.ranks)
@@ -208,6 +239,10 @@ class Engine:
             reference_logprobs_N = self._reference_logprobs(batch)
         logprobs_N, entropy_N = policy(batch)
         tokens = self._tokens(batch, logprobs_N)
+        if self.teacher is not None:
+            with torch.no_grad():
+                teacher_N, _ = self.teacher(batch)
+            tokens = replace(tokens, teacher_logprobs_N=teacher_N)
         terms = self.objective(
             tokens,
             reference_logprobs_N=reference_logprobs_N,
@@ -229,6 +264,8 @@ class Engine:
 
     def close(self) -> None:
         """Free DeepSpeed's memory. The process group stays for the next engine of this process."""
+        if self.critic is not None:
+            self.critic.close()
         self.deepspeed.destroy()
 
     def _is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
@@ -239,22 +276,12 @@ class Engine:
         """
         parameters = trainable(self.policy.causal_lm).values()
         weights_norm = torch.nn.utils.get_total_norm(map(own_elements, parameters))
-        short = shortest_sequence(self._mine(micro_batches)[0])
+        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
+        short = shortest_sequence(mine[0])
         with torch.no_grad():
             logprobs_N, _ = self.policy(short.to(self.deepspeed.device))
         is_finite = bool(weights_norm.isfinite()) and bool(logprobs_N.isfinite().all())
         return all(from_all_ranks(is_finite, ranks=self.ranks))
-
-    def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return this rank's share. All ranks need equally many: a ZeRO 3 pass needs every rank."""
-        if not any(batch.n_response_tokens for batch in micro_batches):
-            raise ValueError("an update needs at least one response token; leave empty batches out")
-        if len(micro_batches) % self.ranks:
-            raise ValueError(
-                f"{len(micro_batches)} micro-batches cannot be shared by {self.ranks} ranks; cut "
-                f"them with ranks={self.ranks}"
-            )
-        return micro_batches[self.rank :: self.ranks]
 
     def _tokens(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> Tokens:
         proximal_N = batch.proximal_logprobs_N
@@ -271,16 +298,16 @@ class Engine:
         )
 
     def _backward(
-        self, batch: MicroBatch, *, factor_N: torch.Tensor | None, totals: BatchTotals
+        self,
+        batch: MicroBatch,
+        *,
+        factor_N: torch.Tensor | None,
+        totals: BatchTotals,
+        is_last: bool,
     ) -> Pass:
         loss, values_6N = self.loss(batch, self.deepspeed, factor_N=factor_N, totals=totals)
-        # A non-finite loss may have a finite gradient. Made NaN, `_step` sees it on every rank.
-        # DeepSpeed takes the mean over ranks, but the loss is their sum: hence times `ranks`.
-        full = self.ranks * share_of_update(
-            totals.n_sequences, rows_per_update=self.learner.rows_per_update
-        )
-        scale = torch.where(torch.isfinite(loss.detach()), full, math.nan)
-        self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
+        share = share_of_update(totals.n_sequences, rows_per_update=self.learner.rows_per_update)
+        add_gradient(self.deepspeed, loss, scale=self.ranks * share, is_last=is_last)
         return Pass(loss=loss.detach(), values_6N=values_6N)
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
@@ -289,27 +316,6 @@ class Engine:
                 return self.reference(batch)[0]
             with adapters_off(self.policy.causal_lm):
                 return self.policy(batch)[0]
-
-    def _step(self) -> float:
-        """Clip and apply the gradient unless it is not finite. Return its norm, equal on all ranks.
-
-        DeepSpeed's ZeRO optimizers refuse such a gradient themselves; at stage 0 nothing checks it.
-        """
-        if self.deepspeed.zero_optimization():
-            self.deepspeed.step()
-            grad_norm = float(self.deepspeed.get_global_grad_norm())
-            if not math.isfinite(grad_norm):
-                forget_gradient(self.deepspeed)
-            return grad_norm
-        gradients = [
-            parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None
-        ]
-        grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-        if math.isfinite(grad_norm):
-            self.deepspeed.step()
-        else:
-            self.deepspeed.zero_grad()
-        return grad_norm
 
 
 def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:

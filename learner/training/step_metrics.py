@@ -190,6 +190,8 @@ def step_metrics(
         "time/step_s": times.step_s,
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
     }
+    if batch.values:
+        figures["time/values_s"] = batch.values_s
     if batch.live is not None:
         figures["tokens/generated_per_s"] = batch.n_live_tokens / times.step_s
     return figures | timeless_metrics(batch, updates)

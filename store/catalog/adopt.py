@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from store.catalog.batches import release
 from store.catalog.database import Transaction, columns_of
 from store.catalog.groups import (
-    complete_if_whole,
+    complete_if_full,
     insert_group,
     insert_trajectories,
     is_member,
-    recompute_if_whole,
+    recompute_if_full,
 )
 from store.catalog.imported_groups import complete_imported
 from store.catalog.records import IMPORTED
@@ -125,8 +125,8 @@ def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[
     for trajectory in others:
         tx.insert("duplicate", segment_id=segment_id, traj_uid=trajectory.traj_uid)
     for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
-        recompute_if_whole(tx, group_uid)
-        complete_if_whole(tx, group_uid)
+        recompute_if_full(tx, group_uid)
+        complete_if_full(tx, group_uid)
         complete_imported(tx, group_uid, reason=None)
     counts["adopted"] += len(new)
     counts["moved"] += len(moved)
@@ -155,4 +155,4 @@ def _correct_figures(tx: Transaction, meta: SegmentMeta) -> None:
         if n_changed:
             changed.append(trajectory.group_uid)
     for group_uid in dict.fromkeys(changed):
-        recompute_if_whole(tx, group_uid)
+        recompute_if_full(tx, group_uid)

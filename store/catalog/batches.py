@@ -6,6 +6,7 @@ stay trained. Such a use is a live row of `batch_group` with a `use` above 1, an
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -167,10 +168,12 @@ def settle(
     learner_step: int,
     filtered: Mapping[bytes, str],
     version_in: int,
+    values: Mapping[bytes, Sequence[float]] | None = None,
 ) -> None:
     """Record that a claimed batch was trained as `learner_step` at policy version `version_in`.
 
-    `filtered` groups were left out of the loss, for the reason given.
+    `filtered` groups were left out of the loss, for the reason given. `values` are a critic's, of
+    the state of each step, by trajectory uid; None without a critic.
     """
     batch = tx.row(
         "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
@@ -209,6 +212,20 @@ def settle(
         lsn=tx.lsn,
         batch_id=batch_id,
     )
+    if values:
+        tx.insert_many(
+            "critic_value",
+            [
+                {
+                    "batch_id": batch_id,
+                    "traj_uid": traj_uid,
+                    "state_values": json.dumps(list(of_steps), allow_nan=False),
+                    "lsn": tx.lsn,
+                }
+                for traj_uid, of_steps in values.items()
+            ],
+        )
+        tx.touch("critic")
     tx.run(
         f"""UPDATE batch_group AS l SET outcome = 'trained'
             WHERE batch_id = :batch_id AND {_IS_REPLAYED}""",

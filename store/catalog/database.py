@@ -17,7 +17,7 @@ from printable import REASON_CHARACTERS, one_line
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
-from store.hashing import whole_text
+from store.hashing import valid_text
 from store.layout import RunLayout
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
@@ -89,8 +89,8 @@ class Transaction:
             lsn=self.lsn,
             at_us=self.now_us,
             component=component,
-            what=whole_text(what),
-            detail=whole_text(detail),  # an error may quote what a program or a server wrote
+            what=valid_text(what),
+            detail=valid_text(detail),  # an error may quote what a program or a server wrote
         )
         self.touch("events")
 
@@ -290,7 +290,7 @@ def shown_lsn(layout: RunLayout) -> int:
         content = json_values.parse_object(data)
         # The manifest of another run says nothing about this run.
         ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
-        return json_values.whole(content, "lsn") if ours else 0
+        return json_values.integer(content, "lsn") if ours else 0
     except (OSError, ValueError):  # export and fsck report the damage
         return 0
 

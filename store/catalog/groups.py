@@ -12,7 +12,7 @@ from store.catalog.records import CommitResult, Counts, Evaluation, Group, Succe
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
-from store.hashing import uid, whole_text
+from store.hashing import uid, valid_text
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
@@ -26,13 +26,13 @@ GROUP_COLUMNS = tuple(set(Group.__slots__) - {"missing", "epoch"})
 def open_group(
     tx: Transaction,
     *,
-    ordinal: int | None,
+    ordinal: int,
     task_id: str,
     split: str,
     size: int,
     purpose_version: int | None,
 ) -> Group:
-    """Return the group of this ordinal, by default the next one, opened now if it is new.
+    """Return the group of this ordinal, opened now if it is new.
 
     `purpose_version` names the evaluation round of a held-out group, which is never claimed. Raises
     StoreError if the ordinal belongs to another task or size.
@@ -40,8 +40,6 @@ def open_group(
     if size < 1:
         raise StoreError(f"group size {size}: a group has at least one member")
     _check_split(split, purpose_version)
-    if ordinal is None:
-        ordinal = next_ordinal(tx, split, purpose_version=purpose_version)
     group_uid = uid(tx.run_id, split, ordinal, purpose_version)
     find = "SELECT * FROM grp WHERE group_uid = :group_uid"
     group = tx.row(find, group_uid=group_uid)
@@ -88,7 +86,7 @@ def open_round(
         )
 
 
-def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None = None) -> int:
+def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None) -> int:
     """Return the ordinal that the next group of the split (and evaluation round) gets."""
     _check_split(split, purpose_version)
     row = tx.row(
@@ -203,7 +201,7 @@ def give_up(tx: Transaction, group_uid: bytes, *, worker: str, state: str, reaso
         raise StoreError(
             f"a group cannot be given up as {state!r}; use 'open', 'stale' or 'abandoned'"
         )
-    reason = whole_text(reason)  # it may quote a text of an environment or a program
+    reason = valid_text(reason)  # it may quote a text of an environment or a program
     changed = tx.run(
         """UPDATE grp SET state = iif(:state = 'open' AND n_members > 0, 'stale', :state),
                           reason = :reason, lease_worker = NULL, lease_until_us = NULL
@@ -245,14 +243,14 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
                 tx.touch("excluded")
         for group_uid in dict.fromkeys(trajectory.group_uid for trajectory in new):
             recompute(tx, group_uid)  # once for each group, because its triggers cost the most here
-            complete_if_whole(tx, group_uid)
+            complete_if_full(tx, group_uid)
     counted = {trajectory.traj_uid for trajectory in new} | {
         traj_uid for traj_uid, segment_id in home.items() if segment_id == segment.segment_id
     }
     return CommitResult(
         new=tuple(traj_uid for traj_uid in home if traj_uid in counted),
         duplicates=tuple(traj_uid for traj_uid in home if traj_uid not in counted),
-        whole=tuple(group_uid for group_uid in group_uids if _is_whole(tx, group_uid)),
+        full=tuple(group_uid for group_uid in group_uids if _is_full(tx, group_uid)),
     )
 
 
@@ -308,7 +306,7 @@ def _home(tx: Transaction, trajectory: TrajectoryMeta) -> str | None:
     return None if row is None else row["segment_id"]
 
 
-def _is_whole(tx: Transaction, group_uid: bytes) -> bool:
+def _is_full(tx: Transaction, group_uid: bytes) -> bool:
     query = "SELECT n_members = size FROM grp WHERE group_uid = :group_uid"
     return bool(tx.value(query, group_uid=group_uid))
 
@@ -321,7 +319,7 @@ def insert_trajectories(
     tx.insert_many("trajectory", [columns_of(trajectory) | more for trajectory in trajectories])
 
 
-def complete_if_whole(tx: Transaction, group_uid: bytes) -> None:
+def complete_if_full(tx: Transaction, group_uid: bytes) -> None:
     """Complete an open group if all its members are committed."""
     tx.run(
         """UPDATE grp SET state = 'complete', reason = 'all ' || size || ' trajectories committed',
@@ -347,7 +345,7 @@ def recompute(tx: Transaction, group_uid: bytes) -> None:
     tx.touch("groups")
 
 
-def recompute_if_whole(tx: Transaction, group_uid: bytes) -> None:
+def recompute_if_full(tx: Transaction, group_uid: bytes) -> None:
     """Set a group's sums to those of its trajectories, unless the group lacks some.
 
     A consumed group keeps the sums of the trajectories that the learner saw.

@@ -14,12 +14,12 @@ from collections.abc import Collection, Mapping, Sequence
 from store.catalog.database import Transaction
 from store.catalog.groups import (
     check_member,
-    complete_if_whole,
+    complete_if_full,
     insert_group,
     insert_trajectories,
-    recompute_if_whole,
+    recompute_if_full,
 )
-from store.catalog.records import IMPORTED, Group
+from store.catalog.records import EXTRA_OF, IMPORTED, Group
 from store.catalog.segment_states import insert_segment
 from store.errors import StoreError
 from store.records import uid_text
@@ -51,7 +51,7 @@ def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_grou
             Group.imported(group_uid=one.group_uid, task_id=task_id, size=1)
             for one in segment.trajectories
         ]
-        source = f"extra of group {uid_text(of_group)}"
+        source = f"{EXTRA_OF} {uid_text(of_group)}"
         import_groups(tx, segment=segment, groups=groups, source=source, own=False)
 
 
@@ -85,8 +85,8 @@ def import_groups(
     insert_segment(tx, segment, epoch=tx.epoch, level=0)
     insert_trajectories(tx, segment.trajectories, segment_id=segment.segment_id)
     for group in groups:
-        recompute_if_whole(tx, group.group_uid)
-        complete_if_whole(tx, group.group_uid)
+        recompute_if_full(tx, group.group_uid)
+        complete_if_full(tx, group.group_uid)
         complete_imported(tx, group.group_uid, reason=f"imported from {source}")
     detail = f"{len(segment.trajectories)} trajectories of {len(groups)} groups from {source}"
     tx.log(component=COMPONENT, what="imported", detail=detail)

@@ -74,6 +74,8 @@ class Unfinished:
     why: str  # see WHY_UNFINISHED
 
 
+# With a uid behind it: where an imported group is from that has one extra episode of that group.
+EXTRA_OF = "extra of group"
 WHY_UNFINISHED = {
     "straggler": "its group was complete without it (actors.extra_members)",
     "failed": "its environment failed, or took too long; it is played env.attempts times at most",
@@ -110,7 +112,7 @@ class CommitResult:
 
     new: tuple[bytes, ...]  # they count from this segment
     duplicates: tuple[bytes, ...]  # already committed from another segment
-    whole: tuple[bytes, ...]  # groups of the segment that have all members
+    full: tuple[bytes, ...]  # groups of the segment that have all members
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

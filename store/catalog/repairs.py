@@ -12,10 +12,10 @@ from store.catalog.batches import release
 from store.catalog.database import Transaction
 from store.catalog.groups import (
     abandon_incomplete_offline,
-    complete_if_whole,
+    complete_if_full,
     insert_trajectories,
     recompute,
-    recompute_if_whole,
+    recompute_if_full,
     reopen,
 )
 from store.catalog.imported_groups import complete_imported
@@ -111,8 +111,8 @@ def take_back(tx: Transaction, path: str, *, held: Collection[TrajectoryMeta]) -
         else:
             tx.insert("duplicate", segment_id=segment_id, traj_uid=meta.traj_uid)
     for group_uid in dict.fromkeys(meta.group_uid for meta in taken.values()):
-        recompute_if_whole(tx, group_uid)
-        complete_if_whole(tx, group_uid)
+        recompute_if_full(tx, group_uid)
+        complete_if_full(tx, group_uid)
         complete_imported(tx, group_uid, reason=f"{path} is here again")
     detail = f"{path}: {len(taken)} trajectories that were lost are here again"
     tx.log(component=COMPONENT, what="return", detail=detail)

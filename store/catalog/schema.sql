@@ -1,6 +1,6 @@
 -- The tables of catalog.sqlite. Times are UTC epoch microseconds. The order of changes is the lsn.
 -- These tables are append-only: group_state, unfinished, batch, batch_group, version, checkpoint,
--- metric, event, lost_trajectory. A roll-back sets live = 0, and triggers refuse every DELETE.
+-- critic_value, metric, event, lost_trajectory. A roll-back sets live = 0, and triggers refuse every DELETE.
 -- Triggers also set changed_lsn, by which an export finds the rows that changed since the last one.
 
 CREATE TABLE IF NOT EXISTS meta (
@@ -201,6 +201,16 @@ CREATE TABLE IF NOT EXISTS batch_group (
 CREATE INDEX IF NOT EXISTS batch_group_by_change ON batch_group (changed_lsn);
 CREATE UNIQUE INDEX IF NOT EXISTS batch_group_once ON batch_group (group_uid, use) WHERE live = 1;
 
+-- The values by which a learner step's advantages were computed, of a run with a critic.
+CREATE TABLE IF NOT EXISTS critic_value (
+    batch_id INTEGER NOT NULL REFERENCES batch,
+    traj_uid BLOB NOT NULL,
+    state_values TEXT NOT NULL,  -- JSON: a list with the value of each step's state
+    lsn INTEGER NOT NULL,
+    PRIMARY KEY (batch_id, traj_uid)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS critic_value_by_lsn ON critic_value (lsn);
+
 CREATE TABLE IF NOT EXISTS version (
     version INTEGER PRIMARY KEY,  -- never used again, also not after a roll-back
     path TEXT NOT NULL,
@@ -289,6 +299,9 @@ CREATE TRIGGER IF NOT EXISTS batch_only_grows BEFORE DELETE ON batch BEGIN
 END;
 CREATE TRIGGER IF NOT EXISTS batch_group_only_grows BEFORE DELETE ON batch_group BEGIN
     SELECT RAISE(ABORT, 'batch_group is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS critic_value_only_grows BEFORE DELETE ON critic_value BEGIN
+    SELECT RAISE(ABORT, 'critic_value is append-only');
 END;
 CREATE TRIGGER IF NOT EXISTS version_only_grows BEFORE DELETE ON version BEGIN
     SELECT RAISE(ABORT, 'version is append-only');

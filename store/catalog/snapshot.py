@@ -160,6 +160,12 @@ EXPORTS: Mapping[str, Export] = {
             FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
             WHERE b.claimed_lsn <= :until ORDER BY b.batch_id, g.ordinal""",
     ),
+    "critic": Export(
+        columns="batch_id int64, traj_uid uid, state_values text, lsn int64",
+        query="""
+            SELECT batch_id, traj_uid, state_values, lsn FROM critic_value
+            WHERE lsn > :since AND lsn <= :until ORDER BY batch_id, traj_uid""",
+    ),
     "versions": Export(
         columns="""version int64, path text, digest text, learner_step int64, epoch int64,
             published_at time""",

@@ -71,14 +71,15 @@ def first_weighed(tx: Transaction, *, lsn: int, ordinal: int) -> int:
 
 
 def batch_success(tx: Transaction, batch_id: int) -> dict[str, float]:
-    """Return by environment the fraction of a batch's live episodes that were won.
+    """Return by environment the fraction won of a batch's episodes that were played for it.
 
-    For a run of several environments, whose task ids begin with the environment's name.
+    For a run of several environments, whose task ids begin with the environment's name. Groups of
+    other runs and replayed wins are left out.
     """
     rows = tx.rows(
         f"""SELECT {ENVIRONMENT} AS environment, sum(n_won) * 1.0 / sum(n_members) AS success
             FROM batch_group JOIN grp USING (group_uid)
-            WHERE batch_id = :batch_id AND split = 'train' GROUP BY 1""",
+            WHERE batch_id = :batch_id AND split = 'train' AND use = 1 GROUP BY 1""",
         batch_id=batch_id,
     )
     return {row["environment"]: row["success"] for row in rows}

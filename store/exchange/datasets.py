@@ -40,13 +40,13 @@ from store.untrusted.file_access import open_file
 
 DATASET_JSON = "dataset.json"
 BINARY, TEXT = "binary", "text"
-UID_COLUMNS = ("traj_uid", "group_uid", "state_hash")
+UID_COLUMNS = ("traj_uid", "group_uid", "state_hash", "final_state_hash")
 UIDS = {BINARY: "16 bytes each", TEXT: "text, as in SQL"}
 README = """# {n_trajectories} trajectories, {n_steps} steps
 
 From run {run_id} at lsn {lsn}; condition: {where}.
 One row per step, whole trajectories only; `dataset.json` has the details.
-`traj_uid`, `group_uid` and `state_hash` are {uid_form}. Load it with any of
+`traj_uid`, `group_uid`, `state_hash` and `final_state_hash` are {uid_form}. Load it with any of
 
     pandas.read_parquet("{here}/data")
     polars.scan_parquet("{here}/data/*.parquet")
@@ -71,7 +71,7 @@ WHERE (
 {where}
 ))"""
 SELECTION = """SELECT traj_uid::VARCHAR AS traj_uid, group_uid::VARCHAR AS group_uid, size, n_steps
-FROM {matching}"""
+FROM {selection}"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,13 +144,13 @@ def export_selection(
     """
     layout = RunLayout.open(run)
     storage = _empty_place(layout, dest)
-    selected = matching(where)
+    selected = trajectories_where(where)
     if whole_groups:
-        selected = matching(f"group_uid IN (SELECT group_uid FROM {selected})")
+        selected = trajectories_where(f"group_uid IN (SELECT group_uid FROM {selected})")
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
-        query = SELECTION.format(matching=selected)
+        query = SELECTION.format(selection=selected)
         chosen = reader.sql(query, timeout_s=SELECT_TIMEOUT_S)
         if not chosen.num_rows:
             raise StoreError(
@@ -256,7 +256,7 @@ def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:
     raise StoreError(f"{dest} is not empty; choose a new directory")
 
 
-def matching(where: str | None) -> str:
+def trajectories_where(where: str | None) -> str:
     """Return SQL for the trajectories, with columns of their groups, for which `where` holds.
 
     Raises StoreError if the condition is no SQL, or would close the parentheses of MATCHING.
@@ -357,8 +357,8 @@ def read_dataset(storage: Storage) -> Dataset:
             DatasetFile(
                 path=json_values.text(part, "path"),
                 digest=json_values.text(part, "digest"),
-                n_bytes=json_values.whole(part, "n_bytes"),
-                n_steps=json_values.whole(part, "n_steps"),
+                n_bytes=json_values.integer(part, "n_bytes"),
+                n_steps=json_values.integer(part, "n_steps"),
             )
             for part in json_values.entries(content, "parts")
         )
@@ -380,7 +380,7 @@ def read_dataset(storage: Storage) -> Dataset:
 
 def _size(groups: Mapping[str, Any], uid: str) -> int:
     """Return the size of a group. Raises ValueError for one that no run has."""
-    size = json_values.whole(groups, uid)
+    size = json_values.integer(groups, uid)
     if not 1 <= size <= MAX_GROUP_SIZE:
         raise ValueError(f"group {uid:.40} has {size:.3g} members")
     return size

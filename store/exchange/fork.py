@@ -41,6 +41,7 @@ CUT = """
 INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
     SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut;
 DELETE FROM trajectory WHERE lsn > :cut;
+DELETE FROM critic_value WHERE lsn > :cut;
 DELETE FROM batch_group WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut);
 DELETE FROM batch WHERE claimed_lsn > :cut;
 UPDATE batch_group SET live = 0, outcome = 'claimed'
@@ -86,7 +87,7 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     unfinished = root.with_name(root.name + UNFINISHED)
     if os.path.lexists(unfinished):
         forked_from = f"{source.info.run_id}@{learner_step}"
-        if _is_whole(unfinished, forked_from=forked_from, config_yaml=config_yaml):
+        if _is_complete(unfinished, forked_from=forked_from, config_yaml=config_yaml):
             _put_in_place(unfinished, root)
             return RunLayout.open(root)
         _remove_leftover(unfinished)
@@ -165,7 +166,7 @@ def _unreadable(source: RunLayout, error: sqlite3.Error) -> FormatError:
     )
 
 
-def _is_whole(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
+def _is_complete(unfinished: Path, *, forked_from: str, config_yaml: str) -> bool:
     """Return whether a killed fork with the same arguments made all of this directory.
 
     It was killed after it removed the marker, and before it renamed the directory.

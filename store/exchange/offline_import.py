@@ -3,15 +3,17 @@
     take_sources(Path("runs/b"), [parse_source("runs/a@won AND n_steps < 8")], order="n_won DESC")
 
 A step is compared with its whole group, so whole groups are taken: each with a trajectory that
-matches. A source is a run, which is only read and may go on training, or a directory that `export`
-wrote. First all rows are imported, as `gigpo import` does. Then one transaction makes them the
-groups that the run trains on, in order. If the process is killed before it, the same call goes on
-with the rows that are here. After it there is nothing left to do.
+matches. A source is a run, which is only read and may go on training, a directory that `export`
+wrote, or rows that the caller makes.
+
+First all rows are imported, as `gigpo import` does. Then one transaction makes them the groups that
+the run trains on, in order. If the process is killed before it, the same call goes on with the rows
+that are here. After it there is nothing left to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +32,10 @@ from store.exchange.datasets import (
     DATASET_JSON,
     SELECT_TIMEOUT_S,
     import_rows,
-    matching,
     part_tables,
     read_dataset,
     selected_rows,
+    trajectories_where,
 )
 from store.layout import RunLayout
 from store.maintenance import segment_rows
@@ -73,16 +75,26 @@ SELECTED = """SELECT unhex(replace(g.group_uid::VARCHAR, '-', '')) AS group_uid,
        g.version_max, g.opened_at, g.completed_at,
        list(unhex(replace(t.traj_uid::VARCHAR, '-', ''))) AS members
 FROM groups AS g JOIN trajectories AS t ON t.group_uid = g.group_uid
-WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM {matching})
+WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM {selection})
 GROUP BY ALL ORDER BY g.completed_at, g.ordinal"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineRows:
+    """Whole groups that no run has played, such as chats of a file."""
+
+    run_id: str  # stands for the run in lineage; equal contents have equal ids
+    tables: Sequence[pa.Table]  # SEGMENT_SCHEMA, split "train"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfflineSource:
     """A place to take groups from, and a condition on their trajectories."""
 
-    place: str  # a run directory, or a directory or URI that `export` wrote
+    place: str  # a run directory, a directory or URI that `export` wrote, or that of `rows`
     where: str | None  # None: all groups
+    # makes the rows of a place that this package cannot read; called only if they are needed
+    rows: Callable[[], OfflineRows] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +105,7 @@ class TakenSource:
     run_id: str
     n_groups: int  # taken
     n_incomplete: int  # selected, but not all of their trajectories are there
-    is_dataset: bool  # written by `export`, not a run
+    is_dataset: bool  # not a run
 
     def __str__(self) -> str:
         where = f" where {self.source.where}" if self.source.where else ""
@@ -118,11 +130,11 @@ class _Selection:
 def parse_source(text: str) -> OfflineSource:
     """Split "RUN" or "RUN@where".
 
-    A path may have an "@" in it: RUN is the longest beginning that is a directory. If none is, it
-    ends at the first "@".
+    A path may have an "@" in it: RUN is the longest beginning that exists. If none does, it ends
+    at the first "@".
     """
     parts = text.split("@")
-    n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).is_dir()), 1)
+    n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).exists()), 1)
     return OfflineSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)
 
 
@@ -209,12 +221,24 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
 
 
 def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
+    if source.rows is not None:
+        if source.where is not None:
+            raise StoreError(
+                f"source {source.place}@{source.where}: a file of chats has no SQL; write the "
+                "chats that you want into a file of their own, or use offline.train_on"
+            )
+        made = source.rows()
+        groups = _groups_of(made.tables)
+        sizes = {group_uid: len(members) for group_uid, members in groups.items()}
+        return _selected(
+            source, groups, run_id=made.run_id, size_of=sizes.__getitem__, tables=made.tables
+        )
     if not RunLayout.exists(Path(source.place)):
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(
-                f"source {source.place!r} is neither a run directory "
-                "nor one that `gigpo export` wrote"
+                f"source {source.place!r} is neither a run directory nor one that `gigpo export` "
+                "wrote, nor a file of chats (.jsonl or .parquet)"
             )
         return _select_of_dataset(source, storage)
     theirs = RunLayout.open(source.place)
@@ -223,7 +247,7 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
     if reader.left_out:
         raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was taken")
     try:
-        query = SELECTED.format(matching=matching(source.where))
+        query = SELECTED.format(selection=trajectories_where(source.where))
         answer = reader.sql(query, timeout_s=SELECT_TIMEOUT_S, max_rows=MAX_GROUPS)
     except StoreError as error:
         raise StoreError(
@@ -248,24 +272,49 @@ def _select_of_dataset(source: OfflineSource, storage: Storage) -> _Selection:
             "select when it is exported, by --where"
         )
     dataset = read_dataset(storage)
+    return _selected(
+        source,
+        _groups_of(table for _, table in part_tables(storage, dataset)),
+        run_id=dataset.run_id,
+        size_of=dataset.size_of,
+        tables=(table for _, table in part_tables(storage, dataset)),
+    )
+
+
+def _groups_of(tables: Iterable[pa.Table]) -> dict[bytes, list[segment_rows.Played]]:
+    """Return the trajectories of each training group.
+
+    Held-out groups stay held out. Imported ones can be taken from the run they are from.
+    """
     found: dict[bytes, list[segment_rows.Played]] = {}
-    for _, table in part_tables(storage, dataset):
+    for table in tables:
         for played in segment_rows.trajectories(table):
-            # Held-out groups stay held out. Imported ones can be taken from the run they are from.
             if played.split == TRAIN:
                 found.setdefault(played.meta.group_uid, []).append(played)
+    return found
+
+
+def _selected(
+    source: OfflineSource,
+    groups: Mapping[bytes, Sequence[segment_rows.Played]],
+    *,
+    run_id: str,
+    size_of: Callable[[bytes], int],
+    tables: Iterable[pa.Table],
+) -> _Selection:
+    """Return the selection of a source that is no run; `tables` has the rows of its `groups`."""
     records = [
-        _record(group_uid, members, size=dataset.size_of(group_uid))
-        for group_uid, members in found.items()
+        _record(group_uid, members, size=size_of(group_uid))
+        for group_uid, members in groups.items()
     ]
-    groups, n_incomplete = _whole(pa.Table.from_pylist(records, schema=COLUMNS))
+    whole, n_incomplete = _whole(pa.Table.from_pylist(records, schema=COLUMNS))
     return _Selection(
         source=source,
-        run_id=dataset.run_id,
-        groups=groups,
+        run_id=run_id,
+        groups=whole,
         n_incomplete=n_incomplete,
         is_dataset=True,
-        tables=(table for _, table in part_tables(storage, dataset)),
+        tables=iter(tables),
     )
 
 

@@ -41,6 +41,7 @@ NO_HISTORY = frozenset({"component"})  # heartbeats, of the last second
 BORROWED = {"lineage": ("task_id", "staleness", "source"), "unfinished": ("split", "task_id")}
 # Columns that name a row for people, of tables whose key is the whole row.
 NAMES = {
+    "critic": ("batch_id", "traj_uid"),
     "versions": ("version",),
     "checkpoints": ("learner_step",),
     "ledger": ("group_uid",),
@@ -99,7 +100,7 @@ def _has_begun(layout: RunLayout) -> bool:
 def _check_open_sql(layout: RunLayout) -> list[Finding]:
     if not _has_begun(layout):
         return []
-    if not open_sql.is_whole(layout):
+    if not open_sql.is_complete(layout):
         what, detail = "open_sql_missing", "it is not there, or not whole: there are no views"
     elif not open_sql.is_unchanged(layout):
         what, detail = "open_sql_changed", "older code wrote its views, or they were changed"

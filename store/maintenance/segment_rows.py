@@ -26,6 +26,8 @@ COLUMNS = [
     "is_action_valid",
     "anchor_text",
     "state_hash",
+    "final_anchor_text",
+    "final_state_hash",
 ]
 
 
@@ -136,10 +138,10 @@ def malformed(table: pa.Table) -> list[tuple[str, str]]:
         elif (row["episode_steps_min"], row["episode_steps_max"]) != (n, n):
             detail = f"trajectory {name} has {n} of its {row['episode_steps_max']} rows"
             wrong.append(("episode_steps", detail))
-    states = table.select(["anchor_text", "state_hash"])
-    for row in states.group_by(states.column_names).aggregate([]).to_pylist():
-        text, digest = row["anchor_text"], row["state_hash"]
-        if digest != (None if text is None else state_hash(text)):
-            detail = f"the state hash of {text!r:.80} is {digest and digest.hex()}, another's"
-            wrong.append(("state_hash", detail))
+    for names in (["anchor_text", "state_hash"], ["final_anchor_text", "final_state_hash"]):
+        for row in table.group_by(names).aggregate([]).to_pylist():
+            text, digest = (row[name] for name in names)
+            if digest != (None if text is None else state_hash(text)):
+                detail = f"the {names[1]} of {text!r:.80} is {digest and digest.hex()}, another's"
+                wrong.append(("state_hash", detail))
     return wrong

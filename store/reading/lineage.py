@@ -13,7 +13,7 @@ A learner step that was rolled back and trained again is shown as it was trained
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
@@ -32,6 +32,7 @@ from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.records import uid_text
 from store.untrusted.file_access import is_file
+from store.untrusted.json_values import parse_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,8 @@ class TrainedStep:
     batch: Batch  # its groups as they were claimed, and the files that hold their rows now
     published: VersionRecord  # the weights after it
     figures: Mapping[str, float]  # recorded with it, by name
+    # trajectory uid -> the critic's value of each step's state; {} without a critic
+    values: Mapping[bytes, Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +65,8 @@ class MetricChanges:
 
     lsn: int  # of the catalog now
     rows: tuple[Metric, ...]  # the rows that count, by learner step
-    is_whole: bool  # all rows of the run: at lsn 0, or because some were rolled back or replaced
+    # at lsn 0, and where rows were rolled back or replaced: then `rows` are all that the run has
+    has_all_rows: bool
 
 
 def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
@@ -94,7 +98,26 @@ def trained_step(layout: RunLayout, learner_step: int) -> TrainedStep:
             # a learner step publishes one version, before it is settled
             published=_version(tx, batch["version_in"] + 1),
             figures={row["name"]: row["value"] for row in figures},
+            values=_values(tx, batch["batch_id"]),
         )
+
+
+def _values(tx: Transaction, batch_id: int) -> dict[bytes, list[float]]:
+    """Return the critic's values that a batch was trained with. Raises FormatError."""
+    # A run from before there were critics may be read without an owner that adds the table.
+    if tx.value("SELECT count(*) FROM sqlite_schema WHERE name = 'critic_value'") == 0:
+        return {}
+    rows = tx.rows(
+        "SELECT traj_uid, state_values FROM critic_value WHERE batch_id = :batch_id",
+        batch_id=batch_id,
+    )
+    try:
+        return {row["traj_uid"]: parse_numbers(row["state_values"]) for row in rows}
+    except (ValueError, OverflowError) as error:
+        raise FormatError(
+            f"the values of batch {batch_id} are no lists of numbers ({error}); put a backup of "
+            "catalog.sqlite back"
+        ) from error
 
 
 def _claimed_under(epoch: int, batch: Batch) -> Batch:
@@ -117,13 +140,13 @@ def metrics_since(layout: RunLayout, lsn: int) -> MetricChanges:
     with _reading(layout) as tx:
         newest_lsn = tx.value("SELECT lsn FROM meta")
         changed = _changed_metrics(tx, lsn)
-        is_whole = not lsn or any(not row["live"] or row["replaces"] for row in changed)
-        if lsn and is_whole:
+        has_all_rows = not lsn or any(not row["live"] or row["replaces"] for row in changed)
+        if lsn and has_all_rows:
             changed = _changed_metrics(tx, 0)
     names = ("learner_step", "policy_version", "name", "value", "at_us")
     counting = [Metric(**pick(row, names)) for row in changed if row["live"]]
     newest = {(row.learner_step, row.policy_version, row.name): row for row in counting}
-    return MetricChanges(lsn=newest_lsn, rows=tuple(newest.values()), is_whole=is_whole)
+    return MetricChanges(lsn=newest_lsn, rows=tuple(newest.values()), has_all_rows=has_all_rows)
 
 
 def _changed_metrics(tx: Transaction, lsn: int) -> list[sqlite3.Row]:

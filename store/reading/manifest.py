@@ -82,7 +82,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
         _check_named_once([*segments, *(part.path for some in parts.values() for part in some)])
         return Manifest(
             run_id=json_values.text(content, "run_id"),
-            lsn=json_values.whole(content, "lsn"),
+            lsn=json_values.integer(content, "lsn"),
             format=FORMAT,
             segments=_segments(segments, name=name),
             tables=parts,
@@ -121,9 +121,9 @@ def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[E
     return tuple(
         ExportedPart(
             path=checked_name(part.get("path"), EXPORT_PATH, where=name),
-            since=json_values.whole(part, "since"),
-            until=json_values.whole(part, "until"),
-            n_rows=json_values.whole(part, "n_rows"),
+            since=json_values.integer(part, "since"),
+            until=json_values.integer(part, "until"),
+            n_rows=json_values.integer(part, "n_rows"),
         )
         for part in parts
     )
@@ -131,7 +131,9 @@ def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[E
 
 def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:
     entry = json_values.objects(superseded, path)
-    return Superseded(lsn=json_values.whole(entry, "lsn"), at_us=json_values.whole(entry, "at_us"))
+    return Superseded(
+        lsn=json_values.integer(entry, "lsn"), at_us=json_values.integer(entry, "at_us")
+    )
 
 
 def export(catalog: Catalog, layout: RunLayout) -> int:
@@ -140,7 +142,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     The cost is that of the changes since the last call. The owner calls it at most once a second.
     """
     previous = read_manifest(layout)
-    if previous is not None and not _is_whole(layout, previous):
+    if previous is not None and not _is_complete(layout, previous):
         previous = None
     known = previous.tables if previous is not None else {}
     snapshot = catalog.snapshot(known)
@@ -181,7 +183,7 @@ def export_nothing(layout: RunLayout) -> None:
     _write_manifest(layout, manifest)
 
 
-def _is_whole(layout: RunLayout, manifest: Manifest) -> bool:
+def _is_complete(layout: RunLayout, manifest: Manifest) -> bool:
     there = {file.path for file in layout.storage.files(layout.relative(layout.exports))}
     paths = {part.path for parts in manifest.tables.values() for part in parts}
     has_all = {manifest.segments[0], *paths} <= there

@@ -113,7 +113,7 @@ def move(layout: RunLayout) -> bool:
     """Write the run's directory into its open.sql. Return whether it was another one."""
     text = _text(layout)
     new = placed(layout, text)
-    is_elsewhere = is_whole(layout) and new != text
+    is_elsewhere = is_complete(layout) and new != text
     if is_elsewhere:
         write_atomically(layout.open_sql, new.encode(), mode=READ_WRITE, beneath=layout.root)
     return is_elsewhere
@@ -135,7 +135,7 @@ def restore_views(layout: RunLayout) -> bool:
     The staleness bound is that of the old text, or of the run's settings.
     """
     left = _text(layout)
-    has_macros = is_whole(layout)
+    has_macros = is_complete(layout)
     macros = [left.partition(MACROS_MARK)[2].strip("\n")] if has_macros else []
     staleness = BOUND.search(left) or CONFIGURED_BOUND.search(layout.info.config_yaml)
     max_staleness = int(staleness[1]) if staleness else 0
@@ -143,7 +143,7 @@ def restore_views(layout: RunLayout) -> bool:
     return has_macros
 
 
-def is_whole(layout: RunLayout) -> bool:
+def is_complete(layout: RunLayout) -> bool:
     """Return whether open.sql is there with its sources, views and macros."""
     text = _text(layout)
     return PLACE.search(text) is not None and VIEWS_MARK in text and MACROS_MARK in text

@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import duckdb
 
-from printable import one_line, printable
+from printable import one_line
 from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
-from store.reading.mirror import mirror
 from store.reading.open_sql import (
     VIEWS_MARK,
     checked_statements,
@@ -33,25 +31,6 @@ NAME_CHARACTERS = 200  # of a file that is left out
 FOOTER_TAIL = 8  # bytes: the length of the footer, then the magic
 # Errors of DuckDB for a file that it cannot read. A plain Error comes from decoding a footer.
 FILE_ERRORS = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
-
-
-def connect(layout: RunLayout, *, as_of: int | None = None) -> duckdb.DuckDBPyConnection:
-    """Return a DuckDB connection with the run's views as of now, or of the lsn `as_of`.
-
-    Nothing limits the connection or the run's open.sql: use it for our own runs in tests. Readers
-    open runs in the sandbox. Segments that cannot be opened are left out, with one warning. Raises
-    the errors of `show`.
-    """
-    layout = mirror(layout, as_of=as_of)
-    connection = duckdb.connect()
-    try:
-        show(connection, layout, as_of=as_of, prefix="")
-    except StoreError:
-        connection.close()
-        raise
-    if text := left_out(connection, layout):
-        warnings.warn(printable(text), stacklevel=2)
-    return connection
 
 
 def show(
@@ -80,8 +59,8 @@ def show(
             connection.execute(statement)
         if as_of is not None:
             _show_as_of(connection, layout, lsn=as_of, root=root)
-        not_whole = functools.partial(_not_whole, root=layout.root, prefix=prefix)
-        _leave_out(connection, not_whole, prefix=prefix)
+        damaged = functools.partial(_damaged, root=layout.root, prefix=prefix)
+        _leave_out(connection, damaged, prefix=prefix)
         for statement in makes_views:
             connection.execute(statement)
     except duckdb.OutOfMemoryException as error:
@@ -100,13 +79,13 @@ def show(
 def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:
     """Say in one line which segments could not be opened, so that the views lack their rows."""
     # The run's own text may have set these variables: the parent gets no list, and a short name.
-    n_broken, first, n_whole = connection.execute(
+    n_broken, first, n_listed = connection.execute(
         f"""SELECT len(broken), broken[1][:{NAME_CHARACTERS}], len(getvariable('segments'))
             FROM (SELECT getvariable('left_out')::VARCHAR[] AS broken)"""
     ).fetchall()[0]
     if not n_broken:
         return ""
-    n_files = n_whole - 1 + n_broken  # the first file has no rows, only the columns
+    n_files = n_listed - 1 + n_broken  # the first file has no rows, only the columns
     some = f"{n_broken} of {n_files} files cannot be read and are left out"
     return f"{some}: first {first}; gigpo fsck {layout.run_directory}"
 
@@ -153,7 +132,7 @@ def _leave_out(
     return bool(broken)
 
 
-def _not_whole(paths: Sequence[str], root: Path, *, prefix: str) -> set[str]:
+def _damaged(paths: Sequence[str], root: Path, *, prefix: str) -> set[str]:
     """Return the files that are missing or do not end as Parquet does. Their footers are not read.
 
     DuckDB refuses paths outside the run, so they are not examined here.
@@ -171,13 +150,13 @@ def _not_whole(paths: Sequence[str], root: Path, *, prefix: str) -> set[str]:
             broken.update(files if error.errno not in SAYS_NOTHING else ())
             continue
         try:
-            broken.update(path for path in files if not _looks_whole(path, directory))
+            broken.update(path for path in files if not _looks_undamaged(path, directory))
         finally:
             os.close(directory)
     return broken
 
 
-def _looks_whole(path: str, directory: int) -> bool:
+def _looks_undamaged(path: str, directory: int) -> bool:
     try:
         descriptor = open_file_in(directory, path.rpartition("/")[2], path=Path(path))
     except OSError as error:

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute  # pyarrow imports it later, when no module may be read
 from duckdb.sqltypes import DuckDBPyType
 
 from printable import SHOWN_CHARACTERS, one_line

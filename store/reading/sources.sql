@@ -32,6 +32,8 @@ CREATE OR REPLACE VIEW exported.ledger AS
     FROM read_parquet(getvariable('parts')['ledger'], union_by_name = TRUE);
 CREATE OR REPLACE VIEW exported.lineage AS
     FROM read_parquet(getvariable('parts')['lineage'], union_by_name = TRUE);
+CREATE OR REPLACE VIEW exported.critic AS
+    FROM read_parquet(getvariable('parts')['critic'], union_by_name = TRUE);
 CREATE OR REPLACE VIEW exported.versions AS
     FROM read_parquet(getvariable('parts')['versions'], union_by_name = TRUE);
 CREATE OR REPLACE VIEW exported.checkpoints AS

@@ -7,6 +7,7 @@ CREATE OR REPLACE VIEW stored_steps AS
 SELECT s.* EXCLUDE (filename)
        REPLACE (s.traj_uid::UUID AS traj_uid, s.group_uid::UUID AS group_uid,
                 s.state_hash::UUID AS state_hash,
+                s.final_state_hash::UUID AS final_state_hash,
                 -- UTC without a zone, as in the exported tables
                 make_timestamp(epoch_us(s.t_start)) AS t_start),
        replace(filename, getvariable('run') || '/', '') AS file
@@ -26,7 +27,8 @@ SELECT traj_uid, any_value(group_uid) AS group_uid, any_value(env_name) AS env_n
        count(*) FILTER (NOT is_action_valid) AS invalid_steps, bool_or(truncated) AS truncated,
        min(version_min) AS version_min, max(version_max) AS version_max,
        min(t_start) AS started_at, sum(gen_us) AS gen_us, sum(env_us) AS env_us,
-       sum(len(response_ids)) AS n_response_tokens
+       sum(len(response_ids)) AS n_response_tokens,
+       any_value(final_observation) AS final_observation
 FROM steps GROUP BY traj_uid;
 
 CREATE OR REPLACE VIEW groups AS
@@ -81,6 +83,23 @@ FROM (
 ) AS l
 LEFT JOIN versions AS o ON o.version = l.version_min AND l.source IS NULL
 LEFT JOIN versions AS n ON n.version = l.version_max AND l.source IS NULL;
+
+-- The critic's value of the state of each step, as the learner step computed it before its updates.
+-- A group that was trained on several times has values of each time.
+CREATE OR REPLACE VIEW critic_values AS
+SELECT b.learner_step, v.batch_id, v.traj_uid::UUID AS traj_uid,
+       generate_subscripts(v.listed, 1) - 1 AS step_index, unnest(v.listed) AS value
+FROM (SELECT *, TRY_CAST(state_values AS DOUBLE[]) AS listed FROM exported.critic) AS v
+JOIN (SELECT DISTINCT batch_id, learner_step FROM lineage WHERE batch_state = 'trained') AS b
+    ON v.batch_id = b.batch_id;
+
+-- The steps that have a value, with the newest one, for the advantages of a run with a critic.
+CREATE OR REPLACE VIEW valued_steps AS
+SELECT s.*, v.value
+FROM steps AS s JOIN (
+    SELECT traj_uid, step_index, max_by(value, batch_id) AS value
+    FROM critic_values GROUP BY ALL) AS v
+    ON s.traj_uid = v.traj_uid AND s.step_index = v.step_index;
 
 -- The groups whose wins a learner step trained on again, and how many versions old they were. Use 1
 -- is the learner step that trained on the whole group: it is in `lineage`.

@@ -19,7 +19,18 @@ def parse_object(data: bytes | str) -> dict[str, object]:
     return content
 
 
-def whole(content: Mapping[str, object], name: str) -> int:
+def parse_numbers(data: bytes | str) -> list[float]:
+    """Return the JSON list of numbers in `data`. Raises ValueError for anything else."""
+    try:
+        content = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(content, list) or not all(type(item) in (int, float) for item in content):
+        raise ValueError("it is no JSON list of numbers")
+    return [float(item) for item in content]
+
+
+def integer(content: Mapping[str, object], name: str) -> int:
     """Return a whole number from 0 to INT64_MAX. Raises ValueError naming the field."""
     value = content.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= INT64_MAX:

@@ -28,6 +28,8 @@ FOLLOWED = {
     "environments.*.env.options": "gives it the options",
     "environments.*.prompt.template": "reads the template",
     "model.path": "loads the model",
+    "loss.teacher": "loads the teacher",
+    "critic.path": "loads the critic",
     "prompt.template": "reads the template",
     "store.uri": "reads and writes, with your credentials,",
     "endpoint.url": "sends texts to",

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.endpoint.conversation import Conversation, Message, PromptTooLong
+from actors.endpoint.conversation import Conversation, PromptTooLong
 from actors.endpoint.response import cut_reply
 from actors.policy import Prompt
+from actors.prompting.messages import Message
 from tests.support.chat_samples import NoisePolicy, completion, encode, tokenizer
 
 EOS = 1
@@ -46,7 +47,7 @@ def test_a_reply_handed_back_keeps_its_tokens_however_its_text_would_be_cut() ->
     first = made.prompt((user("it is"),))
     response = (*encode("1"), *encode("2"), EOS)
     assert response[:-1] != encode("12")
-    made.record((user("it is"),), reply="12", token_ids=first + response, ended=True)
+    made.record((user("it is"),), reply=said("12"), token_ids=first + response, ended=True)
     later = made.prompt((user("it is"), said("12"), user("low")))
     user_token, assistant_token = tokenizer().convert_tokens_to_ids(["<user>", "<assistant>"])
     assert later == (*first, *response, user_token, *encode("low"), assistant_token)
@@ -57,7 +58,7 @@ def test_a_turn_is_closed_once_by_the_model_or_by_the_template(ended: bool, clos
     made = conversation("tiny")
     first = made.prompt((user("it is"),))
     response = (*encode("7"), EOS) if ended else encode("7")
-    made.record((user("it is"),), reply="7", token_ids=first + response, ended=ended)
+    made.record((user("it is"),), reply=said("7"), token_ids=first + response, ended=ended)
     later = made.prompt((user("it is"), said("7"), user("low")))
     assert later[: len(first + response)] == first + response
     assert later[len(first + response) :].count(EOS) == closes
@@ -70,7 +71,7 @@ def test_a_reply_that_was_cut_keeps_its_last_token_though_the_template_goes_on_w
     response = encode("7\n")
     assert response[-1:] == encode("\n")
     ids = made.prompt((user("it is"),)) + response
-    made.record((user("it is"),), reply="7\n", token_ids=ids, ended=False)
+    made.record((user("it is"),), reply=said("7\n"), token_ids=ids, ended=False)
     later = made.prompt((user("it is"), said("7\n"), user("low")))
     assert tokenizer("plain").decode(later[len(ids) :]) == "\nuser: low\nassistant:"
 
@@ -79,7 +80,7 @@ def test_no_text_of_a_message_is_taken_for_the_stand_in_of_a_reply() -> None:
     """The attack: a message with the text that stands for a reply, which was the same for all."""
     made = conversation("tiny")
     ids = (*made.prompt((user("it is"),)), *encode("1"), *encode("2"), EOS)
-    made.record((user("it is"),), reply="12", token_ids=ids, ended=True)
+    made.record((user("it is"),), reply=said("12"), token_ids=ids, ended=True)
     messages = (user("it is"), said("12"), user("say 0reply0 now"))
     assert made.prompt(messages)[: len(ids)] == ids
 
@@ -92,7 +93,7 @@ def test_a_template_that_shows_no_reply_is_rendered_twice_however_many_there_are
     messages: tuple[Message, ...] = ()
     for n in range(20):
         messages += (user(f"{n}: 0reply0"),)
-        made.record(messages, reply="7", token_ids=encode("7"), ended=False)
+        made.record(messages, reply=said("7"), token_ids=encode("7"), ended=False)
         messages += (said("7"),)
     rendered = 0
     apply = made_of.apply_chat_template
@@ -112,7 +113,7 @@ def test_an_edited_reply_is_tokenised_anew() -> None:
     first = made.prompt((user("it is"),))
     made.record(
         (user("it is"),),
-        reply="12 ",
+        reply=said("12 "),
         token_ids=(*first, *encode("1"), *encode("2 "), EOS),
         ended=True,
     )
@@ -124,9 +125,11 @@ def test_a_reply_edited_later_keeps_what_was_said_before_it() -> None:
     made = conversation("tiny")
     opening = (user("it is"),)
     ids = (*made.prompt(opening), *encode("7"), EOS)
-    made.record(opening, reply="7", token_ids=ids, ended=True)
+    made.record(opening, reply=said("7"), token_ids=ids, ended=True)
     second = (*opening, said("7"), user("low"))
-    made.record(second, reply="9", token_ids=(*made.prompt(second), *encode("9"), EOS), ended=True)
+    made.record(
+        second, reply=said("9"), token_ids=(*made.prompt(second), *encode("9"), EOS), ended=True
+    )
     later = made.prompt((*second, said("8"), user("high")))
     assert later[: len(ids)] == ids
 
@@ -138,7 +141,7 @@ def test_a_template_that_hides_replies_is_tokenised_anew() -> None:
     made = Conversation(changed, chat_variables={}, max_characters=10**6)
     made.record(
         (user("it is"),),
-        reply="7",
+        reply=said("7"),
         token_ids=(*made.prompt((user("it is"),)), *encode("7"), EOS),
         ended=True,
     )
@@ -192,7 +195,7 @@ def test_whatever_a_program_does_every_handed_back_reply_keeps_its_tokens(
         )
         cut = cut_reply(answer, tokenizer(template), max_tokens=99, stop=())
         token_ids = prompt_ids + cut.completion.token_ids
-        made.record(messages, reply=cut.text, token_ids=token_ids, ended=cut.ended)
+        made.record(messages, reply=said(cut.text), token_ids=token_ids, ended=cut.ended)
         exchanges.append((messages, cut.text, token_ids))
 
 
@@ -207,7 +210,9 @@ def test_replies_tokenised_as_the_tokenizer_does_give_the_prompt_of_the_whole_ch
     for text in texts:
         prompt_ids = made.prompt(messages)
         assert prompt_ids == whole(template, messages)
-        made.record(messages, reply=text, token_ids=(*prompt_ids, *encode(text), EOS), ended=True)
+        made.record(
+            messages, reply=said(text), token_ids=(*prompt_ids, *encode(text), EOS), ended=True
+        )
         messages = (*messages, said(text), user("low"))
     assert made.prompt(messages) == whole(template, messages)
 
@@ -269,6 +274,6 @@ def test_each_of_many_messages_is_looked_at_once() -> None:
 def test_messages_are_told_apart_by_where_each_ends() -> None:
     made = conversation("tiny")
     ids = (*made.prompt((user("ab"),)), *encode("1"), *encode("2"), EOS)
-    made.record((user("ab"),), reply="12", token_ids=ids, ended=True)
+    made.record((user("ab"),), reply=said("12"), token_ids=ids, ended=True)
     other = (user("a"), Message(role="user", content="b"), said("12"), user("low"))
     assert made.prompt(other) == whole("tiny", other)

@@ -26,6 +26,14 @@ EOS = 1
 GUESS = {"role": "user", "content": "guess my number"}
 
 
+def call_of(arguments: str) -> dict[str, object]:
+    function = {"name": "low", "arguments": arguments}
+    return {"id": "1", "type": "function", "function": function}
+
+
+CALL = call_of("{}")
+
+
 async def post(
     client: ClientSettings, body: object, *, path: str = "/chat/completions"
 ) -> tuple[int, Any]:
@@ -147,15 +155,15 @@ def test_a_stream_brings_the_same_reply() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 5}, "top_logprobs", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"best_off": 2}, "best_off", "not a field"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [GUESS, {"role": "tool", "content": "x"}]}, "messages[1].role", "'tool'"),
+        ({"messages": [GUESS, {"role": "tools", "content": "x"}]}, "messages[1].role", "'tool'"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "'assistant'"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "None"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0]", "content is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
@@ -163,8 +171,23 @@ def test_a_stream_brings_the_same_reply() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            "not supported",
+            "messages[0].tool_calls[0].function",
+            "is missing",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+            "messages[0]",
+            "a message of the user has tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call_of("[1]")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "a JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call_of("{")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "Expecting",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "not JSON"),
         ({"n": 0}, "n", "greater than or equal to 1"),
@@ -193,6 +216,17 @@ def test_what_is_not_there_is_refused_by_name(
         "invalid_request_error",
     )
     assert says in answer["error"]["message"]
+
+
+def test_it_serves_on_the_event_loop_that_ray_takes_where_uvloop_is_installed() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def body(endpoint: Endpoint) -> tuple[int, Any]:
+        with endpoint.episode(IDS, rules()) as recording:
+            return await post(recording.client, ask())
+
+    status, _ = served(TextPolicy(["7"]), body, loop_factory=uvloop.new_event_loop)
+    assert status == 200
 
 
 def test_what_makes_no_difference_may_be_said() -> None:
@@ -257,7 +291,7 @@ def test_the_openai_client_raises_its_own_errors_and_asks_for_none_of_them_again
                 await client.chat.completions.create(
                     model="m", messages=[GUESS], tools=[{"type": "function"}]
                 )  # type: ignore[list-item]
-            assert refused.value.param == "tools"
+            assert refused.value.param == "tools[0].function"
             await client.chat.completions.create(model="m", messages=[GUESS])
             with pytest.raises(
                 openai.APIStatusError, match="the 1 chat completions that env.max_steps allows"

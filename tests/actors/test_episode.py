@@ -16,7 +16,7 @@ from actors.policy import Completion, Prompt, ScriptedPolicy
 from actors.prompting.prompt import PromptForm
 from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
 from envs import Observation, Task, Transition, environment_class, list_tasks
-from store import Trajectory, state_hash, to_table
+from store import FinalObservation, Trajectory, state_hash, to_table
 
 Form = Callable[..., PromptForm]
 IDS = EpisodeIds(group_uid=b"g" * 16, traj_uid=b"t" * 16, member=3)
@@ -143,6 +143,33 @@ def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:
     assert [step.truncated for step in trajectory.steps] == [False, False, False, True]
     assert not trajectory.won
     assert trajectory.episode_return == 0.0
+
+
+def test_the_observation_after_the_last_action_is_kept(form: Form) -> None:
+    """An episode of four steps ends where the fifth step of a longer one begins, also if time ran
+    out while the fifth action was sampled.
+    """
+
+    class Slow(FixedPolicy):
+        async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
+            if len(self.seeds) == 4:
+                raise TimeoutError
+            return await super().generate(prompt, seed=seed, temperature=temperature)
+
+    answers = ["<action>go east</action>"] * 5
+    fifth = play(form, FixedPolicy(form(), answers), max_steps=5).steps[4]
+    cut_off = play(form, FixedPolicy(form(), answers))
+    overdue = play(form, Slow(form(), answers), max_steps=5)
+    for trajectory in (cut_off, overdue):
+        assert len(trajectory.steps) == 4
+        assert trajectory.final_observation == FinalObservation(
+            text=fifth.obs_text,
+            anchor_text=fifth.anchor_text,
+            state_hash=fifth.state_hash,
+            admissible_actions=fifth.admissible_actions,
+        )
+    table = to_table([cut_off])
+    assert table["final_observation"].to_pylist() == [None] * 3 + [fifth.obs_text]
 
 
 @pytest.mark.parametrize(

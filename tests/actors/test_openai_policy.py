@@ -202,7 +202,7 @@ def test_no_text_is_taken_for_the_end_of_a_message(conversation: list[tuple[str,
 def test_the_text_that_ended_a_reply_is_in_it(
     text: str, at: object, whole: bool, expected: tuple[str, bool]
 ) -> None:
-    assert with_stop_text(text, stop=("</search>", "</answer>"), at=at, is_whole=whole) == expected
+    assert with_stop_text(text, stop=("</search>", "</answer>"), at=at, has_ended=whole) == expected
 
 
 def test_a_thought_that_comes_apart_stands_before_the_rest() -> None:

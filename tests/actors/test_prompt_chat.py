@@ -197,7 +197,7 @@ def test_the_learner_makes_one_sequence_of_it_and_two_where_it_began_anew(
                 "staleness": [0] * 6,
             }
         )
-        (batch,) = micro_batches(rows, micro_batch_tokens=10**6, merge_steps=True, ranks=1)
+        (batch,) = micro_batches(rows, micro_batch_tokens=10**6, ranks=1)
         return len(batch.bounds_S1) - 1, [p.n_dropped_turns for p in prompts]
 
     lengths = [

@@ -19,8 +19,8 @@ from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
 from coordinator import Coordinator, CoordinatorClient
 from envs import PendingOperations, Task
 from store import Trajectory, VersionRecord, export, uid, uid_text
-from store.reading.query import connect
 from tests.coordinator.test_coordinator import make_config, make_coordinator, publish
+from tests.support.run_views import connect
 from tests.support.simulation import LocalHandle
 from tests.support.store_samples import make_step
 from tests.support.virtual_time import VirtualTimeLoop

@@ -17,7 +17,7 @@ from analysis.view.sql_text import fill
 from configs import Config, EnvConfig, ModelConfig, as_yaml
 from driver.screen import shown_in
 from store import Catalog, RunLayout, export, write_open_sql
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_samples import play
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from analysis.run_status import duration, progress_lines
 from store import Catalog, RunLayout, export, write_open_sql
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_samples import open_train_group, play
 
 CONFIG = "{learner: {steps: 10}}"

@@ -18,8 +18,8 @@ import pytest
 
 from cli.__main__ import main
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
-from store.reading.query import connect
 from store.reading.reader import open_run
+from tests.support.run_views import connect
 from tests.support.store_samples import open_train_group, play
 
 

@@ -38,7 +38,7 @@ CHOICES = {
 # a run does not record what they need
 NOT_IN_A_RUN = {"anchor": {"anchor_key"}, "anchor_versions": {"weighted"}}
 REALS, INTEGERS = (
-    ("gamma", "gae_lambda", "omega", "invalid_penalty", "similarity"),
+    ("gamma", "gae_lambda", "graph_gamma", "omega", "invalid_penalty", "similarity"),
     ("anchor_history", "version_window"),
 )
 VALUES = {
@@ -50,6 +50,7 @@ VALUES = {
 }
 READERS = {"similarity": {"anchor": "similar"}, "anchor_history": {"anchor": "suffix"}}
 READERS |= {"version_window": {"anchor_versions": "window"}, "gae_lambda": {"estimator": "gagpo"}}
+READERS |= {"graph_gamma": {"estimator": "graphgpo"}}
 
 
 def test_the_names_and_the_defaults_are_the_same() -> None:

@@ -433,13 +433,16 @@ def some_steps() -> pa.Table:
                 "is_action_valid": generator.random() < 0.7,
                 "state_hash": generator.randrange(3),
                 "won": won,
+                "final_state_hash": generator.randrange(3) if i == n_steps - 1 else None,
             }
             rows.append(row | {"version_min": generator.randrange(3)})
-    return pa.Table.from_pylist(rows)
+    values = pa.array([float(number % 7) for number in range(len(rows))])
+    return pa.Table.from_pylist(rows).append_column("value", values)
 
 
 OTHER = {
     "gamma": 0.5,
+    "graph_gamma": 0.7,
     "omega": 0.3,
     "normalise": "mean",
     "weighting": "trajectories",

@@ -27,8 +27,8 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
+from tests.support.run_views import connect
 
 
 def make_config(run_dir: Path, *, max_staleness: int, groups_per_step: int = 2) -> Config:

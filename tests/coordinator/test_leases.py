@@ -19,8 +19,9 @@ from coordinator.leases import (
 )
 from envs import EnvironmentFailed
 from store import Unfinished, export
-from store.reading.query import connect
 from tests.coordinator.test_coordinator import leases, make_config, make_coordinator, play, publish
+from tests.support.run_views import connect
+from tests.support.store_samples import open_task_group
 
 
 def leased(coordinator: Coordinator, worker: str = "w") -> Lease:
@@ -238,9 +239,7 @@ def test_a_task_that_kills_every_worker_is_abandoned_by_name_and_the_others_are_
         "group abandoned" in notice and poison in notice
         for notice in coordinator.status().notices.values()
     )
-    coordinator.catalog.open_group(
-        ordinal=None, task_id=poison, split="train", size=2, purpose_version=None
-    )
+    open_task_group(coordinator.catalog, poison, size=2)
     assert all(lease.task.id != poison for lease in leases(coordinator)), (
         "nor is any other group of it played"
     )

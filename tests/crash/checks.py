@@ -16,7 +16,7 @@ from store.hashing import file_digest
 from store.maintenance.fsck import CONTENTS, NAMES, check
 from store.maintenance.rebuild import rebuild
 from store.reading.manifest import read_manifest
-from store.reading.query import connect
+from tests.support.run_views import connect
 
 Line = dict[str, Any]  # of a diary
 EndState = dict[str, list[tuple[Any, ...]]]

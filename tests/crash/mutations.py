@@ -386,6 +386,7 @@ NO_SAFEGUARD = {
     "unfinished_id INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",
     "CREATE UNIQUE INDEX batch_group_once ON batch_group (group_uid) WHERE live = 1;": "compared",
     "PRIMARY KEY (split, state)": "`counts` is temporary and counted anew by every owner",
+    "PRIMARY KEY (batch_id, traj_uid)": "a batch is settled once, with its `critic_value`s",
     "PRIMARY KEY (traj_uid, lsn)": "`lost_trajectory` is history, for people",
 }
 

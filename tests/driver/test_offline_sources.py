@@ -18,7 +18,7 @@ from cli.__main__ import main
 from configs import Config, ConfigError, TinyModelConfig
 from driver import offline_sources as sources
 from learner import make_tiny_model, train_tokenizer
-from store import RunLayout, StoreError, VersionRecord, trust, write_open_sql
+from store import RunLayout, StoreError, VersionRecord, open_run, trust, write_open_sql
 from store.exchange.datasets import export_selection
 from tests.support.engine_samples import make_base
 from tests.support.fast_directory import fast_directory
@@ -59,7 +59,7 @@ def test_the_base_policy_is_copied_and_the_groups_are_taken(tmp_path: Path) -> N
     files = {path.name: path.read_bytes() for path in (played / "base" / "policy").iterdir()}
     assert {path.name: path.read_bytes() for path in copied.iterdir()} == files
     out = io.StringIO()
-    sources.import_sources(config, Console(file=out, width=400))
+    sources.import_sources(config, copied, Console(file=out, width=400))
     assert f"1 groups of {played} where won" in out.getvalue()
 
 
@@ -240,3 +240,97 @@ def test_tokens_that_are_not_compared_are_said(tmp_path: Path) -> None:
         f"tokens of {played} were not compared: no tokenizer_config.json in {played}/base/policy"
     )
     assert second == f"tokens of {tmp_path / 'dataset'} were not compared: it has no base policy"
+
+
+def chats_of(path: Path, *, n: int) -> Path:
+    """Write n chats of two replies."""
+    messages = [
+        {"role": "user", "content": "open the chest"},
+        {"role": "assistant", "content": "how"},
+        {"role": "user", "content": "with the key"},
+        {"role": "assistant", "content": "done"},
+    ]
+    path.write_text("".join(json.dumps({"id": i, "messages": messages}) + "\n" for i in range(n)))
+    return path
+
+
+def cloning(config: Config) -> Config:
+    return replace(config, loss=replace(config.loss, policy="behaviour_cloning"))
+
+
+def test_chats_of_a_file_become_groups_that_sql_sees(tmp_path: Path) -> None:
+    path = chats_of(tmp_path / "chats@home.jsonl", n=300)
+    base = make_base(tmp_path / "base")
+    config = cloning(from_source(tmp_path, str(path)))
+    config = replace(config, model=replace(config.model, path=str(base)))
+    sources.check_sources(config, Console(quiet=True))
+    layout = RunLayout.create(tmp_path / "new", config_yaml=configs.as_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=1)
+    out = io.StringIO()
+    sources.import_sources(config, base, Console(file=out, width=400))
+    assert f"300 groups of {path} (run chats@home.jsonl " in out.getvalue()
+    with open_run(layout.root) as reader:
+        query = "SELECT task_id, action_text FROM steps WHERE task_id = '299' ORDER BY step_index"
+        assert [row["action_text"] for row in reader.sql(query).to_pylist()] == ["how", "done"]
+        query = "SELECT count(*) AS n, count(DISTINCT group_uid) AS groups FROM steps"
+        assert reader.sql(query).to_pylist() == [{"n": 600, "groups": 300}]
+    path.unlink()  # what was taken is never asked again
+    sources.import_sources(config, base, Console(file=out, width=400))
+    assert out.getvalue().count("\n") == 1
+
+
+def test_chats_are_cloned_only_and_have_no_sql(tmp_path: Path) -> None:
+    path = chats_of(tmp_path / "chats.jsonl", n=1)
+    with pytest.raises(ConfigError, match="use loss.policy=behaviour_cloning"):
+        sources.check_sources(from_source(tmp_path, str(path)), Console(quiet=True))
+    config = cloning(from_source(tmp_path, f"{path}@won"))
+    config = replace(config, model=replace(config.model, path=str(make_base(tmp_path / "base"))))
+    with pytest.raises(StoreError, match="a file of chats has no SQL"):
+        sources.check_sources(config, Console(quiet=True))
+
+
+def test_chats_that_are_too_long_are_counted(tmp_path: Path) -> None:
+    config = cloning(from_source(tmp_path, str(chats_of(tmp_path / "chats.jsonl", n=2))))
+    config = replace(
+        config,
+        model=replace(config.model, path=str(make_base(tmp_path / "base"))),
+        prompt=replace(config.prompt, max_prompt_tokens=1),
+        actors=replace(config.actors, max_response_tokens=1),
+    )
+    out = io.StringIO()
+    with pytest.raises(StoreError, match="no whole training group"):
+        sources.check_sources(config, Console(file=out, width=400))
+    assert "0 chats are cut and 2 left out, because they are longer than 2 tokens" in out.getvalue()
+
+
+def test_wrong_chats_are_found_before_a_tiny_model_is_made_of_them(tmp_path: Path) -> None:
+    path = chats_of(tmp_path / "chats.jsonl", n=2)
+    config = cloning(from_source(tmp_path, str(path)))
+    sources.check_sources(config, Console(quiet=True))
+    assert "with the key" in list(sources.chat_texts(config))
+    path.write_text(path.read_text() + "{}")
+    with pytest.raises(ConfigError, match="chat 3: messages is missing"):
+        sources.check_sources(config, Console(quiet=True))
+
+
+def test_a_teacher_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+    model, teacher = make_base(tmp_path / "model"), make_base(tmp_path / "teacher", seed=1)
+    key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
+    asked = [f"model.path={model}", "loss.policy=distillation"]
+    sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={teacher}"]))
+    make_tiny_model(
+        tmp_path / "other",
+        tokenizer=train_tokenizer(["open the chest"] * 9, vocabulary_size=280),
+        config=TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2),
+        seed=0,
+    )
+    with pytest.raises(ConfigError, match=r"differs from that of model.path=\S+ in \d+ entries"):
+        sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={tmp_path}/other"]))
+    for settings, says in (
+        (asked, "has no teacher; give the directory of one"),
+        ([*asked, "loss.teacher=nowhere"], "is not a Hugging Face model directory"),
+        ([*asked[1:], f"loss.teacher={teacher}"], "needs a model with the same tokenizer"),
+        ([*asked[:1], f"loss.teacher={teacher}"], "add loss.policy=distillation"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            configs.load(key_room, settings)

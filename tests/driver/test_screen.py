@@ -128,12 +128,12 @@ def test_each_learner_step_is_one_line_also_after_a_roll_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = JsonLines()
-    lines.take([row(1, "loss/loss")], is_whole=True)  # of an earlier start
-    lines.take([row(2, "loss/loss"), row(2, "loss/kl", float("inf"))], is_whole=False)
-    lines.take([row(1, "heldout/success")], is_whole=False)
-    lines.take([row(3, "loss/loss")], is_whole=False)
-    lines.take([row(1, "loss/loss"), row(1, "heldout/success")], is_whole=True)
-    lines.take([row(2, "loss/loss", 5.0)], is_whole=False)
+    lines.take([row(1, "loss/loss")], has_all_rows=True)  # of an earlier start
+    lines.take([row(2, "loss/loss"), row(2, "loss/kl", float("inf"))], has_all_rows=False)
+    lines.take([row(1, "heldout/success")], has_all_rows=False)
+    lines.take([row(3, "loss/loss")], has_all_rows=False)
+    lines.take([row(1, "loss/loss"), row(1, "heldout/success")], has_all_rows=True)
+    lines.take([row(2, "loss/loss", 5.0)], has_all_rows=False)
     written = capsys.readouterr().out
     assert "Infinity" not in written
     assert [json.loads(line) for line in written.splitlines()] == [

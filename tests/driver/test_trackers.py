@@ -201,7 +201,7 @@ def test_a_tracker_that_reads_nothing_never_blocks_the_run(
     tracker.wait_until_ready()
     from store import metrics_since
 
-    tracker.take(metrics_since(run.layout, 0).rows, is_whole=True)
+    tracker.take(metrics_since(run.layout, 0).rows, has_all_rows=True)
     tracker.close()
     assert len(said) == 1 and "bytes of metrics to read" in said[0]
 

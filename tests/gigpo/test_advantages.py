@@ -37,6 +37,10 @@ CASE_10 = table(
     }
 )
 CASE_10 = CASE_10.append_column("won", pa.array([True] * 6 + [False] * 3))
+CASE_10 = CASE_10.append_column(
+    "final_state_hash", pa.array([None] * 8 + [CASE_10["state_hash"][0].as_py()], pa.binary(16))
+)
+CASE_10 = CASE_10.append_column("value", pa.array([0.5 * number for number in range(9)]))
 
 
 @pytest.mark.parametrize(
@@ -335,6 +339,7 @@ def shell(tmp_path: Path) -> duckdb.DuckDBPyConnection:
     connection.execute(
         "CREATE VIEW steps AS SELECT * REPLACE (group_uid::UUID AS group_uid, traj_uid::UUID AS "
         "traj_uid, "
+        "final_state_hash::UUID AS final_state_hash, "
         f"state_hash::UUID AS state_hash) FROM read_parquet('{tmp_path / 'steps.parquet'}')"
     )
     connection.execute(advantages_macro(PUBLISHED_SETTINGS))
@@ -366,9 +371,10 @@ def test_the_macro_says_what_python_says(shell, estimator, normalise, weighting)
     assert list(differ) == expected["steps_differ"]
 
 
-def test_every_call_in_the_docs_runs(shell):
+def test_every_call_of_the_macro_in_the_docs_runs(shell):
     text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
-    calls = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    queries = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    calls = [query for query in queries if "advantages(" in query]
     assert {
         estimator for call in calls for estimator in re.findall(r"estimator := '(\w+)'", call)
     } == set(ESTIMATORS)
@@ -393,6 +399,7 @@ BAD = {  # every parameter of the macro
     "estimator": ["gpro", ""],
     "gamma": [1.5, -0.1, float("nan"), float("inf")],
     "gae_lambda": [1.5, -0.1, float("nan"), float("inf")],
+    "graph_gamma": [1.5, -0.1, float("nan"), float("inf")],
     "omega": [-1.0, float("nan"), float("inf")],
     "normalise": ["std"],
     "weighting": ["rows"],

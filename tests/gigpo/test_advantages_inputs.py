@@ -171,8 +171,9 @@ def test_what_are_no_settings_is_refused_by_type(given):
 
 
 def test_a_trajectory_is_won_if_any_row_says_so():
+    ended = STEPS.append_column("final_state_hash", pa.nulls(5))
     sizes = [
-        STEPS.append_column("won", pa.array(won))
+        ended.append_column("won", pa.array(won))
         for won in ([True] * 3 + [False] * 2, [False, False, True, False, False])
     ]
     every_row, last_row = (column(steps, "advantage", estimator="graphgpo") for steps in sizes)

@@ -16,13 +16,14 @@ from configs.check import WITHOUT_STEP_TERM
 from gigpo import (
     ESTIMATORS,
     PUBLISHED_SETTINGS,
+    WITH_CRITIC,
     advantages_macro,
     anchor_size_histogram,
     compute_advantages,
     singleton_fraction,
     step_variance_share,
 )
-from tests.support.gigpo_samples import column, episode, settings, table
+from tests.support.gigpo_samples import column, episode, settings, table, uid
 
 EXAMPLE_10 = table(
     {
@@ -172,59 +173,96 @@ def test_hgpo_does_not_care_on_which_side_of_the_mean_rounding_falls():
         assert got[order.index(1)] == pytest.approx(-0.05)
 
 
+def with_ends(steps: pa.Table, won: list[bool], final: list[str | None]) -> pa.Table:
+    """Add who won, and the state in which each trajectory ended, in the row of its last step."""
+    states = pa.array([None if state is None else uid(state) for state in final], pa.binary(16))
+    return steps.append_column("won", pa.array(won)).append_column("final_state_hash", states)
+
+
+# The lost episode C of example 10 ends on the shelf that it was at, or at a place of its own.
+ON_THE_SHELF = EXAMPLE_10.append_column(
+    "final_state_hash", pa.array([None] * 8 + [uid("shelf")], pa.binary(16))
+)
+ELSEWHERE = EXAMPLE_10.append_column(
+    "final_state_hash", pa.array([None] * 8 + [uid("cellar")], pa.binary(16))
+)
+
+
 def test_graphgpo_counts_steps_to_success():
-    got = compute_advantages(EXAMPLE_10, settings(estimator="graphgpo"))
+    got = compute_advantages(ON_THE_SHELF, settings(estimator="graphgpo"))
     # From desk 1 step, from home 2, from shelf 3; each step has the distance of the state it leads
     # to.
-    assert got["step_return"].to_pylist() == pytest.approx([0.01, 0.1, 1, 10, 1, 10, 0.01, 0.01, 0])
-    home, shelf = (0.01 + 1 + 1 + 0.01) / 4, (0.1 + 0.01 + 0) / 3
+    expected = [0.01, 0.1, 1, 10, 1, 10, 0.01, 0.01, 0.01]
+    assert got["step_return"].to_pylist() == pytest.approx(expected)
+    home, shelf = (0.01 + 1 + 1 + 0.01) / 4, (0.1 + 0.01 + 0.01) / 3
     assert got["step_advantage"].to_pylist() == pytest.approx(
-        [0.01 - home, 0.1 - shelf, 1 - home, 0, 1 - home, 0, 0.01 - home, 0.01 - shelf, -shelf]
+        [0.01 - home, 0.1 - shelf, 1 - home, 0, 1 - home, 0, 0.01 - home, *[0.01 - shelf] * 2]
     )
     assert got["episode_advantage"].to_pylist() == column(EXAMPLE_10, "episode_advantage")
+    doubled = column(ON_THE_SHELF, "step_return", estimator="graphgpo", graph_gamma=0.2)
+    assert doubled[:4] == pytest.approx([0.08, 0.4, 2, 10])
 
 
-def test_graphgpo_without_a_win_or_a_state_has_no_way_and_without_won_refuses():
-    lost = EXAMPLE_10.set_column(7, "won", pa.array([False] * 9))
-    assert column(lost, "step_return", estimator="graphgpo") == [0.0] * 9
-    unknown = table({"A": [("s", 0, True), (None, 0, True), ("t", 4, True)]}).append_column(
-        "won", pa.array([True] * 3)
-    )
-    assert column(unknown, "step_return", estimator="graphgpo") == pytest.approx([0.04, 0.4, 4])
-    with pytest.raises(ValueError, match=r"lacks the columns \['won'\]"):
-        compute_advantages(EXAMPLE_10.drop_columns(["won"]), settings(estimator="graphgpo"))
-    nothing = EXAMPLE_10.set_column(7, "won", pa.nulls(9, pa.bool_()))
+def test_graphgpo_takes_a_dead_end_as_one_step_further_than_the_farthest_state():
+    """The shelf is the farthest, with 3 steps."""
+    unknown = ELSEWHERE.set_column(8, "final_state_hash", pa.nulls(9, pa.binary(16)))
+    for steps in (ELSEWHERE, unknown):
+        returns = column(steps, "step_return", estimator="graphgpo")
+        assert returns[8] == pytest.approx(0.001)
+        assert returns[7] == pytest.approx(0.01), "the shelf again"
+
+
+def test_graphgpo_passes_through_a_state_that_only_ended_a_lost_episode():
+    """B was cut off where A went on to win, so it was as near as A."""
+    steps = table({"A": episode("a b c", end=10), "B": episode("x y", end=0)})
+    steps = with_ends(steps, [True] * 3 + [False] * 2, [None] * 4 + ["b"])
+    returns = column(steps, "step_return", estimator="graphgpo")
+    assert returns == pytest.approx([0.1, 1, 10, 0.01, 0.1])
+
+
+def test_graphgpo_without_a_win_has_no_way_and_without_a_column_refuses():
+    lost = ON_THE_SHELF.set_column(7, "won", pa.array([False] * 9))
+    assert column(lost, "step_return", estimator="graphgpo") == [1.0] * 9
+    assert column(lost, "step_advantage", estimator="graphgpo") == [0.0] * 9
+    unknown = table({"A": [("s", 0, True), (None, 0, True), ("t", 4, True)]})
+    unknown = with_ends(unknown, [True] * 3, [None] * 3)
+    assert column(unknown, "step_return", estimator="graphgpo") == pytest.approx([0.1, 1, 10])
+    for name in ("won", "final_state_hash"):
+        with pytest.raises(ValueError, match=rf"lacks the columns \['{name}'\]"):
+            compute_advantages(ON_THE_SHELF.drop_columns([name]), settings(estimator="graphgpo"))
+    nothing = ON_THE_SHELF.set_column(7, "won", pa.nulls(9, pa.bool_()))
     with pytest.raises(ValueError, match="whether trajectory .* was won"):
         compute_advantages(nothing, settings(estimator="graphgpo"))
 
 
-def test_graphgpo_refuses_wins_that_cost_more_than_they_pay():
-    """With a scale below 0 the nearer to success the lower the return would be, and the ranking
-    upside down.
+def test_the_nodes_of_graphgpo_follow_the_anchor():
+    """Shelf and desk are one place for this anchor, whatever the hashes say."""
+    steps = ON_THE_SHELF.append_column(
+        "anchor_key", pa.array(["h", "f", "h", "f", "h", "f", "h", "f", "f"])
+    ).append_column("final_anchor_key", pa.array([None] * 8 + ["f"]))
+    got = compute_advantages(steps, settings(estimator="graphgpo", anchor="anchor_key"))
+    assert got["step_return"].to_pylist() == pytest.approx([1, 0.1, 1, 10, 1, 10, 1, 1, 1])
+    assert got["anchor_size"].to_pylist() == [4, 5, 4, 5, 4, 5, 4, 5, 5]
+
+
+def test_graphgpo_compares_final_texts_as_it_compares_texts():
+    """B ended at a text like A's desk, 0.9 of it the same, so success was near. A text that is 0.8
+    the same is another state, and the end of a won episode, which is no state, links nothing to it.
     """
-    dear = {name: [("s", -1.0, True), ("t", end, True)] for name, end in (("A", 0.5), ("B", -3.0))}
-    for scale, shift in ((-0.5, 0.0), (0.0, 0.5)):
-        steps = table(
-            {
-                name: [(s, r + shift * i, v) for i, (s, r, v) in enumerate(rows)]
-                for name, rows in dear.items()
-            }
-        )
-        steps = steps.append_column("won", pa.array([True] * 4))
-        with pytest.raises(
-            ValueError,
-            match=f"more than it costs; the best won trajectory of group .* returned {scale}",
-        ):
-            compute_advantages(steps, settings(estimator="graphgpo"))
-    lost = table(dear).append_column("won", pa.array([False] * 4))
-    assert column(lost, "step_return", estimator="graphgpo") == [0.0] * 4
-
-
-def test_graphgpo_walks_states_whatever_the_anchor_compares():
-    one_key = EXAMPLE_10.append_column("anchor_key", pa.array(["k"] * 9))
-    returns = column(EXAMPLE_10, "step_return", estimator="graphgpo")
-    assert column(one_key, "step_return", estimator="graphgpo", anchor="anchor_key") == returns
-    assert column(one_key, "anchor_size", estimator="graphgpo", anchor="anchor_key") == [9] * 9
+    desk, like_desk, unlike = (f"{start}efghijklmnopqrst" for start in ("abcd", "XYcd", "XYZW"))
+    steps = table(
+        {
+            "A": [("start", 0, True), (desk, 10, True)],
+            "B": [("street", 0, True)],
+            "C": [("garden", 10, True)],
+        }
+    )
+    steps = with_ends(steps, [True, True, False, True], [None] * 4)
+    for end, won_end, expected in ((like_desk, unlike, 1), (unlike, like_desk, 0.01)):
+        texts = steps.append_column("final_anchor_text", pa.array([None, None, end, won_end]))
+        for anchor in ("similar", "similar_greedy"):
+            got = column(texts, "step_return", estimator="graphgpo", anchor=anchor)
+            assert got == pytest.approx([1, 10, expected, 10])
 
 
 def test_g2po_compares_the_states_that_actions_lead_to():
@@ -267,6 +305,46 @@ def test_gagpo_is_generalised_advantage_estimation_over_mean_returns():
     assert set(column(EXAMPLE_10, "episode_advantage", estimator="gagpo")) == {0.0}
 
 
+def test_turn_ppo_is_generalised_advantage_estimation_over_a_critics_values():
+    """With gamma 0.5 and lambda 0.5 a later difference counts a quarter."""
+    steps = table({"A": [("s", 0, True), ("t", 1, False), ("u", 10, True)], "B": [("s", 2, True)]})
+    steps = steps.append_column("value", pa.array([4.0, 2.0, 6.0, 1.0]))
+    # A: 10 + 0 - 6 = 4;  1 + 6 / 2 - 2 = 2, and 2 + 4 / 4 = 3;  0 + 2 / 2 - 4 = -3, and
+    # -3 + 3 / 4 = -2.25. B: 2 + 0 - 1 = 1.
+    estimates = [-2.25, 3.0, 4.0, 1.0]
+    got = compute_advantages(steps, settings(estimator="turn_ppo", gamma=0.5, gae_lambda=0.5))
+    assert got["value_target"].to_pylist() == pytest.approx([4 - 2.25, 2 + 3, 6 + 4, 1 + 1])
+    estimates[1] -= 0.1  # the action was invalid
+    mean = sum(estimates) / 4
+    deviation = (sum((x - mean) ** 2 for x in estimates) / 3 + 1e-8) ** 0.5
+    whitened = [(x - mean) / deviation for x in estimates]
+    assert got["advantage"].to_pylist() == pytest.approx(whitened, abs=1e-12)
+    assert set(got["episode_advantage"].to_pylist()) == {0.0}
+
+
+def test_a_critic_that_knows_every_return_leaves_no_advantage():
+    """And of one that knows nothing, with lambda 1, the targets are the returns."""
+    steps = table({"A": episode("s t u", end=10), "B": episode("s v", end=0)})
+    exact = steps.append_column("value", pa.array([2.5, 5.0, 10.0, 0.0, 0.0]))
+    assert column(exact, "advantage", estimator="turn_ppo", gamma=0.5) == [0.0] * 5
+    nothing = steps.append_column("value", pa.array([0.0] * 5))
+    targets = column(nothing, "value_target", estimator="turn_ppo", gamma=0.5, gae_lambda=1.0)
+    assert targets == column(steps, "step_return", gamma=0.5) == [2.5, 5.0, 10.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_turn_ppo_without_a_value_refuses(value):
+    steps = table({"A": episode("s t", end=10)})
+    with pytest.raises(ValueError, match=r"lacks the columns \['value'\]"):
+        compute_advantages(steps, settings(estimator="turn_ppo"))
+    with pytest.raises(ValueError, match="trajectory .* step 1 has .*; give `steps` a column"):
+        column(
+            steps.append_column("value", pa.array([1.0, value], pa.float64())),
+            "advantage",
+            estimator="turn_ppo",
+        )
+
+
 def test_values_of_nodes_have_no_weights():
     for estimator in ("g2po", "gagpo"):
         with pytest.raises(ValueError, match="anchor_versions='mixed' or 'window'"):
@@ -297,7 +375,7 @@ def test_table_diagnostics():
     got = compute_advantages(steps, settings())
     assert anchor_size_histogram(got) == {1: 4, 3: 3}
     assert singleton_fraction(got) == pytest.approx(4 / 7)
-    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) == {
+    assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) - set(WITH_CRITIC) == {
         "gigpo",
         "hgpo",
         "graphgpo",
@@ -325,9 +403,10 @@ def operators(plan: dict) -> Iterator[dict]:
         ("estimator := 'grpo'", set()),
         ("estimator := 'hgpo'", {"WINDOW", "INOUT_FUNCTION"}),
         ("estimator := 'reinforce_pp'", {"CROSS_PRODUCT"}),
-        ("estimator := 'graphgpo'", {"RECURSIVE_CTE distances"}),
+        ("estimator := 'graphgpo'", {"WINDOW", "RECURSIVE_CTE distances"}),
         ("estimator := 'g2po'", {"WINDOW"}),
         ("estimator := 'gagpo'", {"WINDOW", "RECURSIVE_CTE backwards"}),
+        ("estimator := 'turn_ppo'", {"CROSS_PRODUCT", "RECURSIVE_CTE backwards"}),
         ("anchor_versions := 'window'", {"WINDOW"}),
         ("anchor := 'suffix'", {"WINDOW", "INOUT_FUNCTION"}),
     ],
@@ -337,7 +416,8 @@ def test_a_call_computes_nothing_that_it_does_not_use(call, costly):
     all.
     """
     connection = duckdb.connect()
-    connection.register("steps", EXAMPLE_10.append_column("version_min", pa.array([1] * 9)))
+    steps = EXAMPLE_10.append_column("version_min", pa.array([1] * 9))
+    connection.register("steps", steps.append_column("value", pa.array([1.0] * 9)))
     connection.execute(advantages_macro(PUBLISHED_SETTINGS))
     text = connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) FROM advantages({call})").fetchall()[
         0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from gigpo import (
     POLICY_LOSSES,
     BehaviourCloning,
     Cispo,
+    Distillation,
     DppoTv,
     Gspo,
     Loss,
@@ -32,7 +34,8 @@ from gigpo import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-POLICY_GRADIENTS = [kind() for name, kind in POLICY_LOSSES.items() if name != "behaviour_cloning"]
+OF_ADVANTAGES = POLICY_LOSSES.keys() - {"behaviour_cloning", "distillation"}
+POLICY_GRADIENTS = [POLICY_LOSSES[name]() for name in sorted(OF_ADVANTAGES)]
 ID = {"ids": lambda loss: loss.name}
 
 
@@ -138,6 +141,7 @@ def drawn(n: int = 24, *, scale: float = 0.4, seed: int = 0) -> Tokens:
         behaviour_logprobs_N=behaviour_N,
         advantages_N=torch.randn(6, dtype=torch.float64, generator=generator)[sequence_N],
         sequence_N=sequence_N,
+        teacher_logprobs_N=-3.0 * torch.rand(n, dtype=torch.float64, generator=generator) - 0.05,
     )
 
 
@@ -155,7 +159,9 @@ def numeric_gradient(
     "loss", [kind() for kind in POLICY_LOSSES.values()] + [Gspo(clip_low=0.2, clip_high=0.2)], **ID
 )
 def test_gradient_against_finite_differences(loss):
-    """Move mu with pi where a weight stands under sg(...), so that the weight stays constant."""
+    """Move mu, or the teacher, with pi where a weight stands under sg(...), so that it stays
+    constant.
+    """
     tokens = drawn()
     total(loss, tokens).backward()
     at_N, mu_N = tokens.logprobs_N.detach(), tokens.behaviour_logprobs_N
@@ -167,6 +173,7 @@ def test_gradient_against_finite_differences(loss):
             behaviour_logprobs_N=held,
             advantages_N=tokens.advantages_N,
             sequence_N=tokens.sequence_N,
+            teacher_logprobs_N=tokens.teacher_logprobs_N + (x_N - at_N),
         )
         return total(loss, moved)
 
@@ -270,6 +277,7 @@ def test_far_off_tokens_stay_finite_in_float32(loss):
         behaviour_logprobs_N=torch.tensor([-200.0, -0.01, -200.0]),
         advantages_N=torch.tensor([1.0, 1.0, -1.0]),
         sequence_N=torch.tensor([0, 1, 2]),
+        teacher_logprobs_N=torch.tensor([-200.0, -0.01, -0.01]),
     )
     value = total(loss, tokens)
     value.backward()
@@ -308,6 +316,7 @@ def test_the_order_of_the_tokens_says_nothing(loss):
         behaviour_logprobs_N=tokens.behaviour_logprobs_N[order_N],
         advantages_N=tokens.advantages_N[order_N],
         sequence_N=10 * tokens.sequence_N[order_N] - 7,
+        teacher_logprobs_N=tokens.teacher_logprobs_N[order_N],
     )
     torch.testing.assert_close(loss(shuffled).loss_N, loss(tokens).loss_N[order_N])
 
@@ -390,6 +399,41 @@ def test_the_means_and_gradients_of_the_kl_estimates_are_what_their_table_says()
     torch.testing.assert_close(gradient(expected["k3"]), gradient(backward))
 
 
+@pytest.mark.parametrize("stale", [0.0, 0.5])
+def test_the_mean_gradient_of_distillation_is_that_of_the_reverse_kl(stale):
+    """Over all four actions of two positions, exactly, also where another policy sampled."""
+    generator = torch.Generator().manual_seed(2)
+    drawn_3PV = torch.randn(3, 2, 4, dtype=torch.float64, generator=generator)
+    theta_PV = drawn_3PV[0].clone().requires_grad_()
+    teacher_PV = torch.log_softmax(drawn_3PV[1], -1)
+    mu_PV = torch.log_softmax(drawn_3PV[0] + stale * drawn_3PV[2], -1)
+    pi_PV = torch.log_softmax(theta_PV, -1)
+    kl = (pi_PV.exp() * (pi_PV - teacher_PV)).sum()
+    (wanted_PV,) = torch.autograd.grad(kl, theta_PV, retain_graph=True)
+    tokens = Tokens(
+        logprobs_N=pi_PV.flatten(),
+        behaviour_logprobs_N=mu_PV.flatten(),
+        advantages_N=torch.zeros(8, dtype=torch.float64),
+        sequence_N=torch.zeros(8, dtype=torch.int64),
+        teacher_logprobs_N=teacher_PV.flatten(),
+    )
+    expected = (mu_PV.flatten().exp() * Distillation()(tokens).loss_N).sum()
+    assert expected.item() == pytest.approx(kl.item())
+    (found_PV,) = torch.autograd.grad(expected, theta_PV)
+    torch.testing.assert_close(found_PV, wanted_PV)
+
+
+def test_distillation_by_hand_and_without_a_teacher():
+    tokens = at_ratio(1.0, advantage=9.0, mu=0.5)
+    with pytest.raises(ValueError, match="needs teacher_logprobs_N"):
+        Distillation()(tokens)
+    taught = replace(tokens, teacher_logprobs_N=f64(math.log(0.25)))
+    loss_N = Distillation()(taught).loss_N
+    loss_N.sum().backward()
+    assert loss_N.item() == pytest.approx(math.log(2))
+    assert tokens.logprobs_N.grad.item() == pytest.approx(math.log(2))
+
+
 def test_a_loss_is_listed_wherever_a_user_looks_for_it() -> None:
     """The head of gigpo/losses.py says what to change for a new loss."""
     with_a_name = {
@@ -399,7 +443,7 @@ def test_a_loss_is_listed_wherever_a_user_looks_for_it() -> None:
     assert DEFAULT_PAIRING.keys() == POLICY_LOSSES.keys()
     assert all(getattr(gigpo, kind.__name__) is kind for kind in POLICY_LOSSES.values())
     schema = (ROOT / "configs/schema.py").read_text()
-    (comment,) = re.findall(r"# (.*)\n    policy: str = ", schema)
+    (comment,) = re.findall(r"((?:    # .*\n)+)    policy: str = ", schema)
     assert set(re.findall(r'"(\w+)"', comment)) == POLICY_LOSSES.keys()
     text = (ROOT / "docs/algorithms.md").read_text()
     section = text.partition("## 8. Policy losses")[2].partition("## 9.")[0]

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, LossConfig
+from configs import AlgorithmConfig, Config, CriticConfig, LossConfig, ReplayConfig
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -29,11 +28,10 @@ from gigpo import (
     SequenceTis,
     TokenIcepop,
     TokenTis,
-    compute_advantages,
 )
 from gigpo.objective import check_combination
 from learner import objective_of
-from tests.support.gigpo_samples import episode, settings, table
+from tests.support.gigpo_samples import settings
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text()
 # Beginning of a row of the table -> what check_combination says of it.
@@ -59,11 +57,6 @@ COMBINATIONS = {
 }
 
 
-def dense_loss() -> pa.Table:
-    steps = table({"A": episode("s t", end=-1), "B": episode("s", end=-2)})
-    return steps.append_column("won", pa.array([True, True, False]))
-
-
 def config(**loss: Any) -> Config:
     return Config(loss=LossConfig(**loss))
 
@@ -77,6 +70,19 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: objective_of(LossConfig(numbers={"m2po": {"limit": 0.1}})),
     ],
     "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
+    "a setting of `critic` with another estimator than `turn_ppo`": [
+        lambda: configs.check(Config(critic=CriticConfig(clip=1.0))),
+        lambda: configs.check(
+            Config(
+                algorithm=AlgorithmConfig(estimator="turn_ppo"),
+                loss=LossConfig(policy="behaviour_cloning"),
+                source=["runs/a"],
+            )
+        ),
+        lambda: configs.check(
+            Config(algorithm=AlgorithmConfig(estimator="turn_ppo"), replay=ReplayConfig(share=0.25))
+        ),
+    ],
     "a setting of `algorithm` that is not the default": [
         lambda: configs.check(Config(algorithm=AlgorithmConfig(estimator="rloo", omega=0.5))),
         lambda: configs.check(Config(algorithm=AlgorithmConfig(version_window=0))),
@@ -94,11 +100,9 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: GeometricMask(high=1.0),
         lambda: K3Mask(limit=0.0),
     ],
-    "`graphgpo` over a group whose best win": [
-        lambda: compute_advantages(dense_loss(), settings(estimator="graphgpo"))
-    ],
-    "`gamma` outside [0, 1]": [
+    "`gamma`, `gae_lambda` or `graph_gamma` outside [0, 1]": [
         lambda: settings(gamma=1.1),
+        lambda: settings(graph_gamma=1.1),
         lambda: settings(omega=-0.1),
         lambda: settings(invalid_penalty=-0.1),
         lambda: settings(similarity=0.0),

@@ -28,7 +28,6 @@ from learner import BadUpdatesError, CollapseError, NonFiniteWeightsError
 from learner.checkpoint import CheckpointError
 from learner.training.alarms import Alarms, collapse_alarms, length_at_start
 from store import RunLayout
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     DAMAGE,
@@ -40,6 +39,7 @@ from tests.support.learner_loop import (
     open_coordinator,
     play_all,
 )
+from tests.support.run_views import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -365,6 +365,35 @@ def test_cloning_teaches_the_recorded_tokens(make_engine: MakeEngine) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_distillation_draws_the_policy_to_its_teacher(
+    make_engine: MakeEngine, tmp_path: Path, lora_rank: int
+) -> None:
+    """The loss on the policy's own tokens is the mean of log pi - log q; no advantage is read."""
+    teacher = make_base(tmp_path / "teacher", seed=1)
+    rows = random_rows(24)
+    engine = make_engine(
+        policy="distillation", teacher=str(teacher), model=ModelConfig(lora_rank=lora_rank)
+    )
+    (batch,) = cut(rows, WHOLE)
+    judged = plain_logprobs(teacher, rows, temperature=1.0)
+    (own_N,) = engine.score([batch])
+    fresh = dataclasses.replace(
+        batch, behaviour_logprobs_N=own_N, advantages_N=torch.full_like(own_N, 99.0)
+    )
+    teacher_N = torch.tensor([value for row in range(24) for value in judged[row]])
+    mine_N = torch.cat([own_N[batch.rows_N == row] for row in range(24)])
+    first = engine.update([fresh])
+    assert first.loss == pytest.approx((mine_N - teacher_N).mean().item(), abs=1e-5)
+    for _ in range(10):
+        engine.update([fresh])
+    (after_N,) = engine.score([batch])
+    toward_N = torch.sign(teacher_N - mine_N)
+    moved_N = torch.cat([(after_N - own_N)[batch.rows_N == row] for row in range(24)])
+    assert (moved_N * toward_N).mean() > 0, "likelier where the teacher says so"
+    assert engine.teacher is not None and make_engine().teacher is None
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("broken", ["advantage", "weight"])
 def test_an_update_that_is_not_finite_is_skipped_and_the_next_one_is_not(

@@ -25,7 +25,6 @@ from learner.data.batch_loader import prepare_batch
 from learner.data.prefetch import Prefetch
 from learner.ray_actor import LearnerProcess
 from store import RunLayout
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
@@ -40,6 +39,7 @@ from tests.support.learner_loop import (
     patch_learner,
     play_all,
 )
+from tests.support.run_views import connect
 
 DEADLINE_S = 20.0
 STEP_TIMEOUT_S = 77.0

@@ -17,7 +17,7 @@ from learner.data.micro_batch import (
     shortest_sequence,
     split_updates,
 )
-from tests.support.learner_samples import sequences_of, table
+from tests.support.learner_samples import one_step_each, sequences_of, table
 
 LONG = ([5, 6, 7], [8, 9], [-0.5, -1.0], 2.0)
 SHORT = ([3], [4, 2], [-0.25, -0.75], -1.0)
@@ -27,9 +27,8 @@ CONTINUED = ([5, 6, 7, 8, 9, 3], [4, 2], [-0.25, -0.75], -1.0)
 def cut(
     rows: pa.Table, micro_batch_tokens: int = 100, *, merge_steps: bool = False, ranks: int = 1
 ) -> list[MicroBatch]:
-    return micro_batches(
-        rows, micro_batch_tokens=micro_batch_tokens, merge_steps=merge_steps, ranks=ranks
-    )
+    rows = rows if merge_steps else one_step_each(rows)
+    return micro_batches(rows, micro_batch_tokens=micro_batch_tokens, ranks=ranks)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -107,7 +106,7 @@ def test_a_sequence_beyond_the_budget_has_a_micro_batch_of_its_own() -> None:
 def test_a_row_without_response_tokens_is_left_out() -> None:
     (batch,) = cut(table(([1, 2], [], [], 1.0), SHORT))
     assert batch.rows_N.tolist() == [1, 1]
-    assert cut(table(([1, 2], [], [], 1.0)), merge_steps=True, ranks=2) == []
+    assert cut(table(([1, 2], [], [], 1.0)), ranks=2) == []
 
 
 def test_a_rank_without_work_has_a_token_and_nothing_to_learn() -> None:

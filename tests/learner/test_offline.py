@@ -26,7 +26,6 @@ from learner.explain import explain, table
 from learner.training.run_health import StarvationError, check_batches
 from learner.training.step_metrics import StepTimes, step_metrics
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     Handle,
@@ -37,6 +36,7 @@ from tests.support.learner_loop import (
     open_coordinator,
     play,
 )
+from tests.support.run_views import connect
 
 N_SOURCE = 5  # groups of two members; member 1 wins, member 0 does not
 COLUMNS = ("group_uid", "member", "advantage", "episode_advantage", "staleness")

@@ -15,9 +15,7 @@ C = ([1, 2, 3, 4, 5, 6], [7], [-0.4], 1.0)  # repeats B, with nothing in between
 
 
 def merged(*rows: Row, steps: list[tuple[int, int]]) -> tuple[list[list[int]], list[int]]:
-    (batch,) = micro_batches(
-        table(*rows, steps=steps), micro_batch_tokens=100, merge_steps=True, ranks=1
-    )
+    (batch,) = micro_batches(table(*rows, steps=steps), micro_batch_tokens=100, ranks=1)
     return sequences_of(batch), batch.rows_N.tolist()
 
 
@@ -56,9 +54,9 @@ def test_only_the_same_tokens_of_the_same_trajectory_merge() -> None:
 
 def test_merging_exceeds_no_budget_that_the_last_row_does_not() -> None:
     rows = table(A, B, steps=[(0, 0), (0, 1)])
-    (batch,) = micro_batches(rows, micro_batch_tokens=5, merge_steps=True, ranks=1)
+    (batch,) = micro_batches(rows, micro_batch_tokens=5, ranks=1)
     assert batch.n_tokens == 5
-    (batch,) = micro_batches(rows, micro_batch_tokens=2, merge_steps=True, ranks=1)
+    (batch,) = micro_batches(rows, micro_batch_tokens=2, ranks=1)
     assert batch.n_tokens == 5, (
         "apart they would be 5 and 2 tokens: one too long anyway, and one more to compute"
     )

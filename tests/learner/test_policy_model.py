@@ -50,7 +50,7 @@ from learner.model.packed_attention import (
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.publishing.publish import copy_weights
 from learner.training.engine import Engine
-from tests.support.learner_samples import table
+from tests.support.learner_samples import one_step_each, table
 
 V = 97  # a prime, so that nothing else has this size
 TEMPERATURE = 0.7
@@ -128,9 +128,8 @@ def history_rows(*, seed: int = 0) -> pa.Table:
 def cut(
     rows: pa.Table, *, merge_steps: bool = False, micro_batch_tokens: int = 10_000
 ) -> list[MicroBatch]:
-    return micro_batches(
-        rows, micro_batch_tokens=micro_batch_tokens, merge_steps=merge_steps, ranks=1
-    )
+    rows = rows if merge_steps else one_step_each(rows)
+    return micro_batches(rows, micro_batch_tokens=micro_batch_tokens, ranks=1)
 
 
 def by_row(batches: list[MicroBatch], values: list[torch.Tensor]) -> torch.Tensor:
@@ -261,9 +260,7 @@ def test_no_token_of_one_sequence_influences_another(name: str) -> None:
 
 
 def test_without_response_tokens_every_parameter_has_a_gradient_of_zero() -> None:
-    _, nothing = micro_batches(
-        history_rows().slice(0, 1), micro_batch_tokens=100, merge_steps=True, ranks=2
-    )
+    _, nothing = micro_batches(history_rows().slice(0, 1), micro_batch_tokens=100, ranks=2)
     for name in ("qwen2", "llama"):
         policy = make_policy(CONFIGS[name], gradient_checkpointing=True)
         logprobs_N, entropy_N = policy(nothing)

@@ -17,7 +17,6 @@ from coordinator import Coordinator
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
 from store import DigestError, RunLayout, VersionRecord
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
@@ -31,6 +30,7 @@ from tests.support.learner_loop import (
     play,
     play_all,
 )
+from tests.support.run_views import connect
 
 DEADLINE_S = 20.0
 

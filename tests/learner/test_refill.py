@@ -15,7 +15,6 @@ from learner.data.batch_loader import n_wanted, prepare_batch
 from learner.data.prefetch import Prefetch
 from store import RunLayout, VersionRecord, trained_step
 from store.maintenance.fsck import CATALOG, check
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUP_SIZE,
@@ -28,6 +27,7 @@ from tests.support.learner_loop import (
     open_coordinator,
     play,
 )
+from tests.support.run_views import connect
 
 DEADLINE_S = 20.0
 STEPS = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import torch
 
 import store
 from cli.__main__ import main
+from configs import CriticConfig
+from gigpo import AdvantageSettings, compute_advantages
 from learner.explain import Explanation
 from learner.replay import Replayed, replayed
 from store import Catalog, RunLayout, restart_points, trained_step
@@ -239,6 +242,49 @@ def test_adapters_are_replayed(replay: Replay) -> None:
             assert (status, f"{n} of {n} learner steps identical" in output) == (0, True)
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_steps_with_a_critic_are_replayed_with_its_values(replay: Replay, lora_rank: int) -> None:
+    """From the base model and from checkpoints, also of the warm-up; after a crash between two
+    steps. The stored values give the advantages that were trained on.
+    """
+    with fast_directory() as directory:
+        config = config_of(
+            directory / "run",
+            steps=5,
+            checkpoint_every=2,
+            keep_every=2,
+            lora_rank=lora_rank,
+            critic=CriticConfig(learning_rate=1e-2, warmup_steps=1),
+        )
+        train(config, crash_at=4)
+        train(config)
+        for first, n in ((1, 5), (3, 3), (5, 1)):
+            status, output, _ = replay(directory / "run", first, "--to", 5)
+            assert (status, f"{n} of {n} learner steps identical" in output) == (0, True), output
+        layout = RunLayout.open(directory / "run")
+        steps = [trained_step(layout, step) for step in (1, 2, 5)]
+        assert steps[0].published.digest != steps[1].published.digest, "the policy begins at 2"
+        assert {len(values) for values in steps[0].values.values()} == {3}
+        assert {value for values in steps[0].values.values() for value in values} == {0.0}
+        assert len({value for values in steps[2].values.values() for value in values}) > 10
+        with store.open_run(directory / "run") as reader:
+            counted = reader.sql(
+                "SELECT learner_step, count(*) AS n FROM critic_values GROUP BY ALL ORDER BY ALL"
+            ).to_pylist()
+            valued = reader.sql("SELECT * FROM valued_steps WHERE value IS NOT NULL")
+        assert [row["learner_step"] for row in counted] == [1, 2, 3, 4, 5], "one of each, no other"
+        computed = compute_advantages(valued, AdvantageSettings.of(config.algorithm))
+        assert len(computed) == sum(row["n"] for row in counted)
+        with sqlite3.connect(layout.catalog) as connection:
+            connection.execute(
+                "UPDATE critic_value SET state_values = '[0.5, 0, 0]' WHERE traj_uid = "
+                "(SELECT min(traj_uid) FROM critic_value JOIN batch USING (batch_id) "
+                "WHERE learner_step = 5)"
+            )
+        status, output, _ = replay(directory / "run", 5)
+        assert (status, "trajectories whose values, by the critic, are not" in output) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -270,7 +316,8 @@ def test_the_last_step_is_not_before_the_first(run: Path, replay: Replay) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("critic",)])
+def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path, more: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     making = [
         sys.executable,
@@ -279,6 +326,7 @@ def test_a_run_of_two_ranks_is_replayed_by_two(tmp_path: Path) -> None:
         str(run),
         "5",
         "2",
+        *more,
     ]
     subprocess.run(making, cwd=ROOT, timeout=DEADLINE_S, check=True, capture_output=True)
     before = fingerprint(run)

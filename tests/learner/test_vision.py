@@ -90,7 +90,7 @@ def test_log_probabilities_are_those_of_transformers(
     vision_base: Path, policy: PolicyModel
 ) -> None:
     rows = make_rows(policy)
-    (batch,) = micro_batches(rows, micro_batch_tokens=1000, merge_steps=True, ranks=1)
+    (batch,) = micro_batches(rows, micro_batch_tokens=1000, ranks=1)
     found = by_row(policy, [batch])
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(vision_base).eval()
     processor = AutoImageProcessor.from_pretrained(vision_base, backend="pil")
@@ -122,9 +122,7 @@ def test_the_gradient_does_not_depend_on_how_rows_are_packed(
 ) -> None:
     def gradients(tokens: int) -> tuple[int, dict[str, torch.Tensor]]:
         policy.zero_grad()
-        batches = micro_batches(
-            make_rows(policy), micro_batch_tokens=tokens, merge_steps=True, ranks=1
-        )
+        batches = micro_batches(make_rows(policy), micro_batch_tokens=tokens, ranks=1)
         for batch in batches:
             logprobs_N, entropy_N = policy(batch)
             (logprobs_N @ batch.advantages_N + 0.1 * entropy_N.sum()).backward()
@@ -149,7 +147,7 @@ def test_a_pass_without_an_image_reaches_every_parameter(policy: PolicyModel) ->
     rows = make_rows(policy)
     of_text = [
         batch
-        for batch in micro_batches(rows, micro_batch_tokens=1, merge_steps=True, ranks=8)
+        for batch in micro_batches(rows, micro_batch_tokens=1, ranks=8)
         if not any(batch.images_S)
     ]
     assert {batch.n_rows for batch in of_text} == {0, 1}
@@ -163,7 +161,7 @@ def test_a_pass_without_an_image_reaches_every_parameter(policy: PolicyModel) ->
 
 def test_the_shortest_sequence_keeps_its_image(policy: PolicyModel) -> None:
     rows = make_rows(policy).slice(0, 3)
-    (batch,) = micro_batches(rows, micro_batch_tokens=1000, merge_steps=True, ranks=1)
+    (batch,) = micro_batches(rows, micro_batch_tokens=1000, ranks=1)
     short = shortest_sequence(batch)
     assert short.rows_N.tolist() == [1, 1, 1] and short.images_S[0][0].shape == (28, 56, 3)
     torch.testing.assert_close(
@@ -180,11 +178,9 @@ def test_steps_with_images_are_never_merged(policy: PolicyModel) -> None:
     )
     images = pa.array([[(28, 28, bytes(28 * 28 * 3))]] * 2, IMAGES_TYPE)
     apart = rows.set_column(rows.column_names.index("images"), "images", images)
-    (batch,) = micro_batches(apart, micro_batch_tokens=1000, merge_steps=True, ranks=1)
+    (batch,) = micro_batches(apart, micro_batch_tokens=1000, ranks=1)
     assert batch.bounds_S1.numel() == 3
-    (merged,) = micro_batches(
-        rows.drop_columns(["images"]), micro_batch_tokens=1000, merge_steps=True, ranks=1
-    )
+    (merged,) = micro_batches(rows.drop_columns(["images"]), micro_batch_tokens=1000, ranks=1)
     assert merged.bounds_S1.numel() == 2
 
 

@@ -13,7 +13,6 @@ from coordinator import Coordinator
 from learner.data.batch_loader import prepare_batch
 from store import RunLayout, trained_step
 from store.maintenance.fsck import CATALOG, check
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
@@ -27,6 +26,7 @@ from tests.support.learner_loop import (
     open_coordinator,
     play,
 )
+from tests.support.run_views import connect
 
 STEPS, MAX_AGE = 5, 2
 

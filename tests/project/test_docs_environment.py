@@ -26,7 +26,8 @@ from learner import make_tiny_model, train_tokenizer
 from learner.data.micro_batch import micro_batches
 from learner.training.engine import Engine
 from store import RunLayout, Trajectory, to_table, uid
-from store.reading.query import connect
+from tests.support.learner_samples import one_step_each
+from tests.support.run_views import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs/your_environment.md").read_text()
@@ -154,7 +155,7 @@ def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
         rank=0,
         address=None,
     )
-    batch = micro_batches(rows, micro_batch_tokens=4096, merge_steps=False, ranks=1)
+    batch = micro_batches(one_step_each(rows), micro_batch_tokens=4096, ranks=1)
     losses = [update.loss for _ in range(3) for update in engine.train([batch])]
     engine.close()
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1

@@ -15,6 +15,7 @@ from coordinator.coordinator import REMEMBERED
 from gigpo import Tokens, token_diagnostics
 from learner.data.batch_loader import Episodes
 from learner.training.alarms import collapse_alarms
+from learner.training.critic import CriticStats, critic_metrics
 from learner.training.run_health import BAD_IN_A_ROW, EMPTY_IN_A_ROW
 from learner.training.step_metrics import StepTimes, UpdateStats, step_metrics
 from store.catalog.records import Evaluation, SuccessRate
@@ -27,6 +28,7 @@ PREFIXES = (
     "groups",
     "heldout",
     "learner",
+    "critic",
     "loss",
     "offline",
     "replay",
@@ -75,14 +77,19 @@ def of_a_learner_step() -> set[str]:
     advantages = ("advantage", "episode_advantage", "step_advantage")
     ready = SimpleNamespace(
         batch=SimpleNamespace(groups=groups, replayed=groups[:1]), version=1,
-        live=episodes, offline=episodes, filtered={},
+        live=episodes, offline=episodes, filtered={}, values={b"t": [0.0]}, values_s=0.0,
         rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
         replayed=pa.table({"advantage": [0.5]}), n_rows=1, n_response_tokens=7, n_live_tokens=7,
         read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,
     )  # fmt: skip
     metrics = step_metrics(ready, updates=[of_an_update()], times=StepTimes(step_s=1.0))  # type: ignore[arg-type]
     alarms = collapse_alarms(metrics, before={}, learner_step=1, config=configs.Config())
-    return {*metrics, *alarms.values, BAD_IN_A_ROW, EMPTY_IN_A_ROW}
+    critic = CriticStats(
+        loss=0.0, grad_norm=0.0, value_mean=0.0, explained_variance=0.0, clip_fraction=0.0,
+        skipped=False,
+    )  # fmt: skip
+    of_critic = critic_metrics([critic])
+    return {*metrics, *of_critic, *alarms.values, BAD_IN_A_ROW, EMPTY_IN_A_ROW}
 
 
 def of_an_evaluation() -> set[str]:

@@ -19,7 +19,7 @@ from cli.__main__ import main
 from driver.screen import Screen
 from driver.train_run import _make_base_policy
 from store import RunLayout
-from store.reading.query import connect
+from tests.support.run_views import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples"

@@ -236,7 +236,7 @@ def test_operations_are_counted_by_hand(proof: ModuleType) -> None:
     assert flops.matrix_elements(shape) == 84
     # Two sequences of 3 and 1 tokens, with 2 and 1 response tokens.
     rows = table(([1, 2], [3, 4], [-1.0, -1.0], 1.0), ([5], [6], [-1.0], 1.0))
-    batches = micro_batches(rows, micro_batch_tokens=100, merge_steps=False, ranks=1)
+    batches = micro_batches(rows, micro_batch_tokens=100, ranks=1)
     attention = 6 * 1 * 4 * (3**2 + 1**2)
     assert flops.update_flops(shape, batches, frozen=False) == 6 * 84 * 4 + 6 * 40 * 3 + attention
     assert flops.update_flops(shape, batches, frozen=True) == 4 * 84 * 4 + 4 * 40 * 3 + attention

@@ -15,12 +15,13 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from actors.prompting.prompt import PromptForm
 from actors.prompting.template import TEMPLATES, render
 from configs import (
     Config,
+    CriticConfig,
     LearnerConfig,
     LossConfig,
     ModelConfig,
@@ -35,13 +37,14 @@ from configs import (
     TinyModelConfig,
 )
 from envs import Observation, environment_class
-from gigpo import AdvantageSettings, compute_advantages
+from gigpo import PUBLISHED_SETTINGS, AdvantageSettings, compute_advantages
 from learner import make_tiny_model, train_tokenizer, write_weights
-from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches, split_updates
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
 from store import Step, Trajectory, state_hash, to_table
+from tests.support.learner_samples import one_step_each
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0  # only for what hangs
@@ -53,6 +56,9 @@ MAX_STEPS, WIN_REWARD = 12, 10.0
 GROUP_SIZE, UPDATES_PER_STEP, MAX_LEARNER_STEPS = 32, 2, 8
 LEARNED = 0.7  # fraction of the episodes won; the base model wins 0.06
 TEMPLATE = "compact"
+TURN_PPO = replace(PUBLISHED_SETTINGS, estimator="turn_ppo", gae_lambda=0.0)
+CRITIC = CriticConfig(learning_rate=1e-3, clip=100.0)
+MAX_PPO_STEPS, WARMUP_STEPS, PPO_UPDATES = 24, 12, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +90,7 @@ class Variant:
     learning_rate: float
     zero_stage: int
     lora_rank: int
+    critic: CriticConfig | None
     # Of the engine, its updates and the base model's weights: that the variant is not the plain one
     # under another name.
     shows: Callable[[Engine, Sequence[UpdateStats], dict[str, torch.Tensor]], bool]
@@ -95,6 +102,7 @@ def plain(**changes: Any) -> Variant:
         "learning_rate": 7e-4,
         "zero_stage": 0,
         "lora_rank": 0,
+        "critic": None,
         "shows": lambda *_: True,
     }
     return Variant(**{**usual, **changes})
@@ -139,6 +147,9 @@ VARIANTS = {
 }
 
 
+PPO = plain(critic=CRITIC, learning_rate=2e-4)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_learns_to_win(name: str, world: World) -> None:
     variant = VARIANTS[name]
@@ -150,6 +161,22 @@ def test_it_learns_to_win(name: str, world: World) -> None:
         assert reached > LEARNED, "with the other sign, or none, it never gets to 0.1"
         assert not any(update.skipped for update in updates)
         assert variant.shows(engine, updates, base)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [None, "opposite sign", "shuffled values"])
+def test_ppo_learns_to_win_by_its_critics_values(mutant: str | None, world: World) -> None:
+    """With lambda 0 an action is judged by the value of the next state alone. So a critic whose
+    values are those of other states teaches nothing, nor does the opposite of what it says.
+    """
+    engine = make_engine(world.base, PPO)
+    try:
+        assert success(world, scored(engine, world)) < 0.1
+        reached, updates = learn_by_ppo(engine, world, mutant=mutant)
+        assert (reached > LEARNED) is (mutant is None)
+        assert not any(update.skipped for update in updates)
     finally:
         engine.close()
 
@@ -220,6 +247,47 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
         if success(world, policy) > LEARNED:
             break
     return success(world, policy), updates
+
+
+def learn_by_ppo(
+    engine: Engine, world: World, *, mutant: str | None
+) -> tuple[float, list[UpdateStats]]:
+    """The same with a critic, whose values of a batch are computed before its updates."""
+    rng, shuffled = np.random.default_rng(0), np.random.default_rng(1)
+    updates: list[UpdateStats] = []
+    policy = scored(engine, world)
+    for step in range(MAX_PPO_STEPS):
+        rows = played(world, policy, rng, version=step)
+        values_R = valued(engine, rows)
+        if mutant == "shuffled values":
+            values_R = shuffled.permutation(values_R)
+        rows = rows.append_column("value", pa.array(values_R))
+        computed = compute_advantages(rows, TURN_PPO)
+        sign = -1.0 if mutant == "opposite sign" else 1.0
+        rows = rows.append_column("advantage", pc.multiply(sign, computed["advantage"]))
+        rows = rows.append_column("value_target", computed["value_target"])
+        rows = rows.append_column("staleness", pa.array([0] * len(rows)))
+        parts = split_updates(rows, updates=PPO_UPDATES, rows_per_update=0, seed=step)
+        batches = [packed(part, ranks=engine.ranks) for part in parts]
+        engine.train_critic(batches)
+        if step >= WARMUP_STEPS:
+            updates += engine.train(batches)
+            policy = scored(engine, world)
+            if success(world, policy) > LEARNED:
+                break
+    return success(world, policy), updates
+
+
+def valued(engine: Engine, rows: pa.Table) -> np.ndarray:
+    """The critic's value of each row's state."""
+    unknown = pa.array(np.zeros(len(rows)))
+    asked = rows.append_column("advantage", unknown).append_column("staleness", unknown)
+    batches = packed(asked, ranks=engine.ranks)
+    values_R = np.full(len(rows), np.nan)
+    for batch, values_N in zip(batches, engine.values(batches), strict=True):
+        first_K = first_tokens(batch.rows_N)
+        values_R[batch.rows_N[first_K].numpy()] = values_N[first_K].numpy()
+    return values_R
 
 
 @pytest.fixture(scope="module")
@@ -321,13 +389,14 @@ def make_engine(
         loss=variant.loss,
         temperature=1.0,
         seed=0,
+        critic=variant.critic,
         rank=rank,
         address=address,
     )
 
 
 def packed(rows: pa.Table, *, ranks: int) -> list[MicroBatch]:
-    return micro_batches(rows, micro_batch_tokens=4096, merge_steps=False, ranks=ranks)
+    return micro_batches(one_step_each(rows), micro_batch_tokens=4096, ranks=ranks)
 
 
 def as_rows(choices: Sequence[Choice]) -> pa.Table:

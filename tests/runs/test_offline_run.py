@@ -4,6 +4,7 @@ middle, it goes on, and ends.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,16 +18,19 @@ import pytest
 
 from store import RunLayout, VersionRecord
 from store.maintenance.fsck import CONTENTS, check
-from store.reading.query import connect
 from tests.support.engine_samples import make_base
 from tests.support.learner_loop import make_config, open_coordinator, play
+from tests.support.run_views import connect
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTED_QUERIES = re.findall(
-    r"```sql\n(.*?)```", (ROOT / "docs" / "offline_groups.md").read_text(), re.DOTALL
-)
+
+
+def documented_queries(page: str) -> list[str]:
+    return re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
 CONFIG = """
 env: {name: not_installed_here:World}
 learner: {steps: 99, groups_per_step: 2, learning_rate: 1.0e-3, checkpoint_every: 2}
@@ -49,7 +53,7 @@ def make_source(root: Path) -> RunLayout:
     return coordinator.layout
 
 
-def start(run: Path, source: Path) -> subprocess.Popen[str]:
+def start(run: Path, source: str, *overrides: str) -> subprocess.Popen[str]:
     config = run.parent / "offline.yaml"
     config.write_text(CONFIG)
     command = [
@@ -59,7 +63,8 @@ def start(run: Path, source: Path) -> subprocess.Popen[str]:
         "train",
         str(config),
         f"run_dir={run}",
-        f"source={source}@won",
+        f"source={source}",
+        *overrides,
     ]
     return subprocess.Popen(
         command,
@@ -86,7 +91,7 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
     tmp_path: Path,
 ) -> None:
     source, run = make_source(tmp_path / "source"), tmp_path / "run"
-    process = start(run, source.root)
+    process = start(run, f"{source.root}@won")
     deadline = time.monotonic() + TIMEOUT_S
     while not (run / "open.sql").exists() or learner_step(run) < 3:
         assert process.poll() is None, process.communicate()[0]
@@ -95,7 +100,7 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     shutil.rmtree(source.root)  # what was taken is the run's own
-    again = start(run, source.root)
+    again = start(run, f"{source.root}@won")
     output, _ = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, output
     assert "continues at learner step" in output
@@ -122,5 +127,38 @@ def test_killed_in_the_middle_it_goes_on_without_its_source_to_where_that_is_use
         "learner.log",
     ], "nobody played"
     assert check(RunLayout.open(run), level=CONTENTS) == []
-    for query in DOCUMENTED_QUERIES:
+    for query in documented_queries("offline_groups.md"):
         assert rows(run, query), query
+
+
+def test_chats_teach_a_model_made_from_nothing(tmp_path: Path) -> None:
+    """Repeat a digit: after 30 learner steps of 8 of 40 chats, each used 6 times."""
+    path, run = tmp_path / "chats.jsonl", tmp_path / "run"
+    with path.open("w") as file:
+        for number in range(40):
+            said = [
+                {"role": "user", "content": f"say {number % 10}"},
+                {"role": "assistant", "content": str(number % 10)},
+                {"role": "user", "content": "again"},
+                {"role": "assistant", "content": str(number % 10)},
+            ]
+            file.write(json.dumps({"messages": said}) + "\n")
+    process = start(
+        run,
+        str(path),
+        "loss.policy=behaviour_cloning",
+        "offline.train_on=",
+        "offline.uses=6",
+        "learner.groups_per_step=8",
+        "learner.learning_rate=3e-3",
+    )
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    assert "offline rollouts are used up after learner step 30" in output
+    assert f"40 groups of {path} (run chats.jsonl " in output
+    loss = "SELECT value FROM metrics WHERE name = 'loss/loss' AND learner_step IN (1, 30) ORDER BY learner_step"
+    (first,), (last,) = rows(run, loss)
+    assert first > 5 and last < 0.5, "nats a token"
+    (row,) = [rows(run, query) for query in documented_queries("chats.md")]
+    assert [(chats, uses) for _, chats, uses in row] == [(40, 6)]
+    assert check(RunLayout.open(run), level=CONTENTS) == []

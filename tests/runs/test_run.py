@@ -29,11 +29,12 @@ from learner.data.micro_batch import micro_batches
 from learner.distributed.private_ray import RAY_DIRECTORY
 from learner.training.engine import Engine
 from store import RunLayout
-from store.reading.query import connect
 from tests.project.test_docs_metrics import documented
 from tests.support.curves_read import in_store, in_tensorboard
 from tests.support.fault_runs import catalog_number, trained_step
+from tests.support.learner_samples import one_step_each
 from tests.support.processes import litter, unused_shared_memory
+from tests.support.run_views import connect
 
 pytestmark = pytest.mark.run
 
@@ -280,7 +281,7 @@ def test_engine_and_learner_give_a_token_the_same_log_probability(
         temperature=1.0,
         seed=0,
     )
-    batches = micro_batches(of_version, micro_batch_tokens=4096, merge_steps=False, ranks=1)
+    batches = micro_batches(one_step_each(of_version), micro_batch_tokens=4096, ranks=1)
     for batch, logprobs_N in zip(batches, engine.score(batches), strict=True):
         torch.testing.assert_close(logprobs_N, batch.behaviour_logprobs_N, atol=1e-5, rtol=0.0)
     engine.close()

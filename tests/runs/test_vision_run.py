@@ -23,7 +23,7 @@ from learner import export_checkpoint
 from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.model.policy_model import load_policy
 from store import RunLayout, files_digest
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.vision_samples import make_vision_model
 
 pytestmark = pytest.mark.run
@@ -99,7 +99,7 @@ def micro(rows: pa.Table) -> list[MicroBatch]:
     rows = rows.append_column("advantage", nothing).append_column(
         "staleness", pc.cast(nothing, pa.int64())
     )
-    return micro_batches(rows, micro_batch_tokens=1500, merge_steps=True, ranks=1)
+    return micro_batches(rows, micro_batch_tokens=1500, ranks=1)
 
 
 def published(run: Path) -> dict[int, tuple[Path, str]]:

@@ -31,8 +31,8 @@ from store.atomic_write import write_atomically
 from store.clock import US_PER_S
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.sweep import sweep_retired
-from store.reading.query import connect
 from store.reading.reader import open_run
+from tests.support.run_views import connect
 from tests.support.store_damage import mounted, no_file_may_grow, no_space_left
 from tests.support.store_runs import (
     MERGE_TWO,

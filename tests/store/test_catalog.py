@@ -22,7 +22,7 @@ from store import (
     write_segment,
 )
 from store.maintenance.fsck import CATALOG, check
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 

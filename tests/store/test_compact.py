@@ -40,7 +40,7 @@ from store.maintenance.compact import choose, file_limit, in_group_order
 from store.maintenance.sweep import ORPHAN_GRACE_S, expire_old, sweep_orphans, sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 

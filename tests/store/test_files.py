@@ -25,7 +25,7 @@ from store import (
     state_hash,
     to_table,
     uid,
-    whole_text,
+    valid_text,
     write_segment,
 )
 from tests.support.store_samples import from_table, make_step, make_trajectory, open_train_group
@@ -106,6 +106,12 @@ def test_a_malformed_step_is_refused_with_its_value(
     )
     with pytest.raises(StoreError, match=message):
         to_table([bad])
+
+
+def test_a_final_anchor_needs_its_hash(trajectories: list) -> None:
+    final = dataclasses.replace(trajectories[0].final_observation, state_hash=None)
+    with pytest.raises(StoreError, match="final observation: anchor_text and state_hash go to"):
+        to_table([dataclasses.replace(trajectories[0], final_observation=final)])
 
 
 def test_a_state_hash_sees_unicode_forms_and_line_ends_as_one() -> None:
@@ -240,12 +246,12 @@ def test_an_error_that_quotes_half_a_character_is_logged(layout: RunLayout) -> N
 
 @given(st.text(st.characters(codec=None), max_size=20))
 def test_whole_text_changes_nothing_but_halves_of_characters(text: str) -> None:
-    whole = whole_text(text)
+    whole = valid_text(text)
     whole.encode()
-    assert whole_text(whole) == whole
+    assert valid_text(whole) == whole
     if not any("\ud800" <= char <= "\udfff" for char in text):
         assert whole == text
 
 
 def test_two_halves_of_one_character_become_it() -> None:
-    assert whole_text("\ud83d\ude00!\ude00\ud83d") == "\U0001f600!\ufffd\ufffd"
+    assert valid_text("\ud83d\ude00!\ude00\ud83d") == "\U0001f600!\ufffd\ufffd"

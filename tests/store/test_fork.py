@@ -23,8 +23,8 @@ from store import (
 )
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
-from store.reading.query import connect
 from tests.crash.commands import make_forkable_run
+from tests.support.run_views import connect
 from tests.support.store_damage import ask, mounted
 from tests.support.store_runs import compact_once, fingerprint
 from tests.support.store_samples import make_trajectory, make_unfinished, open_train_group, play
@@ -66,13 +66,13 @@ class Life:
         """A group, of which a part may be left to be played later."""
         group = self.catalog.lease_open_group(worker="w0", lease_s=60.0)
         if held_out:
-            round_ = {
-                "task_id": "h",
-                "split": "heldout",
-                "size": 1,
-                "purpose_version": self.version,
-            }
-            group = self.catalog.open_group(ordinal=None, **round_)  # type: ignore[arg-type]
+            group = self.catalog.open_group(
+                ordinal=self.catalog.next_ordinal("heldout", purpose_version=self.version),
+                task_id="h",
+                split="heldout",
+                size=1,
+                purpose_version=self.version,
+            )
         elif group is None or self.random.random() < 0.5:
             group = open_train_group(self.catalog, None, size=3)
         members = [member for member in group.missing if self.random.random() < 0.8]

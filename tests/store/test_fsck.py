@@ -22,14 +22,16 @@ from store import (
     StoreError,
     export,
     read_segment,
+    to_table,
     write_open_sql,
     write_segment,
 )
 from store.maintenance.backup import read_backup
 from store.maintenance.fsck import CATALOG, CONTENTS, NAMES, check
 from store.maintenance.repair import repair
+from store.maintenance.segment_rows import malformed
 from store.maintenance.sweep import sweep_orphans, sweep_retired
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.sizes import examples
 from tests.support.store_damage import DAMAGE, FOR_REBUILD, ONLY_IN_CONTENTS, WARNINGS, ask
 from tests.support.store_runs import MERGE_TWO, compact_once, copy_run, fingerprint, flip, rewrite
@@ -393,3 +395,14 @@ def rewrite_anew(path: Path, data: bytes) -> None:
     """As a restore from a backup does: with its old time."""
     path.write_bytes(data)
     os.utime(path, (0, 0))
+
+
+def test_the_hash_of_a_final_observation_is_checked(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        table = to_table([make_trajectory(open_train_group(catalog, None), 0)])
+    assert malformed(table) == []
+    texts = table["final_anchor_text"].to_pylist()
+    number = table.column_names.index("final_anchor_text")
+    changed = table.set_column(number, "final_anchor_text", [[*texts[:-1], "a light room"]])
+    ((code, detail),) = malformed(changed)
+    assert code == "state_hash" and detail.startswith("the final_state_hash of 'a light room' is")

@@ -15,7 +15,7 @@ from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.repair import repair
 from store.reading.manifest import read_manifest
 from store.reading.open_sql import VIEWS_MARK
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_damage import an_export, ask
 from tests.support.store_runs import copy_run, flip
 

@@ -42,7 +42,7 @@ from store.reading.manifest import export_nothing, parse_manifest, read_manifest
 from store.reading.mirror import mirror
 from store.reading.open_sql import RUN_LINE, placed
 from store.reading.pins import Pin, oldest_pinned_lsn
-from store.reading.query import _not_whole
+from store.reading.query import _damaged
 from store.remote_directory import local_directory
 from store.untrusted import file_access as beneath
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_OPEN_SQL_BYTES
@@ -627,9 +627,7 @@ def test_a_reader_looks_behind_no_link_in_the_middle_of_a_path(
     worker.symlink_to(tmp_path / "elsewhere")
     paths = sorted(str(path) for path in run.glob("segments/*/*.parquet"))
     assert (
-        {path for path in paths if f"{worker}/" in path}
-        == _not_whole(paths, run, prefix="")
-        != set()
+        {path for path in paths if f"{worker}/" in path} == _damaged(paths, run, prefix="") != set()
     )
     for protection in ("landlock", "filesystem") if landlock.abi() > 0 else ("filesystem",):
         with store.open_run(run, warn=False, protection=protection) as reader:
@@ -640,4 +638,4 @@ def test_a_reader_looks_behind_no_link_in_the_middle_of_a_path(
 @pytest.mark.parametrize("name", ["a\0b.parquet", ".", "", "missing.parquet"])
 def test_a_name_that_no_segment_has_is_left_out(name: str, sound: RunLayout) -> None:
     path = f"{sound.segments}/w1/{name}"
-    assert _not_whole([path], sound.root, prefix="") == {path}
+    assert _damaged([path], sound.root, prefix="") == {path}

@@ -34,7 +34,7 @@ from store import (
     write_segment,
 )
 from store.exchange.datasets import export_selection, live_files
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_samples import make_step, make_trajectory, open_train_group
 
 DUCKDB_SHELL = shutil.which("duckdb", path=str(Path(sys.executable).parent)) or shutil.which(

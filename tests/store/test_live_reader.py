@@ -32,7 +32,7 @@ from store import (
 )
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -41,7 +41,7 @@ from tests.support.store_model import (
     new_run,
 )
 from tests.support.store_runs import compact_once
-from tests.support.store_samples import from_table, make_trajectory
+from tests.support.store_samples import from_table, make_trajectory, open_task_group
 
 # `make test-crash` has 500
 EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "50")), 12
@@ -114,9 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
     def dispatch(self, n_heldout: int) -> None:
         """One more group to train on, or an evaluation round, which may be there in part."""
         if n_heldout == 0:
-            group = self.catalog.open_group(
-                ordinal=None, task_id="t", split="train", size=GROUP_SIZE, purpose_version=None
-            )
+            group = open_task_group(self.catalog, "t", size=GROUP_SIZE)
             assert group.ordinal == sum(known.is_train for known in self.model.groups.values())
             self.model.opened(group)
             return
@@ -343,7 +341,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.roll_back(step)
 
     @rule(
-        n_writes=st.integers(0, 8), what=st.sampled_from(["commit", "claim", "settle", "compact"])
+        n_writes=st.integers(0, 8),
+        what=st.sampled_from(["commit", "claim", "refill", "settle", "compact"]),
     )
     def crash_within(self, n_writes: int, what: str) -> None:
         """The process ends after some writes of a transaction, at the latest before its COMMIT: as
@@ -361,6 +360,15 @@ class StoreMachine(RuleBasedStateMachine):
                     max_staleness=MAX_STALENESS,
                     n_replayed=1,
                     max_age=MAX_AGE,
+                )
+            elif what == "refill" and self.model.claimed:
+                batch_id = min(self.model.claimed)
+                self.catalog.refill(
+                    batch_id,
+                    filtered=self.model.claimed[batch_id][:1],
+                    n_groups=1,
+                    current_version=self.model.version,
+                    max_staleness=MAX_STALENESS,
                 )
             elif what == "settle" and self.model.claimed:
                 batch_id, step = min(self.model.claimed), self.model.step + 1

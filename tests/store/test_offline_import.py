@@ -39,8 +39,8 @@ from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.repair import repair
 from store.maintenance.sweep import expire_old
-from store.reading.query import connect
 from tests.support.fast_directory import fast_directory
+from tests.support.run_views import connect
 from tests.support.store_runs import MERGE_TWO, compact_once, flip
 from tests.support.store_samples import make_trajectory, open_train_group, play
 

@@ -33,8 +33,8 @@ from store import (
 )
 from store.reading.open_sql import RUN_LINE, fixed, move, sql_literal
 from store.reading.open_sql import VIEWS as VIEWS_SQL
-from store.reading.query import connect
 from store.reading.reader import open_run
+from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,6 +46,8 @@ VIEWS = [
     "tasks",
     "anchor_groups",
     "lineage",
+    "critic_values",
+    "valued_steps",
     "replays",
     "versions",
     "metrics",
@@ -130,6 +132,12 @@ def test_the_views_say_what_was_committed(full: RunLayout) -> None:
     assert query(full, "SELECT typeof(traj_uid), typeof(group_uid) FROM steps LIMIT 1") == [
         ("UUID", "UUID")
     ]
+    found = query(full, "SELECT DISTINCT member, final_observation FROM trajectories ORDER BY 1")
+    assert found == [
+        (0, "a dark room"),
+        (1, None),
+    ]
+    assert query(full, "SELECT DISTINCT typeof(final_state_hash) FROM steps") == [("UUID",)]
     assert query(full, "SELECT twice(21)") == [(42,)]
 
 

@@ -32,7 +32,7 @@ from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.fsck_catalog import check_catalog
 from store.maintenance.rebuild import rebuild
 from store.maintenance.sweep import sweep_retired
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_damage import edit
 from tests.support.store_runs import MERGE_TWO, compact_once, fingerprint, flip, make_run, rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
@@ -59,6 +59,7 @@ VIEWS = (
     "groups",
     "anchor_groups",
     "lineage",
+    "critic_values",
     "versions",
     "checkpoints",
     "metrics",
@@ -171,7 +172,7 @@ def test_what_was_committed_after_the_backup_is_found_in_the_files(layout: RunLa
         assert catalog.epoch > epoch
         version = catalog.latest_version()
         assert version is not None and version.version == 7  # the next one is 8
-        assert catalog.next_ordinal("train") == 10
+        assert catalog.next_ordinal("train", purpose_version=None) == 10
 
 
 def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLayout) -> None:

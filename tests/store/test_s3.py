@@ -33,12 +33,12 @@ from store.maintenance.compact import CompactionPolicy
 from store.maintenance.sweep import sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.mirror import fetch_run, mirror
-from store.reading.query import connect
 from store.reading.reader import open_run
 from store.remote_directory import local_directory, publish_directory
 from tests.crash import elsewhere
 from tests.crash.lab import new_workers, scratch
 from tests.store.test_crash import evenly
+from tests.support.run_views import connect
 from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 

@@ -61,9 +61,27 @@ def in_each_mode(statements: Sequence[str], *, every: int) -> list[ParameterSet]
     ]
 
 
-@pytest.fixture(scope="module", params=MODES)
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("sandbox"), protection=request.param)
+@pytest.fixture(scope="module")
+def opened() -> Iterator[dict[str, tuple[World, Reader]]]:
+    """Hold the world of each mode with its reader, once `world` has made them."""
+    worlds: dict[str, tuple[World, Reader]] = {}
+    yield worlds
+    for _, reader in worlds.values():
+        reader.close()
+
+
+@pytest.fixture(params=MODES)
+def world(
+    request: pytest.FixtureRequest,
+    opened: dict[str, tuple[World, Reader]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> World:
+    # Not of the module: pytest would make it anew whenever a test names the mode with a statement.
+    mode = request.param
+    if mode not in opened:
+        made = make_world(tmp_path_factory.mktemp("sandbox"), protection=mode)
+        opened[mode] = made, made.open()
+    return opened[mode][0]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +90,10 @@ def best_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("sandbox"), protection=None)
 
 
-@pytest.fixture(scope="module")
-def reader(world: World) -> Iterator[Reader]:
-    with world.open() as reader:
-        yield reader
+@pytest.fixture
+def reader(world: World, opened: dict[str, tuple[World, Reader]]) -> Reader:
+    assert world.protection is not None
+    return opened[world.protection][1]
 
 
 def try_statement(world: World, reader: Reader, statement: str) -> str | None:

@@ -163,6 +163,7 @@ RUN_DIR = "run_dir"  # the directory that the user gives counts
 WORDS = {  # one of a few words each, checked by configs
     *("stragglers", "model.dtype", "learner.schedule", "learner.transfer", "actors.cpu_cores"),
     *("prompt.style", "prompt.parser", "prompt.invalid"),
+    "prompt.tool_parser",  # a name in vLLM's list of parsers
     *(
         f"algorithm.{name}"
         for name in (
@@ -277,7 +278,8 @@ ALIASES = "a: &a [x, x]\n" + "".join(
 def test_settings_that_are_hostile_are_shown_in_one_short_line(
     strangers: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings_text, "MAX_EVENTS", 10_000)  # the parser is slow to come to more
+    # The parser is slow to come to more.
+    monkeypatch.setattr(settings_text, "MAX_SETTINGS_EVENTS", 10_000)
     (strangers / "config.yaml").write_text(text)
     with pytest.raises(StoreError, match="--trust") as refused:
         check_trusted(strangers)

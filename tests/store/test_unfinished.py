@@ -13,7 +13,7 @@ import pytest
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.catalog.records import WHY_UNFINISHED
 from store.maintenance.fsck import CONTENTS, check
-from store.reading.query import connect
+from tests.support.run_views import connect
 from tests.support.store_samples import make_unfinished, open_train_group, play
 
 SHOWN = (

@@ -38,7 +38,32 @@ PLAIN = (
     "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% "
     "endif %}"
 )
-TEMPLATES = {"tiny": None, "chatml": CHATML, "thinking": THINKING, "plain": PLAIN}
+# Tools and their calls, in the form of Qwen2.5 and of Hermes.
+TOOLED = (
+    "{% if tools %}<user>tools: {% for t in tools %}{{ t.function.name }}{% endfor %}<eos>\n"
+    "{% endif %}"
+    "{% for m in messages %}<user>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<user>assistant\n{% endif %}"
+)
+UNREAD = TOOLED.replace("tool_call>", "unknown>")
+# The form of Qwen3-Coder.
+XML = TOOLED.replace(
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}',
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>",
+)
+TEMPLATES = {
+    "tiny": None,
+    "chatml": CHATML,
+    "thinking": THINKING,
+    "plain": PLAIN,
+    "tooled": TOOLED,
+    "unread": UNREAD,
+    "xml": XML,
+}
 
 
 @cache
@@ -125,8 +150,9 @@ def served(
     template: str = "tiny",
     max_response: int = 40,
     max_model: int = 400,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Any:
-    """Return the result of `body(endpoint)`."""
+    """Return the result of `body(endpoint)`, on a loop of `loop_factory` if it is given."""
 
     async def run() -> Any:
         config = endpoint_config("number-game", max_response=max_response, max_model=max_model)
@@ -137,7 +163,8 @@ def served(
         finally:
             await endpoint.close()
 
-    return asyncio.run(asyncio.wait_for(run(), timeout=60))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(asyncio.wait_for(run(), timeout=60))
 
 
 class LetterTokenizer:

@@ -16,18 +16,19 @@ from learner.distributed.deepspeed_setup import ADAM_BETAS, ADAM_EPSILON
 from learner.distributed.optimizer_state import trainable
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
+from tests.support.learner_samples import one_step_each
 
 WHOLE, CUT = 100_000, 40  # micro-batch budgets: everything at once, two or three rows at a time
 LENGTHS = (3, 20)  # of random prompts
 
 
-def make_base(path: Path) -> Path:
+def make_base(path: Path, *, seed: int = 0) -> Path:
     config = TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2)
     make_tiny_model(
         path,
         tokenizer=train_tokenizer(["go north"] * 9, vocabulary_size=280),
         config=config,
-        seed=0,
+        seed=seed,
     )
     return path
 
@@ -110,7 +111,8 @@ def _table(
 def cut(
     rows: pa.Table, tokens: int, *, ranks: int = 1, merge_steps: bool = False
 ) -> list[MicroBatch]:
-    return micro_batches(rows, micro_batch_tokens=tokens, merge_steps=merge_steps, ranks=ranks)
+    rows = rows if merge_steps else one_step_each(rows)
+    return micro_batches(rows, micro_batch_tokens=tokens, ranks=ranks)
 
 
 def copied(engine: Engine) -> dict[str, torch.Tensor]:

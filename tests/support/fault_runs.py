@@ -24,7 +24,7 @@ from actors import sample_chats
 from driver.run_lock import RUN_MARK
 from learner import make_tiny_model, train_tokenizer
 from store import RunLayout
-from store.reading.query import connect
+from tests.support.run_views import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED_WITHIN_S = 30.0

@@ -2,16 +2,16 @@
 with.
 
 Shares no code and no shortcut with gigpo/: statistics run over rows (not over trajectories' two
-scores), keys are tuples, distances are a breadth-first search, and what differs is decided by exact
+scores), keys are tuples, distances are Bellman's and Ford's, and what differs is decided by exact
 decimals (so rewards here are short decimals).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 import pyarrow as pa
@@ -33,8 +33,13 @@ class Row:
     version: int = 0
     weight: float = 1.0
     won: bool = False
-    actions: tuple[str, ...] = ()
+    actions: tuple[str, ...] | None = ()
     key: str | None = None
+    # of the observation after the trajectory's last action; in its last row
+    final_state: int | None = None
+    final_actions: tuple[str, ...] | None = None
+    final_key: str | None = None
+    value: float = 0.0
 
 
 def to_table(rows: Sequence[Row]) -> pa.Table:
@@ -54,6 +59,12 @@ def to_table(rows: Sequence[Row]) -> pa.Table:
             "won": pa.array([r.won for r in rows], pa.bool_()),
             "admissible_actions": pa.array([r.actions for r in rows], pa.list_(pa.string())),
             "anchor_key": pa.array([r.key for r in rows], pa.string()),
+            "final_state_hash": pa.array([uid(r.final_state) for r in rows], pa.binary(16)),
+            "final_admissible_actions": pa.array(
+                [r.final_actions for r in rows], pa.list_(pa.string())
+            ),
+            "final_anchor_key": pa.array([r.final_key for r in rows], pa.string()),
+            "value": pa.array([r.value for r in rows], pa.float64()),
         }
     )
 
@@ -77,7 +88,7 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
     total = {name: undiscounted(steps) for name, steps in trajectories.items()}
     score = {place(r): total[r.trajectory] - (0.0 if r.valid else s.invalid_penalty) for r in rows}
     if s.estimator == "graphgpo":
-        returns = graph_returns(groups, trajectories, total)
+        returns = graph_returns(groups, trajectories, s)
     else:
         returns = {}
         for steps in trajectories.values():
@@ -93,6 +104,8 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
         episode = whitened(episode, trajectories, s)
     if s.estimator == "hgpo":
         step = hierarchical(trajectories, returns, s, rows)
+    elif s.estimator == "turn_ppo":
+        step = turn_ppo_terms(rows, trajectories, s)
     elif s.estimator in ("gigpo", "graphgpo", "g2po", "gagpo"):
         keyed = [(r, anchor(r, trajectories[r.trajectory], groups[r.group], s)) for r in rows]
         if s.estimator == "g2po":
@@ -156,7 +169,7 @@ def episode_term(
     row: Row, members: list[Row], score: dict, trajectories: dict, s: AdvantageSettings
 ) -> Value:
     """Eq. 3 and its relatives, over the rows of one group."""
-    if s.estimator in ("hgpo", "gagpo"):
+    if s.estimator in ("hgpo", "gagpo", "turn_ppo"):
         return None
     x = score[place(row)]
     if s.estimator == "reinforce_pp":
@@ -215,6 +228,8 @@ def anchor(
     if row.state is None:
         return None
     if s.anchor == "state_and_actions":
+        if row.actions is None:
+            return None
         return row.group, bucket, row.state, frozenset(row.actions)
     if s.anchor == "suffix":
         return suffix(row, trajectory, min(s.anchor_history, row.step + 1), bucket)
@@ -297,39 +312,42 @@ def hierarchical(
     return result
 
 
-def graph_returns(groups: dict, trajectories: dict, total: dict) -> dict:
-    """10 * 0.1 ^ (steps from the next state to success), where 10 is what the group's best won
-    trajectory got.
+def graph_returns(groups: dict, trajectories: dict, s: AdvantageSettings) -> dict:
+    """10 * graph_gamma ^ (steps from the next state to success). From where success cannot be
+    reached it is one step further than from the farthest state.
     """
+    whole = replace(s, anchor_versions="mixed")  # the graph is of all versions
     result: dict[tuple[int, int], float] = {}
     for members in groups.values():
-        names = {r.trajectory for r in members}
-        node = {
-            place(r): ("unknown", *place(r)) if r.state is None else ("state", r.state)
-            for r in members
-        }
         following: dict[tuple[int, int], Hashable] = {}
-        for name in names:
-            steps = trajectories[name]
-            for row, later in zip(steps, [*steps[1:], None], strict=True):
-                end = "success" if row.won else "nowhere"
-                following[place(row)] = end if later is None else node[place(later)]
-        before: dict[Hashable, set[Hashable]] = defaultdict(set)
-        for p, following_node in following.items():
-            before[following_node].add(node[p])
-        distance: dict[Hashable, int] = {"success": 0}
-        queue: deque[Hashable] = deque(["success"])
-        while queue:
-            current = queue.popleft()
-            for earlier in before[current]:
-                if earlier not in distance:
-                    distance[earlier] = distance[current] + 1
-                    queue.append(earlier)
-        scale = max((total[r.trajectory] for r in members if r.won), default=0.0)
-        for p, following_node in following.items():
-            result[p] = (
-                scale * 0.1 ** distance[following_node] if following_node in distance else 0.0
+        node: dict[tuple[int, int], Hashable] = {}
+        for name in {r.trajectory for r in members}:
+            last = trajectories[name][-1]
+            final = replace(
+                last,
+                step=last.step + 1,
+                state=last.final_state,
+                actions=last.final_actions,
+                key=last.final_key,
             )
+            path = [*trajectories[name], final]
+            nodes = [anchor(row, path, members, whole) or place(row) for row in path]
+            if any(row.won for row in path):
+                nodes[-1] = "success"
+            for row, here, there in zip(path, nodes, nodes[1:], strict=False):
+                node[place(row)], following[place(row)] = here, there
+        # Bellman-Ford: as many rounds as an exact distance can have steps
+        distance: dict[Hashable, float] = dict.fromkeys(
+            [*node.values(), *following.values()], math.inf
+        )
+        distance["success"] = 0
+        for _ in members:
+            for p, there in following.items():
+                distance[node[p]] = min(distance[node[p]], distance[there] + 1)
+        far = max(d for d in distance.values() if d < math.inf)
+        for p, there in following.items():
+            steps = distance[there] if distance[there] < math.inf else far + 1
+            result[p] = 10 * s.graph_gamma**steps
     return result
 
 
@@ -390,8 +408,19 @@ def gagpo_terms(
 ) -> dict:
     """Sums of all later temporal differences, each decayed by gamma lambda a step."""
     value = node_values(keyed, returns)
+    estimate = estimates([row for row, _ in keyed], trajectories, value, s)
+    return step_terms([(row, row.group) for row, _ in keyed], estimate, s)
+
+
+def estimates(
+    rows: Sequence[Row],
+    trajectories: dict[int, list[Row]],
+    value: dict[tuple[int, int], float],
+    s: AdvantageSettings,
+) -> dict[tuple[int, int], float]:
+    """Generalised advantage estimation: for each row a sum over its later ones, less its penalty."""
     estimate = {}
-    for row, _ in keyed:
+    for row in rows:
         steps = trajectories[row.trajectory]
         terms = []
         for later in steps[row.step :]:
@@ -400,4 +429,35 @@ def gagpo_terms(
             error = later.reward + s.gamma * after - value[place(later)]
             terms.append((s.gamma * s.gae_lambda) ** (later.step - row.step) * error)
         estimate[place(row)] = math.fsum(terms) - (0.0 if row.valid else s.invalid_penalty)
-    return step_terms([(row, row.group) for row, _ in keyed], estimate, s)
+    return estimate
+
+
+def turn_ppo_terms(
+    rows: Sequence[Row], trajectories: dict[int, list[Row]], s: AdvantageSettings
+) -> dict:
+    """Estimates over the critic's values, whitened over the rows."""
+    estimate = estimates(rows, trajectories, {place(row): row.value for row in rows}, s)
+    if len(estimate) == 1 or max(estimate.values()) == min(estimate.values()):
+        return dict.fromkeys(estimate)
+    mean = math.fsum(estimate.values()) / len(estimate)
+    variance = math.fsum((v - mean) ** 2 for v in estimate.values()) / (len(estimate) - 1)
+    return {p: (v - mean) / math.sqrt(variance + 1e-8) for p, v in estimate.items()}
+
+
+def value_targets(rows: Sequence[Row], s: AdvantageSettings) -> list[float]:
+    """What a critic learns, by its definition: the mean of all n-step returns, each decayed by
+    lambda.
+    """
+    trajectories, _ = by_trajectory_and_group(rows)
+    targets = []
+    for row in rows:
+        steps = trajectories[row.trajectory][row.step :]
+        n_step = []
+        for n in range(1, len(steps) + 1):
+            rewards = [s.gamma**k * steps[k].reward for k in range(n)]
+            bootstrap = s.gamma**n * steps[n].value if n < len(steps) else 0.0
+            n_step.append(math.fsum([*rewards, bootstrap]))
+        weights = [(1 - s.gae_lambda) * s.gae_lambda**k for k in range(len(steps) - 1)]
+        weights.append(s.gae_lambda ** (len(steps) - 1))
+        targets.append(math.fsum(w * g for w, g in zip(weights, n_step, strict=True)))
+    return targets

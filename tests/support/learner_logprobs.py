@@ -27,7 +27,7 @@ def both_logprobs(
     policy = load_policy(
         model, dtype="float32", gradient_checkpointing=False, temperature=temperature
     )
-    batches = micro_batches(rows, micro_batch_tokens=4096, merge_steps=False, ranks=1)
+    batches = micro_batches(rows, micro_batch_tokens=4096, ranks=1)
     with torch.no_grad():
         learner_N = torch.cat([policy(batch)[0] for batch in batches])
     return torch.cat([batch.behaviour_logprobs_N for batch in batches]), learner_N

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from learner.data.micro_batch import MicroBatch
 
+STEP_KEYS = ("traj_uid", "step_index")
 # prompt, response, its log-probabilities, advantage
 Row = tuple[list[int], list[int], list[float], float]
 
@@ -34,6 +35,16 @@ def table(*rows: Row, steps: Sequence[tuple[int, int]] | None = None) -> pa.Tabl
             "staleness": pa.array(range(len(rows)), pa.int64()),
         }
     )
+
+
+def one_step_each(rows: pa.Table) -> pa.Table:
+    """The rows as trajectories of one step, so that none continues another one's sequence."""
+    uids = pa.array([row.to_bytes(16) for row in range(len(rows))], pa.binary(16))
+    others = rows.drop_columns([name for name in STEP_KEYS if name in rows.column_names])
+    keys = (uids, pa.array([0] * len(rows), pa.int32()))
+    for name, values in zip(STEP_KEYS, keys, strict=True):
+        others = others.append_column(name, values)
+    return others
 
 
 def sequences_of(batch: MicroBatch) -> list[list[int]]:

@@ -16,13 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from configs import LearnerConfig, LossConfig, ModelConfig
 from learner.data.micro_batch import MicroBatch
 from learner.distributed import deepspeed_setup
-from learner.training.engine import Engine, NonFiniteWeightsError
+from learner.interface import NonFiniteWeightsError
+from learner.training.engine import Engine
+from learner.training.gradient import apply_gradient
 from learner.training.step_metrics import UpdateStats
 from tests.support.engine_samples import (
     CUT,
@@ -265,16 +268,16 @@ def _ess_scaled(place: Place) -> dict[str, Result]:
 
 def _result(engine: Engine, updates: list[list[MicroBatch]]) -> Result:
     first: dict[str, torch.Tensor] = {}
-    step = engine._step
 
-    def noting() -> float:
-        grad_norm = step()
+    def noting(deepspeed: Any) -> float:
+        grad_norm = apply_gradient(deepspeed)
         if not first:
             first.update(gradient(engine))
         return grad_norm
 
-    engine._step = noting  # type: ignore[method-assign]
-    return Result(stats=engine.train(updates), gradient=first, weights=copied(engine))
+    with patch("learner.training.engine.apply_gradient", noting):
+        stats = engine.train(updates)
+    return Result(stats=stats, gradient=first, weights=copied(engine))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Train real learner steps of a tiny model on random episodes, without workers and Ray.
 
-# for more ranks than one process can have
-python -c "from tests.support.replay_samples import main; main()" RUN STEPS RANKS
+# for more ranks than one process can have; with a critic, if the last word is there
+python -c "from tests.support.replay_samples import main; main()" RUN STEPS RANKS [critic]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from configs import Config, ModelConfig
+from configs import Config, CriticConfig, ModelConfig
 from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
 from store import Trajectory, write_segment
@@ -31,7 +31,14 @@ class Crashed(Exception):
     pass
 
 
-def config_of(run: Path, *, lora_rank: int = 0, kl_coef: float = 0.0, **learner: Any) -> Config:
+def config_of(
+    run: Path,
+    *,
+    lora_rank: int = 0,
+    kl_coef: float = 0.0,
+    critic: CriticConfig | None = None,
+    **learner: Any,
+) -> Config:
     """Return the config of a run whose base policy is in its directory.
 
     Every setting that a learner step can depend on has an effect in it.
@@ -49,7 +56,10 @@ def config_of(run: Path, *, lora_rank: int = 0, kl_coef: float = 0.0, **learner:
     }
     config = make_config(run, max_staleness=1, **settings)
     loss = replace(config.loss, proximal="recomputed", kl_coef=kl_coef)
-    return replace(config, loss=loss, model=ModelConfig(lora_rank=lora_rank))
+    config = replace(config, loss=loss, model=ModelConfig(lora_rank=lora_rank))
+    if critic is None:
+        return config
+    return replace(config, critic=critic, algorithm=replace(config.algorithm, estimator="turn_ppo"))
 
 
 def train(config: Config, *, crash_at: int | None = None) -> None:
@@ -129,4 +139,5 @@ def _play(coordinator: Coordinator, lease: Lease) -> None:
 def main() -> None:
     run, steps, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     ray.init(include_dashboard=False, log_to_driver=False)
-    train(config_of(run, steps=steps, ranks=ranks, zero_stage=1))
+    critic = CriticConfig(learning_rate=1e-2) if sys.argv[4:] else None
+    train(config_of(run, steps=steps, ranks=ranks, zero_stage=1, critic=critic))

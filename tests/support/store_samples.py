@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from store import (
     Catalog,
+    FinalObservation,
     Group,
     RunLayout,
     Step,
@@ -54,6 +55,14 @@ def make_step(index: int, *, n_steps: int, version: int, **changes: object) -> S
     return Step(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+END = FinalObservation(
+    text="a dark room",
+    anchor_text="dark",
+    state_hash=state_hash("dark"),
+    admissible_actions=("go back",),
+)
+
+
 def make_trajectory(group: Group, member: int, *, version: int = 0, n_steps: int = 3) -> Trajectory:
     return Trajectory(
         traj_uid=group.traj_uids[member],
@@ -66,13 +75,27 @@ def make_trajectory(group: Group, member: int, *, version: int = 0, n_steps: int
         won=member % 2 == 0,
         task_score=None if member else 0.5,
         steps=tuple(make_step(index, n_steps=n_steps, version=version) for index in range(n_steps)),
+        final_observation=None if member else END,
     )
 
 
 def open_train_group(catalog: Catalog, ordinal: int | None, *, size: int = 2) -> Group:
-    task_id = f"task-{catalog.next_ordinal('train') if ordinal is None else ordinal}"
+    """The group of this ordinal, by default the next one."""
+    if ordinal is None:
+        ordinal = catalog.next_ordinal("train", purpose_version=None)
     return catalog.open_group(
-        ordinal=ordinal, task_id=task_id, split="train", size=size, purpose_version=None
+        ordinal=ordinal, task_id=f"task-{ordinal}", split="train", size=size, purpose_version=None
+    )
+
+
+def open_task_group(catalog: Catalog, task_id: str, *, size: int = 2) -> Group:
+    """The next training group, of this task."""
+    return catalog.open_group(
+        ordinal=catalog.next_ordinal("train", purpose_version=None),
+        task_id=task_id,
+        split="train",
+        size=size,
+        purpose_version=None,
     )
 
 
@@ -139,6 +162,14 @@ def from_table(table: pa.Table) -> tuple[Trajectory, ...]:
 def _trajectory(rows: list[dict[str, Any]]) -> Trajectory:
     rows.sort(key=itemgetter("step_index"))
     assert rows[0]["episode_steps"] == len(rows)
-    columns = {name: rows[0][name] for name in Trajectory.__slots__ if name != "steps"}
+    of_rows = ("steps", "final_observation")
+    columns = {name: rows[0][name] for name in Trajectory.__slots__ if name not in of_rows}
     steps = (Step(**{name: row[name] for name in Step.__slots__}) for row in rows)
-    return Trajectory(**columns, steps=tuple(steps))
+    final = FinalObservation(
+        text=rows[-1]["final_observation"],
+        anchor_text=rows[-1]["final_anchor_text"],
+        state_hash=rows[-1]["final_state_hash"],
+        admissible_actions=rows[-1]["final_admissible_actions"],
+    )
+    known = final.text is not None
+    return Trajectory(**columns, steps=tuple(steps), final_observation=final if known else None)

@@ -23,11 +23,15 @@ from analysis.view.panel import Chart, Panel, show_rows, why
 from analysis.view.sql_text import Tables, Value, fill
 from analysis.view.text import plain
 from configs import Config, ConfigError
-from gigpo import ESTIMATORS, NORMALISATIONS, WHITENED, AdvantageSettings
+from gigpo import ESTIMATORS, NORMALISATIONS, WHITENED, WITH_CRITIC, AdvantageSettings
 from store import StoreError
 
 NUMBERS = ("gamma", "omega")
-CHOICES = {"estimator": ESTIMATORS, "normalise": NORMALISATIONS}
+# A page reads few steps, and a critic's advantages are whitened over a batch.
+CHOICES = {
+    "estimator": tuple(e for e in ESTIMATORS if e not in WITH_CRITIC),
+    "normalise": NORMALISATIONS,
+}
 NAMES = (*NUMBERS, *CHOICES)
 # Each is one change: what its link says, and the setting.
 PRESETS = (
@@ -209,6 +213,11 @@ def check_setting(own: AdvantageSettings | None, given: Mapping[str, str]) -> No
         raise ValueError(
             f"this run compares states by their texts (anchor={base.anchor}), which SQL cannot; "
             "gigpo audit RUN omega=0 --against weighs its steps again"
+        )
+    if base.estimator in WITH_CRITIC or given.get("estimator") in WITH_CRITIC:
+        raise ValueError(
+            f"{base.estimator} to another estimator is compared by batches: "
+            "gigpo audit RUN --against estimator=gigpo"
         )
     values: dict[str, Any] = {name: _value(name, text) for name, text in given.items()}
     for name in NUMBERS:

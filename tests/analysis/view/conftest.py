@@ -15,7 +15,7 @@ from configs import Config
 from gigpo import AdvantageSettings, advantages_macro
 from store import Catalog, RunLayout, export, open_run, write_open_sql
 from tests.support.store_runs import make_run
-from tests.support.store_samples import open_train_group, play
+from tests.support.store_samples import open_task_group, open_train_group, play
 
 TOKEN = "the-token"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e\u2066 \u200b'\"&amp;$x{{7*7}}"
@@ -44,9 +44,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     with Catalog.open(layout) as catalog:
         catalog.record_metrics(learner_step=1, policy_version=2, values=METRICS)
         catalog.log(component="worker-0", what=HOSTILE, detail=HOSTILE * 20_000)
-        group = catalog.open_group(
-            ordinal=None, task_id=HOSTILE, split="train", size=2, purpose_version=None
-        )
+        group = open_task_group(catalog, HOSTILE, size=2)
         play(layout, catalog, group, version=2)
         export(catalog, layout)
     return layout

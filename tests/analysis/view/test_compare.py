@@ -16,7 +16,7 @@ from analysis.view.server import make_app
 from store import Catalog, RunLayout, export, write_segment
 from tests.analysis.view.conftest import TOKEN, play_one_more
 from tests.support.store_runs import copy_run
-from tests.support.store_samples import make_trajectory
+from tests.support.store_samples import make_trajectory, open_task_group
 
 ONLY_SECOND = "maze-<i>7"
 
@@ -25,9 +25,7 @@ def play_member(root: Path, member: int) -> None:
     """Play one member of a group. Member 0 wins, member 1 does not."""
     layout = RunLayout.open(root)
     with Catalog.open(layout) as catalog:
-        group = catalog.open_group(
-            ordinal=None, task_id=ONLY_SECOND, split="train", size=2, purpose_version=None
-        )
+        group = open_task_group(catalog, ONLY_SECOND, size=2)
         played = [make_trajectory(group, member, version=2)]
         catalog.commit(
             write_segment(layout, played, worker="w0", epoch=catalog.epoch), epoch=catalog.epoch

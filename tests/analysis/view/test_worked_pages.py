@@ -119,6 +119,7 @@ def test_a_step_shows_its_advantage_and_its_parts(viewer: TestClient, worked: Ru
     assert "New weights arrived" in room and "New weights arrived" not in hall
     assert "1.5 s engine, 20 ms environment" in hall
     assert "cut off here" in room
+    assert "saw in the end You have left the room." in room and "saw in the end" not in hall
     assert (
         "Step 1 cost most: take dust was followed by a return of 0; take gold gave the group 8 in "
         "the same state on average." in words(page)

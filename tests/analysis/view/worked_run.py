@@ -25,6 +25,7 @@ from configs import Config
 from gigpo import AdvantageSettings, advantages_macro
 from store import (
     Catalog,
+    FinalObservation,
     Group,
     RunLayout,
     StepImage,
@@ -34,7 +35,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from tests.support.store_samples import make_step
+from tests.support.store_samples import make_step, open_task_group
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e\u200b'\"&amp;$x{{7*7}}"
 LONG = "x" * 1_000_000
@@ -94,9 +95,7 @@ def play(
     *,
     version: int,
 ) -> None:
-    group = catalog.open_group(
-        ordinal=None, task_id=task, split="train", size=len(episodes), purpose_version=None
-    )
+    group = open_task_group(catalog, task, size=len(episodes))
     played = [
         make_episode(group, member, steps, version=version) for member, steps in enumerate(episodes)
     ]
@@ -146,5 +145,11 @@ def make_episode(
                 else (),
             )
             for index, (place, action, reward) in enumerate(steps)
+        ),
+        final_observation=FinalObservation(
+            text=f"You have left the {steps[-1][0]}.",
+            anchor_text=None,
+            state_hash=None,
+            admissible_actions=None,
         ),
     )

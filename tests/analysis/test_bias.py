@@ -13,8 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from analysis.bias.permutation_test import (
+    Units,
+    _permuted,
+    difference_of_tasks,
+    differences_of_means,
+    holm,
+)
+from analysis.bias.report import MEASURES, TASKS, BiasReport, bias_report
 from cli.__main__ import main
 from store import (
+    EXTRA_OF,
     Catalog,
     Group,
     RunLayout,
@@ -25,14 +34,6 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.bias.permutation_test import (
-    Units,
-    _permuted,
-    difference_of_tasks,
-    differences_of_means,
-    holm,
-)
-from store.bias.report import MEASURES, TASKS, BiasReport, bias_report
 from tests.support.store_runs import copy_run
 from tests.support.store_samples import make_step, make_trajectory, make_unfinished
 
@@ -81,7 +82,7 @@ class Run:
 
     def open(self, catalog: Catalog, task: str, *, size: int, split: str = "train") -> Group:
         version = 0 if split == "heldout" else None
-        ordinal = catalog.next_ordinal(split) if version is None else 0
+        ordinal = catalog.next_ordinal(split, purpose_version=None) if version is None else 0
         return catalog.open_group(
             ordinal=ordinal, task_id=task, split=split, size=size, purpose_version=version
         )
@@ -153,7 +154,7 @@ class Run:
         catalog.import_groups(
             segment=segment,
             groups=known,
-            source=f"extra of group {uid_text(group.group_uid)}",
+            source=f"{EXTRA_OF} {uid_text(group.group_uid)}",
             own=False,
         )
 
@@ -428,7 +429,7 @@ def test_the_p_value_is_the_share_of_all_choices(monkeypatch: pytest.MonkeyPatch
     exact = sum(value >= observed - 1e-9 for value in choices) / len(choices)
     assert 0.02 < exact < 0.5, "the case tests something"
     for cells_at_once in (2**18, 100):
-        monkeypatch.setattr("store.bias.permutation_test.CELLS_AT_ONCE", cells_at_once)
+        monkeypatch.setattr("analysis.bias.permutation_test.CELLS_AT_ONCE", cells_at_once)
         (difference,) = differences_of_means(
             units(sums, sizes=sizes, n_dropped=3), seed=1, permutations=5000
         )
@@ -507,7 +508,7 @@ def test_permutations_are_held_a_few_at_a_time(
     """Each needs a row of the dropped units, and one of the tasks: no more than so many cells of
     either.
     """
-    monkeypatch.setattr("store.bias.permutation_test.CELLS_AT_ONCE", 4000)
+    monkeypatch.setattr("analysis.bias.permutation_test.CELLS_AT_ONCE", 4000)
     given = replace(units([0.0] * 1000, n_dropped=n_dropped), task_U=np.arange(1000) % n_tasks)
     drawn = list(_permuted(given, seed=0, permutations=23))
     assert max(len(chosen) for chosen in drawn) * max(n_dropped, n_tasks) <= 4000

@@ -18,17 +18,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from store.bias.permutation_test import (
+from analysis.bias.permutation_test import (
     Difference,
     Units,
     difference_of_tasks,
     differences_of_means,
     holm,
 )
-from store.catalog.records import WHY_UNFINISHED
-from store.errors import StoreError
-from store.exchange.datasets import matching
-from store.reading.reader import Reader, open_run
+from store import (
+    EXTRA_OF,
+    WHY_UNFINISHED,
+    Reader,
+    StoreError,
+    open_run,
+    trajectories_where,
+)
 
 QUERY_TIMEOUT_S = 3600.0
 SEED = 0
@@ -54,12 +58,12 @@ FROM {played}
 WHERE split = 'train' AND state IN ('trained', 'stale', 'filtered', 'abandoned')
 GROUP BY group_uid, state ORDER BY group_uid"""
 # Every extra trajectory, and the trained members of their groups.
-MEMBERS = """WITH played AS {played},
+MEMBERS = f"""WITH played AS {{played}},
 extra AS (
     SELECT
         group_uid,
-        regexp_extract(reason, '^imported from extra of group ([0-9a-f-]+)$', 1) AS of_group
-    FROM groups WHERE split = 'imported' AND reason LIKE 'imported from extra of group %'),
+        regexp_extract(reason, '^imported from {EXTRA_OF} ([0-9a-f-]+)$', 1) AS of_group
+    FROM groups WHERE split = 'imported' AND reason LIKE 'imported from {EXTRA_OF} %'),
 members AS (
     SELECT of_group, true AS dropped, p.* FROM played AS p JOIN extra USING (group_uid)
     UNION ALL BY NAME
@@ -67,7 +71,7 @@ members AS (
     WHERE split = 'train' AND state = 'trained'
         AND group_uid::VARCHAR IN (SELECT of_group FROM extra))
 SELECT dense_rank() OVER (ORDER BY of_group) - 1 AS of_group, dropped, task_id AS task,
-    1::DOUBLE AS n, {values}
+    1::DOUBLE AS n, {{values}}
 FROM members ORDER BY of_group, dropped, traj_uid"""
 # Unfinished training episodes, and the trained members of their groups, whose `why` is NULL.
 UNFINISHED = """WITH played AS {played},
@@ -127,7 +131,7 @@ def bias_report(run: Path, *, as_of: int | None, where: str | None) -> BiasRepor
     The run may be training. Raises StoreError for an invalid condition, and for files that cannot
     be read, because missing trajectories could be the difference.
     """
-    played = matching(where)
+    played = trajectories_where(where)
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out}; what is missing could be the difference")

@@ -1,0 +1,213 @@
+"""Turn chats of a file into trajectories to clone: each reply of the assistant is a step.
+
+    chats = read_chats(Path("chats.jsonl"))        # one chat a line or, in Parquet, a row
+    found = chat_trajectories(chats, tokenizer, ...)
+
+A chat has `messages` as in the OpenAI API and, if it has tool calls, `tools`; both may be JSON
+texts. `id` names it. Prompts are written with the model's own chat template, and each begins
+with the tokens of the prompt and the reply before it. So the learner sees a chat as one sequence,
+and learns the replies only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jinja2 import TemplateError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
+from actors.endpoint.request import ChatMessage, first_fault, refused
+from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
+from actors.prompting.messages import Message, seen_text
+from configs import ConfigError
+from printable import one_line
+from store import Step, Trajectory, now_us, uid
+
+ENV_NAME = "chat"  # of their trajectories
+SUFFIXES = (".jsonl", ".parquet")
+ROWS_READ = 1000  # of a Parquet file at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOfFile:
+    place: str  # file and number of the chat, from 1
+    name: str
+    messages: tuple[Message, ...]
+    tools: Tools
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundChats:
+    """The chats of a file as trajectories, one group each."""
+
+    trajectories: list[Trajectory]
+    n_cut: int  # that lost their later replies, because they are too long
+    n_left_out: int  # whose first reply is too long already
+
+
+def _from_json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_from_json)
+    ]
+    tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(_from_json)] = None
+    id: str | None = None
+
+
+def is_chat_file(path: Path) -> bool:
+    return path.suffix in SUFFIXES and path.is_file()
+
+
+def read_chats(path: Path) -> Iterator[ChatOfFile]:
+    """Yield the chats of a file, in order. Raises ConfigError that names the chat and the field."""
+    for number, content in enumerate(_rows(path), start=1):
+        place = f"{path}: chat {number}"
+        try:
+            row = _Row.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"{place}: {refused(*first_fault(error))}") from None
+        messages = tuple(message.plain() for message in row.messages)
+        if not any(message.role == "assistant" for message in messages[1:]):
+            raise ConfigError(
+                f"{place} has no reply of the assistant after another message; leave it out"
+            )
+        yield ChatOfFile(
+            place=place, name=row.id or f"chat-{number}", messages=messages, tools=row.tools or ()
+        )
+
+
+def chat_texts(path: Path) -> Iterator[str]:
+    """Yield the texts of a file's chats, to train a tokenizer on. Raises as `read_chats`."""
+    for chat in read_chats(path):
+        for message in chat.messages:
+            yield "\n".join([message.content, *message.tool_texts])
+
+
+def chat_trajectories(
+    chats: Iterable[ChatOfFile],
+    tokenizer: Tokenizer,
+    *,
+    file_id: str,
+    thinking: bool | None,
+    max_tokens: int,
+) -> FoundChats:
+    """Write the chats with the tokenizer's chat template.
+
+    A chat ends before the first reply that does not end within `max_tokens`, prompt included. Uids
+    are made of `file_id` and the chat's number. Raises ConfigError for a chat that the template
+    does not take.
+    """
+    trajectories: list[Trajectory] = []
+    n_cut = n_left_out = 0
+    longest = longest_token(tokenizer)
+    for number, chat in enumerate(chats):
+        conversation = Conversation(
+            tokenizer,
+            chat_variables=chat_variables(thinking),
+            max_characters=max_tokens * longest,
+        )
+        steps, is_whole = _steps(chat, conversation, tokenizer=tokenizer, max_tokens=max_tokens)
+        if not steps:
+            n_left_out += 1
+            continue
+        n_cut += not is_whole
+        group_uid = uid("chat", file_id, number)
+        trajectories.append(
+            Trajectory(
+                traj_uid=uid(group_uid, 0),
+                group_uid=group_uid,
+                env_name=ENV_NAME,
+                task_id=chat.name,
+                split="train",
+                seed=0,
+                member=0,
+                won=True,  # somebody chose it as an example
+                task_score=None,
+                steps=tuple(steps),
+            )
+        )
+    return FoundChats(trajectories=trajectories, n_cut=n_cut, n_left_out=n_left_out)
+
+
+def _rows(path: Path) -> Iterator[object]:
+    """Yield the rows of a file as Python values. Raises ConfigError for an unreadable file."""
+    try:
+        if path.suffix == ".parquet":
+            for batch in pq.ParquetFile(path).iter_batches(ROWS_READ):
+                yield from batch.to_pylist()
+            return
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parsed(line, place=f"{path}: line {number}")
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as chats: {one_line(error)}") from None
+
+
+def _parsed(line: str, *, place: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place} is no JSON: {one_line(error)}") from None
+
+
+def _steps(
+    chat: ChatOfFile, conversation: Conversation, *, tokenizer: Tokenizer, max_tokens: int
+) -> tuple[list[Step], bool]:
+    """Return a step for each reply, and whether all of them fit."""
+    ends = [end for end, message in enumerate(chat.messages) if end and message.role == "assistant"]
+    steps: list[Step] = []
+    for end in ends:
+        before, reply = chat.messages[:end], chat.messages[end]
+        try:
+            prompt_ids = conversation.prompt(before, tools=chat.tools)
+            response_ids = conversation.written(before, reply=reply, tools=chat.tools)
+        except PromptTooLong:
+            break
+        except (TemplateError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{chat.place}: the reply in messages[{end}] cannot be written: {one_line(error)}"
+            ) from None
+        token_ids = prompt_ids + response_ids
+        if len(token_ids) > max_tokens:
+            break
+        conversation.record(before, reply=reply, token_ids=token_ids, ended=True, tools=chat.tools)
+        steps.append(
+            Step(
+                step_index=len(steps),
+                prompt_ids=prompt_ids,
+                prompt_dropped_turns=None,
+                prompt_dropped_tokens=None,
+                response_ids=response_ids,
+                # Nobody sampled them. Cloning does not read these.
+                response_logprobs=(0.0,) * len(response_ids),
+                version_min=0,
+                version_max=0,
+                finish_reason="stop",
+                obs_text=seen_text(before),
+                anchor_text=None,
+                state_hash=None,
+                admissible_actions=None,
+                action_text=tokenizer.decode(response_ids, skip_special_tokens=True),
+                reward=0.0,
+                is_action_valid=True,
+                terminated=end == ends[-1],
+                truncated=False,
+                t_start_us=now_us(),
+                gen_us=0,
+                env_us=0,
+            )
+        )
+    return steps, len(steps) == len(ends)
