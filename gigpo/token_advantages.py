@@ -16,9 +16,9 @@ def token_advantages(
         delta_t = r_t + V_{t+1} - V_t,   V = 0 past it, r_t = 0 but for the last token: the score
         target G_t = A_t + V_t
         A <- (A - mean(A)) / sqrt(var(A) + 1e-8) over all tokens, ddof 1; all equal: exactly 0
-    As `compute_gae_advantage_return` of verl, which GiGPO's authors train their PPO baseline with.
-    Each row is a sequence of its own there too: its score is the whole episode's (`value_target` of
-    compute_advantages), so credit goes to all steps alike but for what their values foresaw.
+    This is verl's `compute_gae_advantage_return`, with which GiGPO's authors train their PPO
+    baseline, with lambda 1. Each row is a sequence of its own, and its score is that of its whole
+    episode: `value_target` of compute_advantages. No value crosses from one step to the next.
 
     Takes the values of all rows' tokens end to end [N], the score of each row [R], and the number
     of its tokens [R], int, possibly 0. All results are float64 [N]. Raises ValueError for a number

@@ -1,9 +1,10 @@
--- PPO with a critic. turn_ppo (arXiv 2512.17008): the estimate of gae.sql. ppo: the score of the row
--- (episodes.sql) less the value of its first token, which is that token's estimate with lambda 1;
--- gigpo/token_advantages.py has those of all tokens. Both are whitened over the steps of the batch,
+-- PPO with a critic. An estimate of each step, whitened over the steps of the batch:
 --   A <- (A - mean(A)) / sqrt(var(A) + 1e-8),  ddof 1.
--- turn_ppo: a penalty is subtracted from the row of an invalid action before that. It is in no value
--- and in no target of one, as it is in no return. ppo: it is in the score, which is the target.
+--   turn_ppo  the estimate of gae.sql (arXiv 2512.17008), less the penalty of an invalid action,
+--             which is in no value and in no target of one, as it is in no return
+--   ppo       the row's score (episodes.sql, penalty included), which is the target, less the value
+--             of its first token: that token's estimate with lambda 1. token_advantages.py has
+--             those of all tokens
 -- All equal, or a single step: exactly 0. The sums read no anchor group, so their last bits do not
 -- depend on `anchor`. For turn_ppo and ppo only.
 -- in:  step_advantage (for its other columns), gae, critic_values, episodes, base; estimator,

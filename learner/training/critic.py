@@ -55,7 +55,7 @@ class ValueHead(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticStats:
-    """One optimizer update of the critic, over all its values. What is not finite is inf."""
+    """One optimizer update of the critic, over all its values. Non-finite figures are inf."""
 
     loss: float
     grad_norm: float  # 2-norm before clipping
