@@ -23,6 +23,7 @@ from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
 from store import RunLayout
 from tests.support.engine_samples import CUT, WHOLE, copied, history_rows, make_base, random_rows
+from tests.support.learner_samples import one_step_each
 
 CRITIC = CriticConfig(learning_rate=1e-2, clip=100.0)
 
@@ -56,7 +57,8 @@ def cut(rows: pa.Table, tokens: int, *, merge_steps: bool = False) -> list[Micro
     targets = [float(ids[0] % 5) for ids in rows["prompt_ids"].to_pylist()]
     rows = rows.append_column("value", pa.array([0.0] * len(rows)))
     rows = rows.append_column("value_target", pa.array(targets))
-    return micro_batches(rows, micro_batch_tokens=tokens, merge_steps=merge_steps, ranks=1)
+    rows = rows if merge_steps else one_step_each(rows)
+    return micro_batches(rows, micro_batch_tokens=tokens, ranks=1)
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
