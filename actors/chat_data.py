@@ -53,7 +53,10 @@ class FoundChats:
 
 
 def _from_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 class _Row(BaseModel):
@@ -145,14 +148,18 @@ def _rows(path: Path) -> Iterator[object]:
     """Yield the rows of a file as Python values. Raises ConfigError for an unreadable file."""
     try:
         if path.suffix == ".parquet":
-            for batch in pq.ParquetFile(path).iter_batches(ROWS_READ):
+            file = pq.ParquetFile(path)
+            columns = [name for name in file.schema_arrow.names if name in _Row.model_fields]
+            for batch in file.iter_batches(ROWS_READ, columns=columns):
                 yield from batch.to_pylist()
             return
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _parsed(line, place=f"{path}: line {number}")
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} cannot be read as chats: {one_line(error)}") from None
 
 

@@ -25,9 +25,10 @@ from pydantic import (
 )
 
 from actors.prompting.chat_template import LONG_CHARACTERS
-from actors.prompting.messages import Message, ToolCall
+from actors.prompting.messages import Message, ToolCall, parse_arguments
 
 MAX_N = 128
+MAX_MESSAGES = 2**16  # more take seconds of the event loop
 MAX_STOPS = 4
 MANY_MESSAGES = 1000  # take a noticeable time to tokenise, however short they are
 MAX_QUOTED_CHARACTERS = 300  # of an error, which may quote a value as long as the body
@@ -94,8 +95,7 @@ def _as_json(arguments: object) -> object:
 
 
 def _is_object(arguments: str) -> str:
-    if not isinstance(json.loads(arguments), dict):
-        raise ValueError("the arguments of a call are a JSON object")
+    parse_arguments(arguments)
     return arguments
 
 
@@ -168,7 +168,9 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     # One error is enough: each would be an object of hundreds of bytes.
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None

@@ -59,6 +59,8 @@ def with_calls(
     """
     token_ids = reply.completion.token_ids
     said = token_ids[: len(token_ids) - reply.ended]
+    if parser.has_too_many_marks(said):
+        return reply
     content, calls = parser.read(tokenizer.decode(said, skip_special_tokens=False), tools)
     if not calls:
         return reply

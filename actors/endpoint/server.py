@@ -265,15 +265,17 @@ class Endpoint:
         with recording.reserve(asked.n_choices) as numbers:
             completions = await self._generate(recording, prompt, numbers=numbers)
         gen_us = round((time.perf_counter() - started) * 1e6)
+        replies = [
+            cut_reply(completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ())
+            for completion in completions
+        ]
+        if parser is not None:
+            for place, reply in enumerate(replies):
+                replies[place] = with_calls(reply, self.tokenizer, parser=parser, tools=tools)
+                await asyncio.sleep(0)  # the event loop has heartbeats to send
         recording.refuse_beyond(0)
         observation = Observation(text=seen_text(messages), anchor=asked.anchor)
-        replies = []
-        for number, completion in zip(numbers, completions, strict=True):
-            reply = cut_reply(
-                completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ()
-            )
-            if parser is not None:
-                reply = with_calls(reply, self.tokenizer, parser=parser, tools=tools)
+        for number, reply in zip(numbers, replies, strict=True):
             step = step_of(
                 reply.completion,
                 number=number,
@@ -292,7 +294,6 @@ class Endpoint:
                 ended=reply.ended,
                 tools=tools,
             )
-            replies.append(reply)
         return numbers[0], replies, len(prompt.token_ids)
 
     async def _parser(self, recording: Recording) -> ToolCallParser:

@@ -53,6 +53,9 @@ class CodepointTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {}
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
+
 
 def codepoint_form(config: PromptConfig) -> PromptForm:
     """Return a PromptForm whose budget counts CHARACTERS_PER_TOKEN characters as one token."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+MAX_DEPTH = 100  # of the arguments of a call; Python's recursion ends at a thousand
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
@@ -34,6 +36,30 @@ class Message:
         return texts if any(texts) else ()
 
 
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call. Raises ValueError unless they are a JSON object.
+
+    Also for one that is nested deeper than MAX_DEPTH: a policy may write brackets without an end.
+    """
+    try:
+        arguments = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"the arguments of a call are nested deeper than {MAX_DEPTH}") from None
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call are a JSON object")
+    inner: list[object] = [arguments]
+    for _ in range(MAX_DEPTH):
+        if not inner:
+            return arguments
+        inner = [
+            value
+            for one in inner
+            if isinstance(one, dict | list)
+            for value in (one.values() if isinstance(one, dict) else one)
+        ]
+    raise ValueError(f"the arguments of a call are nested deeper than {MAX_DEPTH}")
+
+
 def for_template(message: Message) -> dict[str, Any]:
     """Return the message as chat templates read it: arguments are an object, no field is empty."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -42,7 +68,7 @@ def for_template(message: Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                "function": {"name": call.name, "arguments": parse_arguments(call.arguments)},
             }
             for call in message.tool_calls
         ]

@@ -158,6 +158,7 @@ def test_the_texts_of_chats_make_a_tokenizer(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "messages[0]"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "chat 2 has no reply"),
         ('{"messages": "{"}', "chat 2: messages='{'"),
+        (json.dumps({"messages": "[" * 100_000}), "chat 2: messages='[["),
     ],
 )
 def test_a_wrong_chat_is_named_by_its_place(tmp_path: Path, line: str, says: str) -> None:
@@ -177,6 +178,16 @@ def test_what_the_chat_template_does_not_take_is_named(tmp_path: Path) -> None:
     path = lines(tmp_path / "c.jsonl", [{"messages": ADD}])
     with pytest.raises(ConfigError, match="does not show the reply behind its own prompt"):
         found_in(path, template="thinking")
+
+
+def test_values_that_python_does_not_have_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.parquet"
+    long_ago = pa.array([2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"messages": [json.dumps(ADD)], "id": long_ago}), path)
+    with pytest.raises(ConfigError, match=r"c\.parquet cannot be read as chats"):
+        list(read_chats(path))
+    pq.write_table(pa.table({"messages": [json.dumps(ADD)], "other": long_ago}), path)
+    assert len(list(read_chats(path))) == 1, "other columns are not read"
 
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from actors.endpoint import vllm_tool_calls
 from actors.endpoint.server import Endpoint
 from actors.endpoint.vllm_tool_calls import ToolCallParser
-from actors.prompting.messages import Message, ToolCall, seen_text
+from actors.prompting.messages import Message, ToolCall, parse_arguments, seen_text
 from store import Step
 from tests.support.chat_samples import IDS, TextPolicy, rules, served, tokenizer
 
@@ -94,6 +95,41 @@ def test_without_a_choice_nothing_is_read_as_a_call() -> None:
 def test_a_malformed_call_is_text(text: str) -> None:
     (reply,), _, _ = played([text])
     assert (reply.finish_reason, reply.message.content) == ("stop", text)
+
+
+def test_a_call_of_endless_brackets_is_text() -> None:
+    parser = ToolCallParser(tokenizer("xml"), name="auto")
+    for brackets in ("[" * 1200, "[" * 20_000 + "]" * 20_000, '{"a":' * 500 + "1" + "}" * 500):
+        text = f"<tool_call>\n<function=add>\n<parameter=a>\n{brackets}\n</parameter>"
+        for reply in (text, f"{text}\n</function>\n</tool_call>"):
+            assert parser.read(reply, (ADD,)) == (reply, ())
+    hermes = ToolCallParser(tokenizer("tooled"), name="auto")
+    deep = (
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 200 + "]" * 200 + "}}</tool_call>"
+    )
+    assert hermes.read(deep, (ADD,)) == (deep, ())
+
+
+def test_a_reply_of_marks_only_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_tool_calls, "MAX_MARKS", 3)
+    parser = ToolCallParser(tokenizer("tooled"), name="auto")
+    mark = next(iter(tokenizer("tooled").get_added_vocab().values()))
+    assert not parser.has_too_many_marks([mark] * 3)
+    assert parser.has_too_many_marks([mark] * 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("[" * 100_000, "nested deeper"),
+        ('{"a":' + "[" * 100 + "]" * 100 + "}", "nested deeper"),
+        ("[3]", "JSON object"),
+    ],
+)
+def test_arguments_are_an_object_of_bounded_depth(arguments: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_arguments(arguments)
+    assert parse_arguments('{"a": [{"b": []}]}') == {"a": [{"b": []}]}
 
 
 def test_two_calls_are_two_and_a_stream_numbers_them() -> None:
