@@ -26,6 +26,36 @@ class Command(click.Command):
                     raise click.UsageError(f"{parameter.opts[0]}: given twice; give it once", ctx)
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, within a limit of memory if it reads a run of somebody else."""
+        places: list[Path] = []
+        for parameter in self.params:
+            if isinstance(parameter.type, RunPath):
+                places += parameter.type.places(ctx.params.get(str(parameter.name)))
+        if not places or ctx.params.get("trust"):
+            return super().invoke(ctx)
+
+        from store import limited_memory
+
+        with limited_memory(places):
+            return super().invoke(ctx)
+
+
+class RunPath(click.Path):
+    """A run that a command reads, or with `has_step` RUN@STEP, or a directory or URI with one."""
+
+    def __init__(self, *, path_type: type, has_step: bool = False) -> None:
+        super().__init__(path_type=path_type)
+        self.has_step = has_step
+
+    def places(self, given: Any) -> list[Path]:
+        """Return the directories in a parsed value. A file, as a config is one, is no run."""
+        values = [] if given is None else given if isinstance(given, tuple) else [given]
+        texts = [str(value) for value in values]
+        if self.has_step:
+            texts = [run or step for run, _, step in (text.rpartition("@") for text in texts)]
+        return [path for path in map(Path, texts) if not path.is_file()]
+
 
 class Settings(click.Argument):
     """`key=value` settings after the other arguments."""
@@ -81,7 +111,7 @@ DAYS_ABOVE_ZERO = Amount("days", at_most=MAX_DAYS, above_zero=True)
 AT_LEAST_0 = WholeNumber(at_least=0)
 AT_LEAST_1 = WholeNumber(at_least=1)
 
-run_argument = click.argument("run", type=click.Path(path_type=Path))
+run_argument = click.argument("run", type=RunPath(path_type=Path))
 settings_argument = click.argument("settings", cls=Settings, nargs=-1, metavar="[KEY=VALUE]...")
 trust_option = click.option(
     "--trust",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cli.arguments import ALL_NEEDS, Command, all_option, settings_argument, trust_option
+from cli.arguments import ALL_NEEDS, Command, RunPath, all_option, settings_argument, trust_option
 from printable import plain_console
 
 NEEDS = "give a run, e.g. runs/quickstart, a config, or --compare RUN OTHER"
@@ -27,12 +27,17 @@ Settings:
 
 
 @click.command(cls=Command, epilog=EPILOG)
-@click.argument("weights", required=False, metavar="RUN[@STEP]|CONFIG")
+@click.argument(
+    "weights",
+    required=False,
+    type=RunPath(path_type=str, has_step=True),
+    metavar="RUN[@STEP]|CONFIG",
+)
 @settings_argument
 @click.option(
     "--compare",
     nargs=2,
-    type=click.Path(path_type=Path),
+    type=RunPath(path_type=Path),
     metavar="RUN OTHER",
     help="Compare two evaluated runs task by task.",
 )

@@ -10,6 +10,7 @@ from cli.arguments import (
     AT_LEAST_0,
     AT_LEAST_1,
     Command,
+    RunPath,
     run_argument,
     settings_argument,
     trust_option,
@@ -36,7 +37,7 @@ Exit status: 0 all identical, 1 something differs, 2 a step cannot be replayed.
 
 
 @click.command(cls=Command, epilog=EXPORT_EPILOG)
-@click.argument("source", metavar="RUN[@STEP]")
+@click.argument("source", type=RunPath(path_type=str, has_step=True), metavar="RUN[@STEP]")
 @click.argument("destination", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--version", type=AT_LEAST_0, metavar="N", help="Export this published version.")
 @click.option("--adapter", is_flag=True, help="Export a checkpoint's LoRA adapters, in float32.")

@@ -15,6 +15,7 @@ from cli.arguments import (
     DAYS_ABOVE_ZERO,
     SECONDS,
     Command,
+    RunPath,
     as_of_option,
     run_argument,
     where_option,
@@ -204,7 +205,7 @@ def export(
 
 @click.command("import", cls=Command, epilog="Example: gigpo import runs/b dataset")
 @run_argument
-@click.argument("source", metavar="DIR")
+@click.argument("source", type=RunPath(path_type=str), metavar="DIR")
 def import_(run: Path, source: str) -> None:
     """Take exported trajectories into a run, to be read with SQL.
 
@@ -223,7 +224,7 @@ def import_(run: Path, source: str) -> None:
 
 @click.command(cls=Command, epilog=FETCH_EPILOG)
 @click.argument("uri", metavar="URI")
-@click.argument("destination", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("destination", metavar="DIR", type=RunPath(path_type=Path))
 def fetch(uri: str, destination: Path) -> None:
     """Copy a run from an object store, for reading.
 

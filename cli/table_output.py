@@ -24,7 +24,7 @@ WIDTH_WITHOUT_TERMINAL = 250  # enough to be read by a program
 def _print_table(table: pa.Table, out: TextIO) -> None:
     import duckdb
 
-    if table.column_names == ["explain_key", "explain_value"]:
+    if _is_plan(table):
         out.write(printable("\n".join(table["explain_value"].to_pylist()), lines=True) + "\n")
         return
     width = os.get_terminal_size(out.fileno()).columns if out.isatty() else WIDTH_WITHOUT_TERMINAL
@@ -37,6 +37,16 @@ def _print_table(table: pa.Table, out: TextIO) -> None:
             f"this result cannot be shown as a table ({one_line(error)}); add --format csv"
         ) from error
     out.write(printable(drawn.getvalue(), lines=True))
+
+
+def _is_plan(table: pa.Table) -> bool:
+    """Return whether DuckDB's EXPLAIN made the table. A run's views may use its names too."""
+    import pyarrow as pa
+
+    if table.column_names != ["explain_key", "explain_value"]:
+        return False
+    plan = table["explain_value"]
+    return pa.types.is_string(plan.type) and not plan.null_count
 
 
 def _print_csv(table: pa.Table, out: TextIO) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cli.arguments import ALL_NEEDS, Command, all_option, settings_argument, trust_option
+from cli.arguments import ALL_NEEDS, Command, RunPath, all_option, settings_argument, trust_option
 
 NEEDS = "give a config, e.g. configs/quickstart.yaml, or --resume RUN, or --fork RUN@STEP"
 EPILOG = """\b
@@ -22,8 +22,18 @@ Examples:
 @click.command(cls=Command, epilog=EPILOG)
 @click.argument("config", required=False)
 @settings_argument
-@click.option("--resume", metavar="RUN", help="Go on with a run, with its own settings.")
-@click.option("--fork", metavar="RUN@STEP", help="Make a new run from a checkpoint of another run.")
+@click.option(
+    "--resume",
+    type=RunPath(path_type=str),
+    metavar="RUN",
+    help="Go on with a run, with its own settings.",
+)
+@click.option(
+    "--fork",
+    type=RunPath(path_type=str, has_step=True),
+    metavar="RUN@STEP",
+    help="Make a new run from a checkpoint of another run.",
+)
 @click.option("--quiet", is_flag=True, help="Show errors, warnings and the report at the end only.")
 @click.option(
     "--json",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cli.arguments import Command, WholeNumber, as_of_option
+from cli.arguments import Command, RunPath, WholeNumber, as_of_option
 
 LAST_PORT = 65_535
 EPILOG = """\b
@@ -19,7 +19,7 @@ On another machine: ssh -L 8800:127.0.0.1:8800 THAT_MACHINE, then open http://12
 
 
 @click.command(cls=Command, epilog=EPILOG)
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=RunPath(path_type=Path))
 @click.option(
     "--port",
     type=WholeNumber(at_least=0, at_most=LAST_PORT),

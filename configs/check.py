@@ -78,7 +78,7 @@ WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
 ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM, *WITH_CRITIC)
 # Setting of `algorithm` -> the choices that read it; any one of them is enough.
 READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", *WITH_CRITIC)},
+    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", "turn_ppo")},
     "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
     "graph_gamma": {"estimator": ("graphgpo",)},
     "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},

@@ -12,7 +12,7 @@ KEPT_CHECKPOINTS = 2
 SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1e-4
 
 
-WITH_CRITIC = ("turn_ppo",)  # estimators
+WITH_CRITIC = ("turn_ppo", "ppo")  # estimators
 
 
 def has_critic(config: Config) -> bool:

@@ -137,12 +137,14 @@ class AlgorithmConfig:
     """
 
     # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo",
-    # "graphgpo", "g2po", "gagpo", or "turn_ppo", which trains a critic
+    # "graphgpo", "g2po", "gagpo", or with a critic "turn_ppo" and, by tokens, "ppo"
     estimator: str = "gigpo"
     group_size: int = 8  # episodes per task, G
     # discount per step in step returns; read by gigpo, hgpo, g2po, gagpo and turn_ppo
     gamma: float = 0.95
-    gae_lambda: float = 0.95  # decay of later temporal differences; read by gagpo and turn_ppo
+    # decay of later temporal differences; read by gagpo and turn_ppo, and per token by ppo (the
+    # paper's baseline: 1)
+    gae_lambda: float = 0.95
     # discount per step to success, read by graphgpo; its authors: ALFWorld 0.1, WebShop 0.2,
     # Sokoban 0.8
     graph_gamma: float = 0.1
@@ -163,7 +165,7 @@ class AlgorithmConfig:
 
     # Rarely changed.
     # episode statistics over "steps" (authors' code) or "trajectories" (paper, eq. 3); not read by
-    # hgpo, gagpo and turn_ppo
+    # hgpo, gagpo, turn_ppo and ppo
     weighting: str = "steps"
     anchor_history: int = 3  # states in the longest suffix, for anchor "suffix" and hgpo (K + 1)
     # for anchors "similar" and "similar_greedy": least fraction that two texts have in common
@@ -207,7 +209,7 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticConfig:
-    """Set the network that values states, for the estimator turn_ppo.
+    """Set the network that values states, for the estimators turn_ppo and ppo.
 
     Everything else is as in `learner`: its optimizer, its updates and their rows, its devices.
     """

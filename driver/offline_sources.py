@@ -27,6 +27,7 @@ from store import (
     files_digest,
     find_sources,
     is_trusted,
+    limited_memory,
     parse_source,
     take_sources,
     to_table,
@@ -65,7 +66,8 @@ def check_sources(config: Config, console: Console) -> None:
             pass
         return
     sources = _sources(config, console, model_path=lambda: _model_path(config))
-    find_sources(sources, order=config.offline.order)
+    with limited_memory(_places(config)):
+        find_sources(sources, order=config.offline.order)
     model_path = _model_path(config)
     for text in config.source:
         if _is_chats(text):
@@ -141,6 +143,11 @@ def source_runs(config: Config) -> list[Path]:
     return [place for place in places if RunLayout.exists(place)]
 
 
+def _places(config: Config) -> list[Path]:
+    """Return the directories of the sources that are runs or datasets. Chats are files."""
+    return [Path(parse_source(text).place) for text in config.source if not _is_chats(text)]
+
+
 def copy_base_policy(config: Config, directory: Path) -> Path:
     """Copy the base policy of the first source that has one to `directory`.
 
@@ -163,7 +170,8 @@ def import_sources(config: Config, model_path: Path, console: Console) -> None:
     """
     with console.status("importing offline groups"):
         sources = _sources(config, console, model_path=lambda: model_path)
-        taken = take_sources(Path(config.run_dir), sources, order=config.offline.order)
+        with limited_memory(_places(config)):
+            taken = take_sources(Path(config.run_dir), sources, order=config.offline.order)
     for source in taken:
         console.print(str(source))
 

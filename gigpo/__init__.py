@@ -10,6 +10,7 @@ group_filter.py   groups that nothing can be learnt from
 replay.py         advantages of earlier wins that are trained on again
 tokens.py         the response tokens that losses read
 losses.py, corrections.py   one entry per published idea, and a registry each; KL penalties
+token_advantages.py  advantages of single tokens, by a critic's values
 value_loss.py     the critic's loss
 objective.py      puts them together, and refuses parts that do not go together
 diagnostics.py    figures to watch

@@ -48,6 +48,7 @@ from .settings import ANCHOR_VERSIONS as ANCHOR_VERSIONS
 from .settings import ANCHORS as ANCHORS
 from .settings import ESTIMATORS as ESTIMATORS
 from .settings import NORMALISATIONS as NORMALISATIONS
+from .settings import OF_TOKENS as OF_TOKENS
 from .settings import PUBLISHED_SETTINGS as PUBLISHED_SETTINGS
 from .settings import WEIGHTINGS as WEIGHTINGS
 from .settings import WHITENED as WHITENED
@@ -55,6 +56,7 @@ from .settings import WITH_CRITIC as WITH_CRITIC
 from .settings import AdvantageSettings as AdvantageSettings
 from .similarity import similarity_keys as similarity_keys
 from .sql_macro import advantages_macro as advantages_macro
+from .token_advantages import token_advantages as token_advantages
 from .tokens import Tokens as Tokens
 from .tokens import interpolated_proximal as interpolated_proximal
 from .tokens import log_ratio as log_ratio

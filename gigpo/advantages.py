@@ -51,7 +51,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       group_uid, traj_uid; step_index int; reward float; is_action_valid bool; state_hash or null.
       Some settings read more columns: version_min int (anchor_versions 'window'), weight float from
       1e-100 to 1e100 ('weighted'), won bool ('graphgpo' and 'g2po'; one row that says so is
-      enough), value float ('turn_ppo': the critic's, of the state that the step was taken in),
+      enough), value float ('turn_ppo', 'ppo': the critic's, of the step's state),
       admissible_actions list of text (anchor 'state_and_actions'), anchor_key or null
       (anchor 'anchor_key'), anchor_text or null (anchors 'similar' and 'similar_greedy').
       'graphgpo' also reads what identifies the observation after the last action, in the row of the
@@ -64,6 +64,8 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
       bool episodes_differ (returns of its group, beyond rounding), steps_differ (returns of its
       anchor group, no penalty), has_penalties (a row of its group).
       With 'turn_ppo' also float64 value_target (the lambda-return, which the critic learns).
+      With 'ppo' value_target is the row's score, and advantage that of its first token with
+      gae_lambda 1, whitened over the rows; token_advantages has those of all tokens.
 
     Raises ValueError, with the name, for a column that is missing or has another type. Raises it,
     with the uid, for a trajectory whose step_index is not 0..T-1, or whose rewards are not finite

@@ -35,11 +35,14 @@ ESTIMATORS: Final = (
     "g2po",
     "gagpo",
     "turn_ppo",
+    "ppo",
 )
 # normalised over the whole batch; the others use each group separately
-WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline", "turn_ppo")
+WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline", "turn_ppo", "ppo")
 # computed from the values of a critic, in the column `value`
-WITH_CRITIC: Final = ("turn_ppo",)
+WITH_CRITIC: Final = ("turn_ppo", "ppo")
+# each response token has an advantage of its own, see token_advantages.py
+OF_TOKENS: Final = ("ppo",)
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
@@ -61,11 +64,12 @@ class AdvantageSettings:
                      'reinforce_pp_baseline' (episode term only); 'hgpo' (nested anchor groups);
                      'graphgpo' (distance-to-success returns); 'g2po' (values of the states that a
                      group met, and their temporal differences); 'gagpo' (generalised advantage
-                     estimation over such values); 'turn_ppo' (the same over a critic's values)
+                     estimation over such values); 'turn_ppo' (the same over a critic's values);
+                     'ppo' (the same by tokens, see token_advantages.py)
     gamma            discount per step of the environment, in [0, 1] (eq. 5), in step returns and
                      values of states only
     gae_lambda       decay of later temporal differences, in [0, 1], for 'gagpo' and 'turn_ppo': 0
-                     looks one step ahead, 1 to the end
+                     looks one step ahead, 1 to the end; per token for 'ppo'
     graph_gamma      discount per edge of the graph of 'graphgpo', in [0, 1]; its authors' step cost
     omega            weight of the step term (eq. 8), for 'gigpo', 'graphgpo' and 'g2po'
     normalise        'mean' (divide by 1), 'mean_std' (divide by the deviation + 1e-6) or

@@ -31,7 +31,7 @@ _QUERIES: Final = (
     "step_advantage",
     "hierarchy",
     "g2po_terms",
-    "turn_ppo_terms",
+    "ppo_terms",
     "advantages",
 )
 # Short relations, or slow ones. The others are faster computed where they are read than copied

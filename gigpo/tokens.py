@@ -25,7 +25,8 @@ class Tokens:
     logprobs_N            log pi, the policy being trained; float32/64 [N], with gradient
     behaviour_logprobs_N  log mu, the policy that sampled; float32/64 [N], recorded then and never
                           recomputed
-    advantages_N          A; float32/64 [N], the same for all tokens of a step
+    advantages_N          A; float32/64 [N], the same for all tokens of a step, but with estimator
+                          `ppo`
     sequence_N            int64 [N]; equal numbers are one sequence; any numbers, in any order
     proximal_logprobs_N   log pi_p, the centre of the trust region; float32/64 [N]. None: mu is the
                           centre

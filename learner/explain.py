@@ -28,6 +28,7 @@ from learner.training.engine import Engine, with_proximal
 from store import Group, TrajectoryMeta, uid_text
 
 SHOWN_UID_DIGITS = 8
+BELOW_BASELINE = "its wins are not above what the batch's groups return"
 # Columns of the table: |A| is the mean of |advantage|, A_E and A_S are its episode and step terms.
 GROUP_COLUMNS = ("won", "returns", "stale")
 GRADIENT_COLUMNS = ("rows", "tokens", "|A|", "|A_E|", "|A_S|", "ratio", "clipped", "gradient")
@@ -43,8 +44,8 @@ class GroupGradient:
     n_rows: int
     n_tokens: int  # response tokens
     advantage: float  # mean |advantage|
-    episode: float  # mean |episode_advantage|
-    step: float  # mean |step_advantage|, before it is multiplied by omega
+    episode: float | None  # mean |episode_advantage|; None for replayed wins, which have no terms
+    step: float | None  # mean |step_advantage|, before it is multiplied by omega
     ratio_min: float  # pi / mu: the policy before the step over the one that sampled
     ratio_mean: float
     ratio_max: float
@@ -59,11 +60,12 @@ class ExplainedGroup:
     staleness: int | None  # versions; None for an offline group
     gradient: GroupGradient | None  # None if none of its rows is trained on
     why_not: str
+    is_replayed: bool  # only its wins are trained on, again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Explanation of a batch, with groups in the order of the claim."""
+    """Explanation of a batch, with groups in the order of the claim, replayed ones last."""
 
     groups: Sequence[ExplainedGroup]
     total: GroupGradient | None  # sum over all trained groups; None if there are none
@@ -84,16 +86,18 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
     weights.
     """
     assert engine.learner.zero_stage < PARTITIONED
-    rows = with_staleness(batch.rows, version=batch.version)
+    rows = pa.concat_tables([batch.rows, batch.replayed], promote_options="default")
+    rows = with_staleness(rows, version=batch.version)
+    played, replayed = batch.batch.groups, batch.batch.replayed
     parts = {
         group.group_uid: _group_rows(engine, rows, group_uid=group.group_uid)
-        for group in batch.batch.groups
+        for group in (*played, *replayed)
     }
     trained = {uid: part for uid, part in parts.items() if part.batches}
     gradients, total = _gradients(engine, list(trained.values())) if trained else ([], None)
     gradient_of = dict(zip(trained, gradients, strict=True))
     members = defaultdict(list)
-    for segment in batch.batch.segments:
+    for segment in (*batch.batch.segments, *batch.batch.replayed_segments):
         for trajectory in segment.trajectories:
             members[trajectory.group_uid].append(trajectory)
     groups = [
@@ -102,9 +106,12 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
             members=members[group.group_uid],
             staleness=batch.version - group.oldest_version if group.source is None else None,
             gradient=gradient_of.get(group.group_uid),
-            why_not=batch.filtered.get(group.group_uid, "no response tokens"),
+            why_not=batch.filtered.get(
+                group.group_uid, BELOW_BASELINE if group in replayed else "no response tokens"
+            ),
+            is_replayed=group in replayed,
         )
-        for group in batch.batch.groups
+        for group in (*played, *replayed)
     ]
     return Explanation(groups=groups, total=total)
 
@@ -125,7 +132,7 @@ def table(explanation: Explanation) -> Table:
         all_won += won
         returns = [member.episode_return for member in one.members]
         shown.add_row(
-            uid_text(one.group.group_uid)[:SHOWN_UID_DIGITS],
+            uid_text(one.group.group_uid)[:SHOWN_UID_DIGITS] + " again" * one.is_replayed,
             Path(one.group.task_id).name,
             f"{sum(won)}/{len(won)}",
             f"{min(returns):g}..{max(returns):g}",
@@ -153,8 +160,8 @@ def _figures(gradient: GroupGradient) -> list[str]:
         str(gradient.n_rows),
         str(gradient.n_tokens),
         f"{gradient.advantage:.3f}",
-        f"{gradient.episode:.3f}",
-        f"{gradient.step:.3f}",
+        "-" if gradient.episode is None else f"{gradient.episode:.3f}",
+        "-" if gradient.step is None else f"{gradient.step:.3f}",
         f"{gradient.ratio_min:.3f} {gradient.ratio_mean:.3f} {gradient.ratio_max:.3f}",
         f"{gradient.clipped:.1%}",
         f"{gradient.grad_norm:.4f}",
@@ -231,7 +238,7 @@ def _summary(
     return GroupGradient(
         n_rows=rows.num_rows,
         n_tokens=len(ratio_N),
-        advantage=_mean_abs(rows, "advantage"),
+        advantage=float(pc.mean(pc.abs(rows["advantage"])).as_py()),
         episode=_mean_abs(rows, "episode_advantage"),
         step=_mean_abs(rows, "step_advantage"),
         ratio_min=float(ratio_N.min()),
@@ -242,5 +249,7 @@ def _summary(
     )
 
 
-def _mean_abs(rows: pa.Table, column: str) -> float:
-    return float(pc.mean(pc.abs(rows[column])).as_py())
+def _mean_abs(rows: pa.Table, column: str) -> float | None:
+    """Return the mean size of a column's values that are there; None if there are none."""
+    mean: float | None = pc.mean(pc.abs(rows[column])).as_py()
+    return mean

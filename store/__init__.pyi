@@ -100,6 +100,7 @@ from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
+from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.signatures import made_by_this_user as made_by_this_user
 from .untrusted.signatures import sign_run as sign_run
 from .untrusted.trust import check_trusted as check_trusted

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from printable import UserError
 
+# Libraries raise other classes, with the words of C++'s std::bad_alloc, of malloc or of a thread.
+OUT_OF_MEMORY = ("bad_alloc", "bad allocation", "malloc of size", "can't start new thread")
+
 
 class StoreError(UserError):
     """Base of all errors for bad data or a bad request."""
@@ -42,3 +45,16 @@ class LockedError(StoreError):
 
 class FencedError(StoreError):
     """The caller holds a lease of an older epoch and must drop its work."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it was raised for, says that memory did not suffice."""
+    cause: BaseException | None = error
+    while cause is not None:
+        is_duckdb = type(cause).__name__ == "OutOfMemoryException"  # DuckDB is slow to import
+        if isinstance(cause, MemoryError) or is_duckdb:
+            return True
+        if any(words in str(cause) for words in OUT_OF_MEMORY):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -245,21 +245,25 @@ class Snapshots:
                 and since_s >= (REMOTE_REFRESH_S if self._is_remote else 0.0)
                 and _cpu_s() - used_s <= allowed_s
             ):
-                caught_up_at, used_s = now, _cpu_s()
-                self._catch_up()
+                before_s = _cpu_s()
+                if self._catch_up():
+                    caught_up_at, used_s = now, before_s
 
-    def _catch_up(self) -> None:
-        """Open the newest snapshot if there is a newer one. The manifest says it.
+    def _catch_up(self) -> bool:
+        """Open the newest snapshot if there is a newer one, and return whether it was tried.
 
-        A run that cannot be read just now is `stuck`.
+        The manifest says it. A run that cannot be read just now is `stuck`.
         """
         try:
             self._is_remote = RunLayout.open(self.run).info.storage_uri is not None
-            if self._is_remote or self._has_newer():
+            is_tried = self._is_remote or self._has_newer()
+            if is_tried:
                 self.newest_lsn = self._open(None)
             self.stuck = ""
         except (StoreError, OSError) as error:
             self.stuck = f"newer rows cannot be read just now: {error}"
+            return True
+        return is_tried
 
     def _has_newer(self) -> bool:
         manifest = read_manifest(RunLayout.open(self.run))

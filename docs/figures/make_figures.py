@@ -21,12 +21,19 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # our packages are run from a checkout
 import store
-from gigpo import ESTIMATORS, PUBLISHED_SETTINGS, compute_advantages, step_variance_share
+from gigpo import (
+    ESTIMATORS,
+    PUBLISHED_SETTINGS,
+    WITH_CRITIC,
+    compute_advantages,
+    step_variance_share,
+)
 
 STEPS = """SELECT group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, won
 FROM steps JOIN groups USING (group_uid) WHERE groups.state = 'trained'
 ORDER BY group_uid, traj_uid, step_index"""
 QUERY_TIMEOUT_S = 600.0
+NAMES = [name for name in ESTIMATORS if name not in WITH_CRITIC]
 GAMMAS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 NORMALISATIONS = ("mean", "mean_std")
 
@@ -59,7 +66,7 @@ def draw_correlations(axes: Axes, steps: pa.Table) -> None:
     """Correlation of every estimator's advantages with every other's."""
     advantages = [
         compute_advantages(steps, replace(PUBLISHED_SETTINGS, estimator=name))["advantage"]
-        for name in ESTIMATORS
+        for name in NAMES
     ]
     correlations = np.corrcoef([column.to_numpy() for column in advantages])
     print(np.array2string(correlations, precision=3, suppress_small=True))
@@ -71,9 +78,9 @@ def draw_correlations(axes: Axes, steps: pa.Table) -> None:
         value = correlations[row, column]
         colour = "white" if value > 0.6 else "black"
         axes.text(column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", color=colour)
-    ticks = np.arange(len(ESTIMATORS)) + 0.5
-    axes.set_xticks(ticks, ESTIMATORS, rotation=35, ha="right")
-    axes.set_yticks(ticks, ESTIMATORS)
+    ticks = np.arange(len(NAMES)) + 0.5
+    axes.set_xticks(ticks, NAMES, rotation=35, ha="right")
+    axes.set_yticks(ticks, NAMES)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"correlation of the advantages, {len(steps):,} steps")

@@ -163,6 +163,8 @@ class Engine:
 
     def _split(self, operator: Any) -> tuple[str, dict[Placeholder, str]]:
         name, *arguments = operator.name.split()
+        # The planner names an operator without the variables that it bound itself ("there is a
+        # ..."). They are the last parameters, and no command or answer mentions them.
         return name, dict(zip(self._game.parameters[name], arguments, strict=False))
 
     def _say(self, text: str, binding: dict[Placeholder, str]) -> str:

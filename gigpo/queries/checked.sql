@@ -8,9 +8,10 @@
 FROM steps
 WHERE CASE
     WHEN (estimator IN ('gigpo', 'grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo',
-        'hgpo', 'graphgpo', 'g2po', 'gagpo', 'turn_ppo')) IS NOT TRUE
+        'hgpo', 'graphgpo', 'g2po', 'gagpo', 'turn_ppo', 'ppo')) IS NOT TRUE
         THEN error(format('estimator must be gigpo, grpo, rloo, reinforce_pp, '
-            || 'reinforce_pp_baseline, dr_grpo, hgpo, graphgpo, g2po, gagpo or turn_ppo, not {}',
+            || 'reinforce_pp_baseline, dr_grpo, hgpo, graphgpo, g2po, gagpo, turn_ppo or ppo, '
+            || 'not {}',
             COALESCE(estimator::VARCHAR, 'NULL')))
     WHEN (TRY_CAST(gamma AS DOUBLE) BETWEEN 0 AND 1) IS NOT TRUE
         THEN error(format('gamma must be in [0, 1], not {}', COALESCE(gamma::VARCHAR, 'NULL')))

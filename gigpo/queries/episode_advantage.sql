@@ -12,7 +12,7 @@
 --   reinforce_pp           x, whitened over the batch by whitening.sql, without a baseline of the
 --                          group (arXiv 2501.03262)
 --   reinforce_pp_baseline  x - mean, then whitened over the batch
---   hgpo, gagpo, turn_ppo  0: they have a step term only
+--   hgpo, gagpo, turn_ppo, ppo  0: they have a step term only
 -- Nothing to compare (n = 1): the score, as in the authors' code (divided by 1 + 1e-6 with
 -- mean_std). All scores equal: exactly 0.
 -- in:  episodes, episode_groups; estimator, normalise, weighting
@@ -24,7 +24,7 @@ SELECT
     episode_groups.episodes_differ,
     episode_groups.has_penalties,
     CASE
-        WHEN estimator IN ('hgpo', 'gagpo', 'turn_ppo') THEN 0
+        WHEN estimator IN ('hgpo', 'gagpo', 'turn_ppo', 'ppo') THEN 0
         WHEN estimator = 'reinforce_pp' THEN score
         WHEN n = 1 THEN score
         WHEN all_equal THEN 0

@@ -30,13 +30,20 @@ from configs import (
     groups_of_a_step,
 )
 from gigpo import (
+    OF_TOKENS,
     AdvantageSettings,
     compute_advantages,
     filtered_groups,
     replay_weight,
     replayed_wins,
 )
-from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.values import (
+    critic_values,
+    values_digest,
+    with_token_advantages,
+    with_token_values,
+)
 from printable import one_line
 from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
@@ -109,12 +116,15 @@ class PreparedBatch:
 
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
-    # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target; trained rows
+    # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target, and for an
+    # estimator of OF_TOKENS the lists of token_value, _advantage and _value_target; trained rows
     rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
     values: Mapping[bytes, Sequence[float]]
+    # of all response tokens' values, of all claimed groups; None if a row has one value
+    values_digest: int | None
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
     n_rows: int  # of all claimed groups, filtered ones included
     n_response_tokens: int  # of the same rows
@@ -177,6 +187,11 @@ def prepare_batch(
         rows = rows.append_column(name, advantages[name])
     if loader.values is not None:
         rows = rows.append_column("value_target", advantages["value_target"])
+    digest = None
+    if loader.advantages.estimator in OF_TOKENS:
+        began_s, digest = time.monotonic(), values_digest(rows)
+        rows = with_token_advantages(rows, gae_lambda=loader.advantages.gae_lambda)
+        spent.advantages_s += time.monotonic() - began_s
     filtering_s = time.monotonic()
     uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
     trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
@@ -203,6 +218,7 @@ def prepare_batch(
         replayed=replayed,
         updates=updates,
         values=values,
+        values_digest=digest,
         filtered=filtered,
         n_rows=rows.num_rows,
         n_response_tokens=_n_response_tokens(rows),
@@ -270,39 +286,19 @@ def _replay(
 
 
 def _valued(loader: BatchLoader, rows: pa.Table, *, spent: _Spent) -> pa.Table:
-    """Return the rows with a column `value`, by the critic; as they are without a critic."""
+    """Return the rows with a column `value`, by the critic; as they are without a critic.
+
+    For an estimator of OF_TOKENS with a column `token_value` too, a list with each token's.
+    """
     if loader.values is None:
         return rows
     began_s = time.monotonic()
-    valued = rows.append_column("value", pa.array(_state_values(loader, rows)))
+    values_R, values_N = critic_values(rows, loader.values, learner=loader.learner)
+    valued = rows.append_column("value", pa.array(values_R))
+    if loader.advantages.estimator in OF_TOKENS:
+        valued = with_token_values(valued, values_N)
     spent.values_s += time.monotonic() - began_s
     return valued
-
-
-def _state_values(loader: BatchLoader, rows: pa.Table) -> np.ndarray:
-    """Return the critic's value of the state that each row was taken in, float64 [R].
-
-    A row without a response gets one token, because the value is read where its first would be
-    predicted. That token itself is never an input.
-    """
-    assert loader.values is not None
-    is_empty = pc.equal(pc.list_value_length(rows["response_ids"]), 0)
-    asked = rows.append_column("advantage", pa.array(np.zeros(len(rows))))
-    asked = asked.append_column("staleness", pa.array(np.zeros(len(rows), np.int64)))
-    for name in ("response_ids", "response_logprobs"):
-        index, kind = asked.schema.get_field_index(name), asked.schema.field(name).type
-        filled = pc.if_else(is_empty, pa.scalar([0], kind), asked[name])
-        asked = asked.set_column(index, asked.schema.field(name), filled)
-    batches = micro_batches(
-        asked,
-        micro_batch_tokens=loader.learner.micro_batch_tokens,
-        ranks=loader.learner.ranks,
-    )
-    values_R = np.full(len(rows), np.nan)
-    for batch, values_N in zip(batches, loader.values(batches), strict=True):
-        first_K = first_tokens(batch.rows_N)
-        values_R[batch.rows_N[first_K].numpy()] = values_N[first_K].numpy()
-    return values_R
 
 
 def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:

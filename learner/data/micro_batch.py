@@ -70,17 +70,18 @@ class MicroBatch:
     positions_N: torch.Tensor  # int64, index into T: its output predicts the response token
     response_ids_N: torch.Tensor  # int64, the token predicted there
     behaviour_logprobs_N: torch.Tensor  # float32, natural log, as recorded at sampling
-    advantages_N: torch.Tensor  # float32, the row's advantage on each of its tokens
+    advantages_N: torch.Tensor  # float32, the row's advantage on each of its tokens, or the token's
     # int64: learner's version minus the oldest version in the row; -1 for an offline row
     staleness_N: torch.Tensor
     rows_N: torch.Tensor  # int64, row of the table: one step, the unit of the loss, never cut
     n_rows: int  # number of distinct rows
     # float32, of the policy before the learner step's first update
     proximal_logprobs_N: torch.Tensor | None = None
-    # float32, of a run with a critic: the row's value that its advantage was computed with, and the
-    # value that the critic learns, on each of its tokens
+    # float32, of a run with a critic: the value that the advantage was computed with, and the value
+    # that the critic learns: the row's on each of its tokens, or the token's
     values_N: torch.Tensor | None = None
     value_targets_N: torch.Tensor | None = None
+    of_tokens: bool = False  # values and advantages are the tokens', not the rows'
     images_S: tuple[RowImages, ...] = ()  # per sequence, in token order; () if no row has one
 
     @property
@@ -91,6 +92,17 @@ class MicroBatch:
     @property
     def n_response_tokens(self) -> int:
         return self.response_ids_N.numel()
+
+    @property
+    def n_values(self) -> int:
+        """Number of values that the critic learns."""
+        return self.n_response_tokens if self.of_tokens else self.n_rows
+
+    def valued_tokens(self) -> torch.Tensor:
+        """Return the index of each token whose value the critic learns, int64 [n_values]."""
+        if self.of_tokens:
+            return torch.arange(self.n_response_tokens, device=self.rows_N.device)
+        return first_tokens(self.rows_N)
 
     def to(self, device: torch.device) -> MicroBatch:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -147,8 +159,10 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> lis
     unless rows have images.
 
     Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images,
-    value and value_target; without images also traj_uid and step_index. Raises ValueError for an
-    empty prompt, and for a response without one log-probability per token.
+    value and value_target; without images also traj_uid and step_index. If there are lists
+    token_advantage, token_value and token_value_target, with a number for each response token,
+    they are read instead. Raises ValueError for an empty prompt, and for a response without one
+    log-probability per token.
     """
     columns = _columns(rows)
     together = sequences(
@@ -196,11 +210,11 @@ class _Columns:
     prompts: Lists
     responses: Lists
     logprobs: Lists
-    advantages_R: NDArray[np.float64]
+    advantages: Numbers
     staleness_R: NDArray[np.int64]
     images: pa.ChunkedArray | None  # None: no row has one
-    values_R: NDArray[np.float64] | None  # None: there is no critic
-    value_targets_R: NDArray[np.float64] | None
+    values: Numbers | None  # None: there is no critic
+    value_targets: Numbers | None
 
 
 def _columns(rows: pa.Table) -> _Columns:
@@ -209,11 +223,13 @@ def _columns(rows: pa.Table) -> _Columns:
         prompts=lists(rows, "prompt_ids"),
         responses=lists(rows, "response_ids"),
         logprobs=lists(rows, "response_logprobs"),
-        advantages_R=rows["advantage"].to_numpy(),
+        advantages=_numbers(rows, "advantage"),
         staleness_R=rows["staleness"].to_numpy(),
         images=rows["images"] if has_images else None,
-        values_R=_numbers(rows, "value"),
-        value_targets_R=_numbers(rows, "value_target"),
+        values=_numbers(rows, "value") if "value" in rows.column_names else None,
+        value_targets=(
+            _numbers(rows, "value_target") if "value_target" in rows.column_names else None
+        ),
     )
     unequal = np.flatnonzero(columns.responses.lengths_R != columns.logprobs.lengths_R)
     if unequal.size:
@@ -231,8 +247,10 @@ def _columns(rows: pa.Table) -> _Columns:
     return columns
 
 
-def _numbers(rows: pa.Table, name: str) -> NDArray[np.float64] | None:
-    return rows[name].to_numpy() if name in rows.column_names else None
+def _numbers(rows: pa.Table, name: str) -> Numbers:
+    """Return the column, or the numbers of the tokens if there are some."""
+    of_tokens = f"token_{name}"
+    return lists(rows, of_tokens) if of_tokens in rows.column_names else rows[name].to_numpy()
 
 
 def _micro_batch(
@@ -253,12 +271,11 @@ def _micro_batch(
     first_K = np.repeat(bounds_S1[:-1], n_rows_S) + columns.prompts.lengths_R[rows_K] - 1
     n_response_K = columns.responses.lengths_R[rows_K]
 
-    def on_tokens(numbers_R: NDArray[np.float64] | None) -> torch.Tensor | None:
-        if numbers_R is None:
-            return None
-        return torch.from_numpy(numbers_R[rows_K].astype(np.float32).repeat(n_response_K))
+    def on_tokens(numbers: Numbers) -> torch.Tensor:
+        if isinstance(numbers, Lists):
+            return torch.from_numpy(numbers.of(rows_K).astype(np.float32))
+        return torch.from_numpy(numbers[rows_K].astype(np.float32).repeat(n_response_K))
 
-    advantages_K = columns.advantages_R[rows_K].astype(np.float32)
     staleness_K = columns.staleness_R[rows_K].astype(np.int64)
     return MicroBatch(
         input_ids_T=torch.from_numpy(input_ids_T),
@@ -267,12 +284,13 @@ def _micro_batch(
         positions_N=torch.from_numpy(ranges(first_K, n_response_K)),
         response_ids_N=torch.from_numpy(columns.responses.of(rows_K).astype(np.int64)),
         behaviour_logprobs_N=torch.from_numpy(columns.logprobs.of(rows_K).astype(np.float32)),
-        advantages_N=torch.from_numpy(advantages_K.repeat(n_response_K)),
+        advantages_N=on_tokens(columns.advantages),
         staleness_N=torch.from_numpy(staleness_K.repeat(n_response_K)),
         rows_N=torch.from_numpy(np.repeat(rows_K, n_response_K)),
         n_rows=len(rows_K),
-        values_N=on_tokens(columns.values_R),
-        value_targets_N=on_tokens(columns.value_targets_R),
+        values_N=None if columns.values is None else on_tokens(columns.values),
+        value_targets_N=None if columns.value_targets is None else on_tokens(columns.value_targets),
+        of_tokens=isinstance(columns.advantages, Lists),
         images_S=() if columns.images is None else _images_of(columns.images, last_S),
     )
 
@@ -319,6 +337,9 @@ class Lists:
 
     def row(self, row: np.int64) -> NDArray[np.generic]:
         return self.values[self.starts_R[row] : self.starts_R[row] + self.lengths_R[row]]
+
+
+Numbers = NDArray[np.float64] | Lists  # one a row, or one a response token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,12 @@
 
 The network is a language model's trunk, a copy of the policy's or a smaller one, with one linear
 layer in place of its vocabulary. The value of a step is the output at the last token of its prompt,
-before the first response token. It starts at 0 everywhere. With adapters in the policy the critic's
+before the first response token. The value of a token, for estimator `ppo`, is the output at the
+token before it. It starts at 0 everywhere. With adapters in the policy the critic's
 trunk has adapters too, and its value head is trained beside them.
 
 It is trained on the policy's micro-batches, on the same ranks, in the same way. Letters as in
-`micro_batch.py`; K rows of a micro-batch that have a response.
+`micro_batch.py`; K values that are learnt of a micro-batch: one a row, or with `ppo` one a token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import nn
 
 from configs import ConfigError, CriticConfig, LearnerConfig, ModelConfig
 from gigpo import explained_variance, value_loss
-from learner.data.micro_batch import MicroBatch, first_tokens, share_of_update
+from learner.data.micro_batch import MicroBatch, share_of_update
 from learner.distributed.deepspeed_setup import adapters_in_tf32, initialize
 from learner.model.lora import add_adapters
 from learner.model.policy_model import PolicyModel, load_policy
@@ -54,14 +55,14 @@ class ValueHead(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticStats:
-    """One optimizer update of the critic, over all its rows. Values that are not finite are inf."""
+    """One optimizer update of the critic, over all its values. Non-finite figures are inf."""
 
     loss: float
     grad_norm: float  # 2-norm before clipping
     value_mean: float  # before the update, in units of returns
     # of the targets' variance, by the values before the update, at most 1; None: all targets equal
     explained_variance: float | None
-    clip_fraction: float  # rows whose value moved by more than `critic.clip`, and has no gradient
+    clip_fraction: float  # values that moved by more than `critic.clip`, and have no gradient
     skipped: bool  # the loss or the gradient was not finite, so the weights did not change
 
 
@@ -100,18 +101,19 @@ class Critic:
         return gathered(values, micro_batches, ranks=self.ranks)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> CriticStats:
-        """Apply one optimizer update: the mean of `gigpo.value_loss` over all rows.
+        """Apply one optimizer update: the mean of `gigpo.value_loss` over all values.
 
         The result does not depend on how they were cut. A loss or gradient that is not finite
         changes nothing, on all ranks.
         """
         n_rows = sum(batch.n_rows for batch in micro_batches)
+        n_values = sum(batch.n_values for batch in micro_batches)
         share = share_of_update(n_rows, rows_per_update=self.learner.rows_per_update)
         mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
         done_4K = []
         for index, batch in enumerate(mine):
             is_last = index == len(mine) - 1
-            loss, values_4K = self._loss(batch.to(self.deepspeed.device), n_rows=n_rows)
+            loss, values_4K = self._loss(batch.to(self.deepspeed.device), n_values=n_values)
             add_gradient(self.deepspeed, loss, scale=self.ranks * share, is_last=is_last)
             done_4K.append(values_4K.cpu())
         grad_norm = apply_gradient(self.deepspeed)
@@ -132,15 +134,15 @@ class Critic:
         """Free DeepSpeed's memory."""
         self.deepspeed.destroy()
 
-    def _loss(self, batch: MicroBatch, *, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, batch: MicroBatch, *, n_values: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a micro-batch's share of the loss; loss, clipped, old value and target [4, K]."""
         assert batch.values_N is not None and batch.value_targets_N is not None
         values_N, _ = self.deepspeed(batch)
-        first_K = first_tokens(batch.rows_N)
-        old_K, targets_K = batch.values_N[first_K], batch.value_targets_N[first_K]
-        loss_K, clipped_K = value_loss(values_N[first_K], old_K, targets_K, clip=self.clip)
+        at_K = batch.valued_tokens()
+        old_K, targets_K = batch.values_N[at_K], batch.value_targets_N[at_K]
+        loss_K, clipped_K = value_loss(values_N[at_K], old_K, targets_K, clip=self.clip)
         # Of a filler too: its share is 0, and depends on every parameter.
-        loss = (loss_K.sum() + 0.0 * values_N.sum()) / n_rows
+        loss = (loss_K.sum() + 0.0 * values_N.sum()) / n_values
         return loss, torch.stack([loss_K.detach(), clipped_K.float(), old_K, targets_K])
 
 

@@ -213,6 +213,8 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
     }
     for name, share in anchor_size_shares(batch.rows).items():
         figures[f"anchor/{name}"] = share
+    if batch.values_digest is not None:
+        figures["critic/values_digest"] = float(batch.values_digest)
     if batch.batch.replayed:
         ages = [batch.version - group.oldest_version for group in batch.batch.replayed]
         figures["replay/groups"] = float(len(ages))

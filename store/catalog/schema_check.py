@@ -34,6 +34,9 @@ CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
 }
 SCHEMA_READ_S = 5.0  # ours is read in a millisecond
 STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
+# Of a statement to ours, in bytes. Comments may make it longer, and each that is opened is looked
+# through to the statement's end.
+MAX_RATIO = 4
 SHOWN_CHARACTERS = 60  # of a name that a stranger chose
 
 # Bytes, because a stranger's text may be no UTF-8.
@@ -126,7 +129,9 @@ def _is_known(key: Key, sql: bytes | None) -> bool:
     if sql is None:
         return kind == b"index" and name is not None and name.startswith(INDEX_OF_A_KEY)
     ours = _our_objects().get(key)
-    return ours is not None and (ours == sql or _tokens(ours) == _tokens(sql))
+    if ours is None or len(sql) > MAX_RATIO * len(ours):
+        return False
+    return ours == sql or _tokens(ours) == _tokens(sql)
 
 
 @cache

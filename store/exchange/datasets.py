@@ -276,6 +276,11 @@ def selected_rows(reader: Reader, uids: pa.Array) -> Iterator[pa.Table]:
     """Yield the rows of the selected trajectories, file by file, of the files the reader sees."""
     layout = reader.layout
     files = reader.sql("SELECT unnest(getvariable('segments')) AS file")["file"].to_pylist()
+    if len(set(files)) < len(files):  # the run's own open.sql may set the variable
+        raise FormatError(
+            f"the views of {layout.root} read a file twice, so its rows would be written twice; "
+            f"gigpo fsck --repair {layout.root}"
+        )
     excluded: dict[str, list[bytes]] = {}
     for row in reader.sql("SELECT path, hex(traj_uid) AS uid FROM exported.excluded").to_pylist():
         excluded.setdefault(row["path"], []).append(bytes.fromhex(row["uid"]))

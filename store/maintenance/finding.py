@@ -53,6 +53,9 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     ),
     "batch_step": ("error", "a batch's state does not fit its learner step", REBUILD_FORCE),
     "ledger": ("error", "a group's state is not its newest line in the ledger", REBUILD_FORCE),
+    "drawn_by": ("error", "a weight is not of the moment its group was opened", REBUILD_FORCE),
+    "success_before": ("error", "a task's success before a draw is not its result", REBUILD_FORCE),
+    "critic_value": ("error", "a critic's values are not those of a batch's steps", REBUILD_FORCE),
     "unknown_version": ("error", "a trained version was never published", REBUILD_FORCE),
     "future_lsn": ("error", "a row is later than the catalog", REBUILD_FORCE),
     # Segment files against the catalog.

@@ -27,6 +27,16 @@ _LOST = """(SELECT group_uid, count(DISTINCT traj_uid) AS n FROM lost_trajectory
 _SUMS = """(SELECT group_uid, count(*) AS n, sum(n_steps) AS steps, sum(won) AS won,
                    sum(episode_return) AS returns, min(version_min) AS oldest,
                    max(version_max) AS newest FROM trajectory GROUP BY group_uid)"""
+# When each learner step was first published, up to the next one: a group that was opened in a span
+# was weighed by the results up to its begin (store/catalog/task_results.py).
+_SPANS = """(SELECT lsn, lead(lsn, 1, 1 << 62) OVER (ORDER BY lsn) AS next_lsn
+             FROM (SELECT 0 AS lsn
+                   UNION SELECT lsn
+                   FROM (SELECT lsn, learner_step,
+                                max(learner_step) OVER (ORDER BY lsn ROWS BETWEEN
+                                    UNBOUNDED PRECEDING AND 1 PRECEDING) AS step_before
+                         FROM version WHERE learner_step IS NOT NULL)
+                   WHERE step_before IS NULL OR learner_step > step_before))"""
 
 # Code of a finding -> a query for (kind of subject, its id, detail).
 RULES = {
@@ -102,6 +112,47 @@ RULES = {
         LEFT JOIN (SELECT group_uid, state, max(seq) FROM group_state GROUP BY group_uid) s
             USING (group_uid)
         WHERE s.state IS NOT g.state""",
+    "drawn_by": f"""
+        SELECT 'group', g.group_uid,
+               format('it is of split %s, with weight %s of lsn %s; it was opened at lsn %d',
+                      g.split, coalesce(g.weight, 'none'), coalesce(g.weighed_lsn, 'none'),
+                      g.opened_lsn)
+        FROM grp g LEFT JOIN {_SPANS} s ON s.lsn = g.weighed_lsn
+        WHERE coalesce(g.weight, g.success_before, g.weighed_lsn) IS NOT NULL
+            AND (g.split <> 'train' OR g.weight IS NULL OR NOT g.weight >= 0 OR s.lsn IS NULL
+                 OR g.opened_lsn NOT BETWEEN s.lsn + 1 AND s.next_lsn)""",
+    # Of a task that lost trajectories, groups may have been completed again, later and otherwise.
+    "success_before": """
+        WITH events AS (
+            SELECT group_uid, task_id, completed_lsn AS lsn, 0 AS is_draw, ordinal,
+                   n_won * 1.0 / size AS success
+            FROM grp WHERE split = 'train' AND completed_lsn IS NOT NULL
+            UNION ALL
+            SELECT group_uid, task_id, weighed_lsn, 1, ordinal, success_before
+            FROM grp WHERE weighed_lsn IS NOT NULL),
+        numbered AS (
+            SELECT *, count(*) FILTER (WHERE NOT is_draw) OVER (
+                PARTITION BY task_id ORDER BY lsn, is_draw, ordinal) AS n_results
+            FROM events)
+        SELECT 'group', d.group_uid,
+               format('its task was drawn after a success of %s, and the result before is %s',
+                      coalesce(d.success, 'none'), coalesce(r.success, 'none'))
+        FROM numbered d
+        LEFT JOIN numbered r
+            ON r.task_id = d.task_id AND r.n_results = d.n_results AND NOT r.is_draw
+        WHERE d.is_draw AND d.success IS NOT r.success
+            AND d.task_id NOT IN (
+                SELECT task_id FROM lost_trajectory JOIN grp USING (group_uid))""",
+    "critic_value": """
+        SELECT 'batch', v.batch_id,
+               format('it has values of trajectory %s that are not one for each step of its groups',
+                      lower(hex(v.traj_uid)))
+        FROM critic_value v LEFT JOIN trajectory t USING (traj_uid)
+        WHERE v.traj_uid NOT IN (SELECT traj_uid FROM lost_trajectory)
+            AND (iif(json_valid(v.state_values), json_array_length(v.state_values), -1)
+                    IS NOT t.n_steps
+                 OR NOT EXISTS (SELECT 1 FROM batch_group l WHERE l.batch_id = v.batch_id
+                                AND l.group_uid = t.group_uid))""",
     # A run that publishes no weights through the store has no versions to compare with.
     "unknown_version": """
         WITH trained AS (

@@ -172,6 +172,8 @@ def _check_table(
     for part in manifest.tables[name]:
         try:
             parts.append(_read_part(layout, part.path).cast(export.schema))
+        except MemoryError:  # Arrow's own is one of its exceptions, and says nothing about the file
+            raise
         except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values
             why = one_line(problem)[:REASON_CHARACTERS]
             detail = f"it has other columns than an export of {name} ({why})"

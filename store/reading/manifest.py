@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from store.atomic_write import READ_WRITE, write_atomically
 from store.catalog.database import columns_of
 from store.catalog.snapshot import EXPORTS, ExportedPart, NewPart
 from store.clock import US_PER_S, now_us
-from store.errors import FormatError
+from store.errors import FormatError, StoreError
 from store.layout import EXPORT_PATH, FORMAT, SEGMENT_PATH, RunLayout, check_format, checked_name
 from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
@@ -77,12 +78,14 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
             raise ValueError("segments is empty; the first of them gives the columns")
         tables = json_values.objects(content, "tables")
         superseded = json_values.objects(content, "superseded")
+        parts = {table: _parse_parts(tables, table, name=name) for table in tables}
+        _check_named_once([*segments, *(part.path for some in parts.values() for part in some)])
         return Manifest(
             run_id=json_values.text(content, "run_id"),
             lsn=json_values.integer(content, "lsn"),
             format=FORMAT,
             segments=_segments(segments, name=name),
-            tables={table: _parse_parts(tables, table, name=name) for table in tables},
+            tables=parts,
             superseded={
                 checked_name(path, EXPORT_PATH, where=name): _parse_superseded(superseded, path)
                 for path in superseded
@@ -93,6 +96,13 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
             f"{name} is damaged ({error}); remove it: the next start, or fsck --repair, writes it "
             "anew"
         ) from error
+
+
+def _check_named_once(paths: Sequence[str]) -> None:
+    """Raise ValueError for a path named twice: its rows would count twice, and be held twice."""
+    if len(set(paths)) < len(paths):
+        path = next(path for path, n in Counter(paths).items() if n > 1)
+        raise ValueError(f"it names {path:.80} twice")
 
 
 def _segments(paths: Sequence[str], *, name: str) -> tuple[str, ...]:
@@ -183,6 +193,12 @@ def _is_complete(layout: RunLayout, manifest: Manifest) -> bool:
 def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
     # Not `asdict`, which would copy every path: records within the manifest are converted below.
     data = json.dumps(columns_of(manifest), default=columns_of).encode()
+    if len(data) > MAX_MANIFEST_BYTES:  # DuckDB reads no larger one
+        raise StoreError(
+            f"the manifest of {layout.root} would have {len(data):,} bytes, more than "
+            f"{MAX_MANIFEST_BYTES:,}: it names {len(manifest.segments):,} segments; stop the run, "
+            f"and merge them: gigpo compact {layout.root}"
+        )
     # The remote storage first: after a crash in between, the write is repeated.
     if layout.info.storage_uri is not None:
         layout.storage.write(MANIFEST_NAME, data)

@@ -30,11 +30,19 @@ from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
 from store.layout import RunLayout, parse_run_json
 from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
-from store.reading.open_sql import placed
+from store.reading.open_sql import placed, read_open_sql
 from store.reading.pins import oldest_pinned_lsn
 from store.storage import Storage, open_storage
 from store.untrusted.bounded_parquet import open_parquet
-from store.untrusted.file_access import is_directory, is_file, open_file, read_text, status
+from store.untrusted.file_access import (
+    MAX_MANIFEST_BYTES,
+    MAX_OPEN_SQL_BYTES,
+    MAX_TEXT_BYTES,
+    is_directory,
+    is_file,
+    open_file,
+    status,
+)
 from store.untrusted.signatures import user_directory
 
 PARALLEL = 8  # requests, which mostly wait for the network
@@ -57,7 +65,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
     _make_copy(copy)
     with _locked(copy):
         if is_file(layout.open_sql, root=layout.root):
-            views = placed(copy, read_text(layout.open_sql, root=layout.root, errors="replace"))
+            views = placed(copy, read_open_sql(layout))
             write_atomically(copy.open_sql, views.encode(), mode=READ_WRITE, beneath=copy.root)
         _bring(layout.storage, copy)
     if as_of is not None:
@@ -74,7 +82,7 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
     """
     storage = open_storage(uri)
     try:
-        data = storage.read("run.json").to_pybytes()
+        data = storage.read("run.json", at_most=MAX_TEXT_BYTES).to_pybytes()
         content = parse_run_json(data, name=storage.locate("run.json"))
     except FormatError as error:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
@@ -90,7 +98,8 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
             f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where "
             "it is"
         )
-    views = placed(layout, storage.read("open.sql").to_pybytes().decode(errors="replace"))
+    text = storage.read("open.sql", at_most=MAX_OPEN_SQL_BYTES).to_pybytes()
+    views = placed(layout, text.decode(errors="replace"))
     write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _locked(layout):
         _bring(storage, layout)
@@ -145,7 +154,7 @@ def _locked(copy: RunLayout) -> Iterator[None]:
 
 def _bring(storage: Storage, copy: RunLayout) -> None:
     for tries_left in reversed(range(TRIES)):
-        data = storage.read(MANIFEST_NAME).to_pybytes()
+        data = _manifest_bytes(storage)
         manifest = parse_manifest(data, name=storage.locate(MANIFEST_NAME))
         if manifest.run_id != copy.info.run_id:
             raise FormatError(
@@ -156,12 +165,17 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
         try:
             _fetch_missing(storage, copy, paths=_named(manifest))
         except StoreError:
-            if tries_left == 0 or storage.read(MANIFEST_NAME).to_pybytes() == data:
+            if tries_left == 0 or _manifest_bytes(storage) == data:
                 raise
             continue
         write_atomically(copy.manifest, data, mode=READ_WRITE, beneath=copy.root)
         _forget(storage, copy, manifest=manifest)
         return
+
+
+def _manifest_bytes(storage: Storage) -> bytes:
+    data: bytes = storage.read(MANIFEST_NAME, at_most=MAX_MANIFEST_BYTES).to_pybytes()
+    return data
 
 
 def _lsn_here(copy: RunLayout) -> int:

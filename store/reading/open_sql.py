@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from store.atomic_write import READ_WRITE, write_atomically
 from store.errors import FormatError
 from store.layout import RUN_ID, RunLayout
 from store.reading.manifest import export_nothing
-from store.untrusted.file_access import is_file, read_text
+from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, is_file, read_bytes, status
 
 SOURCES = Path(__file__).with_name("sources.sql")
 VIEWS = Path(__file__).with_name("views.sql")
@@ -27,8 +28,9 @@ SET VARIABLE run = coalesce((
     FROM read_text(coalesce(getvariable('here'), [{run_json}]))), {root});
 """
 PLACE = re.compile(
-    rf"{re.escape(RUN_LINE)}\n|SET VARIABLE here = .*\nSET VARIABLE run = .*\n"
-    r"    SELECT .*\n .*\n    FROM read_text\(.*;\n",
+    # Without ^ each copy of the first words in one line would be followed to the line's end.
+    rf"^(?:{re.escape(RUN_LINE)}\n|SET VARIABLE here = .*\nSET VARIABLE run = .*\n"
+    r"    SELECT .*\n .*\n    FROM read_text\(.*;\n)",
     re.MULTILINE,
 )
 _LITERAL = r"'(?:[^'\n]|'')*'"  # an SQL string in one line
@@ -152,11 +154,18 @@ def is_unchanged(layout: RunLayout) -> bool:
     return _comparable(_text(layout)) == _comparable(compose(layout, macros=(), max_staleness=0))
 
 
+def read_open_sql(layout: RunLayout) -> str:
+    """Return the text of a run's open.sql. Raises OSError, UnsafePathError if it is too long."""
+    data = read_bytes(layout.open_sql, root=layout.root, at_most=MAX_OPEN_SQL_BYTES)
+    return data.decode(errors="replace")
+
+
 def _text(layout: RunLayout) -> str:
-    """Return the text of a run's open.sql, empty if it has none."""
-    if not is_file(layout.open_sql, root=layout.root):
+    """Return the text of a run's open.sql, empty if it has none or one that no run wrote."""
+    seen = status(layout.open_sql, root=layout.root)
+    if seen is None or not stat.S_ISREG(seen.st_mode) or seen.st_size > MAX_OPEN_SQL_BYTES:
         return ""
-    return read_text(layout.open_sql, root=layout.root, errors="replace")
+    return read_open_sql(layout)
 
 
 def _comparable(text: str) -> str:

@@ -15,8 +15,14 @@ from printable import one_line
 from store.catalog.snapshot import EXPORTS, read_as_of
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
-from store.reading.open_sql import VIEWS_MARK, checked_statements, fixed, sql_literal
-from store.untrusted.file_access import is_file, open_directory, open_file_in, read_text
+from store.reading.open_sql import (
+    VIEWS_MARK,
+    checked_statements,
+    fixed,
+    read_open_sql,
+    sql_literal,
+)
+from store.untrusted.file_access import is_file, open_directory, open_file_in
 
 PARQUET_MAGIC = b"PAR1"
 # Errors that say nothing about the file that could not be opened.
@@ -41,7 +47,7 @@ def show(
             f"{layout.run_directory} has no open.sql; it was made by an incomplete start, start "
             "the run again"
         )
-    text = read_text(layout.open_sql, root=layout.root, errors="replace")
+    text = read_open_sql(layout)
     sources, mark, views = text.partition(VIEWS_MARK)
     root = f"{prefix}{layout.root}"
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from store.errors import FormatError
+from store.errors import FormatError, is_out_of_memory
 from store.untrusted.parquet_pages import PageError, column_pages
 
 # A step takes 1.2 KB on disk and 5.2 KB decoded. Drawn images decode to a hundred times their
@@ -37,6 +38,18 @@ LIST_VALUE_BYTES = 8 + 4
 FIXED_BYTES = 32
 
 
+@contextmanager
+def _memory_is_no_damage() -> Iterator[None]:
+    """Raise MemoryError where memory does not suffice: callers take Arrow's errors for damage."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
+        raise
+
+
+@_memory_is_no_damage()
 def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq.ParquetFile:
     """Open a file of `n_bytes`. Raises FormatError if its footer says more rows than any run wrote.
 
@@ -51,9 +64,10 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
     # Arrow would repeat its values only after they were counted.
     if any("dictionary<" in str(kind) for kind in file.schema_arrow.types):
         raise _not_ours(f"{name} has a column of coded values")
-    # A null of such a type takes no byte in the file, and all of its bytes when it is decoded.
+    # A null of such a type takes no byte in the file, and all of its bytes when it is decoded. An
+    # extension type hides its storage.
     if any(_has_wide_nulls(kind) for kind in file.schema_arrow.types):
-        raise _not_ours(f"{name} has a column of values of one large size")
+        raise _not_ours(f"{name} has a column of values of one large size, or an extension type")
     n_rows = file.metadata.num_rows
     if not 0 <= n_rows <= MAX_ROWS + n_bytes:
         raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
@@ -61,8 +75,11 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
 
 
 def _has_wide_nulls(kind: pa.DataType) -> bool:
-    """Return whether a type, or one in it, has nulls of more bytes than a uid or a decimal."""
-    if pa.types.is_fixed_size_list(kind):
+    """Return whether a type, or one in it, has nulls of more bytes than a uid or a decimal.
+
+    An extension type may have: its storage is not looked at, because no run writes one.
+    """
+    if pa.types.is_fixed_size_list(kind) or isinstance(kind, pa.BaseExtensionType):
         return True
     if pa.types.is_fixed_size_binary(kind):
         return kind.byte_width > FIXED_BYTES
@@ -70,6 +87,7 @@ def _has_wide_nulls(kind: pa.DataType) -> bool:
     return nested and any(_has_wide_nulls(kind.field(n).type) for n in range(kind.num_fields))
 
 
+@_memory_is_no_damage()
 def read_table(
     file: pq.ParquetFile, source: Any, *, n_bytes: int, name: object, columns: Sequence[str] | None
 ) -> pa.Table:
@@ -84,14 +102,11 @@ def read_table(
         chunks = list(_chunks(file, source, columns=chosen))
     except PageError as error:
         raise _not_ours(f"{name} is damaged: {error}") from error
-    for row_group in range(file.metadata.num_row_groups):
-        if sum(chunk.n_bytes for chunk in chunks if chunk.row_group == row_group) > at_most:
-            raise _not_ours(too_large)
     for chunk in chunks:
-        if chunk.is_list and _list_bytes(chunk, source, at_most=at_most) > at_most:
-            raise _not_ours(too_large)
         if not chunk.is_list and chunk.n_values != chunk.n_rows:
             raise _not_ours(f"{name} has {chunk.n_values:,} values in {chunk.n_rows:,} rows")
+    if not _fit(chunks, source, at_most=at_most):
+        raise _not_ours(too_large)
     batch_rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, _repeatable_bytes(chunks))))
     if sum(_rows_of_groups(file)) <= batch_rows:
         # One group's file is one batch, and decodes a fifth faster so. A file without rows gives
@@ -116,7 +131,7 @@ class _Chunk:
     n_rows: int
     n_values: int
     n_bytes: int  # of its pages, decompressed
-    dictionary_bytes: int  # of these: each value may repeat all of them
+    dictionary_bytes: int  # of texts, of these: each value may repeat all of them
 
 
 def _chunks(
@@ -124,23 +139,32 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     """Yield the sizes of the columns, as their pages tell them. Raises PageError."""
     for row_group, n_rows in enumerate(_rows_of_groups(file)):
-        if not n_rows:
-            continue  # it may have no pages
         metadata = file.metadata.row_group(row_group)
         for number in range(metadata.num_columns):
             column = metadata.column(number)
             path = column.path_in_schema
             if columns is not None and path.split(".")[0] not in columns:
                 continue
-            pages = list(column_pages(source, column))
+            # A chunk without rows may have no pages.
+            pages = list(column_pages(source, column)) if n_rows else []
+            n_values = sum(page.n_values for page in pages if not page.is_dictionary)
+            # Arrow decodes as many values as the footer says, in some files also of pages that lie
+            # behind the end of the chunk.
+            if n_values != column.num_values:
+                said = f"the footer says {column.num_values:,} values"
+                raise PageError(f"{said} of {path}, its pages {n_values:,}")
+            if not n_rows:
+                continue
+            has_texts = column.physical_type == "BYTE_ARRAY"
+            dictionary_bytes = sum(page.n_bytes for page in pages if page.is_dictionary)
             yield _Chunk(
                 row_group=row_group,
                 path=path,
                 is_list=file.schema.column(number).max_repetition_level > 0,
                 n_rows=n_rows,
-                n_values=sum(page.n_values for page in pages if not page.is_dictionary),
+                n_values=n_values,
                 n_bytes=sum(page.n_bytes for page in pages),
-                dictionary_bytes=sum(page.n_bytes for page in pages if page.is_dictionary),
+                dictionary_bytes=dictionary_bytes if has_texts else 0,
             )
 
 
@@ -157,12 +181,31 @@ def _repeatable_bytes(chunks: Sequence[_Chunk]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _list_bytes(chunk: _Chunk, source: Any, *, at_most: int) -> int:
-    """Return the bytes to decode a column of lists: a row's list may be of any length."""
-    n_bytes = LIST_VALUE_BYTES * chunk.n_values + chunk.n_bytes
-    if n_bytes > at_most or n_bytes + chunk.n_values * chunk.dictionary_bytes <= at_most:
-        return n_bytes
+def _fit(chunks: Sequence[_Chunk], source: Any, *, at_most: int) -> bool:
+    """Return whether all pages and all lists of a file together decode to at most `at_most` bytes.
+
+    Texts that rows repeat are counted later, batch by batch. A row's list may be of any length, so
+    texts that lists repeat are counted here.
+    """
+    lists = [chunk for chunk in chunks if chunk.is_list]
+    n_bytes = sum(chunk.n_bytes for chunk in chunks)
+    n_bytes += LIST_VALUE_BYTES * sum(chunk.n_values for chunk in lists)
+    if n_bytes > at_most:
+        return False
+    if n_bytes + sum(chunk.n_values * chunk.dictionary_bytes for chunk in lists) <= at_most:
+        return True
+    for chunk in lists:
+        if chunk.dictionary_bytes:
+            n_bytes += _repeated_bytes(chunk, source)
+        if n_bytes > at_most:
+            return False
+    return True
+
+
+def _repeated_bytes(chunk: _Chunk, source: Any) -> int:
+    """Return the bytes of all texts in a column of lists. Its values must fit in memory."""
     # The longest value is not known. With its dictionary left apart, the column is small.
+    n_bytes = 0
     source.seek(0)
     file = pq.ParquetFile(source, read_dictionary=[chunk.path])
     table = file.read_row_group(

@@ -26,7 +26,10 @@ from store.hashing import HASH_BYTES
 
 # of run.json, config.yaml, open.sql, driver.json: far more than in any run
 MAX_TEXT_BYTES = 64 << 20
-MAX_MANIFEST_BYTES = 1 << 30  # a manifest names every file of a run
+# A manifest names every file of a run: 200,000 of them. DuckDB reads no larger JSON object. Decoded
+# it takes 25 times its size.
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_OPEN_SQL_BYTES = 1 << 20  # the views, and the macros of a run
 # Levels below a directory that is walked. A run has three; a user's files in logs/ may have more.
 MAX_DEPTH = 16
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -29,6 +29,7 @@ RUN_JSON, CONFIG = "run.json", "config.yaml"
 KEY_BYTES = 32
 KEY_NAME = "key"
 MAX_SIGNATURES = 1000  # of config.yaml: the newest starts
+MAX_SIGNED_BYTES = 1 << 20
 
 
 def user_directory(variable: str, *, default: str) -> Path:
@@ -97,7 +98,7 @@ def _signature(key: bytes, *, name: str, text: bytes) -> str:
 
 def _signed(run: Path) -> list[str]:
     try:
-        text = read_bytes(run / SIGNED, root=run, at_most=MAX_TEXT_BYTES)
+        text = read_bytes(run / SIGNED, root=run, at_most=MAX_SIGNED_BYTES)
         return list(json_values.texts(json_values.parse_object(text), "signatures"))
     except (FileNotFoundError, ValueError):
         return []

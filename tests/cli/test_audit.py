@@ -23,6 +23,7 @@ from configs import AlgorithmConfig, Config
 from gigpo import (
     PUBLISHED_SETTINGS,
     WHITENED,
+    WITH_CRITIC,
     AdvantageSettings,
     advantages_macro,
     compute_advantages,
@@ -132,7 +133,7 @@ def test_two_settings_stand_side_by_side(
     assert_same(rows, [steps], replace(PUBLISHED_SETTINGS, estimator="rloo"), suffix="b")
 
 
-@pytest.mark.parametrize("estimator", WHITENED)
+@pytest.mark.parametrize("estimator", [name for name in WHITENED if name not in WITH_CRITIC])
 @pytest.mark.parametrize("steps_per_read", [4_000_000, 10])
 def test_what_is_whitened_is_so_over_each_batch_that_was_trained_on(
     run: Path, tmp_path: Path, estimator: str, steps_per_read: int, monkeypatch: pytest.MonkeyPatch

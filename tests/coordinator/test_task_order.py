@@ -27,6 +27,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.maintenance.fsck import CATALOG, check
 from tests.support.store_samples import make_step, make_trajectory
 
 GROUPS_PER_STEP = 6
@@ -245,6 +246,7 @@ def test_a_killed_run_hands_out_the_tasks_of_an_undisturbed_one(
         killed.train(8)
         killed.go_on(first_step=9, last_step=12)
         assert killed.handed_out() == expected
+        assert check(killed.layout, level=CATALOG) == []
         killed.coordinator.close()
     if order != "uniform":
         assert {before for *_, before in expected} >= {None, 0.5}, "results had a say in it"

@@ -332,16 +332,31 @@ def test_a_critic_that_knows_every_return_leaves_no_advantage():
     assert targets == column(steps, "step_return", gamma=0.5) == [2.5, 5.0, 10.0, 0.0, 0.0]
 
 
+def test_ppo_gives_each_response_the_score_of_its_episode():
+    """Whatever the discount: 11 to all steps of A, 0.1 less where the action was invalid."""
+    steps = table({"A": [("s", 0, True), ("t", 1, False), ("u", 10, True)], "B": [("s", 2, True)]})
+    steps = steps.append_column("value", pa.array([4.0, 2.0, 6.0, 1.0]))
+    got = compute_advantages(steps, settings(estimator="ppo", gamma=0.5, gae_lambda=0.5))
+    assert got["value_target"].to_pylist() == [11.0, 10.9, 11.0, 2.0]
+    estimates = [11 - 4, 10.9 - 2, 11 - 6, 2 - 1]  # of the first tokens, with lambda 1
+    mean = sum(estimates) / 4
+    deviation = (sum((x - mean) ** 2 for x in estimates) / 3 + 1e-8) ** 0.5
+    whitened = [(x - mean) / deviation for x in estimates]
+    assert got["advantage"].to_pylist() == pytest.approx(whitened, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", WITH_CRITIC)
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_turn_ppo_without_a_value_refuses(value):
+def test_an_estimator_with_a_critic_refuses_steps_without_a_value(estimator, value):
     steps = table({"A": episode("s t", end=10)})
     with pytest.raises(ValueError, match=r"lacks the columns \['value'\]"):
-        compute_advantages(steps, settings(estimator="turn_ppo"))
-    with pytest.raises(ValueError, match="trajectory .* step 1 has .*; give `steps` a column"):
+        compute_advantages(steps, settings(estimator=estimator))
+    refused = f"{estimator} needs .* trajectory .* step 1 has .*; give `steps` a column"
+    with pytest.raises(ValueError, match=refused):
         column(
             steps.append_column("value", pa.array([1.0, value], pa.float64())),
             "advantage",
-            estimator="turn_ppo",
+            estimator=estimator,
         )
 
 
@@ -407,6 +422,7 @@ def operators(plan: dict) -> Iterator[dict]:
         ("estimator := 'g2po'", {"WINDOW"}),
         ("estimator := 'gagpo'", {"WINDOW", "RECURSIVE_CTE backwards"}),
         ("estimator := 'turn_ppo'", {"CROSS_PRODUCT", "RECURSIVE_CTE backwards"}),
+        ("estimator := 'ppo'", {"CROSS_PRODUCT"}),
         ("anchor_versions := 'window'", {"WINDOW"}),
         ("anchor := 'suffix'", {"WINDOW", "INOUT_FUNCTION"}),
     ],

@@ -70,7 +70,7 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: objective_of(LossConfig(numbers={"m2po": {"limit": 0.1}})),
     ],
     "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
-    "a setting of `critic` with another estimator than `turn_ppo`": [
+    "a setting of `critic` with another estimator than `turn_ppo` and `ppo`": [
         lambda: configs.check(Config(critic=CriticConfig(clip=1.0))),
         lambda: configs.check(
             Config(

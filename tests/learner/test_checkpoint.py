@@ -389,7 +389,13 @@ def test_what_is_not_trained_is_not_written(base: Path, tmp_path: Path, zero_sta
     join_ranks(0, ranks=1, address=None)
     deepspeed = initialize(policy, dtype="float32", learner=learner)
     engine: Any = SimpleNamespace(
-        policy=policy, deepspeed=deepspeed, learner=learner, rank=0, ranks=1, n_updates=0
+        policy=policy,
+        critic=None,
+        deepspeed=deepspeed,
+        learner=learner,
+        rank=0,
+        ranks=1,
+        n_updates=0,
     )
     save(engine, tmp_path / "step000001")
     names = set(read_content(tmp_path / "step000001").parameters)

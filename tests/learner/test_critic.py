@@ -4,25 +4,24 @@ checkpoint keeps of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from configs import Config, ConfigError, CriticConfig, LearnerConfig, LossConfig, ModelConfig
 from learner.checkpoint import CheckpointError, load_checkpoint, read_content, save_checkpoint
-from learner.data.batch_loader import _state_values, make_loader
 from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches
+from learner.data.values import critic_values
 from learner.distributed.optimizer_state import MASTER, read_state, trainable
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
-from store import RunLayout
 from tests.support.engine_samples import CUT, WHOLE, copied, history_rows, make_base, random_rows
+from tests.support.learner_samples import one_step_each
 
 CRITIC = CriticConfig(learning_rate=1e-2, clip=100.0)
 
@@ -56,7 +55,8 @@ def cut(rows: pa.Table, tokens: int, *, merge_steps: bool = False) -> list[Micro
     targets = [float(ids[0] % 5) for ids in rows["prompt_ids"].to_pylist()]
     rows = rows.append_column("value", pa.array([0.0] * len(rows)))
     rows = rows.append_column("value_target", pa.array(targets))
-    return micro_batches(rows, micro_batch_tokens=tokens, merge_steps=merge_steps, ranks=1)
+    rows = rows if merge_steps else one_step_each(rows)
+    return micro_batches(rows, micro_batch_tokens=tokens, ranks=1)
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -176,8 +176,37 @@ def test_a_network_of_its_own_needs_the_policys_tokens(base: Path, tmp_path: Pat
         pass
 
 
-def test_a_step_without_a_response_has_a_value_too(tmp_path: Path) -> None:
-    """The critic is asked for each row; here it answers with the number of prompt tokens."""
+def test_it_learns_the_value_of_each_token_whatever_the_cut(base: Path) -> None:
+    """Each token's target is its place in the response. The loss is the mean over tokens, not
+    over rows.
+    """
+    rows = history_rows()
+    places = [[float(t) for t in range(len(ids))] for ids in rows["response_ids"].to_pylist()]
+    zeros = [[0.0] * len(of_row) for of_row in places]
+    for name, numbers in (("value", zeros), ("advantage", places), ("value_target", places)):
+        rows = rows.append_column(f"token_{name}", pa.array(numbers, pa.list_(pa.float64())))
+    flat = [place for of_row in places for place in of_row]
+    losses = []
+    for tokens, merge_steps in ((WHOLE, False), (CUT, True)):
+        batches = cut(rows, tokens, merge_steps=merge_steps)
+        found = {
+            int(row): batch.advantages_N[batch.rows_N == row].tolist()
+            for batch in batches
+            for row in batch.rows_N.unique()
+        }
+        assert [found[row] for row in range(len(rows))] == places
+        with engine_of(base) as engine:
+            stats = engine.train_critic([batches] * 20)
+        assert stats[0].loss == pytest.approx(sum(x**2 for x in flat) / len(flat) / 2, rel=1e-6)
+        losses.append([one.loss for one in stats])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+
+
+def test_a_step_without_a_response_has_a_value_too() -> None:
+    """The critic is asked for each row; here it answers with the number of tokens before. Of the
+    row without a response only the row has a value.
+    """
     rows = random_rows(3)
     for name, kind in (("response_ids", pa.int32()), ("response_logprobs", pa.float32())):
         lists = rows[name].to_pylist()
@@ -185,13 +214,12 @@ def test_a_step_without_a_response_has_a_value_too(tmp_path: Path) -> None:
         rows = rows.set_column(index, name, pa.array([lists[0], [], lists[2]], pa.list_(kind)))
     rows = rows.drop_columns(["advantage", "staleness"])
 
-    def lengths(batches: list[MicroBatch]) -> list[torch.Tensor]:
+    def lengths(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         return [batch.position_ids_T[batch.positions_N].float() + 1 for batch in batches]
 
-    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1")
-    loader = make_loader(
-        Config(), layout, claim=lambda _: None, refill=lambda batch_id, **wanted: None
-    )
-    loader = replace(loader, values=lengths)  # type: ignore[arg-type]
-    expected = [len(ids) for ids in rows["prompt_ids"].to_pylist()]
-    assert np.array_equal(_state_values(loader, rows), expected)
+    values_R, values_N = critic_values(rows, lengths, learner=LearnerConfig())
+    before = [len(ids) for ids in rows["prompt_ids"].to_pylist()]
+    assert values_R.tolist() == before
+    n_tokens = [len(ids) for ids in rows["response_ids"].to_pylist()]
+    pairs = zip(before, n_tokens, strict=True)
+    assert values_N.tolist() == [start + t for start, n in pairs for t in range(n)]

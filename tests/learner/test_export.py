@@ -212,7 +212,13 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, PreTra
     join_ranks(0, ranks=1, address=None)
     deepspeed = initialize(policy, dtype="float32", learner=config.learner)
     engine: Any = SimpleNamespace(
-        policy=policy, deepspeed=deepspeed, learner=config.learner, rank=0, ranks=1, n_updates=0
+        policy=policy,
+        critic=None,
+        deepspeed=deepspeed,
+        learner=config.learner,
+        rank=0,
+        ranks=1,
+        n_updates=0,
     )
     save_checkpoint(engine, layout.checkpoint_dir(5), learner_step=5, version=5, lsn=1)
     deepspeed.destroy()

@@ -242,8 +242,10 @@ def test_adapters_are_replayed(replay: Replay) -> None:
             assert (status, f"{n} of {n} learner steps identical" in output) == (0, True)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_steps_with_a_critic_are_replayed_with_its_values(replay: Replay, lora_rank: int) -> None:
+@pytest.mark.parametrize(("estimator", "lora_rank"), [("turn_ppo", 0), ("turn_ppo", 4), ("ppo", 0)])
+def test_steps_with_a_critic_are_replayed_with_its_values(
+    replay: Replay, estimator: str, lora_rank: int
+) -> None:
     """From the base model and from checkpoints, also of the warm-up; after a crash between two
     steps. The stored values give the advantages that were trained on.
     """
@@ -255,6 +257,7 @@ def test_steps_with_a_critic_are_replayed_with_its_values(replay: Replay, lora_r
             keep_every=2,
             lora_rank=lora_rank,
             critic=CriticConfig(learning_rate=1e-2, warmup_steps=1),
+            estimator=estimator,
         )
         train(config, crash_at=4)
         train(config)
@@ -283,6 +286,29 @@ def test_steps_with_a_critic_are_replayed_with_its_values(replay: Replay, lora_r
             )
         status, output, _ = replay(directory / "run", 5)
         assert (status, "trajectories whose values, by the critic, are not" in output) == (1, True)
+
+
+def test_the_values_of_tokens_are_compared_by_their_digest(replay: Replay) -> None:
+    """The weights and all else may be equal: the digest alone says that values were others."""
+    with fast_directory() as directory:
+        critic = CriticConfig(learning_rate=1e-2)
+        train(config_of(directory / "run", steps=3, critic=critic, estimator="ppo"))
+        with store.open_run(directory / "run") as reader:
+            digests = reader.sql(
+                "SELECT value FROM metrics WHERE name = 'critic/values_digest'"
+            ).to_pylist()
+        assert len({row["value"] for row in digests}) == 3
+        assert all(0 < row["value"] < 2**48 for row in digests)
+        status, output, _ = replay(directory / "run", 1, "--to", 3, "--explain")
+        assert (status, "3 of 3 learner steps identical" in output) == (0, True), output
+        with sqlite3.connect(RunLayout.open(directory / "run").catalog) as connection:
+            connection.execute(
+                "UPDATE metric SET value = value + 1 "
+                "WHERE name = 'critic/values_digest' AND learner_step = 3"
+            )
+        status, output, _ = replay(directory / "run", 1, "--to", 3)
+        assert (status, "are identical, but 1 figures differ" in output) == (1, True)
+        assert "critic/values_digest" in output
 
 
 @pytest.mark.parametrize(

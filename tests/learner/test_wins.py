@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
 import pytest
+import torch
 
 from configs import Config, ReplayConfig
 from coordinator import Coordinator
 from learner.data.batch_loader import prepare_batch
+from learner.explain import GroupGradient, _summary, explain, table
 from store import RunLayout, trained_step
 from store.maintenance.fsck import CATALOG, check
 from tests.support.fast_directory import fast_directory
@@ -125,6 +131,45 @@ def test_a_replayed_step_is_read_again_as_it_was_trained(
         staleness = {int(n) for u in again.updates for b in u.micro_batches for n in b.staleness_N}
         assert max(staleness) <= MAX_AGE
     coordinator.close()
+
+
+def test_an_explanation_has_the_wins_that_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replaying(tmp_path / "run")
+    coordinator = open_coordinator(config)
+    train(monkeypatch, config, coordinator)
+    recorded = trained_step(coordinator.layout, STEPS)
+    batch = prepare_batch(
+        loader_of(coordinator),
+        recorded.batch,
+        version=recorded.version_in,
+        learner_step=STEPS,
+        more=None,
+    )
+    coordinator.close()
+
+    def summaries(_: object, parts: Sequence[Any]) -> tuple[list[GroupGradient], GroupGradient]:
+        of_rows = partial(_summary, seen_2N=torch.ones(2, 1), gradient=[torch.ones(1)])
+        each = [of_rows(part.rows) for part in parts]
+        return each, of_rows(pa.concat_tables([part.rows for part in parts]))
+
+    monkeypatch.setattr("learner.explain._gradients", summaries)
+    explanation = explain(SimpleNamespace(learner=config.learner), batch)  # type: ignore[arg-type]
+    played, win = explanation.groups[:-1], explanation.groups[-1]
+    assert [one.is_replayed for one in played] == [False] * GROUPS_PER_STEP
+    assert (win.is_replayed, win.staleness) == (True, 1)
+    assert win.gradient is not None and win.gradient.n_rows == N_STEPS, "one episode of two"
+    assert win.gradient.advantage > 0 and win.gradient.episode is None
+    assert explanation.total is not None and explanation.total.episode is not None
+    assert explanation.total.n_rows == batch.rows.num_rows + batch.replayed.num_rows
+    shown = table(explanation)
+    assert [str(cell).endswith(" again") for cell in shown.columns[0].cells] == [
+        *[False] * GROUPS_PER_STEP,
+        True,
+        False,
+    ]
+    assert list(shown.columns[8].cells)[-2] == "-", "it has no episode term"
 
 
 def test_killed_with_wins_claimed_they_are_chosen_again(

@@ -81,6 +81,7 @@ def of_a_learner_step() -> set[str]:
         rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
         replayed=pa.table({"advantage": [0.5]}), n_rows=1, n_response_tokens=7, n_live_tokens=7,
         read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,
+        values_digest=1,
     )  # fmt: skip
     metrics = step_metrics(ready, updates=[of_an_update()], times=StepTimes(step_s=1.0))  # type: ignore[arg-type]
     alarms = collapse_alarms(metrics, before={}, learner_step=1, config=configs.Config())

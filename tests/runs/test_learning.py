@@ -37,9 +37,10 @@ from configs import (
     TinyModelConfig,
 )
 from envs import Observation, environment_class
-from gigpo import PUBLISHED_SETTINGS, AdvantageSettings, compute_advantages
+from gigpo import OF_TOKENS, PUBLISHED_SETTINGS, AdvantageSettings, compute_advantages
 from learner import make_tiny_model, train_tokenizer, write_weights
-from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.values import critic_values, with_token_advantages, with_token_values
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
@@ -57,6 +58,7 @@ GROUP_SIZE, UPDATES_PER_STEP, MAX_LEARNER_STEPS = 32, 2, 8
 LEARNED = 0.7  # fraction of the episodes won; the base model wins 0.06
 TEMPLATE = "compact"
 TURN_PPO = replace(PUBLISHED_SETTINGS, estimator="turn_ppo", gae_lambda=0.0)
+TOKEN_PPO = replace(PUBLISHED_SETTINGS, estimator="ppo", gae_lambda=1.0)  # as in the paper
 CRITIC = CriticConfig(learning_rate=1e-3, clip=100.0)
 MAX_PPO_STEPS, WARMUP_STEPS, PPO_UPDATES = 24, 12, 8
 
@@ -174,7 +176,23 @@ def test_ppo_learns_to_win_by_its_critics_values(mutant: str | None, world: Worl
     engine = make_engine(world.base, PPO)
     try:
         assert success(world, scored(engine, world)) < 0.1
-        reached, updates = learn_by_ppo(engine, world, mutant=mutant)
+        reached, updates = learn_by_ppo(engine, world, TURN_PPO, mutant=mutant)
+        assert (reached > LEARNED) is (mutant is None)
+        assert not any(update.skipped for update in updates)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [None, "opposite sign", "shuffled scores"])
+def test_ppo_of_tokens_learns_to_win(mutant: str | None, world: World) -> None:
+    """With lambda 1 a token is judged by what its episode returned, less its own value. So scores
+    of other episodes teach nothing, nor does the opposite of what they say.
+    """
+    engine = make_engine(world.base, PPO)
+    try:
+        assert success(world, scored(engine, world)) < 0.1
+        reached, updates = learn_by_ppo(engine, world, TOKEN_PPO, mutant=mutant)
         assert (reached > LEARNED) is (mutant is None)
         assert not any(update.skipped for update in updates)
     finally:
@@ -250,7 +268,7 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
 
 
 def learn_by_ppo(
-    engine: Engine, world: World, *, mutant: str | None
+    engine: Engine, world: World, settings: AdvantageSettings, *, mutant: str | None
 ) -> tuple[float, list[UpdateStats]]:
     """The same with a critic, whose values of a batch are computed before its updates."""
     rng, shuffled = np.random.default_rng(0), np.random.default_rng(1)
@@ -258,14 +276,25 @@ def learn_by_ppo(
     policy = scored(engine, world)
     for step in range(MAX_PPO_STEPS):
         rows = played(world, policy, rng, version=step)
-        values_R = valued(engine, rows)
+        values_R, values_N = critic_values(rows, engine.values, learner=engine.learner)
         if mutant == "shuffled values":
             values_R = shuffled.permutation(values_R)
         rows = rows.append_column("value", pa.array(values_R))
-        computed = compute_advantages(rows, TURN_PPO)
+        computed = compute_advantages(rows, settings)
         sign = -1.0 if mutant == "opposite sign" else 1.0
         rows = rows.append_column("advantage", pc.multiply(sign, computed["advantage"]))
-        rows = rows.append_column("value_target", computed["value_target"])
+        targets_R = computed["value_target"].to_numpy()
+        if mutant == "shuffled scores":
+            targets_R = shuffled.permutation(targets_R)
+        rows = rows.append_column("value_target", pa.array(targets_R))
+        if settings.estimator in OF_TOKENS:
+            rows = with_token_values(rows, values_N)
+            rows = with_token_advantages(rows, gae_lambda=settings.gae_lambda)
+            at = rows.column_names.index("token_advantage")
+            of_tokens = rows["token_advantage"].combine_chunks()
+            signed = pc.multiply(sign, of_tokens.values)
+            signed = pa.ListArray.from_arrays(of_tokens.offsets, signed)
+            rows = rows.set_column(at, "token_advantage", signed)
         rows = rows.append_column("staleness", pa.array([0] * len(rows)))
         parts = split_updates(rows, updates=PPO_UPDATES, rows_per_update=0, seed=step)
         batches = [packed(part, ranks=engine.ranks) for part in parts]
@@ -276,18 +305,6 @@ def learn_by_ppo(
             if success(world, policy) > LEARNED:
                 break
     return success(world, policy), updates
-
-
-def valued(engine: Engine, rows: pa.Table) -> np.ndarray:
-    """The critic's value of each row's state."""
-    unknown = pa.array(np.zeros(len(rows)))
-    asked = rows.append_column("advantage", unknown).append_column("staleness", unknown)
-    batches = packed(asked, ranks=engine.ranks)
-    values_R = np.full(len(rows), np.nan)
-    for batch, values_N in zip(batches, engine.values(batches), strict=True):
-        first_K = first_tokens(batch.rows_N)
-        values_R[batch.rows_N[first_K].numpy()] = values_N[first_K].numpy()
-    return values_R
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,9 @@ from store.reading import mirror
 from store.records import SEGMENT_SCHEMA
 from store.segments import SegmentMeta, decode
 from store.storage import LocalStorage
+from store.untrusted import bounded_parquet
 from store.untrusted.bounded_parquet import open_parquet, read_table
+from tests.store.test_parquet_pages import varint
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 LIMIT_BYTES = 5 * 2**30  # of private memory, half of what the files below stand for
@@ -198,6 +200,72 @@ def test_nulls_of_a_large_size_are_not_decoded(kind: pa.DataType, tmp_path: Path
     source = pa.BufferReader(sink.getvalue())
     with pytest.raises(FormatError, match="values of one large size.* no run wrote it"):
         open_parquet(source, n_bytes=source.size(), name="hostile", verify=True)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_extension_type_hides_no_large_nulls(is_nested: bool) -> None:
+    """Arrow registers arrow.opaque by itself: its storage may be of any size."""
+    kind = pa.opaque(pa.binary(10_000_000), "type", "vendor")
+    column = pa.ExtensionArray.from_storage(kind, pa.nulls(1, kind.storage_type))
+    if is_nested:
+        column = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), column)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"wide": column}), sink)
+    source = pa.BufferReader(sink.getvalue())
+    with pytest.raises(FormatError, match="an extension type.* no run wrote it"):
+        open_parquet(source, n_bytes=source.size(), name="hostile", verify=True)
+
+
+def read_all(data: pa.Buffer) -> pa.Table:
+    source = pa.BufferReader(data)
+    file = open_parquet(source, n_bytes=data.size, name="hostile", verify=True)
+    return read_table(file, source, n_bytes=data.size, name="hostile", columns=None)
+
+
+@pytest.mark.parametrize("value", [7, "x" * 1000])
+def test_lists_of_all_row_groups_count_together(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row group of such a file is as large as a run may write."""
+    monkeypatch.setattr(bounded_parquet, "MAX_DECODED_BYTES", 10_000_000)
+    length = 500_000 if value == 7 else 6_000
+    one = pa.table({"list": pa.array([[value] * length])})
+    for n_groups, is_read in ((1, True), (3, False)):
+        sink = pa.BufferOutputStream()
+        table = pa.concat_tables([one] * n_groups)
+        pq.write_table(table, sink, row_group_size=1, compression="zstd")
+        if is_read:
+            assert read_all(sink.getvalue()).equals(table)
+        else:
+            with pytest.raises(FormatError, match="stands for more than .* no run wrote it"):
+                read_all(sink.getvalue())
+
+
+def test_a_page_behind_the_end_of_its_column_is_not_decoded() -> None:
+    """Arrow reads on behind it in files of old writers, up to the number that the footer says."""
+    sink = pa.BufferOutputStream()
+    table = pa.table({"list": pa.array([[0] * 10_000])})
+    pq.write_table(table, sink, compression="none", write_statistics=False, store_schema=False)
+    data = sink.getvalue().to_pybytes()
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    column, writer = metadata.row_group(0).column(0), metadata.created_by.encode()
+
+    def numbers(n_stored: int) -> bytes:  # fields 5 to 7 of a column's metadata, in its footer
+        sizes = (column.num_values, column.total_uncompressed_size, n_stored)
+        return b"".join(b"\x16" + varint(2 * number) for number in sizes) + b"\x26"
+
+    footer_bytes = int.from_bytes(data[-8:-4], "little")
+    pages, footer = data[: -8 - footer_bytes], data[-8 - footer_bytes : -8]
+    whole = numbers(column.total_compressed_size)
+    assert footer.count(whole) == 1 and footer.count(writer) == 1
+    dictionary_only = numbers(column.data_page_offset - column.dictionary_page_offset)
+    old = b"parquet-mr version 1.2.8 (build "
+    old += b"x" * (len(writer) - len(old) - 1) + b")"
+    footer = footer.replace(whole, dictionary_only).replace(writer, old)
+    changed = pages + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+    assert read_all(pa.py_buffer(data)).equals(table)
+    with pytest.raises(FormatError, match="the footer says 10,000 values .*, its pages 0"):
+        read_all(pa.py_buffer(changed))
 
 
 def test_texts_that_repeat_the_one_before_are_not_decoded(tmp_path: Path) -> None:

@@ -239,6 +239,24 @@ def test_a_schema_that_cannot_be_read_is_damage(schema: str, layout: RunLayout) 
     assert finding.what in FATAL
 
 
+@pytest.mark.parametrize(("n_comments", "is_known"), [(1, True), (2000, False)])
+def test_a_statement_much_longer_than_ours_is_not_split(
+    n_comments: int, is_known: bool, layout: RunLayout
+) -> None:
+    """Splitting takes the square of the length where comments are opened and not closed."""
+    comments = "/* */" * n_comments
+    forge(
+        layout,
+        "PRAGMA writable_schema = ON; "
+        f"UPDATE sqlite_schema SET sql = sql || '{comments}' WHERE name = 'meta'",
+    )
+    if is_known:
+        assert check(layout, level=CATALOG) == []
+    else:
+        with pytest.raises(ForeignSchemaError, match="'meta' is none that this code makes"):
+            connect_read_only(layout)
+
+
 def test_a_rebuild_makes_a_catalog_without_it(layout: RunLayout) -> None:
     forge(layout, ENDLESS_TRIGGER)
     done = command(layout, "rebuild")  # without --force: the finding is a fatal one

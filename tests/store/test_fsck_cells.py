@@ -108,14 +108,9 @@ def test_every_changed_cell_is_named_or_listed_with_a_reason(layout: RunLayout) 
             unseen.append(f"{table}.{column}")
     assert unseen == []
     assert UNKNOWN.keys() <= {f"{table}.{column}" for table, column, _ in cells(layout)}
-    assert set(without_value) <= {"grp.source", *WEIGHED, *LEASED, *CRITIC, *LOST}, without_value
+    assert set(without_value) <= {"grp.source", *LOST}, without_value
 
 
-# of tasks drawn by weight, which this run's are not
-WEIGHED = {"grp.weight", "grp.weighed_lsn", "grp.success_before"}
-# of runs with a critic, which this one is not
-CRITIC = {f"critic_value.{name}" for name in ("batch_id", "traj_uid", "state_values", "lsn")}
-LEASED = {"grp.lease_worker", "grp.lease_until_us"}
 LOST = {
     f"lost_trajectory.{name}"
     for name in ("traj_uid", "group_uid", "member", "segment_id", "reason", "lsn")

@@ -135,7 +135,7 @@ def test_a_manifest_with_any_content_is_one_finding(
     ("old", "new"),
     [
         ("GROUP BY", "GROUP  BY"),
-        ("SET VARIABLE here = (", "ATTACH 'other.db'; SET VARIABLE here = ("),
+        ("SET VARIABLE here = (", "ATTACH 'other.db';\nSET VARIABLE here = ("),
         ("max_staleness = 4;", "max_staleness = 4; DROP VIEW x;"),
         (VIEWS_MARK, f"{VIEWS_MARK} \udcff"),
         ("SELECT", "SELEC"),

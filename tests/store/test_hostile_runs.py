@@ -22,19 +22,30 @@ from cli.__main__ import main
 from configs import Config, ConfigError
 from driver import run_lock
 from driver.preflight import check_same_run
-from store import RunLayout, StoreError, errors, sign_run, write_open_sql
+from store import (
+    RunLayout,
+    StoreError,
+    check_run,
+    errors,
+    export_selection,
+    open_run,
+    sign_run,
+    write_open_sql,
+)
 from store.errors import FormatError, UnsafePathError
 from store.exchange.datasets import live_files
 from store.maintenance.fsck import CONTENTS, NAMES, check
 from store.maintenance.rebuild import is_lost, rebuild_run_json
 from store.reading import landlock, wire
 from store.reading import reader as reader_module
-from store.reading.manifest import parse_manifest, read_manifest
+from store.reading.manifest import export_nothing, parse_manifest, read_manifest
 from store.reading.mirror import mirror
+from store.reading.open_sql import RUN_LINE, placed
 from store.reading.pins import Pin, oldest_pinned_lsn
 from store.reading.query import _damaged
 from store.remote_directory import local_directory
 from store.untrusted import file_access as beneath
+from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_OPEN_SQL_BYTES
 from tests.support.hostile_runs import (
     ATTACKS,
     BAD_PATHS,
@@ -44,7 +55,7 @@ from tests.support.hostile_runs import (
     remove_deep,
     snapshot,
 )
-from tests.support.store_runs import make_run
+from tests.support.store_runs import copy_run, make_run
 
 # every command on every run; else each run gets two of the owner's
 EVERY = os.environ.get("HOSTILE_RUNS") == "all"
@@ -57,6 +68,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     layout = make_run(tmp_path_factory.mktemp("sound") / "run")
     layout.checkpoint_dir(1).mkdir()  # so that it can be forked
     return layout
+
+
+@pytest.fixture
+def copied(sound: RunLayout, tmp_path: Path) -> RunLayout:
+    """Return a copy that a test may change."""
+    return copy_run(sound, tmp_path / "copied")
 
 
 @pytest.fixture
@@ -304,6 +321,73 @@ def test_a_readers_copy_is_private_and_not_in_the_run(
     (tmp_path / "cache" / "async-gigpo").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match="is a link or another user's"):
         mirror(layout)
+
+
+def test_a_manifest_names_no_file_twice(sound: RunLayout) -> None:
+    """A reader would hold its rows as often, and an export would write them as often."""
+    whole = json.loads(sound.manifest.read_text())
+    empty, segment, *_ = whole["segments"]
+    part = whole["tables"]["groups"][0]
+    for change in (
+        {"segments": [empty, segment, segment]},
+        {"segments": [part["path"], segment]},
+        {"tables": {**whole["tables"], "groups": [part, part]}},
+        {"tables": {**whole["tables"], "ledger": [part]}},
+    ):
+        with pytest.raises(FormatError, match="it names .* twice"):
+            parse_manifest(json.dumps({**whole, **change}).encode(), name="manifest.json")
+
+
+def test_an_export_reads_no_file_twice(copied: RunLayout, tmp_path: Path) -> None:
+    """The run's own open.sql sets the list of files."""
+    text = copied.open_sql.read_text()
+    again = "list_append(getvariable('segments'), getvariable('segments')[2])"
+    copied.open_sql.write_text(f"{text}\nSET VARIABLE segments = {again};\n")
+    with pytest.raises(FormatError, match="read a file twice"):
+        export_selection(copied.root, tmp_path / "new", where=None, as_of=None)
+
+
+def test_the_largest_manifest_is_read_by_all(
+    copied: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads(copied.manifest.read_text())
+    whole["superseded"] = {}
+    n_more = MAX_MANIFEST_BYTES - len(json.dumps(whole)) - len(', "padding": ""')
+    copied.manifest.write_text(json.dumps({**whole, "padding": "x" * n_more}))
+    assert copied.manifest.stat().st_size == MAX_MANIFEST_BYTES
+    with open_run(copied.root) as reader:
+        assert reader.sql("SELECT count(*) > 0 AS ok FROM steps").to_pylist() == [{"ok": True}]
+    copied.manifest.write_text(json.dumps({**whole, "padding": "x" * (n_more + 1)}))
+    with pytest.raises(UnsafePathError, match="16,777,217 bytes, more than 16,777,216"):
+        read_manifest(copied)
+    monkeypatch.setattr("store.reading.manifest.MAX_MANIFEST_BYTES", 10)
+    with pytest.raises(StoreError, match="more than 10: it names .* gigpo compact"):
+        export_nothing(copied)
+
+
+def test_an_open_sql_that_no_run_wrote_is_not_read(copied: RunLayout) -> None:
+    copied.open_sql.write_text(copied.open_sql.read_text() + "-" * MAX_OPEN_SQL_BYTES)
+    with pytest.raises(UnsafePathError, match="more than 1,048,576: no run wrote it"):
+        open_run(copied.root)
+    findings = check_run(copied.root, quick=True)
+    assert "open_sql_missing" in {finding.what for finding in findings}
+
+
+def test_the_place_of_a_run_is_a_whole_line(copied: RunLayout) -> None:
+    """Looked for within a line, each copy of its first words would be followed to the end."""
+    text = f"-- {RUN_LINE}\n"
+    assert placed(copied, text) == text and placed(copied, f"{RUN_LINE}\n") != f"{RUN_LINE}\n"
+
+
+@pytest.mark.parametrize("value", ["7", "NULL::VARCHAR", "'a plan'"])
+def test_a_view_with_the_columns_of_a_plan_is_shown(
+    value: str, copied: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"CREATE OR REPLACE VIEW groups AS SELECT NULL::INT AS explain_key, {value} AS x"
+    query = text.replace(" AS x", " AS explain_value")
+    copied.open_sql.write_text(f"{copied.open_sql.read_text()}\n{query};\n")
+    assert main(["sql", str(copied.root), "FROM groups"]) == 0
+    assert value.strip("'").partition(":")[0] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", [*BAD_PATHS, "/etc/passwd", None, 3, ["export"]])

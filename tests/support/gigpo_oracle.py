@@ -105,7 +105,10 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
     if s.estimator == "hgpo":
         step = hierarchical(trajectories, returns, s, rows)
     elif s.estimator == "turn_ppo":
-        step = turn_ppo_terms(rows, trajectories, s)
+        values = {place(row): row.value for row in rows}
+        step = whitened_rows(estimates(rows, trajectories, values, s))
+    elif s.estimator == "ppo":
+        step = whitened_rows({place(row): score[place(row)] - row.value for row in rows})
     elif s.estimator in ("gigpo", "graphgpo", "g2po", "gagpo"):
         keyed = [(r, anchor(r, trajectories[r.trajectory], groups[r.group], s)) for r in rows]
         if s.estimator == "g2po":
@@ -169,7 +172,7 @@ def episode_term(
     row: Row, members: list[Row], score: dict, trajectories: dict, s: AdvantageSettings
 ) -> Value:
     """Eq. 3 and its relatives, over the rows of one group."""
-    if s.estimator in ("hgpo", "gagpo", "turn_ppo"):
+    if s.estimator in ("hgpo", "gagpo", "turn_ppo", "ppo"):
         return None
     x = score[place(row)]
     if s.estimator == "reinforce_pp":
@@ -432,11 +435,8 @@ def estimates(
     return estimate
 
 
-def turn_ppo_terms(
-    rows: Sequence[Row], trajectories: dict[int, list[Row]], s: AdvantageSettings
-) -> dict:
+def whitened_rows(estimate: dict) -> dict:
     """Estimates over the critic's values, whitened over the rows."""
-    estimate = estimates(rows, trajectories, {place(row): row.value for row in rows}, s)
     if len(estimate) == 1 or max(estimate.values()) == min(estimate.values()):
         return dict.fromkeys(estimate)
     mean = math.fsum(estimate.values()) / len(estimate)

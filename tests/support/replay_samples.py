@@ -37,11 +37,12 @@ def config_of(
     lora_rank: int = 0,
     kl_coef: float = 0.0,
     critic: CriticConfig | None = None,
+    estimator: str = "turn_ppo",
     **learner: Any,
 ) -> Config:
     """Return the config of a run whose base policy is in its directory.
 
-    Every setting that a learner step can depend on has an effect in it.
+    Every setting that a learner step can depend on has an effect in it. `estimator` is for a critic.
     """
     settings: dict[str, Any] = {
         "updates_per_step": 2,
@@ -59,7 +60,7 @@ def config_of(
     config = replace(config, loss=loss, model=ModelConfig(lora_rank=lora_rank))
     if critic is None:
         return config
-    return replace(config, critic=critic, algorithm=replace(config.algorithm, estimator="turn_ppo"))
+    return replace(config, critic=critic, algorithm=replace(config.algorithm, estimator=estimator))
 
 
 def train(config: Config, *, crash_at: int | None = None) -> None:

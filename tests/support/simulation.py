@@ -293,7 +293,12 @@ class SimulatedLearner:
         trained_at = self.version
         await self._publish(trained_at + 1)
         await self.coordinator.settle(
-            batch.batch_id, learner_step=self.step, filtered={}, version_in=trained_at, metrics={}
+            batch.batch_id,
+            learner_step=self.step,
+            filtered={},
+            version_in=trained_at,
+            metrics={},
+            values={},
         )
         if self.step % self.config.learner.checkpoint_every == 0:
             await self.coordinator.checkpoint(

@@ -157,6 +157,9 @@ DAMAGE: Mapping[str, Callable[[RunLayout], object]] = {
         "group_uid, 1, 'trained', 2 FROM batch, grp WHERE batch.state = 'trained' "
         "AND grp.state = 'stale' LIMIT 1"
     ),
+    "drawn_by": edit("UPDATE grp SET weighed_lsn = weighed_lsn + 1"),
+    "success_before": edit("UPDATE grp SET success_before = NULL"),
+    "critic_value": edit("UPDATE critic_value SET state_values = '[0.5, 0.25]'"),
     "batch_step": edit("UPDATE batch SET version_in = NULL WHERE state = 'trained'"),
     "ledger": edit("DELETE FROM group_state WHERE state = 'stale'"),
     "unknown_version": edit("DELETE FROM version WHERE version = 1"),
@@ -237,6 +240,9 @@ FOR_REBUILD = {  # repair does not guess which of two records is right
     *(
         "doubly_claimed",
         "replayed_group",
+        "drawn_by",
+        "success_before",
+        "critic_value",
         "batch_step",
         "ledger",
         "unknown_version",

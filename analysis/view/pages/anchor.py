@@ -85,11 +85,14 @@ ORDER BY mean_return DESC NULLS LAST, action LIMIT 200
 """
 VISITS = """, after AS (
     SELECT *, lead(left(anchor_text, $state_characters)) OVER by_step AS leads_to,
-           lead(state_hash) OVER by_step AS next_hash
+           if(terminated OR truncated, final_state_hash, lead(state_hash) OVER by_step) AS next_hash
     FROM steps WINDOW by_step AS (PARTITION BY traj_uid ORDER BY step_index))
 SELECT s.member AS episode, s.step_index AS step, left(s.action_text, $characters) AS action,
        a.step_return, a.step_advantage, a.episode_advantage, a.advantage, s.won,
-       if(s.terminated OR s.truncated, 'the end', s.leads_to) AS leads_to, s.traj_uid, s.next_hash
+       if(s.terminated OR s.truncated,
+          'the end' || coalesce(': ' || left(s.final_anchor_text, $state_characters), ''),
+          s.leads_to) AS leads_to,
+       s.traj_uid, if(s.next_hash IN (SELECT state_hash FROM steps), s.next_hash, NULL) AS next_hash
 FROM after AS s JOIN terms AS a USING (traj_uid, step_index)
 WHERE s.state_hash = $state
 ORDER BY a.step_return DESC, s.member, s.step_index

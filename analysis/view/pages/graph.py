@@ -53,24 +53,30 @@ FROM steps AS s SEMI JOIN chosen USING (group_uid)
 WHERE version_min >= (SELECT min(version_min) FROM chosen)
   AND version_max <= (SELECT max(version_max) FROM chosen)
 """
+# An episode that is not won ends in the state of its final observation, if that is stored and one
+# that was visited.
 MOVES = """, ranked AS (
     SELECT state_hash, row_number() OVER (
         ORDER BY count(*) DESC, min(step_index), state_hash) AS place
     FROM steps WHERE state_hash IS NOT NULL GROUP BY state_hash),
 named AS (
-    SELECT s.*, CASE WHEN s.state_hash IS NULL THEN 'none' WHEN place > $states THEN 'other'
-                ELSE s.state_hash::VARCHAR END AS node
-    FROM steps AS s LEFT JOIN ranked AS r ON s.state_hash = r.state_hash),
+    SELECT s.*, CASE WHEN s.state_hash IS NULL THEN 'none' WHEN r.place > $states THEN 'other'
+                ELSE s.state_hash::VARCHAR END AS node,
+           CASE WHEN s.won THEN 'won' WHEN f.place > $states THEN 'other'
+                WHEN f.place IS NOT NULL THEN s.final_state_hash::VARCHAR
+                WHEN s.truncated THEN 'cut off' ELSE 'lost' END AS ending
+    FROM steps AS s LEFT JOIN ranked AS r ON s.state_hash = r.state_hash
+    LEFT JOIN ranked AS f ON s.final_state_hash = f.state_hash),
 moves AS (
-    SELECT *, coalesce(
-        lead(node) OVER (PARTITION BY traj_uid ORDER BY step_index),
-        CASE WHEN won THEN 'won' WHEN truncated THEN 'cut off' ELSE 'lost' END) AS leads_to
-    FROM named)
+    SELECT *, lead(node) OVER by_step IS NULL AS is_last,
+           coalesce(lead(node) OVER by_step, ending) AS leads_to
+    FROM named WINDOW by_step AS (PARTITION BY traj_uid ORDER BY step_index))
 SELECT m.node, min(left(m.anchor_text, $characters)) AS state,
        left(m.action_text, $characters) AS action, m.leads_to, count(*) AS visits,
        count(DISTINCT m.traj_uid) AS episodes, avg(a.step_return) AS mean_return,
        avg(a.step_advantage) AS step_advantage, avg(m.won::INT) AS won,
        min(m.step_index) AS first_step, count(*) FILTER (m.step_index = 0) AS starts,
+       count(*) FILTER (m.is_last) AS ends,
        bool_and(m.is_action_valid) AS is_valid,
        max(m.group_uid::VARCHAR) AS group_uid
 FROM moves AS m JOIN terms AS a USING (traj_uid, step_index)
@@ -81,7 +87,7 @@ HINTS = {
     "mean_return": "discounted rewards from this step to the end of its episode, less penalties",
     "step_advantage": "A_S: how far the return is above that of the other visits of the state",
     "won": "fraction of these visits whose episode was won",
-    "leads_to": "the state after the action, or how the episode ended",
+    "leads_to": "the state after the action; at the end, where it is not known, the outcome",
 }
 
 
@@ -96,6 +102,7 @@ class State:
     first_step: int = 0
     visits: int = 0
     starts: int = 0
+    ends: int = 0  # episodes that were not won, and whose final observation is this state
     return_sum: float = 0.0
     won_sum: float = 0.0
     actions: set[str] = field(default_factory=set)
@@ -152,7 +159,8 @@ def panels(asked: PageRequest) -> Sequence[Panel]:
         Panel(
             title="Graph",
             explains="From top to bottom: states by their first visit. A greener state is worth "
-            "more; a blue way was better than the others from its state, an orange one worse.",
+            "more; a blue way was better than the others from its state, an orange one worse. An "
+            "episode that is not won ends in the state that it saw last, where that is known.",
             query=query,
             tables=[steps, TERMS],
             show=partial(show_graph, asked),
@@ -201,7 +209,6 @@ def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
         for state in states
     ]
     shown_ends = [_ending(ending, edges, layout, details) for ending in ended]
-    n_ended = sum(edge.visits for edge in edges if edge.end in ENDINGS)
     return html(
         "graph.html",
         layout=layout,
@@ -219,7 +226,7 @@ def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
         n_states=sum(not state.is_merged for state in states),
         n_moves=len(rows),
         n_won=sum(edge.visits for edge in edges if edge.end == WON),
-        n_ended=n_ended,
+        n_ended=sum(row["ends"] for row in rows),
         n_edges_left_out=len(edges) - len(loops) - len(drawn),
         has_other=OTHER in by_node,
         max_states=MAX_STATES,
@@ -280,6 +287,9 @@ def states_of(rows: Sequence[Mapping[str, Any]]) -> list[State]:
         state.return_sum += row["mean_return"] * row["visits"]
         state.won_sum += (row["won"] or 0.0) * row["visits"]
         state.actions.add(row["action"])
+    for row in rows:
+        if row["leads_to"] in found:
+            found[row["leads_to"]].ends += row["ends"]
     states = sorted(
         found.values(),
         key=lambda state: (state.node == OTHER, state.first_step, -state.visits, state.node),
@@ -380,7 +390,8 @@ def _node(
             "what": f"state {state.number}, first met at step {state.first_step}",
             "text": text,
             "visits": f"{state.visits}, with {len(state.actions)} different actions"
-            + (f", {state.starts} episodes begin here" if state.starts else ""),
+            + (f", {state.starts} episodes begin here" if state.starts else "")
+            + (f", {state.ends} end here and are not won" if state.ends else ""),
             "return": f"{state.mean_return:.3g} on average from here",
             "advantage": "is that of its actions",
             "won": f"{state.won:.0%} of the visits",

@@ -43,7 +43,7 @@ def test_the_graph_of_a_task_takes_a_hostile_name(client: TestClient) -> None:
 
 
 def test_moves_with_the_same_ends_are_one_edge() -> None:
-    row = {"state": "a", "group_uid": "g", "first_step": 0, "starts": 1, "won": 1.0}
+    row = {"state": "a", "group_uid": "g", "first_step": 0, "starts": 1, "ends": 0, "won": 1.0}
     move = row | {"node": "a", "leads_to": "a", "step_advantage": 0.0}
     rows = [
         move | {"action": "x", "visits": 3, "mean_return": 1.0},

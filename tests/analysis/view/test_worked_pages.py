@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from analysis.view.server import make_app
 from store import RunLayout, open_run, state_hash
-from tests.analysis.view.worked_run import HOSTILE, make_worked_run
+from tests.analysis.view.worked_run import HOSTILE, LONG, make_worked_run
 
 TOKEN = "the-token"
 MAZE_1 = "SELECT group_uid::VARCHAR AS uid FROM groups WHERE task_id = 'maze' AND version_min = 1"
@@ -87,6 +87,27 @@ def test_the_action_that_pays_best_is_named(viewer: TestClient, worked: RunLayou
     assert all(row.endswith("0 -1.60 1 1 0 %") for row in others)
     assert "never tried by this group: jump ." in words(shown)
     assert re.findall(r"<dd>(\d+)", panel(page.text, "state"))[:3] == ["5", "4", "3"]
+
+
+def test_an_episode_that_is_not_won_leads_to_the_state_that_it_saw_last(
+    viewer: TestClient, worked: RunLayout
+) -> None:
+    group = one(worked, MAZE_1)
+    hall = f"/anchor?state={state('hall')}&amp;group={group}"
+    page = viewer.get("/anchor", params={"group": group, "state": state("room")}).text
+    visits = panel(page, "visits")
+    assert [row[row.index("the end") :] for row in rows_of(visits)[1:]] == [
+        *["the end"] * 2,
+        "the end: hall",
+    ]
+    assert visits.count(hall) == 1
+    cave = one(worked, MAZE_1.replace("maze", "cave").replace("= 1", "= 2"))
+    shown = viewer.get("/anchor", params={"group": cave, "state": state(LONG)}).text
+    assert "the end: hall" in shown and f"state={state('hall')}" not in shown, "no step is there"
+    graph = viewer.get("/graph", params={"group": group}).text
+    assert "2 states, 5 moves; 2 of 4 episodes won" in words(graph)
+    assert "2 end here" in words(graph) and "end-cut-off" not in graph
+    assert "end-cut-off" in viewer.get("/graph", params={"group": cave}).text
 
 
 def test_the_return_that_is_lost_is_counted(viewer: TestClient) -> None:

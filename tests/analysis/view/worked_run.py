@@ -148,8 +148,8 @@ def make_episode(
         ),
         final_observation=FinalObservation(
             text=f"You have left the {steps[-1][0]}.",
-            anchor_text=None,
-            state_hash=None,
+            anchor_text=None if is_won else "hall",
+            state_hash=None if is_won else state_hash("hall"),
             admissible_actions=None,
         ),
     )

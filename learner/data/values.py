@@ -1,0 +1,93 @@
+"""A critic's values of a batch, of rows and of response tokens, and the tokens' advantages.
+
+    values_R, values_N = critic_values(rows, ranks.values, learner=config.learner)
+    rows = with_token_values(rows, values_N)                # for an estimator of OF_TOKENS
+    rows = with_token_advantages(rows, gae_lambda=0.95)     # needs value_target: the rows' scores
+
+Letters as in `micro_batch.py`; here N are the response tokens of all rows, end to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from configs import LearnerConfig
+from gigpo import token_advantages
+from learner.data.micro_batch import MicroBatch, lists, micro_batches
+
+DIGEST_BYTES = 6  # a figure is a float64, which holds integers up to 2^53 exactly
+
+
+def critic_values(
+    rows: pa.Table,
+    values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]],
+    *,
+    learner: LearnerConfig,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the value of each row's state [R], and of each response token's state [N], float64.
+
+    The first response token's state is the row's. A row without a response gets one token, because
+    the value is read where its first would be predicted. That token itself is never an input, and
+    is not among the N. `values` computes them, as `Critic.values` does.
+    """
+    n_tokens_R = _n_tokens(rows)
+    is_empty = pa.array(n_tokens_R == 0)
+    asked = rows.append_column("advantage", pa.array(np.zeros(len(rows))))
+    asked = asked.append_column("staleness", pa.array(np.zeros(len(rows), np.int64)))
+    for name in ("response_ids", "response_logprobs"):
+        index, kind = asked.schema.get_field_index(name), asked.schema.field(name).type
+        filled = pc.if_else(is_empty, pa.scalar([0], kind), asked[name])
+        asked = asked.set_column(index, asked.schema.field(name), filled)
+    batches = micro_batches(
+        asked, micro_batch_tokens=learner.micro_batch_tokens, ranks=learner.ranks
+    )
+    # A row's tokens are together and in order, in one micro-batch.
+    rows_N = np.concatenate([batch.rows_N.numpy() for batch in batches])
+    asked_N = np.concatenate([found_N.numpy() for found_N in values(batches)]).astype(np.float64)
+    asked_N = asked_N[np.argsort(rows_N, kind="stable")]
+    n_asked_R = np.maximum(n_tokens_R, 1)
+    values_R = asked_N[np.cumsum(n_asked_R) - n_asked_R]
+    return values_R, asked_N[np.repeat(n_tokens_R > 0, n_asked_R)]
+
+
+def with_token_values(rows: pa.Table, values_N: np.ndarray) -> pa.Table:
+    """Append the list column `token_value`."""
+    return _with_lists(rows, "token_value", values_N)
+
+
+def with_token_advantages(rows: pa.Table, *, gae_lambda: float) -> pa.Table:
+    """Append the list columns `token_advantage`, whitened over all rows, and `token_value_target`.
+
+    Reads token_value and value_target, the score of each row. See `gigpo.token_advantages`.
+    """
+    advantages_N, targets_N = token_advantages(
+        _token_values(rows), rows["value_target"].to_numpy(), _n_tokens(rows), gae_lambda=gae_lambda
+    )
+    rows = _with_lists(rows, "token_advantage", advantages_N)
+    return _with_lists(rows, "token_value_target", targets_N)
+
+
+def values_digest(rows: pa.Table) -> int:
+    """Return the first 48 bits of the BLAKE2b of all values of tokens, in the order of the rows."""
+    digest = hashlib.blake2b(_token_values(rows).astype("<f4").tobytes(), digest_size=DIGEST_BYTES)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _token_values(rows: pa.Table) -> np.ndarray:
+    column = lists(rows, "token_value")
+    return column.of(np.arange(len(rows)))
+
+
+def _n_tokens(rows: pa.Table) -> np.ndarray:
+    return lists(rows, "response_ids").lengths_R
+
+
+def _with_lists(rows: pa.Table, name: str, numbers_N: np.ndarray) -> pa.Table:
+    offsets_R1 = pa.array(np.append(0, np.cumsum(_n_tokens(rows))), pa.int32())
+    return rows.append_column(name, pa.ListArray.from_arrays(offsets_R1, pa.array(numbers_N)))
