@@ -2,7 +2,7 @@
 
 A coin lies under one of three cups. `lift` shows what is under a cup, `give` ends the episode.
 
-    python tool_agent.py 500 > chats.jsonl    # chats of random play, for a warm start
+    python tool_agent.py 2000 > chats.jsonl    # chats of a careless player, for a warm start
 """
 
 import json
@@ -13,7 +13,12 @@ import openai
 
 from envs import Outcome, Task
 
-CUPS, COINS = ("red", "green", "blue"), ("gold", "silver", "copper")
+CUPS = ("red", "green", "blue")
+COINS = ("gold", "silver", "copper", "iron", "tin", "brass")
+# Part of the careless player's calls that are right on purpose; the others are any call. With 0.3
+# the tiny policy does not learn from the chats that the answer is in the question and in what was
+# found. Then a lift is worth nothing, and it learns to give a coin at once.
+CARE = 0.7
 TOOLS = [
     {
         "type": "function",
@@ -54,7 +59,7 @@ class Agent:
                 data={"cup": cup, "coin": coin},
             )
             for number, (cup, coin) in enumerate(pairs)
-            if (CUPS.index(cup) == COINS.index(coin)) == (split == "heldout")
+            if (CUPS.index(cup) == COINS.index(coin) % len(CUPS)) == (split == "heldout")
         ]
 
     def run(self, task, client):
@@ -77,8 +82,9 @@ class Agent:
         return Outcome(reward=0.0, won=False)
 
 
-def called(name, arguments):
-    function = {"name": name, "arguments": json.dumps(arguments)}
+def called(name, value):
+    argument = {"lift": "cup", "give": "coin"}[name]
+    function = {"name": name, "arguments": json.dumps({argument: value})}
     return {
         "role": "assistant",
         "content": None,
@@ -86,21 +92,29 @@ def called(name, arguments):
     }
 
 
+def careless_call(draw, right):
+    if draw.random() < CARE:
+        return right
+    return draw.choice([("lift", draw.choice(CUPS)), ("give", draw.choice(COINS))])
+
+
+def careless_play(draw):
+    cup, coin = draw.choice(CUPS), draw.choice(COINS)
+    messages = [question(cup)]
+    name, value = careless_call(draw, ("lift", cup))
+    messages.append(called(name, value))
+    if name == "lift":
+        found = coin if value == cup else "nothing"
+        messages.append({"role": "tool", "tool_call_id": name, "content": found})
+        right = found if found in COINS else draw.choice(COINS)
+        messages.append(called(*careless_call(draw, ("give", right))))
+    return messages
+
+
 def main():
     draw = random.Random(0)
     for _ in range(int(sys.argv[1])):
-        cup, lifted, coin = draw.choice(CUPS), draw.choice(CUPS), draw.choice(COINS)
-        messages = [
-            question(cup),
-            called("lift", {"cup": lifted}),
-            {
-                "role": "tool",
-                "tool_call_id": "lift",
-                "content": coin if lifted == cup else "nothing",
-            },
-            called("give", {"coin": draw.choice(COINS)}),
-        ]
-        print(json.dumps({"messages": messages, "tools": TOOLS}))
+        print(json.dumps({"messages": careless_play(draw), "tools": TOOLS}))
 
 
 if __name__ == "__main__":

@@ -141,10 +141,12 @@ def test_the_texts_of_chats_make_a_tokenizer(tmp_path: Path) -> None:
     path = lines(tmp_path / "c.jsonl", [{"messages": CALLED, "tools": TOOLS}])
     assert list(chat_texts(path)) == [
         "guess",
-        '\n1\nlow\n{"it": 7}\n\n',
-        "too high\n1\n",
+        '<tool_call>{"name": "low", "arguments": {"it": 7}}</tool_call>',
+        "too high",
         "it is 7",
     ]
+    call = found_in(path).trajectories[0].steps[0].action_text  # by the tiny model's template
+    assert call in chat_texts(path)
 
 
 @pytest.mark.parametrize(

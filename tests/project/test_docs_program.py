@@ -15,9 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import configs
+from actors import read_chats
 from cli.__main__ import main
 from driver.screen import Screen
 from driver.train_run import _make_base_policy
+from envs import list_tasks
 from store import RunLayout
 from tests.support.run_views import connect
 
@@ -26,6 +28,7 @@ EXAMPLES = ROOT / "docs/examples"
 DOC = (ROOT / "docs/agent_programs.md").read_text()
 (COMMAND,) = re.findall(r"```sh\nPYTHONPATH=docs/examples gigpo train (.*?)\n```", DOC, re.DOTALL)
 CONFIG, *OVERRIDES = shlex.split(COMMAND.replace("\\\n", " "))
+(TOOL_COMMANDS,) = re.findall(r"```sh\nexport PYTHONPATH=docs/examples\n(.*?)```", DOC, re.DOTALL)
 TIMEOUT_S = 900.0  # only for what hangs
 
 
@@ -67,6 +70,28 @@ def test_a_program_without_a_model_gets_one_made_from_nothing(
     assert "Guess: 7" in tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True
     )
+
+
+def test_the_commands_of_the_agent_with_tools_fit_its_chats_and_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    commands = [shlex.split(line) for line in TOOL_COMMANDS.replace("\\\n", " ").splitlines()]
+    make, clone, export, play = commands
+    made = subprocess.run(
+        [sys.executable, *make[1:3]], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    )
+    chats = tmp_path / make[-1]
+    chats.write_bytes(made.stdout)
+    cloning, playing = (configs.load(ROOT / command[2], command[3:]) for command in (clone, play))
+    n_chats = sum(1 for _ in read_chats(chats))
+    used = cloning.learner.steps * cloning.learner.groups_per_step
+    assert (cloning.source, n_chats) == ([chats.name], int(make[2]))
+    assert used <= n_chats * cloning.offline.uses
+    assert (f"runs/{Path(cloning.run_dir).name}", playing.model.path) == tuple(export[2:])
+    tasks = list_tasks(playing.env.name, playing.env.options)
+    assert {split: len(found) for split, found in tasks.items()} == {"train": 12, "heldout": 6}
+    assert not {t.id for t in tasks["train"]} & {t.id for t in tasks["heldout"]}
 
 
 @pytest.mark.slow
