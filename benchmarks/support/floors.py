@@ -201,7 +201,9 @@ def run_groups(coordinator: Coordinator, n_groups: int, config: Config) -> int:
             n_done += 1
         batch = coordinator.claim(step)
         assert batch is not None, "it was just committed"
-        coordinator.settle(batch.batch_id, step + 1, {}, step, {})
+        coordinator.settle(
+            batch.batch_id, learner_step=step + 1, filtered={}, version_in=step, metrics={}
+        )
     return n_done
 
 
