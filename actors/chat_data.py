@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
 from actors.endpoint.request import ChatMessage, first_fault, refused
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
-from actors.prompting.messages import Message, seen_text
+from actors.prompting.messages import Message, parse_arguments, seen_text
 from configs import ConfigError
 from printable import one_line
 from store import Step, Trajectory, now_us, uid
@@ -102,7 +102,7 @@ def chat_texts(path: Path) -> Iterator[str]:
                 yield message.content
             for call in message.tool_calls:
                 # Without its form, each character of "arguments" is a token of every call.
-                written = {"name": call.name, "arguments": json.loads(call.arguments)}
+                written = {"name": call.name, "arguments": parse_arguments(call.arguments)}
                 yield f"<tool_call>{json.dumps(written, ensure_ascii=False)}</tool_call>"
 
 

@@ -94,14 +94,16 @@ def _as_json(arguments: object) -> object:
     return arguments or "{}"
 
 
-def _is_object(arguments: str) -> str:
+def _checked_arguments(arguments: str) -> str:
     parse_arguments(arguments)
     return arguments
 
 
 class _Function(BaseModel):
     name: StrictStr
-    arguments: Annotated[StrictStr, BeforeValidator(_as_json), AfterValidator(_is_object)] = "{}"
+    arguments: Annotated[
+        StrictStr, BeforeValidator(_as_json), AfterValidator(_checked_arguments)
+    ] = "{}"
 
 
 class _Call(BaseModel):

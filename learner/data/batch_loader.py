@@ -172,21 +172,15 @@ def prepare_batch(
     """
     spent, claimed_at_s = _Spent(), time.monotonic()
     played = _read(loader, batch, spent=spent)
-    rows = _valued(loader, played, spent=spent)
-    advantages, filtered = _judge(loader, rows, spent=spent)
+    rows, filtered = _judged(loader, played, spent=spent)
     while more is not None and (larger := more(batch, filtered)) is not None:
         claimed_at_s = time.monotonic()
         new = _read(loader, _added(larger, to=batch), spent=spent)
         played, batch = in_batch_order(pa.concat_tables([played, new]), larger), larger
         # All of it again: some estimators compare all groups of a batch, and the last bits of a
         # value depend on what is computed with it.
-        rows = _valued(loader, played, spent=spent)
-        advantages, filtered = _judge(loader, rows, spent=spent)
+        rows, filtered = _judged(loader, played, spent=spent)
     values = {} if loader.values is None else _by_trajectory(rows)
-    for name in ADVANTAGE_COLUMNS:
-        rows = rows.append_column(name, advantages[name])
-    if loader.values is not None:
-        rows = rows.append_column("value_target", advantages["value_target"])
     digest = None
     if loader.advantages.estimator in OF_TOKENS:
         began_s, digest = time.monotonic(), values_digest(rows)
@@ -311,10 +305,11 @@ def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:
     return values
 
 
-def _judge(
+def _judged(
     loader: BatchLoader, rows: pa.Table, *, spent: _Spent
 ) -> tuple[pa.Table, dict[bytes, str]]:
-    """Return the rows' advantages, and the groups that the filter leaves out with the reasons."""
+    """Return the rows with their advantages, and the groups that the filter leaves out, and why."""
+    rows = _valued(loader, rows, spent=spent)
     began_s, cpu_s = time.monotonic(), time.thread_time()
     advantages = compute_advantages(rows, loader.advantages)
     computed_at_s = time.monotonic()
@@ -322,7 +317,10 @@ def _judge(
     spent.advantages_cpu_s += time.thread_time() - cpu_s
     filtered = dict(filtered_groups(advantages, group_filter=loader.group_filter))
     spent.filter_s += time.monotonic() - computed_at_s
-    return advantages, filtered
+    has_targets = loader.values is not None
+    for name in (*ADVANTAGE_COLUMNS, *(["value_target"] if has_targets else [])):
+        rows = rows.append_column(name, advantages[name])
+    return rows, filtered
 
 
 def _added(batch: Batch, *, to: Batch) -> Batch:

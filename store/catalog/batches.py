@@ -175,24 +175,7 @@ def settle(
     `filtered` groups were left out of the loss, for the reason given. `values` are a critic's, of
     the state of each step, by trajectory uid; None without a critic.
     """
-    batch = tx.row(
-        "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
-    )
-    if batch is None or batch["state"] != "claimed":
-        state = "unknown" if batch is None else batch["state"]
-        raise StoreError(
-            f"batch {batch_id} is {state}, only a claimed batch can be settled; claim a new one"
-        )
-    taken = tx.row(
-        """SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step
-           ORDER BY learner_step DESC""",
-        step=learner_step,
-    )
-    if taken is not None:
-        raise StoreError(
-            f"learner step {learner_step} is not after the last settled one (batch "
-            f"{taken['batch_id']}); roll back to the checkpoint before training again"
-        )
+    _check_settlement(tx, batch_id, learner_step=learner_step)
     rows = tx.rows(
         f"SELECT group_uid FROM batch_group l WHERE batch_id = :batch_id AND NOT {_IS_REPLAYED}",
         batch_id=batch_id,
@@ -213,19 +196,7 @@ def settle(
         batch_id=batch_id,
     )
     if values:
-        tx.insert_many(
-            "critic_value",
-            [
-                {
-                    "batch_id": batch_id,
-                    "traj_uid": traj_uid,
-                    "state_values": json.dumps(list(of_steps), allow_nan=False),
-                    "lsn": tx.lsn,
-                }
-                for traj_uid, of_steps in values.items()
-            ],
-        )
-        tx.touch("critic")
+        _record_values(tx, batch_id, values)
     tx.run(
         f"""UPDATE batch_group AS l SET outcome = 'trained'
             WHERE batch_id = :batch_id AND {_IS_REPLAYED}""",
@@ -244,6 +215,44 @@ def settle(
         )
         _set_state(tx, group_uid, state=outcome, reason=reason)
     tx.touch("groups", "lineage")
+
+
+def _check_settlement(tx: Transaction, batch_id: int, *, learner_step: int) -> None:
+    """Raise StoreError unless the batch is claimed and the learner step is after all settled."""
+    batch = tx.row(
+        "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
+    )
+    if batch is None or batch["state"] != "claimed":
+        state = "unknown" if batch is None else batch["state"]
+        raise StoreError(
+            f"batch {batch_id} is {state}, only a claimed batch can be settled; claim a new one"
+        )
+    taken = tx.row(
+        """SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step
+           ORDER BY learner_step DESC""",
+        step=learner_step,
+    )
+    if taken is not None:
+        raise StoreError(
+            f"learner step {learner_step} is not after the last settled one (batch "
+            f"{taken['batch_id']}); roll back to the checkpoint before training again"
+        )
+
+
+def _record_values(tx: Transaction, batch_id: int, values: Mapping[bytes, Sequence[float]]) -> None:
+    tx.insert_many(
+        "critic_value",
+        [
+            {
+                "batch_id": batch_id,
+                "traj_uid": traj_uid,
+                "state_values": json.dumps(list(of_steps), allow_nan=False),
+                "lsn": tx.lsn,
+            }
+            for traj_uid, of_steps in values.items()
+        ],
+    )
+    tx.touch("critic")
 
 
 def roll_back(tx: Transaction, learner_step: int) -> RollBack:

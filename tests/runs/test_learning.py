@@ -168,31 +168,29 @@ def test_it_learns_to_win(name: str, world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [None, "opposite sign", "shuffled values"])
-def test_ppo_learns_to_win_by_its_critics_values(mutant: str | None, world: World) -> None:
-    """With lambda 0 an action is judged by the value of the next state alone. So a critic whose
-    values are those of other states teaches nothing, nor does the opposite of what it says.
+@pytest.mark.parametrize(
+    ("settings", "mutant"),
+    [
+        (TURN_PPO, None),
+        (TURN_PPO, "opposite sign"),
+        (TURN_PPO, "shuffled values"),
+        (TOKEN_PPO, None),
+        (TOKEN_PPO, "opposite sign"),
+        (TOKEN_PPO, "shuffled scores"),
+    ],
+    ids=lambda value: getattr(value, "estimator", value),
+)
+def test_ppo_learns_to_win_and_its_mutants_do_not(
+    settings: AdvantageSettings, mutant: str | None, world: World
+) -> None:
+    """A turn with lambda 0 is judged by the value of the next state alone, so values of other
+    states teach nothing. A token with lambda 1 is judged by what its episode returned, so scores of
+    other episodes teach nothing. Nor does the opposite of either.
     """
     engine = make_engine(world.base, PPO)
     try:
         assert success(world, scored(engine, world)) < 0.1
-        reached, updates = learn_by_ppo(engine, world, TURN_PPO, mutant=mutant)
-        assert (reached > LEARNED) is (mutant is None)
-        assert not any(update.skipped for update in updates)
-    finally:
-        engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", [None, "opposite sign", "shuffled scores"])
-def test_ppo_of_tokens_learns_to_win(mutant: str | None, world: World) -> None:
-    """With lambda 1 a token is judged by what its episode returned, less its own value. So scores
-    of other episodes teach nothing, nor does the opposite of what they say.
-    """
-    engine = make_engine(world.base, PPO)
-    try:
-        assert success(world, scored(engine, world)) < 0.1
-        reached, updates = learn_by_ppo(engine, world, TOKEN_PPO, mutant=mutant)
+        reached, updates = learn_by_ppo(engine, world, settings, mutant=mutant)
         assert (reached > LEARNED) is (mutant is None)
         assert not any(update.skipped for update in updates)
     finally:
