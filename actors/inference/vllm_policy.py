@@ -101,7 +101,7 @@ class VLLMPolicy:
         Blocks the event loop: an engine dies with the thread that started it (`die_with_parent`),
         and a thread of a pool may end at any time.
         """
-        variables = preload_vllm(self._actors, self._log_path)
+        variables = preload_vllm(self._actors, self._model_path, self._log_path)
         with environment(variables):
             # Imported here: vLLM, huggingface_hub and OpenMP read their variables at import.
             from vllm.v1.engine.async_llm import AsyncLLM
