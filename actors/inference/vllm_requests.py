@@ -147,8 +147,8 @@ class EngineRequests:
         request.prompt_token_ids = list(prompt.token_ids)
         request.sampling_params = params
         request.arrival_time = time.time()
-        if prompt.images:
-            request.mm_features = (await self.form(prompt, params)).mm_features
+        is_text = not prompt.images
+        request.mm_features = None if is_text else (await self.form(prompt, params)).mm_features
         return request
 
     def _count(self, request: EngineCoreRequest) -> None:
