@@ -30,7 +30,7 @@ from configs import (
     groups_of_a_step,
 )
 from gigpo import (
-    OF_TOKENS,
+    TOKEN_LEVEL,
     AdvantageSettings,
     compute_advantages,
     filtered_groups,
@@ -117,7 +117,7 @@ class PreparedBatch:
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
     # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target, and for an
-    # estimator of OF_TOKENS the lists of token_value, _advantage and _value_target; trained rows
+    # estimator of TOKEN_LEVEL the lists of token_value, _advantage and _value_target; trained rows
     rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
@@ -182,7 +182,7 @@ def prepare_batch(
         rows, filtered = _judged(loader, played, spent=spent)
     values = {} if loader.values is None else _by_trajectory(rows)
     digest = None
-    if loader.advantages.estimator in OF_TOKENS:
+    if loader.advantages.estimator in TOKEN_LEVEL:
         began_s, digest = time.monotonic(), values_digest(rows)
         rows = with_token_advantages(rows, gae_lambda=loader.advantages.gae_lambda)
         spent.advantages_s += time.monotonic() - began_s
@@ -282,14 +282,14 @@ def _replay(
 def _valued(loader: BatchLoader, rows: pa.Table, *, spent: _Spent) -> pa.Table:
     """Return the rows with a column `value`, by the critic; as they are without a critic.
 
-    For an estimator of OF_TOKENS with a column `token_value` too, a list with each token's.
+    For an estimator of TOKEN_LEVEL with a column `token_value` too, a list with each token's.
     """
     if loader.values is None:
         return rows
     began_s = time.monotonic()
     values_R, values_N = critic_values(rows, loader.values, learner=loader.learner)
     valued = rows.append_column("value", pa.array(values_R))
-    if loader.advantages.estimator in OF_TOKENS:
+    if loader.advantages.estimator in TOKEN_LEVEL:
         valued = with_token_values(valued, values_N)
     spent.values_s += time.monotonic() - began_s
     return valued
