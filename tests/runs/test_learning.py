@@ -61,7 +61,7 @@ TEMPLATE = "compact"
 TURN_PPO = replace(PUBLISHED_SETTINGS, estimator="turn_ppo", gae_lambda=0.0)
 TOKEN_PPO = replace(PUBLISHED_SETTINGS, estimator="ppo", gae_lambda=1.0)  # as in the paper
 CRITIC_LEARNING_RATE = 1e-3
-NO_CLIP, CLIP = 100.0, 0.2  # a win pays 10; the clip acts in the later updates of a learner step
+NO_CLIP, CLIP = 100.0, CriticConfig().clip  # the latter acts in later updates of a learner step
 MAX_PPO_STEPS, WARMUP_STEPS, PPO_UPDATES = 24, 12, 8
 
 
