@@ -20,7 +20,15 @@ from learner.data.values import critic_values
 from learner.distributed.optimizer_state import MASTER, read_state, trainable
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
-from tests.support.engine_samples import CUT, WHOLE, copied, history_rows, make_base, random_rows
+from tests.support.engine_samples import (
+    CUT,
+    WHOLE,
+    copied,
+    history_rows,
+    make_base,
+    random_rows,
+    with_places,
+)
 from tests.support.learner_samples import one_step_each
 
 CRITIC = CriticConfig(learning_rate=1e-2, clip=100.0)
@@ -83,8 +91,21 @@ def test_it_begins_with_0_and_learns_its_targets_and_the_policy_stays(
         assert first.explained_variance == pytest.approx(0.0, abs=1e-6)
         assert all(torch.equal(tensor, policy[name]) for name, tensor in engine.weights())
         assert engine.critic is not None
-        trained = {name for name, _ in engine.critic.network.named_parameters() if "head" in name}
-        assert not trained, "the vocabulary's projection is gone"
+        projection = engine.critic.network.causal_lm.get_output_embeddings()
+        assert isinstance(projection, torch.nn.Identity), "no projection to the vocabulary"
+
+
+def test_its_clip_acts_from_the_second_update_of_a_learner_step_on(base: Path) -> None:
+    """The first update also moves the values of the other rows, whose old value is still 0."""
+    rows, found = random_rows(16), {}
+    for clip in (0.01, 100.0):
+        with engine_of(base, critic=replace(CRITIC, clip=clip)) as engine:
+            found[clip] = engine.train_critic([cut(rows[:8], WHOLE), cut(rows[8:], WHOLE)])
+    first, second = found[0.01]
+    unclipped_first, unclipped_second = found[100.0]
+    assert first.clip_fraction == 0.0 and first.grad_norm == unclipped_first.grad_norm
+    assert second.clip_fraction > unclipped_second.clip_fraction == 0.0
+    assert second.grad_norm < unclipped_second.grad_norm
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -180,11 +201,8 @@ def test_it_learns_the_value_of_each_token_whatever_the_cut(base: Path) -> None:
     """Each token's target is its place in the response. The loss is the mean over tokens, not
     over rows.
     """
-    rows = history_rows()
-    places = [[float(t) for t in range(len(ids))] for ids in rows["response_ids"].to_pylist()]
-    zeros = [[0.0] * len(of_row) for of_row in places]
-    for name, numbers in (("value", zeros), ("advantage", places), ("value_target", places)):
-        rows = rows.append_column(f"token_{name}", pa.array(numbers, pa.list_(pa.float64())))
+    rows = with_places(history_rows())
+    places = rows["token_value_target"].to_pylist()
     flat = [place for of_row in places for place in of_row]
     losses = []
     for tokens, merge_steps in ((WHOLE, False), (CUT, True)):
