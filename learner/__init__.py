@@ -7,7 +7,8 @@ restore_report.py  describes what a restart kept and lost
 interface.py      its setup, and the errors that end a run
 ray_actor.py      the Ray actor that the driver starts
 data/             batch_loader: groups to advantages; values: a critic's, of rows and tokens;
-                  micro_batch: rows to tensors; prefetch: the next batch in a thread
+                  served_teacher: log-probabilities by a teacher's server; micro_batch: rows to
+                  tensors; prefetch: the next batch in a thread
 rank_group.py     one call on all ranks
 training/         engine: one optimizer update with DeepSpeed; critic: the same of a value network;
                   gradient: of either, over ranks; step_metrics: their figures; alarms: figures

@@ -28,6 +28,7 @@ from configs import (
     LearnerConfig,
     ReplayConfig,
     groups_of_a_step,
+    is_served,
 )
 from gigpo import (
     OF_TOKENS,
@@ -88,6 +89,8 @@ class BatchLoader:
     # The critic's value before each response token per micro-batch, for the estimators that need
     # one; they are asked for when a batch is prepared, so after the step before.
     values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]] | None = None
+    # Append the log-probabilities of a teacher behind a server; None without one.
+    judged: Callable[[pa.Table], pa.Table] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +120,8 @@ class PreparedBatch:
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
     # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target, and for an
-    # estimator of OF_TOKENS the lists of token_value, _advantage and _value_target; trained rows
+    # estimator of OF_TOKENS the lists of token_value, _advantage and _value_target, and with a
+    # teacher behind a server the list teacher_logprob; trained rows
     rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
@@ -134,7 +138,7 @@ class PreparedBatch:
     offline: Episodes | None  # trajectories of offline groups; None without any
     n_missing: int  # filtered groups that no other stands for, because of algorithm.refill_groups
     claimed_at_s: float  # time.monotonic() when the last groups were there
-    read_s: float
+    read_s: float  # and to ask a teacher behind a server
     values_s: float  # for the critic's forward passes; 0 without a critic
     advantages_s: float  # in `compute_advantages`, including the wait for a core
     advantages_cpu_s: float  # the same without the wait
@@ -145,7 +149,16 @@ class PreparedBatch:
 def make_loader(
     config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None], refill: Refill
 ) -> BatchLoader:
-    """Read the settings of a loader from a checked config."""
+    """Read the settings of a loader from a checked config.
+
+    Raises TeacherError for a teacher behind a server that cannot be used.
+    """
+    judged = None
+    if is_served(config.loss.teacher):
+        # Imported here, because the client takes half a second that other runs need not wait.
+        from learner.data.served_teacher import ServedTeacher
+
+        judged = ServedTeacher(config.loss.teacher).judged
     reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
@@ -159,6 +172,7 @@ def make_loader(
         learner=config.learner,
         replay=config.replay,
         seed=config.seed,
+        judged=judged,
     )
 
 
@@ -194,6 +208,10 @@ def prepare_batch(
         trained, unselected = _select(trained, loader.train_on)
         filtered |= unselected
     filter_s = spent.filter_s + time.monotonic() - filtering_s
+    if loader.judged is not None:
+        began_s = time.monotonic()
+        trained = loader.judged(trained)
+        spent.read_s += time.monotonic() - began_s
     is_offline = pc.equal(rows["split"], IMPORTED)
     live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
     replayed = _replay(loader, batch, beside=live, learner_step=learner_step, spent=spent)
