@@ -1,5 +1,5 @@
--- A critic's value of the state that each step was taken in. The values come with the steps, because
--- they are a network's. For turn_ppo and ppo only.
+-- A critic's value of the state that each step was taken in. The values come with the steps,
+-- because they are a network's. For turn_ppo and ppo only.
 -- in:  base; estimator
 -- out: traj_uid, step_index, reward, is_action_valid, state_value DOUBLE
 SELECT
