@@ -4,6 +4,8 @@
 one module with a `STUDY`, listed in NAMES:
 
     negative_control.py     GiGPO where no state recurs
+    sync_equality.py        max_staleness=0 beside the plain loop in minimal_loop.py
+    advantage_accuracy.py   each estimator's advantages beside the true ones
     horizon.py              estimators, with the door at three distances
 
 `study.py` has the records, `runner.py` runs and resumes, `worker.py` is one of several processes,
@@ -12,4 +14,4 @@ and `svg.py` make the page. `small_world.py`, `small_training.py` and `corridor.
 which a run takes seconds.
 """
 
-NAMES = ("negative_control", "horizon")
+NAMES = ("negative_control", "sync_equality", "advantage_accuracy", "horizon")

@@ -6,13 +6,19 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.studies import NAMES
 from benchmarks.studies.intervals import Interval, bootstrap, paired
 from benchmarks.studies.runner import Row, read
-from benchmarks.studies.study import ROOT, Study
+from benchmarks.studies.study import ROOT, Study, load
 from benchmarks.studies.svg import curves_svg, points_svg
 
 EVIDENCE = ROOT / "docs" / "evidence"
 MADE = "Made from stored results by `gigpo study {name} --page`; edit the study, not this page."
+INDEX = """\
+Each page has the question, the prediction that was written before the first run, the settings, a
+table with intervals, a picture, a reading and the cost. `gigpo study NAME` repeats it. All runs are
+small: they show what these algorithms do in worlds where a run takes seconds, not what they do with
+a large model. Made from stored results by `gigpo study NAME --page`."""
 WIDTH = 140
 
 Values = Mapping[tuple[str, str], Mapping[int, float]]  # (arm, measure) -> seed -> value
@@ -26,6 +32,26 @@ def write_page(study: Study) -> Path:
     if rows:
         page.with_suffix(".svg").write_text(picture(study, rows), encoding="utf-8")
     return page
+
+
+def write_index() -> None:
+    """Write `docs/evidence/index.md`: what each study found so far."""
+    EVIDENCE.mkdir(parents=True, exist_ok=True)
+    (EVIDENCE / "index.md").write_text(index_text(), encoding="utf-8")
+
+
+def index_text() -> str:
+    parts = ["# What the studies found", INDEX]
+    for study in map(load, NAMES):
+        rows = read(study)
+        n_wanted = len(study.arms) * study.seeds
+        parts += [
+            f"## [{study.title}]({study.name}.md)",
+            f"**Question.** {_filled(study.question)}",
+            _reading(study, values_of(rows)) if rows else "No run is finished yet.",
+            f"{len(rows)} of {n_wanted} runs.",
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def page_text(study: Study, rows: Sequence[Row]) -> str:
@@ -44,10 +70,14 @@ def page_text(study: Study, rows: Sequence[Row]) -> str:
         parts.append(_differences_table(study, values))
     parts += [
         "\n".join(f"- `{name}`: {text}" for name, text in study.measures.items()),
-        f"**Reading.** {_filled(study.reading.format_map(_Summary(study, values)))}",
+        _reading(study, values),
         _cost(study, rows),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _reading(study: Study, values: Values) -> str:
+    return f"**Reading.** {_filled(study.reading.format_map(_Summary(study, values)))}"
 
 
 def values_of(rows: Sequence[Row]) -> Values:
