@@ -22,7 +22,7 @@ JUDGED_AT = (0, 5, 10)  # learner steps after which a sample is played
 LAGS = (0, 1, 2, 4)  # learner steps between a sample and the policy that it is judged for
 BINS = {"visits_1_7": (1, 7), "visits_8_31": (8, 31), "visits_32": (32, 10**9)}
 STEP_TERM = "gigpo's step term"
-ESTIMATORS: Mapping[str, Mapping[str, str | float]] = {
+ESTIMATORS: Mapping[str, Mapping[str, object]] = {
     "gigpo": {"estimator": "gigpo"},
     STEP_TERM: {"estimator": "gigpo"},
     "grpo": {"estimator": "gigpo", "omega": 0.0},
@@ -235,7 +235,31 @@ STUDY = Study(
         "monte_carlo": "squared error of the check in units of its variance; 1 is expected",
     },
     comparisons=tuple(("gigpo", other) for other in ESTIMATORS if other != "gigpo"),
-    reading="Not read yet.",
+    reading="""
+        A step's advantage from eight episodes is a weak guess: GiGPO's correlates with the true one
+        at {gigpo[correlation]}. That is more than ω = 0, by {gigpo - grpo[correlation]}, and about
+        as much as RLOO and REINFORCE++, which do not divide by each group's deviation: GiGPO less
+        REINFORCE++ is {gigpo - reinforce_pp[correlation]}. Within states that were met equally
+        often GiGPO is ahead of both. Its step term alone correlates as well as the sum over all
+        steps, and better within each class of visits: {gigpo - gigpo's step term[visits_8_31]} for
+        8 to 31 visits.
+
+        Estimators that value successor states are much nearer to the truth: G2PO has
+        {g2po[correlation]}, GraphGPO {graphgpo[correlation]}, GAGPO {gagpo[correlation]}. In
+        [horizon](horizon.md) G2PO also learns fastest.
+
+        The prediction about visits is wrong. Correlations fall with the visits of a state for every
+        estimator, and so does the gain of the step term over ω = 0: {gigpo - grpo[visits_1_7]} with
+        up to 7 visits, {gigpo - grpo[visits_32]} with 32 or more. States that are met so often here
+        are those in which episodes wander, where no action matters much. States met once are too
+        few to be judged.
+
+        Four learner steps of staleness cost little: GiGPO falls from {gigpo[correlation]} to
+        {gigpo[lag_4]}, G2PO from {g2po[correlation]} to {g2po[lag_4]}. Most of the difference to
+        the truth is not staleness but the small number of episodes. With wins discounted by 0.95
+        the order is the same. The check by Monte Carlo is {gigpo[monte_carlo]}, where 1 is expected.
+        All of this is one world, one model, and three moments of GiGPO's own training.
+    """,
     run_cpu_s=1.7,
     run=run,
 )

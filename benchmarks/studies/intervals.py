@@ -33,10 +33,15 @@ def bootstrap(values: Sequence[float]) -> Interval:
     return Interval(mean=float(values_S.mean()), low=float(low), high=float(high), n=len(values_S))
 
 
-def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Interval | None:
-    """Return `first` minus `second` over the seeds that both have, or None if there are none.
+def paired(arms: Sequence[Mapping[int, float]]) -> Interval | None:
+    """Return a contrast over the seeds that all arms have, or None if there are none.
 
-    Example: {0: 0.9, 1: 0.8} minus {0: 0.7, 1: 0.7} has the mean 0.15.
+    Two arms: the first minus the second. Four: the first difference minus the second one. Example:
+    {0: 0.9, 1: 0.8} and {0: 0.7, 1: 0.7} have the mean difference 0.15.
     """
-    seeds = sorted(first.keys() & second.keys())
-    return bootstrap([first[seed] - second[seed] for seed in seeds]) if seeds else None
+    seeds = sorted(set.intersection(*(set(arm) for arm in arms)))
+    signs = (1.0, -1.0, -1.0, 1.0)[: len(arms)]
+    if not seeds:
+        return None
+    values = np.array([[arm[seed] for arm in arms] for seed in seeds])
+    return bootstrap((values @ np.array(signs)).tolist())

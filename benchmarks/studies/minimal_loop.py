@@ -1,4 +1,4 @@
-"""Synchronous GiGPO on key_room in a hundred lines, to compare the system with.
+"""Synchronous GiGPO on key_room in one plain file, to compare the system with.
 
 Written from the paper and from configs/key_room.yaml. It shares with the system the environment,
 the tokenizer, the names of episodes, which seed their sampling, and vLLM's kernel that draws a
@@ -65,7 +65,8 @@ def episodes_of(
     model: torch.nn.Module, tokenizer, *, run_id: str, seed: int, first: int
 ) -> list[list[dict]]:
     """Play the groups `first`, `first + 1`, ... of a run to their ends."""
-    tasks, playing, episodes = KeyRoom.tasks("train", {}), [], []
+    tasks, playing = KeyRoom.tasks("train", {}), []
+    episodes: list[list[dict]] = []
     for ordinal in range(first, first + GROUPS):
         order = list(range(len(tasks)))
         random.Random(f"{seed}/{ordinal // len(tasks)}").shuffle(order)
@@ -73,8 +74,8 @@ def episodes_of(
         for member in range(GROUP_SIZE):
             env = KeyRoom({})
             seen = env.reset(tasks[order[ordinal % len(tasks)]])
-            playing.append([env, seen, uid(group, member), [], group])
-            episodes.append(playing[-1][3])
+            episodes.append([])
+            playing.append([env, seen, uid(group, member), episodes[-1], group])
     while playing:
         prompts, seeds = [], []
         for _, seen, name, steps, _ in playing:
@@ -88,7 +89,7 @@ def episodes_of(
         answers = sample(model, prompts, seeds)
         for episode, prompt, answer in zip(playing, prompts, answers, strict=True):
             env, seen, name, steps, group = episode
-            text = tokenizer.decode(answer, skip_special_tokens=True)
+            text = tokenizer.decode(answer)
             found = re.search("<action>(.*?)</action>", text)
             action = found[1].strip().lower() if found else text[-30:].strip().lower()
             after = env.step(action)

@@ -114,31 +114,27 @@ class _Summary(dict[str, Mapping[str, str]]):
     def __init__(self, study: Study, values: Values) -> None:
         super().__init__()
         for arm in study.arms:
-            own = {
-                measure: show(bootstrap(list(values[arm.name, measure].values())))
-                for measure in study.measures
-                if (arm.name, measure) in values
+            found = {name: values.get((arm.name, name)) for name in study.measures}
+            self[arm.name] = {
+                name: show(bootstrap(list(one.values())), study.numbers)
+                for name, one in found.items()
+                if one
             }
-            self[arm.name] = own
-        for first, second in study.comparisons:
-            self[f"{first} - {second}"] = {
-                measure: show(difference, signed=True)
-                for measure in study.measures
-                if (difference := _difference(values, first, second, measure)) is not None
+        for arms in study.comparisons:
+            contrasts = {name: _contrast(values, arms, name) for name in study.measures}
+            self[" - ".join(arms)] = {
+                name: show(one, "+" + study.numbers) for name, one in contrasts.items() if one
             }
 
 
-def show(interval: Interval, *, signed: bool = False) -> str:
-    """Return `0.91 [0.88, 0.94]`; without brackets if all runs agree or there is one."""
-    form = "{:+.3g}" if signed else "{:.3g}"
-    mean = form.format(interval.mean)
-    if interval.low == interval.high:
-        return mean
-    return f"{mean} [{form.format(interval.low)}, {form.format(interval.high)}]"
+def show(interval: Interval, form: str) -> str:
+    """Return `0.910 [0.880, 0.940]`; without brackets if all runs agree or there is one."""
+    mean, low, high = (f"{value:{form}}" for value in (interval.mean, interval.low, interval.high))
+    return mean if low == high else f"{mean} [{low}, {high}]"
 
 
-def _difference(values: Values, first: str, second: str, measure: str) -> Interval | None:
-    return paired(values.get((first, measure), {}), values.get((second, measure), {}))
+def _contrast(values: Values, arms: Sequence[str], measure: str) -> Interval | None:
+    return paired([values.get((arm, measure), {}) for arm in arms])
 
 
 def _means_table(study: Study, values: Values) -> str:
@@ -146,18 +142,19 @@ def _means_table(study: Study, values: Values) -> str:
     for arm in study.arms:
         found = [values.get((arm.name, measure)) for measure in study.measures]
         n_runs = max((len(one) for one in found if one), default=0)
-        cells = [show(bootstrap(list(one.values()))) if one else "" for one in found]
+        cells = [show(bootstrap(list(one.values())), study.numbers) if one else "" for one in found]
         lines.append(_line(arm.name, str(n_runs), *cells))
     return "\n".join(["Means over seeds, with 95% intervals:", "", *lines])
 
 
 def _differences_table(study: Study, values: Values) -> str:
     lines = [_line("arms", "pairs", *study.measures), _line("---", *["---:"] * (1 + _n(study)))]
-    for first, second in study.comparisons:
-        found = [_difference(values, first, second, measure) for measure in study.measures]
+    for arms in study.comparisons:
+        found = [_contrast(values, arms, measure) for measure in study.measures]
         n_pairs = max((one.n for one in found if one), default=0)
-        cells = [show(one, signed=True) if one else "" for one in found]
-        lines.append(_line(f"{first} − {second}", str(n_pairs), *cells))
+        cells = [show(one, "+" + study.numbers) if one else "" for one in found]
+        name = " − ".join(arms[:2]) + (f" − ({' − '.join(arms[2:])})" if arms[2:] else "")
+        lines.append(_line(name, str(n_pairs), *cells))
     return "\n".join(["Differences, paired by seed:", "", *lines])
 
 
@@ -176,7 +173,7 @@ def _cost(study: Study, rows: Sequence[Row]) -> str:
     code = f"../../benchmarks/studies/{study.name}.py"
     return (
         f"**Cost.** {hours:.2g} core-hours in {len(rows)} runs, at commit {commits} (+ means that "
-        f"files differed from it). Intervals are percentiles of 10,000 bootstrap resamples of the "
+        "sources differed from it). Intervals are percentiles of 10,000 bootstrap resamples of the "
         f"seeds.\n[The runs]({lines}), one line each; [the study]({code}). "
         f"`gigpo study {study.name}` runs what is missing; without the first file, all of it."
     )

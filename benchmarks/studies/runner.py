@@ -21,6 +21,7 @@ from printable import UserError, say
 
 SIGNIFICANT_DIGITS = 10
 CURVE_DIGITS = 4
+PACKAGES = ("actors", "configs", "coordinator", "driver", "envs", "gigpo", "learner", "store")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Row:
     measures: dict[str, float | str]
     curve: list[float]
     cpu_s: float  # of the process, for this run alone
-    commit: str  # of the checkout; with + if files differed from it
+    commit: str  # of the checkout; with + if sources of the run differed from it
 
 
 def read(study: Study) -> list[Row]:
@@ -71,7 +72,7 @@ def run_part(study: Study, todo: Sequence[tuple[int, Sequence[Arm]]]) -> None:
     """Run these one after the other, and append a line for each as soon as it is finished."""
     study.work.mkdir(parents=True, exist_ok=True)
     study.results.parent.mkdir(parents=True, exist_ok=True)
-    commit = _commit()
+    commit = _commit(study)
     for seed, arms in todo:
         began_s = _cpu_s()
         for arm, measures, curve in study.run(arms, seed, study.work):
@@ -140,13 +141,15 @@ def _cpu_s() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _commit() -> str:
+def _commit(study: Study) -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.sql", "*.yaml")
+    own = (f"{study.name}.py", "small_*.py", "corridor.py", "minimal_loop.py")
+    sources = [*PACKAGES, *(f"benchmarks/studies/{name}" for name in own)]
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources)
     return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)
 
 

@@ -17,6 +17,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.studies import NAMES
 from printable import UserError, did_you_mean
@@ -29,7 +30,7 @@ class Arm:
     """One of the things that are compared. `settings` are written into each of its results."""
 
     name: str
-    settings: Mapping[str, str | float] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     panel: str = ""  # arms of one panel are drawn together
     label: str = ""  # within the panel; empty: the name
 
@@ -46,10 +47,12 @@ class Study:
     prediction     written before the first run, with its date, and never changed
     setup          what a run is, for people
     measures       measure -> what it is; the first one is drawn where there are no curves
-    comparisons    pairs of arms: first minus second, paired by seed
+    comparisons    two arms: first minus second, paired by seed; four: how much more the first two
+                   differ than the last two
     curve          what the curve shows and over what; empty: there are none
     reading        written after the runs. {arm[measure]} is a mean with its interval,
                    {arm - other[measure]} a difference: numbers come from the results
+    numbers        format of the measures
     run_cpu_s      core-seconds of one run, measured, for the estimate of --dry-run
     """
 
@@ -61,7 +64,8 @@ class Study:
     arms: tuple[Arm, ...]
     seeds: int
     measures: Mapping[str, str]
-    comparisons: tuple[tuple[str, str], ...] = ()
+    comparisons: tuple[tuple[str, ...], ...] = ()
+    numbers: str = ".3f"
     curve: str = ""
     reading: str
     run_cpu_s: float

@@ -44,9 +44,10 @@ def curves_svg(
         parts.append(_text(x + PANEL_WIDTH - RIGHT, below, str(n_steps), anchor="end"))
     legend_y = TOP + PANEL_HEIGHT + 2.5 * LINE
     for at, name in enumerate(names):
-        x = LEFT + at * (width - LEFT) / len(names)
-        parts.append(_path([(x, legend_y), (x + 16, legend_y)], stroke=colour_of[name], width=3))
-        parts.append(_text(x + 20, legend_y + 4, name))
+        left = LEFT + at * (width - LEFT) / len(names)
+        line = [(left, legend_y), (left + 16, legend_y)]
+        parts.append(_path(line, stroke=colour_of[name], width=3))
+        parts.append(_text(left + 20, legend_y + 4, name))
     parts.append(_text(10, 18, title, size=14))
     parts.append(_text(10, 36, y_label))
     return _svg(parts, width=width, height=TOP + PANEL_HEIGHT + BOTTOM, title=title)

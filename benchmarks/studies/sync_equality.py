@@ -41,7 +41,10 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
         with store.open_run(directory) as reader:
             rows = reader.rows(PLAYED)
         stored = {
-            (row["traj_uid"].bytes, row["step_index"]): (row["prompt_ids"], row["response_ids"])
+            (bytes.fromhex(row["traj_uid"].replace("-", "")), row["step_index"]): (
+                row["prompt_ids"],
+                row["response_ids"],
+            )
             for row in rows
         }
         loop = minimal_loop(
@@ -96,7 +99,7 @@ STUDY = Study(
     title="A synchronous run is the loop that one would write by hand",
     question="""
         With `max_staleness=0`, do workers, coordinator, store, vLLM, SQL and DeepSpeed together
-        play the episodes and compute the weights of a plain loop of a hundred lines?
+        play the episodes and compute the weights of a plain loop of 130 lines of code?
     """,
     prediction=f"""
         (23 November 2026.) Yes: every prompt and every sampled token of {STEPS} learner steps is
@@ -121,6 +124,7 @@ STUDY = Study(
         "same_steps": "fraction of the agent steps whose prompt and answer are equal",
         "agent_steps": "agent steps of the run",
     },
+    numbers=".2g",
     reading="Not read yet.",
     run_cpu_s=150,
     run=run,

@@ -87,9 +87,9 @@ def test_the_page_shows_means_and_paired_differences() -> None:
     study = study_of([])
     runner.run_missing(study, seeds=3, jobs=1)
     text = page.page_text(study, runner.read(study))
-    assert "| a | 3 | 2 [1, 3] |" in text
-    assert "| b − a | 3 | +1 |" in text, "equal differences have no interval"
-    assert "b is 3 [2, 4], above a by +1." in text
+    assert "| a | 3 | 2.000 [1.000, 3.000] |" in text
+    assert "| b − a | 3 | +1.000 |" in text, "equal differences have no interval"
+    assert "b is 3.000 [2.000, 4.000], above a by +1.000." in text
     picture = page.picture(study, runner.read(study))
     assert picture.count("<polygon") == 2 and "An example" in picture
 
@@ -101,9 +101,11 @@ def test_intervals_are_those_of_resampled_seeds() -> None:
     rng = np.random.default_rng(1)
     many = bootstrap(rng.normal(size=400).tolist())
     assert many.high - many.mean == pytest.approx(1.96 / 20, rel=0.15)
-    found = paired({0: 0.9, 1: 0.8, 2: 0.1}, {0: 0.7, 1: 0.7, 3: 0.5})
+    found = paired([{0: 0.9, 1: 0.8, 2: 0.1}, {0: 0.7, 1: 0.7, 3: 0.5}])
     assert found is not None and found.n == 2 and found.mean == pytest.approx(0.15)
-    assert paired({0: 1.0}, {1: 1.0}) is None
+    grown = paired([{0: 0.9}, {0: 0.5}, {0: 0.8}, {0: 0.7}])  # 0.4 - 0.1
+    assert grown is not None and grown.mean == pytest.approx(0.3)
+    assert paired([{0: 1.0}, {1: 1.0}]) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
