@@ -250,15 +250,13 @@ STUDY = Study(
 
         The prediction about visits is wrong. Correlations fall with the visits of a state for every
         estimator, and so does the gain of the step term over ω = 0: {gigpo - grpo[visits_1_7]} with
-        up to 7 visits, {gigpo - grpo[visits_32]} with 32 or more. States that are met so often here
-        are those in which episodes wander, where no action matters much. States met once are too
-        few to be judged.
+        up to 7 visits, {gigpo - grpo[visits_32]} with 32 or more. States met once are too few to be
+        judged.
 
         Four learner steps of staleness cost little: GiGPO falls from {gigpo[correlation]} to
         {gigpo[lag_4]}, G2PO from {g2po[correlation]} to {g2po[lag_4]}. Most of the difference to
         the truth is not staleness but the small number of episodes. With wins discounted by 0.95
-        the order is the same. The check by Monte Carlo is {gigpo[monte_carlo]}, where 1 is expected.
-        All of this is one world, one model, and three moments of GiGPO's own training.
+        the order is the same. The check by Monte Carlo is {gigpo[monte_carlo]}; 1 is expected. All of this is one world, one model, and three moments of GiGPO's own training.
     """,
     run_cpu_s=1.7,
     run=run,

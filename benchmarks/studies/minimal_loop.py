@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,8 @@ def episodes_of(
     model: torch.nn.Module, tokenizer, *, run_id: str, seed: int, first: int
 ) -> list[list[dict]]:
     """Play the groups `first`, `first + 1`, ... of a run to their ends."""
-    tasks, playing = KeyRoom.tasks("train", {}), []
+    tasks = KeyRoom.tasks("train", {})
+    playing: list[Any] = []  # environment, observation, name, steps, group
     episodes: list[list[dict]] = []
     for ordinal in range(first, first + GROUPS):
         order = list(range(len(tasks)))
