@@ -256,7 +256,8 @@ STUDY = Study(
         Four learner steps of staleness cost little: GiGPO falls from {gigpo[correlation]} to
         {gigpo[lag_4]}, G2PO from {g2po[correlation]} to {g2po[lag_4]}. Most of the difference to
         the truth is not staleness but the small number of episodes. With wins discounted by 0.95
-        the order is the same. The check by Monte Carlo is {gigpo[monte_carlo]}; 1 is expected. All of this is one world, one model, and three moments of GiGPO's own training.
+        the order is the same. The check by Monte Carlo is {gigpo[monte_carlo]}; 1 is
+        expected. All of this is one world, one model, and three moments of GiGPO's own training.
     """,
     run_cpu_s=1.7,
     run=run,
