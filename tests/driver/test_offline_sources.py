@@ -316,11 +316,11 @@ def test_wrong_chats_are_found_before_a_tiny_model_is_made_of_them(tmp_path: Pat
         sources.check_sources(config, Console(quiet=True))
 
 
-def test_a_teacher_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+def test_teacher_and_critic_have_the_vocabulary_of_the_model(tmp_path: Path) -> None:
     model, teacher = make_base(tmp_path / "model"), make_base(tmp_path / "teacher", seed=1)
     key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
     asked = [f"model.path={model}", "loss.policy=distillation"]
-    sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={teacher}"]))
+    sources.check_vocabularies(configs.load(key_room, [*asked, f"loss.teacher={teacher}"]))
     make_tiny_model(
         tmp_path / "other",
         tokenizer=train_tokenizer(["open the chest"] * 9, vocabulary_size=280),
@@ -329,15 +329,23 @@ def test_a_teacher_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
     )
     with teacher_server(teacher) as server:
         served = configs.load(key_room, [*asked, f"loss.teacher={server.url}"])
-        sources.check_teacher(served)
+        sources.check_vocabularies(served)
         assert [len(body["prompt"]) for body in server.asked] == [2]
     with (
         chat_server(lambda body: echoed(None), models=["other"]) as server,
         pytest.raises(UserError, match=f"loss.teacher={server.url} does not echo tokens"),
     ):
-        sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={server.url}"]))
+        sources.check_vocabularies(configs.load(key_room, [*asked, f"loss.teacher={server.url}"]))
     with pytest.raises(ConfigError, match=r"differs from that of model.path=\S+ in \d+ entries"):
-        sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={tmp_path}/other"]))
+        sources.check_vocabularies(
+            configs.load(key_room, [*asked, f"loss.teacher={tmp_path}/other"])
+        )
+    critic = [f"model.path={model}", "algorithm.estimator=turn_ppo"]
+    sources.check_vocabularies(configs.load(key_room, [*critic, f"critic.path={teacher}"]))
+    with pytest.raises(ConfigError, match=r"critic.path=\S+ has a tokenizer that differs"):
+        sources.check_vocabularies(
+            configs.load(key_room, [*critic, f"critic.path={tmp_path}/other"])
+        )
     for settings, says in (
         (asked, "has no teacher; give the directory of one, or the URL of its server"),
         (
