@@ -47,6 +47,7 @@ from store import (
     WeightFileError,
     files_digest,
     local_directory,
+    local_model,
     prune_published,
     publish_directory,
     weight_files,
@@ -89,7 +90,8 @@ class Learner:
             after_failure.callback(self.heart.close)
             self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
             prepare_advantages(self.loader.advantages)
-            self.ranks = RankGroup(self.config, model_path=setup.model_path)
+            model_path = local_model(self.layout, setup.model_path)
+            self.ranks = RankGroup(self.config, model_path=model_path)
             after_failure.callback(self.ranks.close)
             if has_critic(self.config):
                 self.loader = replace(self.loader, values=self.ranks.values)

@@ -96,6 +96,7 @@ from .records import uid_text as uid_text
 from .remote_directory import has_directory as has_directory
 from .remote_directory import is_published as is_published
 from .remote_directory import local_directory as local_directory
+from .remote_directory import local_model as local_model
 from .remote_directory import prune_published as prune_published
 from .remote_directory import publish_directory as publish_directory
 from .segments import SegmentMeta as SegmentMeta

@@ -321,6 +321,24 @@ class RunLayout:
             ) from error
         return cls(root=root, info=info)
 
+    @classmethod
+    def join(cls, root: Path, *, storage_uri: str) -> RunLayout:
+        """Return the run at `root` for a worker or the learner. Raises as `open`, or StoreError.
+
+        On a node that does not see the owner's directory one is made at the same path, for logs,
+        weights and checkpoints. It is not the run's home, so nobody can own the run there.
+        """
+        root = root.absolute()
+        if not storage_uri or cls.exists(root):
+            return cls.open(root)
+        storage = open_storage(storage_uri)
+        data: bytes = storage.read("run.json", at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
+        layout = cls(root=root, info=parse_run_json(data, name=storage.locate("run.json")))
+        for directory in (root, layout.weights, layout.checkpoints, layout.logs):
+            make_directory(directory, beneath=root)
+        write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)
+        return layout
+
     def check_no_links(self) -> None:
         """Raise UnsafePathError for a link beneath the directories of the run.
 
@@ -348,7 +366,7 @@ class RunLayout:
         if any(file.path not in ("run.json", homes.HOME) for file in self.storage.files("")):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
-                "its own"
+                f"its own, or go on with that one: gigpo train --resume {self.info.storage_uri}"
             )
         homes.take(self.root, self.storage)
         self.storage.write("run.json", run_json)

@@ -102,6 +102,16 @@ def local_directory(layout: RunLayout, path: str) -> Path:
     return here
 
 
+def local_model(layout: RunLayout, path: str) -> str:
+    """Return the path of a model on this machine. The base policy of the run is fetched if need be.
+
+    Raises as `local_directory`.
+    """
+    if Path(path).absolute() != layout.root / BASE_POLICY:
+        return path
+    return str(local_directory(layout, BASE_POLICY))
+
+
 def copy_directory(source: RunLayout, layout: RunLayout, path: str) -> None:
     """Copy a directory from the storage of `source` to the run directory of `layout`, durably.
 

@@ -12,6 +12,7 @@ import pytest
 from store import (
     Catalog,
     FencedError,
+    FormatError,
     Maintainer,
     RunLayout,
     StoreError,
@@ -21,6 +22,7 @@ from store import (
     home,
     is_brought,
     local_directory,
+    local_model,
     open_run,
     publish_directory,
     run_at,
@@ -388,3 +390,24 @@ def states_of_catalog(layout: RunLayout) -> dict[int, str]:
 def catalog_paths(layout: RunLayout) -> list[str]:
     with Catalog.open(layout) as catalog, closing(catalog._database.copy()) as copy:
         return [row[0] for row in copy.execute("SELECT path FROM segment")]
+
+
+def test_a_node_that_sees_nothing_of_the_directory_joins_the_run(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """For a worker or the learner; nobody can own the run there."""
+    root = tmp_path / "node" / "run"
+    layout = RunLayout.join(root, storage_uri=uri_of(lost))
+    assert layout.info == lost.info == RunLayout.join(root, storage_uri=uri_of(lost)).info
+    policy = root / BASE_POLICY
+    assert local_model(layout, str(policy)) == str(policy)
+    assert (policy / "model.safetensors").read_bytes() == b"base"
+    assert local_model(layout, "/models/other") == "/models/other"
+    assert local_directory(layout, "checkpoints/step000002").is_dir()
+    with pytest.raises(StoreError, match="you did not make this run"):
+        Catalog.open(layout)
+    sign_run(root)
+    with pytest.raises(FencedError, match=f"was brought to {lost.root} on"):
+        Catalog.open(layout)
+    with pytest.raises(FormatError, match="is not a run directory"):
+        RunLayout.join(tmp_path / "none", storage_uri="")
