@@ -7,9 +7,9 @@ learner steps of 8 groups with their metrics. Each page is opened for several gr
 everything that it fetches later. `first_page_ms` is the start page after the program started,
 `p95_page_ms` is over all visits of all pages, `p95_later_ms` over the panels fetched afterwards.
 
-`training_slowdown` is the share of its learner steps per second that a training loses to a viewer
-whose page follows it: one process writes the store, others keep the remaining cores busy, and the
-viewer is stopped and continued in turn. It is the median over the turns. The last line is JSON.
+`training_slowdown` is the share of its work that a training loses to a viewer whose page follows
+it. The training keeps all cores busy and makes a learner step a second, with the coordinator's
+exports and compaction; turns beside a viewer stand between turns without. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from support.figures import quick_parser, show_json, show_table
 from analysis.view.pages import PAGES
 from analysis.view.server import make_app
 from configs import Config
-from coordinator.export_schedule import Exporter
+from coordinator.export_schedule import Exporter, start_maintainer
 from gigpo import AdvantageSettings, advantages_macro
 from store import (
     SEGMENT_SCHEMA,
@@ -77,7 +78,11 @@ VISITS = 12  # of each page, of another group or task each time
 TOKEN = "benchmark"
 ARROW_QUERY = "SELECT traj_uid, step_index, obs_text, action_text, reward FROM steps LIMIT 200000"
 REQUIRED = {"first_page_ms": "< 1000", "p95_page_ms": "< 500", "training_slowdown": "< 0.02"}
-SMALL_STEPS = 4  # of an episode of the training that is slowed down: its files stay small
+# Of the training that is slowed down:
+SMALL_STEPS = 4  # of an episode: its files stay small
+FILE_S = 2.0  # between two files: as the quick start, it makes a learner step a second
+UNIT_NUMBERS = 100_000  # a unit of work sorts so many: about a millisecond
+TRIAL_UNITS = 100  # to see how long one takes
 POLL_S = 3.0  # as a page asks for a newer lsn
 LATER = re.compile(r'data-later="([^"]+)"')
 
@@ -252,86 +257,99 @@ def _timed(client: httpx2.Client, address: str, later: list[float]) -> float:
 
 
 def measure_slowdown(root: Path, *, turns: int, turn_s: float) -> float:
-    """Return the share of its learner steps that a training loses to a viewer that follows it."""
+    """Return the share of its work that a training loses to a viewer that follows it."""
     context = multiprocessing.get_context("spawn")
-    progress = context.Array("d", 2)  # learner steps, and when the last of them ended
-    busy = [context.Process(target=train, args=(root, progress), daemon=True)]
+    done = context.Array("d", len(os.sched_getaffinity(0)))  # units of work of each process
+    busy = [context.Process(target=train, args=(root, done), daemon=True)]
     busy += [
-        context.Process(target=keep_busy, daemon=True)
-        for _ in range(len(os.sched_getaffinity(0)) - 1)
+        context.Process(target=work, args=(done, place), daemon=True)
+        for place in range(1, len(done))
     ]
-    looks, ends = threading.Event(), threading.Event()
     with contextlib.ExitStack() as stack:
         for process in busy:
             process.start()
             stack.callback(process.kill)
-        while not progress[0]:
+        while not all(done):
             assert busy[0].is_alive(), "the training ended"
             time.sleep(0.1)
+        alone, beside = [_rate(done, turn_s)], []
+        for _ in range(turns):
+            with followed(root):
+                beside.append(_rate(done, turn_s))
+            alone.append(_rate(done, turn_s))
+            print(
+                f"{alone[-2]:.1f} and {alone[-1]:.1f} units of work/s, "
+                f"beside a viewer between them {beside[-1]:.1f}",
+                flush=True,
+            )
+    # The machine's speed drifts: each turn is compared with those before and after it.
+    without = [(before + after) / 2 for before, after in itertools.pairwise(alone)]
+    return 1 - sum(beside) / sum(without)
+
+
+def train(root: Path, done: SynchronizedArray[float]) -> None:
+    """Train without an end: work, and write and maintain the store as a coordinator does."""
+    layout = create(root)
+    began = time.perf_counter()
+    work(done, 0, n_units=TRIAL_UNITS)
+    units = round(TRIAL_UNITS * FILE_S / (time.perf_counter() - began))
+    with Catalog.open(layout) as catalog:
+        training = Training(layout, catalog, n_steps=SMALL_STEPS)
+        exporter = Exporter(catalog, layout)
+        maintainer = start_maintainer(catalog, layout, config=Config().store)
+        while True:
+            maintainer.check()
+            training.train_file()
+            exporter.when_due()
+            work(done, 0, n_units=units)
+
+
+def work(done: SynchronizedArray[float], place: int, *, n_units: int | None = None) -> None:
+    """Use one core, as actors and learner do, and count the units of work; None: without an end."""
+    numbers = np.random.default_rng(0).random(UNIT_NUMBERS)
+    for _ in itertools.count() if n_units is None else range(n_units):
+        np.sort(numbers)
+        done[place] += 1
+
+
+@contextlib.contextmanager
+def followed(root: Path) -> Iterator[None]:
+    """Open `gigpo view` with a page that follows the run. Leaving closes it."""
+    with contextlib.ExitStack() as stack:
         viewer = subprocess.Popen(
             [sys.executable, "-m", "cli", "view", str(root), "--no-browser", "--port", "0"],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             text=True,
         )
-        stack.callback(viewer.kill)
+        stack.callback(viewer.wait)
+        stack.callback(viewer.send_signal, signal.SIGINT)
         assert viewer.stdout is not None
         address = viewer.stdout.readline().split()[0]
-        page = threading.Thread(target=follow, args=(address, looks, ends), daemon=True)
+        client = stack.enter_context(httpx2.Client(base_url=address, timeout=120))
+        _timed(client, "run", [])
+        ends = threading.Event()
+        page = threading.Thread(target=follow, args=(client, ends), daemon=True)
         page.start()
         stack.callback(page.join)
         stack.callback(ends.set)
-        losses = []
-        for turn in range(turns):
-            rates = {}
-            # The run grows: the order is turned round each time.
-            for is_looked_at in (turn % 2 == 0, turn % 2 == 1):
-                viewer.send_signal(signal.SIGCONT if is_looked_at else signal.SIGSTOP)
-                (looks.set if is_looked_at else looks.clear)()
-                rates[is_looked_at] = _rate(progress, turn_s)
-            losses.append(1 - rates[True] / rates[False])
-            print(
-                f"{rates[False]:.2f} learner steps/s, beside a viewer {rates[True]:.2f}", flush=True
-            )
-        viewer.send_signal(signal.SIGCONT)  # it has to answer the last request
-    return statistics.median(losses)
+        yield
 
 
-def train(root: Path, progress: SynchronizedArray[float]) -> None:
-    """Train without an end, export as a coordinator does, and count the learner steps."""
-    layout = create(root)
-    with Catalog.open(layout) as catalog:
-        training, exporter = (
-            Training(layout, catalog, n_steps=SMALL_STEPS),
-            Exporter(catalog, layout),
-        )
-        while True:
-            training.train_file()
-            exporter.when_due()
-            progress[:] = [training.version, time.perf_counter()]
-
-
-def keep_busy() -> None:
-    """Use one core without an end, as actors and learner do."""
-    while True:
-        pass
-
-
-def follow(address: str, looks: threading.Event, ends: threading.Event) -> None:
+def follow(client: httpx2.Client, ends: threading.Event) -> None:
     """Ask for the newest lsn and fetch the page again for a newer one, as an open page does."""
     shown = None
-    with httpx2.Client(base_url=address, timeout=120) as client:
-        while not ends.wait(POLL_S):
-            if looks.is_set() and (lsn := client.get("lsn").json()["lsn"]) != shown:
-                _timed(client, "run", [])
-                shown = lsn
+    while not ends.wait(POLL_S):
+        if (lsn := client.get("lsn").json()["lsn"]) != shown:
+            _timed(client, "run", [])
+            shown = lsn
 
 
-def _rate(progress: SynchronizedArray[float], seconds: float) -> float:
-    steps, ended_s = progress[:]
+def _rate(done: SynchronizedArray[float], seconds: float) -> float:
+    """Return the units of work for a second, of all processes together."""
+    before, began = sum(done), time.perf_counter()
     time.sleep(seconds)
-    later_steps, later_ended_s = progress[:]
-    return (later_steps - steps) / (later_ended_s - ended_s)
+    return (sum(done) - before) / (time.perf_counter() - began)
 
 
 def main() -> None:
@@ -346,7 +364,7 @@ def main() -> None:
             build(run, n_steps=100_000 if options.quick else 1_000_000)
             print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
         figures = measure(run)
-        turns, turn_s = (2, 6.0) if options.quick else (4, 30.0)
+        turns, turn_s = (1, 6.0) if options.quick else (2, 200.0)
         figures["training_slowdown"] = measure_slowdown(
             Path(directory) / "training", turns=turns, turn_s=turn_s
         )

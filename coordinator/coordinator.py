@@ -305,10 +305,10 @@ class Coordinator:
     def refill(
         self, batch_id: int, *, filtered: Collection[bytes], n_groups: int, current_version: int
     ) -> Batch | None:
-        """Claim up to `n_groups` more groups for a batch, in place of `filtered` ones.
+        """Claim `n_groups` more groups for a batch, in place of `filtered` ones.
 
-        Returns the whole batch, or None while no group is complete, or one is waited for as in
-        `claim`. From the first call on, workers may play others in place of the filtered groups.
+        Returns the whole batch, or None while too few groups are complete, or one is waited for as
+        in `claim`. From the first call on, workers may play others in place of the filtered groups.
         """
         return self.catalog.refill(
             batch_id,

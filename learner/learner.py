@@ -265,7 +265,7 @@ class Learner:
             components = status.components.items()
             waiting = {name: one.waiting_on for name, one in components if one.waiting_on}
             raise StarvationError(
-                f"no {self.config.learner.groups_per_step} complete groups within "
+                "too few complete groups for the next batch within "
                 f"{self.config.learner.starvation_timeout_s:g} s: {status.counts}; waiting: "
                 f"{waiting}"
             )

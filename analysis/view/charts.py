@@ -8,6 +8,7 @@ apart by people who are colour-blind (Okabe and Ito). Texts of a run become visi
 
 from __future__ import annotations
 
+import atexit
 import gc
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ def warm_up() -> None:
     """
     lines(pa.table({"x": [0.0], "y": [0.0]}), x="x", y=["y"])
     gc.freeze()
+    atexit.register(gc.unfreeze)  # DuckDB complains at exit of what was not collected
 
 
 def lines(

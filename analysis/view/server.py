@@ -398,6 +398,7 @@ def _listen(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((LOOPBACK, port))
+        listener.listen()  # whoever reads the address may connect at once
     except OSError as error:
         listener.close()
         raise StoreError(

@@ -11,7 +11,8 @@ groups in place of those that teach nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -112,18 +113,20 @@ class Episodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """A claimed batch, ready to train on. Times are seconds of the thread that prepared it."""
+    """A claimed batch, ready to train on."""
 
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
-    # SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value and value_target, and for an
-    # estimator of OF_TOKENS the lists of token_value, _advantage and _value_target; trained rows
+    # The rows that are trained on: SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value
+    # and value_target. An estimator of OF_TOKENS adds lists, a number for each response token:
+    # token_value, token_advantage and token_value_target.
     rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
     values: Mapping[bytes, Sequence[float]]
-    # of all response tokens' values, of all claimed groups; None if a row has one value
+    # Digest of the critic's values of all response tokens of all claimed groups; None unless the
+    # estimator is one of OF_TOKENS.
     values_digest: int | None
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
     n_rows: int  # of all claimed groups, filtered ones included
@@ -134,12 +137,26 @@ class PreparedBatch:
     offline: Episodes | None  # trajectories of offline groups; None without any
     n_missing: int  # filtered groups that no other stands for, because of algorithm.refill_groups
     claimed_at_s: float  # time.monotonic() when the last groups were there
-    read_s: float
-    values_s: float  # for the critic's forward passes; 0 without a critic
-    advantages_s: float  # in `compute_advantages`, including the wait for a core
-    advantages_cpu_s: float  # the same without the wait
-    filter_s: float  # to find filtered groups, and the rows to train on
-    pack_s: float  # to cut the rows into updates and micro-batches
+    times: LoadTimes
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadTimes:
+    """Seconds that the preparing thread spent on a batch."""
+
+    read_s: float = 0.0
+    values_s: float = 0.0  # for the critic's forward passes; 0 without a critic
+    advantages_s: float = 0.0  # including the wait for a core
+    advantages_cpu_s: float = 0.0  # the same without the wait
+    filter_s: float = 0.0  # to find filtered groups, and the rows to train on
+    pack_s: float = 0.0  # to cut the rows into updates and micro-batches
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time until the end of the block to a field, `read_s` for example."""
+        began_s = time.monotonic()
+        yield
+        setattr(self, name, getattr(self, name) + time.monotonic() - began_s)
 
 
 def make_loader(
@@ -170,41 +187,39 @@ def prepare_batch(
     `learner_step` seeds the order of rows. `more` refills the batch until it returns None. Raises
     StoreError (DigestError) if a segment is not as it was committed.
     """
-    spent, claimed_at_s = _Spent(), time.monotonic()
-    played = _read(loader, batch, spent=spent)
-    rows, filtered = _judged(loader, played, spent=spent)
+    times, claimed_at_s = LoadTimes(), time.monotonic()
+    played = _read(loader, batch, times=times)
+    rows, filtered = _with_advantages(loader, played, times=times)
     while more is not None and (larger := more(batch, filtered)) is not None:
         claimed_at_s = time.monotonic()
-        new = _read(loader, _added(larger, to=batch), spent=spent)
+        new = _read(loader, _new_groups(larger, before=batch), times=times)
         played, batch = in_batch_order(pa.concat_tables([played, new]), larger), larger
         # All of it again: some estimators compare all groups of a batch, and the last bits of a
         # value depend on what is computed with it.
-        rows, filtered = _judged(loader, played, spent=spent)
+        rows, filtered = _with_advantages(loader, played, times=times)
+    n_missing = max(0, loader.n_live - n_teaching(batch, filtered)) if loader.refill_groups else 0
     values = {} if loader.values is None else _by_trajectory(rows)
     digest = None
     if loader.advantages.estimator in OF_TOKENS:
-        began_s, digest = time.monotonic(), values_digest(rows)
-        rows = with_token_advantages(rows, gae_lambda=loader.advantages.gae_lambda)
-        spent.advantages_s += time.monotonic() - began_s
-    filtering_s = time.monotonic()
-    uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
-    trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
-    n_missing = max(0, loader.n_live - n_teaching(batch, filtered)) if loader.refill_groups else 0
-    if loader.train_on:
-        trained, unselected = _select(trained, loader.train_on)
-        filtered |= unselected
-    filter_s = spent.filter_s + time.monotonic() - filtering_s
+        with times.timed("advantages_s"):
+            digest = values_digest(rows)
+            rows = with_token_advantages(rows, gae_lambda=loader.advantages.gae_lambda)
+    with times.timed("filter_s"):
+        uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
+        trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
+        if loader.train_on:
+            trained, unselected = _select(trained, loader.train_on)
+            filtered |= unselected
     is_offline = pc.equal(rows["split"], IMPORTED)
     live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
-    replayed = _replay(loader, batch, beside=live, learner_step=learner_step, spent=spent)
-    seed = loader.seed + learner_step
-    packing_s = time.monotonic()
-    updates = cut_updates(
-        pa.concat_tables([trained, replayed], promote_options="default"),
-        learner=loader.learner,
-        version=version,
-        seed=seed,
-    )
+    replayed = _replay(loader, batch, beside=live, learner_step=learner_step, times=times)
+    with times.timed("pack_s"):
+        updates = cut_updates(
+            pa.concat_tables([trained, replayed], promote_options="default"),
+            learner=loader.learner,
+            version=version,
+            seed=loader.seed + learner_step,
+        )
     return PreparedBatch(
         batch=batch,
         version=version,
@@ -222,12 +237,7 @@ def prepare_batch(
         offline=_episodes(offline),
         n_missing=n_missing,
         claimed_at_s=claimed_at_s,
-        read_s=spent.read_s,
-        values_s=spent.values_s,
-        advantages_s=spent.advantages_s,
-        advantages_cpu_s=spent.advantages_cpu_s,
-        filter_s=filter_s,
-        pack_s=time.monotonic() - packing_s,
+        times=times,
     )
 
 
@@ -246,26 +256,13 @@ def n_wanted(loader: BatchLoader, batch: Batch, filtered: Collection[bytes]) -> 
     return max(0, min(loader.n_live - n_teaching(batch, filtered), room))
 
 
-@dataclass(kw_only=True, slots=True)
-class _Spent:
-    """Seconds spent on a batch so far."""
-
-    read_s: float = 0.0
-    values_s: float = 0.0
-    advantages_s: float = 0.0
-    advantages_cpu_s: float = 0.0
-    filter_s: float = 0.0
-
-
-def _read(loader: BatchLoader, batch: Batch, *, spent: _Spent) -> pa.Table:
-    began_s = time.monotonic()
-    rows = in_batch_order(read_segments(loader.layout, batch.segments), batch)
-    spent.read_s += time.monotonic() - began_s
-    return rows
+def _read(loader: BatchLoader, batch: Batch, *, times: LoadTimes) -> pa.Table:
+    with times.timed("read_s"):
+        return in_batch_order(read_segments(loader.layout, batch.segments), batch)
 
 
 def _replay(
-    loader: BatchLoader, batch: Batch, *, beside: pa.Table, learner_step: int, spent: _Spent
+    loader: BatchLoader, batch: Batch, *, beside: pa.Table, learner_step: int, times: LoadTimes
 ) -> pa.Table:
     """Return the rows of wins that the batch replays. `beside` has all rows that it plays."""
     if not batch.replayed:
@@ -273,26 +270,21 @@ def _replay(
         return nothing.append_column("advantage", pa.array([], pa.float64()))
     old = replace(batch, groups=batch.replayed, segments=batch.replayed_segments)
     weight = replay_weight(learner_step, warmup_steps=loader.replay.warmup_steps)
-    rows, began_s = _read(loader, old, spent=spent), time.monotonic()
-    wins = replayed_wins(rows, beside, loader.advantages, weight=weight)
-    spent.advantages_s += time.monotonic() - began_s
-    return wins
+    rows = _read(loader, old, times=times)
+    with times.timed("advantages_s"):
+        return replayed_wins(rows, beside, loader.advantages, weight=weight)
 
 
-def _valued(loader: BatchLoader, rows: pa.Table, *, spent: _Spent) -> pa.Table:
-    """Return the rows with a column `value`, by the critic; as they are without a critic.
+def _with_values(loader: BatchLoader, rows: pa.Table) -> pa.Table:
+    """Append the column `value`, by the critic.
 
-    For an estimator of OF_TOKENS with a column `token_value` too, a list with each token's.
+    For an estimator of OF_TOKENS also append `token_value`, a list with a value for each response
+    token.
     """
-    if loader.values is None:
-        return rows
-    began_s = time.monotonic()
+    assert loader.values is not None, "a critic's estimator has a critic"
     values_R, values_N = critic_values(rows, loader.values, learner=loader.learner)
-    valued = rows.append_column("value", pa.array(values_R))
-    if loader.advantages.estimator in OF_TOKENS:
-        valued = with_token_values(valued, values_N)
-    spent.values_s += time.monotonic() - began_s
-    return valued
+    rows = rows.append_column("value", pa.array(values_R))
+    return with_token_values(rows, values_N) if loader.advantages.estimator in OF_TOKENS else rows
 
 
 def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:
@@ -305,33 +297,35 @@ def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:
     return values
 
 
-def _judged(
-    loader: BatchLoader, rows: pa.Table, *, spent: _Spent
+def _with_advantages(
+    loader: BatchLoader, rows: pa.Table, *, times: LoadTimes
 ) -> tuple[pa.Table, dict[bytes, str]]:
     """Return the rows with their advantages, and the groups that the filter leaves out, and why."""
-    rows = _valued(loader, rows, spent=spent)
-    began_s, cpu_s = time.monotonic(), time.thread_time()
-    advantages = compute_advantages(rows, loader.advantages)
-    computed_at_s = time.monotonic()
-    spent.advantages_s += computed_at_s - began_s
-    spent.advantages_cpu_s += time.thread_time() - cpu_s
-    filtered = dict(filtered_groups(advantages, group_filter=loader.group_filter))
-    spent.filter_s += time.monotonic() - computed_at_s
-    has_targets = loader.values is not None
-    for name in (*ADVANTAGE_COLUMNS, *(["value_target"] if has_targets else [])):
+    columns = list(ADVANTAGE_COLUMNS)
+    if loader.values is not None:
+        columns.append("value_target")
+        with times.timed("values_s"):
+            rows = _with_values(loader, rows)
+    cpu_s = time.thread_time()
+    with times.timed("advantages_s"):
+        advantages = compute_advantages(rows, loader.advantages)
+    times.advantages_cpu_s += time.thread_time() - cpu_s
+    with times.timed("filter_s"):
+        filtered = dict(filtered_groups(advantages, group_filter=loader.group_filter))
+    for name in columns:
         rows = rows.append_column(name, advantages[name])
     return rows, filtered
 
 
-def _added(batch: Batch, *, to: Batch) -> Batch:
+def _new_groups(batch: Batch, *, before: Batch) -> Batch:
     """Return the part of a refilled batch that it did not have before."""
-    before = {group.group_uid for group in to.groups}
+    known = {group.group_uid for group in before.groups}
     segments = []
     for segment in batch.segments:
-        new = tuple(one for one in segment.trajectories if one.group_uid not in before)
+        new = tuple(one for one in segment.trajectories if one.group_uid not in known)
         if new:
             segments.append(replace(segment, trajectories=new))
-    groups = tuple(group for group in batch.groups if group.group_uid not in before)
+    groups = tuple(group for group in batch.groups if group.group_uid not in known)
     return replace(batch, groups=groups, segments=tuple(segments))
 
 

@@ -179,11 +179,11 @@ def step_metrics(
     n_computed = sum(update.n_tokens_computed for update in updates)
     figures = {
         "learner/idle_fraction": times.groups_wait_s / times.step_s,
-        "time/read_s": batch.read_s,
-        "time/advantages_s": batch.advantages_s,
-        "time/advantages_cpu_s": batch.advantages_cpu_s,
-        "time/filter_s": batch.filter_s,
-        "time/pack_s": batch.pack_s,
+        "time/read_s": batch.times.read_s,
+        "time/advantages_s": batch.times.advantages_s,
+        "time/advantages_cpu_s": batch.times.advantages_cpu_s,
+        "time/filter_s": batch.times.filter_s,
+        "time/pack_s": batch.times.pack_s,
         "time/batch_wait_s": times.batch_wait_s,
         "time/publish_s": times.publish_s,
         "time/checkpoint_s": times.checkpoint_s,
@@ -191,7 +191,7 @@ def step_metrics(
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
     }
     if batch.values:
-        figures["time/values_s"] = batch.values_s
+        figures["time/values_s"] = batch.times.values_s
     if batch.live is not None:
         figures["tokens/generated_per_s"] = batch.n_live_tokens / times.step_s
     return figures | timeless_metrics(batch, updates)

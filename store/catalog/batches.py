@@ -86,28 +86,37 @@ def refill(
     current_version: int,
     max_staleness: int,
 ) -> Batch | None:
-    """Claim up to `n_groups` more complete training groups for a claimed batch. Return the whole.
+    """Claim `n_groups` more complete training groups for a claimed batch. Return the whole batch.
 
     `filtered` groups of the batch teach nothing. They stay in it, and are outstanding no more, so
     that others are played in their place. Other groups become stale as in `claim`, with the same
-    `current_version`. Returns None if no group is complete.
+    `current_version`. Returns None if too few groups are complete, or none is asked for.
     """
     batch = tx.row("SELECT state FROM batch WHERE batch_id = :id", id=batch_id)
     if batch is None or batch["state"] != "claimed":
         raise StoreError(f"batch {batch_id} is not claimed, so it cannot be refilled")
-    for group_uid in filtered:
-        n = tx.run(
-            """UPDATE batch_group SET outcome = 'filtered'
-               WHERE batch_id = :batch_id AND group_uid = :group_uid AND outcome = 'claimed'
-                 AND (SELECT source FROM grp g WHERE g.group_uid = :group_uid) IS NULL""",
+    # The learner asks until the groups are there: only the first time there is something to change.
+    counted = {
+        row["group_uid"]
+        for row in tx.rows(
+            """SELECT group_uid FROM batch_group JOIN grp USING (group_uid)
+               WHERE batch_id = :batch_id AND outcome = 'claimed' AND source IS NULL""",
             batch_id=batch_id,
-            group_uid=group_uid,
         )
-        if n:
+    }
+    for group_uid in filtered:
+        if group_uid in counted:
+            tx.run(
+                """UPDATE batch_group SET outcome = 'filtered'
+                   WHERE batch_id = :batch_id AND group_uid = :group_uid""",
+                batch_id=batch_id,
+                group_uid=group_uid,
+            )
             tx.touch("lineage")
     _expire(tx, current_version=current_version, max_staleness=max_staleness)
     rows = _oldest_complete(tx, n_groups)
-    if not rows:
+    # All at once: the advantages of the whole batch are computed again for each refill.
+    if not n_groups or len(rows) < n_groups:
         return None
     _add(tx, batch_id, rows)
     return batch_of(tx, batch_id)
@@ -180,7 +189,7 @@ def settle(
         f"SELECT group_uid FROM batch_group l WHERE batch_id = :batch_id AND NOT {_IS_REPLAYED}",
         batch_id=batch_id,
     )
-    groups = [row["group_uid"] for row in rows]
+    groups = dict.fromkeys(row["group_uid"] for row in rows)  # in their order, quickly found
     unknown = [uid_text(group_uid) for group_uid in filtered if group_uid not in groups]
     if unknown:
         raise StoreError(

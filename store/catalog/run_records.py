@@ -80,22 +80,31 @@ def live_checkpoints(tx: Transaction) -> tuple[CheckpointRecord, ...]:
 def record_metrics(
     tx: Transaction, *, learner_step: int, policy_version: int, values: Mapping[str, float]
 ) -> None:
-    """Record figures of a learner step by name. A second value of a name replaces the first."""
+    """Record figures of a learner step by name. Of several values of a name the latest counts.
+
+    Raises StoreError for a value that is not a number.
+    """
     for name, value in values.items():
         if math.isnan(value):
             raise StoreError(
                 f"metric {name} of learner step {learner_step} is NaN; leave it out where it has "
                 "no value"
             )
-        tx.run(
-            """INSERT OR REPLACE INTO metric (learner_step, policy_version, name, value, live, lsn)
-               VALUES (:learner_step, :policy_version, :name, :value, 1, :lsn)""",
-            learner_step=learner_step,
-            policy_version=policy_version,
-            name=name,
-            value=float(value),
-            lsn=tx.lsn,
-        )
+    tx.insert_many(
+        "metric",
+        [
+            {
+                "learner_step": learner_step,
+                "policy_version": policy_version,
+                "name": name,
+                "value": float(value),
+                "live": 1,
+                "lsn": tx.lsn,
+            }
+            for name, value in values.items()
+        ],
+    )
+    if values:
         tx.touch("metrics")
 
 

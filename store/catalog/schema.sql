@@ -1,6 +1,7 @@
 -- The tables of catalog.sqlite. Times are UTC epoch microseconds. The order of changes is the lsn.
 -- These tables are append-only: group_state, unfinished, batch, batch_group, version, checkpoint,
--- critic_value, metric, event, lost_trajectory. A roll-back sets live = 0, and triggers refuse every DELETE.
+-- critic_value, metric, event, lost_trajectory. A roll-back sets live = 0, and triggers refuse every
+-- DELETE.
 -- Triggers also set changed_lsn, by which an export finds the rows that changed since the last one.
 
 CREATE TABLE IF NOT EXISTS meta (
@@ -194,7 +195,8 @@ CREATE TABLE IF NOT EXISTS batch_group (
     version_min INTEGER NOT NULL DEFAULT 0,
     version_max INTEGER NOT NULL DEFAULT 0,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
-    -- An offline group may be trained on several times, any other group once.
+    -- Which use of the group: 1 trains on all of it. An offline group may be used again, and of a
+    -- group of this run the later uses replay its wins.
     use INTEGER NOT NULL DEFAULT 1,
     PRIMARY KEY (batch_id, group_uid)
 ) STRICT, WITHOUT ROWID;
@@ -308,6 +310,9 @@ CREATE TRIGGER IF NOT EXISTS version_only_grows BEFORE DELETE ON version BEGIN
 END;
 CREATE TRIGGER IF NOT EXISTS checkpoint_only_grows BEFORE DELETE ON checkpoint BEGIN
     SELECT RAISE(ABORT, 'checkpoint is append-only');
+END;
+CREATE TRIGGER IF NOT EXISTS metric_only_grows BEFORE DELETE ON metric BEGIN
+    SELECT RAISE(ABORT, 'metric is append-only');
 END;
 CREATE TRIGGER IF NOT EXISTS event_only_grows BEFORE DELETE ON event BEGIN
     SELECT RAISE(ABORT, 'event is append-only');

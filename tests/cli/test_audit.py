@@ -35,6 +35,7 @@ from store import (
     StoreError,
     Trajectory,
     export,
+    uid_text,
     write_open_sql,
     write_segment,
 )
@@ -214,9 +215,24 @@ def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 n_groups=0, n_offline=2, uses=2, current_version=0, max_staleness=1
             )
             assert batch is not None
-            catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=0)
+            values = {
+                trajectory.traj_uid: [
+                    critic_value(step, uid_text(trajectory.traj_uid), index)
+                    for index in range(trajectory.n_steps)
+                ]
+                for segment in batch.segments
+                for trajectory in segment.trajectories
+            }
+            catalog.settle(
+                batch.batch_id, learner_step=step, filtered={}, version_in=0, values=values
+            )
         export(catalog, layout)
     return layout.root
+
+
+def critic_value(learner_step: int, traj_uid: str, step_index: int) -> float:
+    """Any number: of this step, as the critic saw it at this learner step."""
+    return int(traj_uid[-2:], 16) / 100 + learner_step / 3 - step_index / 7
 
 
 def test_a_stored_group_is_there_once_however_often_it_was_used(
@@ -249,6 +265,30 @@ def test_what_is_whitened_is_so_over_each_batch_that_a_stored_group_was_in(
         of_step = rows.filter(pc.equal(rows["learner_step"], step))
         assert_same(of_step, [batch], replace(PUBLISHED_SETTINGS, estimator="reinforce_pp"))
         assert_same(of_step, [batch], PUBLISHED_SETTINGS, suffix="b")
+    assert len(rows) == 2 * len(stored(offline, "source IS NOT NULL"))
+
+
+@pytest.mark.parametrize("estimator", WITH_CRITIC)
+@pytest.mark.parametrize("steps_per_read", [4_000_000, 10])
+def test_a_critics_values_are_those_of_the_learner_step(
+    offline: Path,
+    tmp_path: Path,
+    estimator: str,
+    steps_per_read: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group that was used twice has advantages over the values of each time."""
+    monkeypatch.setattr(audit, "STEPS_PER_READ", steps_per_read)
+    rows = rows_of(offline, tmp_path, f"estimator={estimator}", "gae_lambda=0.5")
+    settings = replace(PUBLISHED_SETTINGS, estimator=estimator, gae_lambda=0.5)
+    groups = groups_in_order(offline)
+    for step, numbers in ((1, (0, 1)), (2, (2, 0)), (3, (1, 2))):
+        batch = stored(offline, f"group_uid IN {tuple(groups[number] for number in numbers)}")
+        keys = zip(batch["traj_uid"].to_pylist(), batch["step_index"].to_pylist(), strict=True)
+        values = [critic_value(step, uid, index) for uid, index in keys]
+        of_step = rows.filter(pc.equal(rows["learner_step"], step))
+        assert "value_target_a" in of_step.column_names
+        assert_same(of_step, [batch.append_column("value", pa.array(values))], settings)
     assert len(rows) == 2 * len(stored(offline, "source IS NOT NULL"))
 
 
@@ -357,6 +397,7 @@ def test_a_run_of_a_setting_that_is_gone_is_one_line(
         # before any work
         (["--output", "no/where.parquet", "--where", "nothing = 1"], "there is no directory no;"),
         (["--where", "false"], "no step"),
+        (["estimator=turn_ppo"], "no step of the run with a critic's value is one where"),
         (
             ["group_filter=loud"],
             "group_filter='loud' is unknown; it is one of advantages, rewards, returns",

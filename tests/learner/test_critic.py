@@ -20,7 +20,15 @@ from learner.data.values import critic_values
 from learner.distributed.optimizer_state import MASTER, read_state, trainable
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
-from tests.support.engine_samples import CUT, WHOLE, copied, history_rows, make_base, random_rows
+from tests.support.engine_samples import (
+    CUT,
+    WHOLE,
+    copied,
+    history_rows,
+    make_base,
+    random_rows,
+    with_places,
+)
 from tests.support.learner_samples import one_step_each
 
 CRITIC = CriticConfig(learning_rate=1e-2, clip=100.0)
@@ -180,11 +188,8 @@ def test_it_learns_the_value_of_each_token_whatever_the_cut(base: Path) -> None:
     """Each token's target is its place in the response. The loss is the mean over tokens, not
     over rows.
     """
-    rows = history_rows()
-    places = [[float(t) for t in range(len(ids))] for ids in rows["response_ids"].to_pylist()]
-    zeros = [[0.0] * len(of_row) for of_row in places]
-    for name, numbers in (("value", zeros), ("advantage", places), ("value_target", places)):
-        rows = rows.append_column(f"token_{name}", pa.array(numbers, pa.list_(pa.float64())))
+    rows = with_places(history_rows())
+    places = rows["token_value_target"].to_pylist()
     flat = [place for of_row in places for place in of_row]
     losses = []
     for tokens, merge_steps in ((WHOLE, False), (CUT, True)):

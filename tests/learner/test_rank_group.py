@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -42,6 +43,7 @@ from tests.support.rank_cases import (
     LOSSES,
     SHARED,
     STAGES,
+    VALUED,
     WRECKED,
     Place,
     Result,
@@ -240,6 +242,22 @@ def test_adapters_learn_the_same_on_two_ranks(
             assert_same(one_stats, other_stats, tokens_computed=False)
         for name, tensor in other.weights.items():
             torch.testing.assert_close(tensor, first.weights[name], rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.shortened
+@pytest.mark.parametrize(("stage", "lora_rank"), VALUED)
+def test_a_critic_learns_the_same_on_two_ranks(
+    spread: tuple[Found, Found, Found], stage: int, lora_rank: int
+) -> None:
+    first, (policy,), first_values_N, _ = spread[0][f"critic 0 {lora_rank}"]
+    for found in spread:
+        stats, (other_policy,), values_N, again = found[f"critic {stage} {lora_rank}"]
+        for one, other in zip(first, stats, strict=True):
+            assert other.loss == pytest.approx(one.loss, rel=1e-4)
+            assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
+        assert_same(policy, other_policy, tokens_computed=False)
+        assert values_N == pytest.approx(first_values_N, rel=2e-2, abs=1e-3)
+        assert np.abs(values_N).mean() > 0.01 and again
 
 
 def test_a_policy_that_an_update_wrecked_is_refused_on_every_rank(

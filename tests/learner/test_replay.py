@@ -8,17 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
 import store
+from analysis.audit import Setting, audit_rows
 from cli.__main__ import main
 from configs import CriticConfig
-from gigpo import AdvantageSettings, compute_advantages
+from learner.data.batch_loader import PreparedBatch, prepare_batch
 from learner.explain import Explanation
 from learner.replay import Replayed, replayed
-from store import Catalog, RunLayout, restart_points, trained_step
+from store import Catalog, RunLayout, restart_points, trained_step, uid_text
 from tests.support.fast_directory import fast_directory
 from tests.support.replay_samples import config_of, train
 from tests.support.store_runs import fingerprint, flip
@@ -242,13 +245,21 @@ def test_adapters_are_replayed(replay: Replay) -> None:
             assert (status, f"{n} of {n} learner steps identical" in output) == (0, True)
 
 
-@pytest.mark.parametrize(("estimator", "lora_rank"), [("turn_ppo", 0), ("turn_ppo", 4), ("ppo", 0)])
+@pytest.mark.parametrize(("estimator", "lora_rank"), [("turn_ppo", 0), ("turn_ppo", 4), ("ppo", 4)])
 def test_steps_with_a_critic_are_replayed_with_its_values(
-    replay: Replay, estimator: str, lora_rank: int
+    replay: Replay, estimator: str, lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the base model and from checkpoints, also of the warm-up; after a crash between two
-    steps. The stored values give the advantages that were trained on.
+    steps. An audit finds, over the stored values, the advantages that were trained on.
     """
+    trained: dict[int, pa.Table] = {}
+
+    def noting(*given: Any, learner_step: int, **named: Any) -> PreparedBatch:
+        batch = prepare_batch(*given, learner_step=learner_step, **named)
+        trained[learner_step] = batch.rows
+        return batch
+
+    monkeypatch.setattr("learner.data.prefetch.prepare_batch", noting)
     with fast_directory() as directory:
         config = config_of(
             directory / "run",
@@ -274,10 +285,22 @@ def test_steps_with_a_critic_are_replayed_with_its_values(
             counted = reader.sql(
                 "SELECT learner_step, count(*) AS n FROM critic_values GROUP BY ALL ORDER BY ALL"
             ).to_pylist()
-            valued = reader.sql("SELECT * FROM valued_steps WHERE value IS NOT NULL")
+            (valued,) = reader.sql("SELECT count(value) AS n FROM valued_steps").to_pylist()
+            audited = audit_rows(reader, {"a": Setting.of(config)}, where="split = 'train'")
         assert [row["learner_step"] for row in counted] == [1, 2, 3, 4, 5], "one of each, no other"
-        computed = compute_advantages(valued, AdvantageSettings.of(config.algorithm))
-        assert len(computed) == sum(row["n"] for row in counted)
+        assert valued["n"] == len(audited) == sum(row["n"] for row in counted)
+        advantages = {
+            (row["traj_uid"], row["step_index"]): (row["advantage_a"], row["value_target_a"])
+            for row in audited.filter(audited["passes_filter_a"]).to_pylist()
+        }
+        learnt = {
+            (uid_text(row["traj_uid"]), row["step_index"]): (row["advantage"], row["value_target"])
+            for rows in trained.values()
+            for row in rows.to_pylist()
+        }
+        assert learnt.keys() == advantages.keys()
+        for step, found in advantages.items():
+            assert found == pytest.approx(learnt[step], abs=1e-9)
         with sqlite3.connect(layout.catalog) as connection:
             connection.execute(
                 "UPDATE critic_value SET state_values = '[0.5, 0, 0]' WHERE traj_uid = "

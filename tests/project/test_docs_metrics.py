@@ -13,7 +13,7 @@ import torch
 import configs
 from coordinator.coordinator import REMEMBERED
 from gigpo import Tokens, token_diagnostics
-from learner.data.batch_loader import Episodes
+from learner.data.batch_loader import Episodes, LoadTimes
 from learner.training.alarms import collapse_alarms
 from learner.training.critic import CriticStats, critic_metrics
 from learner.training.run_health import BAD_IN_A_ROW, EMPTY_IN_A_ROW
@@ -77,11 +77,10 @@ def of_a_learner_step() -> set[str]:
     advantages = ("advantage", "episode_advantage", "step_advantage")
     ready = SimpleNamespace(
         batch=SimpleNamespace(groups=groups, replayed=groups[:1]), version=1,
-        live=episodes, offline=episodes, filtered={}, values={b"t": [0.0]}, values_s=0.0,
+        live=episodes, offline=episodes, filtered={}, values={b"t": [0.0]},
         rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
         replayed=pa.table({"advantage": [0.5]}), n_rows=1, n_response_tokens=7, n_live_tokens=7,
-        read_s=0.0, advantages_s=0.0, advantages_cpu_s=0.0, filter_s=0.0, pack_s=0.0,
-        values_digest=1,
+        times=LoadTimes(), values_digest=1,
     )  # fmt: skip
     metrics = step_metrics(ready, updates=[of_an_update()], times=StepTimes(step_s=1.0))  # type: ignore[arg-type]
     alarms = collapse_alarms(metrics, before={}, learner_step=1, config=configs.Config())

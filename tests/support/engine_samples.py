@@ -85,6 +85,17 @@ def history_rows() -> pa.Table:
     )
 
 
+def with_places(rows: pa.Table) -> pa.Table:
+    """Append what an estimator of tokens reads: values of 0, and the place of each token in its
+    response as its advantage and its target.
+    """
+    places = [[float(t) for t in range(len(ids))] for ids in rows["response_ids"].to_pylist()]
+    zeros = [[0.0] * len(of_row) for of_row in places]
+    for name, numbers in (("value", zeros), ("advantage", places), ("value_target", places)):
+        rows = rows.append_column(f"token_{name}", pa.array(numbers, pa.list_(pa.float64())))
+    return rows
+
+
 def _table(
     *,
     prompts: list[list[int]],

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow as pa
 import torch
 
-from configs import LearnerConfig, LossConfig, ModelConfig
+from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig
+from learner.checkpoint import load_checkpoint, save_checkpoint
 from learner.data.micro_batch import MicroBatch
+from learner.data.values import critic_values
 from learner.distributed import deepspeed_setup
 from learner.interface import NonFiniteWeightsError
 from learner.training.engine import Engine
@@ -36,6 +39,7 @@ from tests.support.engine_samples import (
     gradient,
     history_rows,
     random_rows,
+    with_places,
 )
 from tests.support.sizes import IN_FULL
 
@@ -55,6 +59,13 @@ SHARED = (
     else ((1, "float32"), (2, "bfloat16"), (3, "float32"))
 )
 ADAPTED = (0, 3)  # ZeRO stages for LoRA
+# ZeRO stage and rank of the adapters of a run with a critic; the first of each rank is compared with
+VALUED = tuple(
+    (stage, lora_rank)
+    for lora_rank in (0, 4)
+    for stage in STAGES
+    if IN_FULL or lora_rank == 0 or stage in ADAPTED
+)
 # ZeRO stage, dtype, learning rate, rows: weights that overflow in products, in squares, and by
 # themselves.
 WRECKED = (
@@ -64,6 +75,7 @@ WRECKED = (
     (3, "float32", 1e38, 8),
 )
 LEARNER = LearnerConfig(learning_rate=1e-2, grad_clip=0.1)
+CRITIC = CriticConfig(learning_rate=1e-3, clip=100.0)
 # Whatever a rank needs of the others' tokens: to rank them, to score them first, to average over
 # sequences.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -95,6 +107,7 @@ class Place:
         dtype: str = "float32",
         lora_rank: int = 0,
         learner: LearnerConfig = LEARNER,
+        critic: CriticConfig | None = None,
         **loss: Any,
     ) -> Iterator[Engine]:
         engine = Engine(
@@ -102,6 +115,7 @@ class Place:
             model=ModelConfig(dtype=dtype, lora_rank=lora_rank),
             learner=replace(learner, ranks=self.ranks),
             loss=LossConfig(**loss),
+            critic=critic,
             temperature=1.0,
             seed=0,
             rank=self.rank,
@@ -123,6 +137,7 @@ def results(place: Place) -> dict[str, Any]:
             _offloaded,
             _losses,
             _adapters,
+            _critics,
             _skips,
             _wrecks,
             _few_rows,
@@ -198,6 +213,37 @@ def _adapters(place: Place) -> dict[str, Result]:
                 cut(random_rows(5, seed=1), CUT, ranks=place.ranks),
             ]
             found[f"adapters {stage}"] = _result(engine, parts)
+    return found
+
+
+def _critics(place: Place) -> dict[str, Any]:
+    """A critic of states, as of turn_ppo, then of tokens, as of ppo, and the policy beside it. After
+    its checkpoint is loaded the critic's next update is the same again.
+    """
+    rows, found = history_rows(), {}
+    targets = pa.array([float(ids[0] % 5) for ids in rows["prompt_ids"].to_pylist()])
+    valued = rows.append_column("value", pa.array([0.0] * len(rows)))
+    valued = valued.append_column("value_target", targets)
+    updates = [
+        cut(table, CUT, ranks=place.ranks, merge_steps=True)
+        for table in (valued, with_places(valued))
+    ]
+    asked = rows.drop_columns(["advantage", "staleness"])
+    for stage, lora_rank in VALUED:
+        learner = replace(LEARNER, zero_stage=stage)
+        with place.engine(learner=learner, lora_rank=lora_rank, critic=CRITIC) as engine:
+            stats, policy = engine.train_critic(updates), engine.train(updates[1:])
+            _, values_N = critic_values(
+                asked,
+                engine.values,
+                learner=replace(learner, micro_batch_tokens=CUT, ranks=place.ranks),
+            )
+            directory = place.base.parent / f"critic-{stage}-{lora_rank}-{place.ranks}"
+            save_checkpoint(engine, directory, learner_step=1, version=1, lsn=0)
+            after = engine.train_critic(updates)
+            load_checkpoint(engine, directory)
+            again = engine.train_critic(updates) == after
+        found[f"critic {stage} {lora_rank}"] = (stats + after, policy, values_N, again)
     return found
 
 

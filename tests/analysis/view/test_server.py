@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import time
 import uuid
 from datetime import datetime
 from pathlib import Path
 
+import httpx2
 import pyarrow as pa
 import pytest
 from markupsafe import Markup
@@ -337,3 +341,22 @@ def test_an_evaluation_is_drawn_with_its_interval() -> None:
     text = json.dumps(show_success(table).item)
     low, high = interval(heldout_tasks(tasks))
     assert "heldout_low" in text and f"{low}" in text and f"{high}" in text
+
+
+def test_who_reads_the_address_may_connect_at_once_and_ctrl_c_says_one_word(
+    layout: RunLayout,
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "cli", "view", layout.root, "--no-browser"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as viewer:
+        assert viewer.stdout is not None
+        line = viewer.stdout.readline()
+        assert line, viewer.communicate()[1]
+        address = line.split()[0]
+        assert httpx2.get(f"{address}run", timeout=60).status_code == 200
+        viewer.send_signal(signal.SIGINT)
+        _, error = viewer.communicate(timeout=60)
+    assert error.strip() == "interrupted"
