@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
 from configs import Config, environments, max_model_tokens
 from coordinator import CoordinatorClient, Heartbeat, capture_output
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
-from store import RunLayout
+from store import RunLayout, local_model
 
 HEARTBEAT_EVERY_S = 0.5
 LOOP_TIMEOUT_S = 10.0  # an event loop that stands still for longer counts as silent
@@ -65,7 +65,9 @@ class Worker:
     def __init__(self, setup: WorkerSetup, coordinator: ActorHandle) -> None:
         # Until the worker has started: collections take a fifth of the time of its imports.
         gc.disable()
-        config, layout = setup.config, RunLayout.open(Path(setup.config.run_dir))
+        config = setup.config
+        layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri)
+        setup = replace(setup, model_path=local_model(layout, setup.model_path))
         log = layout.logs / f"{setup.name}.log"
         capture_output(log)
         self.name, self.config = setup.name, config

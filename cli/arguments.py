@@ -49,12 +49,12 @@ class RunPath(click.Path):
         self.has_step = has_step
 
     def places(self, given: Any) -> list[Path]:
-        """Return the directories in a parsed value. A file, as a config is one, is no run."""
+        """Return the directories in a parsed value, without URIs and files, as a config is one."""
         values = [] if given is None else given if isinstance(given, tuple) else [given]
         texts = [str(value) for value in values]
         if self.has_step:
             texts = [run or step for run, _, step in (text.rpartition("@") for text in texts)]
-        return [path for path in map(Path, texts) if not path.is_file()]
+        return [Path(text) for text in texts if "://" not in text and not Path(text).is_file()]
 
 
 class Settings(click.Argument):

@@ -14,6 +14,7 @@ Examples:
   gigpo train configs/quickstart.yaml run_dir=runs/mine seed=1
   gigpo train configs/quickstart.yaml --dry-run
   gigpo train --resume runs/mine learner.steps=200
+  gigpo train --resume s3://bucket/run
   gigpo train --fork runs/mine@20 run_dir=runs/gentler learner.learning_rate=1e-4
   gigpo train configs/quickstart.yaml run_dir=runs/offline source=runs/mine
 """
@@ -26,7 +27,7 @@ Examples:
     "--resume",
     type=RunPath(path_type=str),
     metavar="RUN",
-    help="Go on with a run, with its own settings.",
+    help="Go on with a run, with its own settings; of a URI, in run_dir=DIR or runs/NAME.",
 )
 @click.option(
     "--fork",
@@ -76,6 +77,7 @@ def train(
         settings = (config, *settings)
 
     import driver
+    from store import is_uri
 
     driver.Interrupt().listen()
     if as_json:
@@ -84,7 +86,12 @@ def train(
         screen = driver.Screen.quiet()
     else:
         screen = driver.Screen.full()
-    if resume:
+    if resume and is_uri(resume):
+        if dry_run:
+            raise click.UsageError("--dry-run brings no run here; give it with the run's directory")
+        run, settings = driver.bring(resume, settings, trusts=trust, say=screen.console.print)
+        resolved = driver.settings_to_resume(run, settings, trusts=trust)
+    elif resume:
         resolved = driver.settings_to_resume(Path(resume), settings, trusts=trust)
     elif fork:
         resolved = driver.settings_to_fork(fork, settings, trusts=trust)

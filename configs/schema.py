@@ -337,7 +337,8 @@ class EndpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig:
-    # location of segments, exports and weights, such as s3://bucket/prefix; empty: run directory
+    # location of segments, exports, weights, checkpoints and the catalog's backup, such as
+    # s3://bucket/run; `gigpo train --resume URI` goes on from there; empty: run directory
     uri: str = ""
     keep_days: float = 0.0  # days after which consumed trajectories are removed; 0: never
     keep_versions: int = 0  # newest policy versions whose consumed trajectories are kept; 0: all

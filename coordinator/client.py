@@ -205,7 +205,7 @@ class CoordinatorClient:
     def export_now(self) -> Reply[int]:
         return self._call(Coordinator.export_now)
 
-    def checkpoint(self, learner_step: int, *, path: str, version: int) -> Reply[None]:
+    def checkpoint(self, learner_step: int, *, path: str, version: int) -> Reply[bool]:
         return self._call(Coordinator.checkpoint, learner_step, path=path, version=version)
 
     # the driver

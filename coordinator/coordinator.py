@@ -397,9 +397,9 @@ class Coordinator:
         """Export for outside readers. Return the catalog's lsn that they see from now on."""
         return export(self.catalog, self.layout)
 
-    def checkpoint(self, learner_step: int, *, path: str, version: int) -> None:
-        """Record a checkpoint that was written."""
-        self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
+    def checkpoint(self, learner_step: int, *, path: str, version: int) -> bool:
+        """Record a checkpoint that was written. Return whether the backup knows it too."""
+        return self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
 
     # driver
 

@@ -1,5 +1,6 @@
 from .evaluate_run import evaluate as evaluate
 from .interrupt import Interrupt as Interrupt
+from .resume import bring as bring
 from .run_control import ask_for_workers as ask_for_workers
 from .run_control import status as status
 from .run_control import stop as stop

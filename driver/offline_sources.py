@@ -1,6 +1,7 @@
 """The sources of offline training: their checks, groups and base policy.
 
-A source is a run or a data set, `source=RUN[@where]`, or a file of chats, `source=chats.jsonl`.
+A source is a run or a data set, `source=RUN[@where]`, also a URI of one, or a file of chats,
+`source=chats.jsonl`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from actors import chat_trajectories, is_chat_file, load_tokenizer, read_chats
 from configs import Config, ConfigError, is_served
 from printable import REASON_CHARACTERS, one_line
 from store import (
+    BASE_POLICY,
     OfflineRows,
     OfflineSource,
     RunLayout,
     check_trusted,
     files_digest,
     find_sources,
+    has_directory,
     is_trusted,
     limited_memory,
+    local_directory,
     parse_source,
+    run_at,
     take_sources,
     to_table,
 )
 
 TOKENIZER_FILE = "tokenizer_config.json"
-OWN_BASE = Path("base", "policy")  # of a run that began without model.path
 CHATS_OF_TABLE = 256  # whose rows are made into one table
 CHARACTERS_OF_DIGEST = 16  # in the name of a file's contents
 
@@ -85,6 +89,11 @@ def check_sources(config: Config, console: Console) -> None:
                 f"source={text} was played by a script, which has no log-probabilities to learn "
                 f"from with loss.policy={config.loss.policy}; use loss.policy=behaviour_cloning"
             )
+
+
+def _place(text: str) -> Path:
+    """Return the directory of a source that is a run, also of a URI. See `run_at`."""
+    return run_at(parse_source(text).place)
 
 
 def _is_chats(text: str) -> bool:
@@ -140,13 +149,13 @@ def _why_not_compared(text: str, *, base: Path | None, model_path: Path) -> str:
 
 def source_runs(config: Config) -> list[Path]:
     """Return the sources that are runs, for which --trust counts too."""
-    places = [Path(parse_source(text).place) for text in config.source]
+    places = [_place(text) for text in config.source]
     return [place for place in places if RunLayout.exists(place)]
 
 
 def _places(config: Config) -> list[Path]:
     """Return the directories of the sources that are runs or datasets. Chats are files."""
-    return [Path(parse_source(text).place) for text in config.source if not _is_chats(text)]
+    return [_place(text) for text in config.source if not _is_chats(text)]
 
 
 def copy_base_policy(config: Config, directory: Path) -> Path:
@@ -159,7 +168,7 @@ def copy_base_policy(config: Config, directory: Path) -> Path:
     from learner import copy_weights  # here: it loads torch
 
     base = _first_base(config)
-    own = [run / OWN_BASE for run in source_runs(config)]
+    own = [run / BASE_POLICY for run in source_runs(config)]
     copy_weights(base, directory, follow_links=base not in own)
     return directory
 
@@ -238,7 +247,7 @@ def _first_base(config: Config) -> Path:
     if not found:
         for text in config.source:
             if _is_untrusted(text):
-                check_trusted(Path(parse_source(text).place))
+                check_trusted(_place(text))
         raise ConfigError(
             f"source={config.source[0]} has no base policy (any more); give one: model.path=DIR"
         )
@@ -253,23 +262,27 @@ def _base_of(text: str) -> Path | None:
     theirs = _config_of(text)
     if theirs is None:
         return None
-    run = Path(parse_source(text).place)
+    layout = RunLayout.open(_place(text))
     # its files are read by transformers, which would follow a link out of the run
-    RunLayout.open(run).check_no_links()
+    layout.check_no_links()
     if _is_untrusted(text):
         return None
-    path = Path(str(_setting(theirs, "model.path") or run / OWN_BASE))
+    named = _setting(theirs, "model.path")
+    if named or not has_directory(layout, BASE_POLICY):
+        path = Path(str(named or layout.root / BASE_POLICY))
+    else:
+        path = local_directory(layout, BASE_POLICY)
     return path if (path / "config.json").is_file() else None
 
 
 def _is_untrusted(text: str) -> bool:
     """Return whether the source is a stranger's run, whose model is not loaded without --trust."""
-    return _config_of(text) is not None and not is_trusted(Path(parse_source(text).place))
+    return _config_of(text) is not None and not is_trusted(_place(text))
 
 
 def _config_of(text: str) -> DictConfig | None:
     """Return the stored config of a source, None for a dataset."""
-    place = Path(parse_source(text).place)
+    place = _place(text)
     if not RunLayout.exists(place):
         return None
     return configs.parse_saved(

@@ -1,6 +1,7 @@
 """Settings of a run that goes on, and of a fork; making the fork.
 
     gigpo train --resume RUN [key=value ...]
+    gigpo train --resume s3://bucket/run [run_dir=DIR] [key=value ...]
     gigpo train --fork RUN@STEP run_dir=NEW [key=value ...]
 
     RUN/config.yaml     the settings of the newest start; run.json keeps those of the first
@@ -8,6 +9,8 @@
 
 No file of a run names its directory, so a run may be moved or copied. A model or a template file
 outside is looked for at its old path; for another path give `model.path=...`. It must be the same.
+
+A run with store.uri goes on from there alone, if its own disk is lost: its settings are there too.
 
 A fork is a new run from a kept checkpoint of another. It has the other's settings but for those
 given, and its rollouts and lineage up to that learner step. The other run is only read, and may be
@@ -18,10 +21,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import configs
 import store
@@ -30,6 +34,7 @@ from store import (
     CONFIG_FILE,
     OUTSIDE_FILE,
     READ_WRITE,
+    SIGNED,
     Catalog,
     RunLayout,
     StoreError,
@@ -47,6 +52,7 @@ OUTSIDE = (
     "critic.path",
     "prompt.template",
 )  # settings that may name a path outside the run
+RUNS = Path("runs")  # where a run is brought to
 DIGEST_BYTES = 16
 END_BYTES = 2**20  # of each model file; models of the same shape have different numbers there
 # Settings that a fork shares with its run: the tasks of its groups, and the shape of its weights.
@@ -73,6 +79,27 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     return replace(configs.load_saved(text, overrides, name=name), run_dir=str(run))
 
 
+def bring(
+    uri: str, overrides: Sequence[str], *, trusts: bool, say: Callable[[str], None]
+) -> tuple[Path, tuple[str, ...]]:
+    """Bring the run whose store.uri is `uri` to this machine, unless it is here already.
+
+    Return its directory, which is run_dir or runs/NAME, and the other overrides. Raises StoreError.
+    """
+    given = [text for text in overrides if text.startswith("run_dir=")]
+    others = [text for text in overrides if text not in given]
+    parts = urllib.parse.urlsplit(uri)
+    root = RUNS / (PurePosixPath(parts.path).name or parts.netloc)
+    if given:
+        root = Path(given[-1].removeprefix("run_dir="))
+    if not store.is_brought(uri, root):
+        say(f"bringing {uri} to {root}")
+        report = store.bring_run(uri, root, trusts=trusts)
+        for line in (*report.recovered, *(f"lost: {line}" for line in report.lost)):
+            say(line)
+    return root, tuple(others)
+
+
 def remember(config: Config) -> None:
     """Write the settings of this start for the next `load`, with absolute paths.
 
@@ -92,6 +119,11 @@ def remember(config: Config) -> None:
         # Signed before it is written: killed in between, the run still has a signed config.yaml.
         sign_run(run, config=text.encode())
     write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
+    layout = RunLayout.open(run)
+    if layout.info.storage_uri is not None:  # for `bring`; signatures first, as above
+        for name in (SIGNED, OUTSIDE_FILE, CONFIG_FILE):
+            if (run / name).is_file():
+                layout.storage.write(name, (run / name).read_bytes())
 
 
 def differences(config: Config, recorded: Config) -> list[str]:
@@ -165,6 +197,11 @@ def load_fork(source: str, overrides: Sequence[str]) -> Config:
             f"--fork {source} goes on with that run's model and tasks ({'; '.join(changed)}); "
             "leave these as they are"
         )
+    if recorded.store.uri and config.store.uri == recorded.store.uri:
+        raise ConfigError(
+            f"--fork {source} has its files in {recorded.store.uri}; give the fork a place of its "
+            "own, store.uri=..., or store.uri= for its run_dir"
+        )
     return config
 
 
@@ -182,6 +219,7 @@ def make_fork(source: str, config: Config) -> None:
             root,
             learner_step=learner_step,
             config_yaml=configs.as_yaml(config),
+            storage_uri=config.store.uri or None,
         )
     layout = RunLayout.open(root)
     with Catalog.open(layout) as catalog:
@@ -205,19 +243,23 @@ def make_fork(source: str, config: Config) -> None:
             f"{directory} has digest {digest}, published was {newest.digest}; fork another "
             "learner step"
         )
+    store.publish_directory(layout, directory)
 
 
 def parse_fork(source: str) -> tuple[Path, int]:
-    """Split RUN@STEP, whose step is at least 1. Raises ConfigError."""
+    """Split RUN@STEP, whose step is at least 1. A URI gives a directory with the run's settings.
+
+    Raises ConfigError, StoreError.
+    """
     try:
-        run, step = parse_run_step(source)
+        _, step = parse_run_step(source)
     except StoreError:
         step = None
     if not step:
         raise ConfigError(
             f"--fork {source}: give a run and one of its learner steps, e.g. runs/a@40"
         )
-    return run, step
+    return store.run_at(source.rpartition("@")[0]), step
 
 
 def _check_is_the_fork(layout: RunLayout, source: str) -> None:

@@ -48,7 +48,7 @@ from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
 from printable import one_line
-from store import RunLayout, check_fork, trust
+from store import BASE_POLICY, RunLayout, check_fork, is_published, publish_directory, trust
 
 
 def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
@@ -182,6 +182,8 @@ def _train_to_the_end(config: Config, screen: Screen) -> None:
         layout = make_or_open_run(config)
     resume.remember(config)
     model_path = config.model.path or str(_make_base_policy(config, screen))
+    if not config.model.path and not is_published(layout, BASE_POLICY):
+        publish_directory(layout, Path(model_path))
     if config.source:
         offline_sources.import_sources(config, Path(model_path), console)
     consumers: list[Consumer] = [screen.lines] if screen.lines else []
@@ -217,7 +219,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
     untrained model. Any other run clones it from a scripted policy, so that it plays random but
     valid commands.
     """
-    policy = Path(config.run_dir) / "base" / "policy"
+    policy = Path(config.run_dir) / BASE_POLICY
     if config.source and not offline_sources.only_chats(config):
         return offline_sources.copy_base_policy(config, policy)
     if policy.is_dir():

@@ -24,7 +24,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -50,7 +50,6 @@ from learner.files.atomic_directory import (
     UNFINISHED_SUFFIX,
     atomic_directory,
     names_the_disk,
-    prune_oldest,
 )
 from learner.publishing.publish import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
@@ -247,22 +246,27 @@ def saved_tensors(source: Path, content: Content) -> Callable[[str, str], torch.
     return lambda parameter, kind: where[parameter, kind].get_tensor(parameter)
 
 
-def prune_checkpoints(
-    checkpoints_dir: Path, *, live: Collection[str], keep: int, keep_every: int
-) -> list[str]:
-    """Remove all but the newest `keep` checkpoints and every `keep_every`-th (0: none).
+def kept_checkpoints(
+    names: Iterable[str], *, live: Collection[str], keep: int, keep_every: int
+) -> set[str]:
+    """Return the names of the newest `keep` checkpoints and every `keep_every`-th (0: none).
 
-    Return the removed names. With keep=2 and keep_every=10, steps 5 and 15 of 5, 10, 15, 20, 25, 30
-    are removed. Names that are not `live` in the catalog are removed first: the run went back
-    behind them, or ended before it announced them, so no restart uses them.
+    With keep=2 and keep_every=10, steps 5 and 15 of 5, 10, 15, 20, 25, 30 are not kept. Nor are
+    names that are not `live` in the catalog: the run went back behind them, or ended before it
+    announced them, so no restart uses them.
     """
-    names = [path.name for path in checkpoints_dir.iterdir()]
     steps = {name: int(number[0]) for name in names if (number := re.search(r"\d+$", name))}
-    abandoned = sorted(steps.keys() - set(live))
-    for name in abandoned:
+    left = sorted(steps.keys() & set(live))
+    return {*left[-keep:], *(name for name in left if keep_every and steps[name] % keep_every == 0)}
+
+
+def prune_checkpoints(
+    checkpoints_dir: Path, *, kept: Callable[[list[str]], Collection[str]]
+) -> None:
+    """Remove checkpoints. `kept` gets the names that are there, and returns some."""
+    names = [path.name for path in checkpoints_dir.iterdir()]
+    for name in sorted(set(names) - set(kept(names))):
         shutil.rmtree(checkpoints_dir / name)
-    kept = frozenset(name for name, step in steps.items() if keep_every and step % keep_every == 0)
-    return abandoned + prune_oldest(checkpoints_dir, keep=keep, kept=kept)
 
 
 def _parse_content(record: dict[str, Any]) -> Content:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ray.actor import ActorHandle
@@ -14,7 +15,7 @@ from ray.actor import ActorHandle
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline
 from coordinator import CoordinatorClient, Heartbeat
 from gigpo import prepare_advantages
-from learner.checkpoint import CheckpointError, prune_checkpoints
+from learner.checkpoint import CheckpointError, kept_checkpoints, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
 from learner.files.atomic_directory import prune_oldest
@@ -40,9 +41,14 @@ from learner.training.step_metrics import StepClock, StepTimes, UpdateStats, ste
 from store import (
     CheckpointRecord,
     RunLayout,
+    StoreError,
+    UnavailableError,
     VersionRecord,
     WeightFileError,
     files_digest,
+    local_directory,
+    local_model,
+    prune_published,
     publish_directory,
     weight_files,
 )
@@ -84,7 +90,8 @@ class Learner:
             after_failure.callback(self.heart.close)
             self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
             prepare_advantages(self.loader.advantages)
-            self.ranks = RankGroup(self.config, model_path=setup.model_path)
+            model_path = local_model(self.layout, setup.model_path)
+            self.ranks = RankGroup(self.config, model_path=model_path)
             after_failure.callback(self.ranks.close)
             if has_critic(self.config):
                 self.loader = replace(self.loader, values=self.ranks.values)
@@ -173,7 +180,7 @@ class Learner:
         faults: list[CheckpointError] = []
         for checkpoint in self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S):
             try:
-                self.ranks.load_checkpoint(self.layout.root / checkpoint.path)
+                self._load_checkpoint(checkpoint)
             except CheckpointError as error:
                 faults.append(error)
             else:
@@ -181,6 +188,23 @@ class Learner:
         if faults:
             raise faults[0]
         return None, []
+
+    def _load_checkpoint(self, checkpoint: CheckpointRecord) -> None:
+        """Load a checkpoint, fetched first if it is only in the storage. Raises CheckpointError."""
+        try:
+            directory = local_directory(self.layout, checkpoint.path)
+        except UnavailableError:
+            raise
+        except StoreError as error:
+            raise CheckpointError(str(error)) from error
+        point = self.ranks.load_checkpoint(directory)
+        # After the loss of the disk the catalog is that of a backup. The storage may have a newer
+        # checkpoint of the same learner step, from another way there.
+        if point.version != checkpoint.version:
+            raise CheckpointError(
+                f"{directory} has the weights of version {point.version}, the catalog says "
+                f"{checkpoint.version}; use an older checkpoint"
+            )
 
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
@@ -276,7 +300,7 @@ class Learner:
         """
         directory, keep = self.layout.weights_dir(version), self.config.learner.keep_versions
         digest = self.ranks.publish(directory)
-        publish_directory(self.layout, directory, keep=keep)
+        publish_directory(self.layout, directory)
         record = VersionRecord(
             version=version,
             path=self.layout.relative(directory),
@@ -286,6 +310,7 @@ class Learner:
         self.coordinator.publish(record).get()
         self.version = version
         prune_oldest(self.layout.weights, keep=keep)
+        prune_published(self.layout, self.layout.weights, kept=lambda names: names[-keep:])
 
     def _settle(
         self,
@@ -329,16 +354,20 @@ class Learner:
         directory = self.layout.checkpoint_dir(self.step)
         lsn = self.coordinator.export_now().get()
         self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
+        publish_directory(self.layout, directory)
         path = self.layout.relative(directory)
-        self.coordinator.checkpoint(self.step, path=path, version=self.version).get()
+        is_backed_up = self.coordinator.checkpoint(self.step, path=path, version=self.version).get()
         self.saved_step = self.step
         announced = self.coordinator.checkpoints().get()
-        prune_checkpoints(
-            self.layout.checkpoints,
+        kept = partial(
+            kept_checkpoints,
             live={Path(record.path).name for record in announced},
             keep=KEPT_CHECKPOINTS,
             keep_every=self.config.learner.keep_every,
         )
+        prune_checkpoints(self.layout.checkpoints, kept=kept)
+        if is_backed_up:  # otherwise whoever goes on from the storage knows only older ones
+            prune_published(self.layout, self.layout.checkpoints, kept=kept)
 
     def _promise(self, within_s: float) -> None:
         """Report that the loop works, and that its next report comes `within_s`."""

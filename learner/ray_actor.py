@@ -29,7 +29,9 @@ class LearnerProcess:
     """
 
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
-        capture_output(RunLayout.open(Path(setup.config.run_dir)).logs / "learner.log")
+        config = setup.config
+        layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri)
+        capture_output(layout.logs / "learner.log")
         # Garbage collection takes a fifth of the import's time. Imported objects stay for good, so
         # `freeze` excludes them from later collections too.
         gc.disable()

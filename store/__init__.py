@@ -11,10 +11,12 @@ weight_files.py      the files of a model's weights, and the head of one
 catalog/             what counts: groups, batches, versions, segments
 reading/             the manifest, the SQL views, and a reader that can do no harm
 maintenance/         compaction, retention, fsck, repair, rebuild
-exchange/            data sets, offline groups, and forks: trajectories from run to run
+exchange/            data sets, offline groups, and forks: trajectories from run to run; and a run
+                     that goes on from its storage when its disk is lost (bring.py)
 untrusted/           files and settings that a stranger may have written
 storage.py           the files of a run in a local directory or an object store
-remote_directory.py  weights in an object store
+remote_directory.py  weights and checkpoints in an object store
+home.py              the one directory that goes on with a run whose files are elsewhere
 atomic_write.py      files that are either absent or whole after a crash
 hashing.py           state hashes, uids and digests
 broadcast.py         the protocol by which weights are sent past the store

@@ -26,6 +26,10 @@ from .errors import FormatError as FormatError
 from .errors import LockedError as LockedError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
+from .exchange.bring import bring_run as bring_run
+from .exchange.bring import is_brought as is_brought
+from .exchange.bring import is_uri as is_uri
+from .exchange.bring import run_at as run_at
 from .exchange.datasets import export_selection as export_selection
 from .exchange.datasets import import_selection as import_selection
 from .exchange.datasets import live_files as live_files
@@ -42,6 +46,7 @@ from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid
 from .hashing import valid_text as valid_text
+from .layout import BASE_POLICY as BASE_POLICY
 from .layout import CONFIG_FILE as CONFIG_FILE
 from .layout import DRIVER_FILE as DRIVER_FILE
 from .layout import FORMAT as FORMAT
@@ -88,7 +93,11 @@ from .records import StepImage as StepImage
 from .records import Trajectory as Trajectory
 from .records import to_table as to_table
 from .records import uid_text as uid_text
+from .remote_directory import has_directory as has_directory
+from .remote_directory import is_published as is_published
 from .remote_directory import local_directory as local_directory
+from .remote_directory import local_model as local_model
+from .remote_directory import prune_published as prune_published
 from .remote_directory import publish_directory as publish_directory
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
@@ -101,6 +110,7 @@ from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
 from .untrusted.memory_limit import limited_memory as limited_memory
+from .untrusted.signatures import SIGNED as SIGNED
 from .untrusted.signatures import made_by_this_user as made_by_this_user
 from .untrusted.signatures import sign_run as sign_run
 from .untrusted.trust import check_trusted as check_trusted

@@ -44,7 +44,7 @@ class LockedError(StoreError):
 
 
 class FencedError(StoreError):
-    """The caller holds a lease of an older epoch and must drop its work."""
+    """The caller has a lease of an older epoch, or another directory has the run: drop the work."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

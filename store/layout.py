@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from printable import shell_word
+from store import home as homes
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError, UnsafePathError
@@ -21,11 +22,12 @@ from store.hashing import CANONICALISER_VERSION
 from store.storage import LocalStorage, Storage, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted import json_values
-from store.untrusted.signatures import sign_run, state_directory
+from store.untrusted.signatures import SIGNED, sign_run, state_directory
 
 # Of a run and of every file in it. A change that this version would misread needs another name.
 FORMAT = "async-gigpo/2"
-UNFINISHED_FORK = "fork.unfinished"  # in a directory that is still being made from another run
+# In a directory that is still being made from another run, or brought from a storage.
+UNFINISHED_FORK = "fork.unfinished"
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -34,6 +36,7 @@ SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{
 EXPORT_PATH = re.compile(r"export/([a-z]+-[0-9]+-[0-9]+|empty_steps)\.parquet")
 VERSION_PATH = re.compile(r"weights/v[0-9]+")
 CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
+BASE_POLICY = "base/policy"  # of a run that began without model.path
 
 
 def read_run_file(run: Path, name: str) -> str:
@@ -80,6 +83,7 @@ DIRECTORIES_OF_A_RUN = (
 FILES_OF_A_RUN = (
     "run.json",
     "signed.json",
+    homes.HOME,
     "manifest.json",
     "published.json",
     "open.sql",
@@ -98,6 +102,7 @@ OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
 MADE_BEFORE_RUN_JSON = (
     "run.json",
     "signed.json",
+    homes.HOME,
     "segments",
     "export",
     "weights",
@@ -166,7 +171,7 @@ class RunInfo:
     canonicaliser_version: int
     config_yaml: str  # the resolved configuration, as text
     created_us: int
-    # where segments, exports and weights are, None: in the run directory; see storage.py
+    # where segments, exports, weights and checkpoints are, None: in the run directory; storage.py
     storage_uri: str | None = None
     forked_from: str | None = None  # run id and learner step, as RUN@STEP
     # run ids of the runs that it was forked from, oldest first: it has files of theirs
@@ -262,6 +267,8 @@ class RunLayout:
             make_directory(layout.run_json_backup.parent, beneath=root)
             write_atomically(layout.run_json_backup, content, mode=READ_ONLY, beneath=root)
             is_signed = sign_run(root)  # again: another start may have replaced the signatures
+            if storage_uri and is_signed:
+                layout.storage.write(SIGNED, (root / SIGNED).read_bytes())
         except FileExistsError as error:
             raise StoreError(
                 f"{root} already holds a run; continue it, or choose another run directory"
@@ -315,6 +322,24 @@ class RunLayout:
             ) from error
         return cls(root=root, info=info)
 
+    @classmethod
+    def join(cls, root: Path, *, storage_uri: str) -> RunLayout:
+        """Return the run at `root` for a worker or the learner. Raises as `open`, or StoreError.
+
+        On a node that does not see the owner's directory one is made at the same path, for logs,
+        weights and checkpoints. It is not the run's home, so nobody can own the run there.
+        """
+        root = root.absolute()
+        if not storage_uri or cls.exists(root):
+            return cls.open(root)
+        storage = open_storage(storage_uri)
+        data: bytes = storage.read("run.json", at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
+        layout = cls(root=root, info=parse_run_json(data, name=storage.locate("run.json")))
+        for directory in (root, layout.weights, layout.checkpoints, layout.logs):
+            make_directory(directory, beneath=root)
+        write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)
+        return layout
+
     def check_no_links(self) -> None:
         """Raise UnsafePathError for a link beneath the directories of the run.
 
@@ -338,12 +363,13 @@ class RunLayout:
             )
 
     def _take_storage(self, run_json: bytes) -> None:
-        # run.json alone is left by a start that did not get further.
-        if any(file.path != "run.json" for file in self.storage.files("")):
+        # These are left by a start that did not get further.
+        if any(file.path not in ("run.json", homes.HOME) for file in self.storage.files("")):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
-                "its own"
+                f"its own, or go on with that one: gigpo train --resume {self.info.storage_uri}"
             )
+        homes.take(self.root, self.storage)
         self.storage.write("run.json", run_json)
 
     @property
@@ -351,6 +377,11 @@ class RunLayout:
         """Return the storage of the immutable files."""
         uri = self.info.storage_uri
         return LocalStorage(self.root) if uri is None else open_storage(uri)
+
+    def check_home(self) -> None:
+        """Raise FencedError if the run was brought to another directory, where it goes on."""
+        if self.info.storage_uri is not None:
+            homes.check(self.root, self.storage)
 
     @property
     def run_directory(self) -> Path:

@@ -1,4 +1,4 @@
-"""Keep directories of finished files, such as weights, in a remote storage.
+"""Keep directories of finished files in a remote storage: weights, checkpoints, the base policy.
 
 The marker is written last and removed first, so a directory is either whole or not there. With
 local storage nothing is done: the run directory has the files.
@@ -10,63 +10,82 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
 from store.atomic_write import TEMPORARY_SUFFIX, make_directory
 from store.errors import StoreError
-from store.layout import VERSION_PATH, RunLayout, checked_name
+from store.layout import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, RunLayout, checked_name
+from store.storage import LocalStorage
 from store.untrusted import json_values
-from store.untrusted.file_access import remove_tree
+from store.untrusted.file_access import is_directory, remove_tree
 
 # Names the files and their sizes. It is written last and removed first.
 MARKER = "complete.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+PUBLISHED_PATH = re.compile(f"{VERSION_PATH.pattern}|{CHECKPOINT_PATH.pattern}|{BASE_POLICY}")
 # The version being loaded, and the one before, which another worker may still load.
 KEEP_FETCHED = 2
 
 
-def publish_directory(layout: RunLayout, directory: Path, *, keep: int) -> None:
-    """Copy a finished directory into the storage. Keep the newest `keep` beside it, by name."""
+def publish_directory(layout: RunLayout, directory: Path) -> None:
+    """Copy a finished directory into the storage, in place of an older one of its name."""
     if layout.info.storage_uri is None:
         return
     where = layout.relative(directory)
-    files = [file for file in sorted(directory.iterdir()) if file.is_file()]
+    # A checkpoint of a step that is trained again has an older one's name.
+    layout.storage.remove(f"{where}/{MARKER}")
+    files = [file for file in sorted(directory.iterdir()) if file.is_file() and file.name != MARKER]
     for file in files:
         layout.storage.write(f"{where}/{file.name}", _content(file))
     sizes = {file.name: file.stat().st_size for file in files}
     layout.storage.write(f"{where}/{MARKER}", json.dumps(sizes).encode())
-    paths = [stored.path for stored in layout.storage.files(layout.relative(directory.parent))]
-    names = sorted({PurePosixPath(path).parent.as_posix() for path in paths})
+
+
+def prune_published(
+    layout: RunLayout, parent: Path, *, kept: Callable[[list[str]], Collection[str]]
+) -> None:
+    """Remove directories from the storage. `kept` gets the names in `parent`, and returns some."""
+    if layout.info.storage_uri is None:
+        return
+    paths = [stored.path for stored in layout.storage.files(layout.relative(parent))]
+    keeps = kept(sorted({PurePosixPath(path).parent.name for path in paths}))
     for path in sorted(paths, key=lambda path: not path.endswith(MARKER)):
-        if PurePosixPath(path).parent.as_posix() in names[:-keep]:
+        if PurePosixPath(path).parent.name not in keeps:
             layout.storage.remove(path)
+
+
+def is_published(layout: RunLayout, path: str) -> bool:
+    """Return whether a directory is whole in a remote storage."""
+    return layout.info.storage_uri is not None and layout.storage.exists(f"{path}/{MARKER}")
+
+
+def has_directory(layout: RunLayout, path: str) -> bool:
+    """Return whether a directory is here, or whole in a remote storage."""
+    return is_directory(layout.root / path, root=layout.root) or is_published(layout, path)
 
 
 def local_directory(layout: RunLayout, path: str) -> Path:
     """Return the path of a directory on this machine, fetched first if it is only remote.
 
-    Raises StoreError if it is not complete there, or if the storage does not answer.
+    Raises StoreError if it is not whole there, UnavailableError if the storage does not answer.
     """
-    here = layout.root / checked_name(path, VERSION_PATH, where=str(layout.catalog))
+    here = layout.root / checked_name(path, PUBLISHED_PATH, where=str(layout.catalog))
     if here.is_dir() or layout.info.storage_uri is None:
         return here
     sizes = _sizes(layout, path)
     unique = f"{os.getpid()}-{threading.get_ident()}"
     unfinished = here.with_name(f".{here.name}.{unique}{TEMPORARY_SUFFIX}")
+    is_version = VERSION_PATH.fullmatch(path) is not None
     try:
         make_directory(here.parent, beneath=layout.root)
         unfinished.mkdir()
-        for name, n_bytes in sizes.items():
-            data = layout.storage.read(f"{path}/{name}", at_most=n_bytes)
-            if data.size != n_bytes:
-                raise StoreError(
-                    f"{layout.storage.locate(path)}/{name} has {data.size} bytes, not {n_bytes}; "
-                    "publish it again"
-                )
+        for name, data in _files(layout, path, sizes=sizes):
             (unfinished / name).write_bytes(memoryview(data))
-        (unfinished / MARKER).write_text(json.dumps(sizes))
+        if is_version:  # to be removed below, unlike the learner's own
+            (unfinished / MARKER).write_text(json.dumps(sizes))
         unfinished.rename(here)
     except OSError as error:
         if not here.is_dir():  # otherwise another worker of this machine was faster
@@ -76,9 +95,44 @@ def local_directory(layout: RunLayout, path: str) -> Path:
             ) from error
     finally:
         remove_tree(unfinished, root=layout.root)
-    for old in sorted(marker.parent for marker in here.parent.glob(f"*/{MARKER}"))[:-KEEP_FETCHED]:
-        remove_tree(old, root=layout.root)
+    if is_version:
+        fetched = sorted(marker.parent for marker in here.parent.glob(f"*/{MARKER}"))
+        for old in fetched[:-KEEP_FETCHED]:
+            remove_tree(old, root=layout.root)
     return here
+
+
+def local_model(layout: RunLayout, path: str) -> str:
+    """Return the path of a model on this machine. The base policy of the run is fetched if need be.
+
+    Raises as `local_directory`.
+    """
+    if Path(path).absolute() != layout.root / BASE_POLICY:
+        return path
+    return str(local_directory(layout, BASE_POLICY))
+
+
+def copy_directory(source: RunLayout, layout: RunLayout, path: str) -> None:
+    """Copy a directory from the storage of `source` to the run directory of `layout`, durably.
+
+    Raises StoreError if it is not whole in the storage.
+    """
+    for name, data in _files(source, path, sizes=_sizes(source, path)):
+        LocalStorage(layout.root).write(f"{path}/{name}", data)
+
+
+def _files(
+    layout: RunLayout, path: str, *, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, pa.Buffer]]:
+    """Yield the files of a published directory. Raises StoreError if one is not whole."""
+    for name, n_bytes in sizes.items():
+        data = layout.storage.read(f"{path}/{name}", at_most=n_bytes)
+        if data.size != n_bytes:
+            raise StoreError(
+                f"{layout.storage.locate(path)}/{name} has {data.size} bytes, not {n_bytes}; "
+                "publish it again"
+            )
+        yield name, data
 
 
 def _sizes(layout: RunLayout, path: str) -> dict[str, int]:

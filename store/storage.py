@@ -1,4 +1,4 @@
-"""Read and write the immutable files of a run: segments, exports and weights.
+"""Read and write the immutable files of a run: segments, exports, weights and checkpoints.
 
 LocalStorage   the run directory, or another one: file:///mnt/shared/run
 RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// and abfs://

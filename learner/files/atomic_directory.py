@@ -23,7 +23,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -138,8 +138,8 @@ class BackgroundFsync:
                 raise OSError(error.errno, text) from error
 
 
-def prune_oldest(parent: Path, *, keep: int, kept: Collection[str] = ()) -> list[str]:
-    """Remove all directories but `kept` and the last `keep` by name. Return the removed names.
+def prune_oldest(parent: Path, *, keep: int) -> list[str]:
+    """Remove all directories but the last `keep` by name. Return the removed names.
 
     Unfinished directories of dead writers are removed too.
     """
@@ -149,8 +149,7 @@ def prune_oldest(parent: Path, *, keep: int, kept: Collection[str] = ()) -> list
         )
     names = sorted(path.name for path in parent.iterdir() if path.is_dir())
     unfinished = [name for name in names if name.endswith((UNFINISHED_SUFFIX, REPLACED_SUFFIX))]
-    old = [name for name in names if name not in unfinished][:-keep]
-    removed = unfinished + [name for name in old if name not in kept]
+    removed = unfinished + [name for name in names if name not in unfinished][:-keep]
     for name in removed:
         if (parent / name).is_symlink():
             (parent / name).unlink()

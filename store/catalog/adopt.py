@@ -1,6 +1,6 @@
 """Adopt files and groups that a backup of the catalog does not know: functions of one transaction.
 
-    recover(tx, groups=groups, files=files, versions=versions)
+    recover(tx, groups=groups, files=files, unread=(), versions=versions)
 
 For maintenance/rebuild.py, on a copy of the backup that nobody owns yet.
 """
@@ -62,9 +62,13 @@ def recover(
     *,
     groups: Sequence[FoundGroup],
     files: Sequence[FoundFile],
+    unread: Sequence[str],
     versions: Mapping[int, str],
 ) -> Recovered:
-    """Bring the backup up to what is on disk: `files` in order of preference, version -> path."""
+    """Bring the backup up to what is on disk: `files` in order of preference, version -> path.
+
+    `unread` are segment ids of other files on disk, which the backup knows.
+    """
     claimed = tx.rows("SELECT batch_id FROM batch WHERE state = 'claimed' ORDER BY batch_id")
     for row in claimed:
         release(tx, row["batch_id"], why="rolled back: the catalog was rebuilt")
@@ -75,7 +79,7 @@ def recover(
         insert_group(tx, **columns_of(group), state=state, reason=reason)
     count_open = "SELECT count(*) FROM grp WHERE state = 'open'"
     n_open = tx.value(count_open)
-    on_disk = {file.meta.segment_id for file in files}
+    on_disk = {*unread, *(file.meta.segment_id for file in files)}
     known = {row["segment_id"] for row in tx.rows("SELECT segment_id FROM segment")}
     counts = {"adopted": 0, "moved": 0, "strangers": 0}
     for file in files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, suppress
 
@@ -40,6 +41,8 @@ class Catalog:
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
         self._database = Database(layout)
+        self._backing_up = threading.Lock()  # an older copy must not replace a newer one
+        self.backed_up_lsn = 0  # of the newest backup that this owner made
 
     @classmethod
     def open(cls, layout: RunLayout) -> Catalog:
@@ -55,16 +58,23 @@ class Catalog:
             finally:
                 self._database.close()
 
-    def back_up(self) -> None:
-        """Replace the run's backup by a copy of this catalog. An event says why, if it cannot."""
+    def back_up(self) -> bool:
+        """Replace the run's backup by a copy of this catalog. Return False if it cannot be done.
+
+        An event says why. Raises FencedError if another owner has the run.
+        """
         try:
-            with closing(self._database.copy()) as copy:
+            with self._backing_up, closing(self._database.copy()) as copy:
+                self._layout.check_home()
                 write_backup(copy, self._layout)
+                (self.backed_up_lsn,) = copy.execute("SELECT lsn FROM meta").fetchone()
         except FencedError:
             raise
         except (StoreError, sqlite3.Error, MemoryError) as error:
             raise_if_interrupted(error)
             self.log(component="backup", what="not made", detail=f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     def __enter__(self) -> Catalog:
         return self
@@ -154,11 +164,14 @@ class Catalog:
     correct_segment = one_transaction(repairs.correct_segment)
     correct_group = one_transaction(repairs.correct_group)
 
-    def record_checkpoint(self, *, learner_step: int, path: str, version: int) -> None:
-        """Record a checkpoint that is complete on disk, and make a backup of this catalog."""
+    def record_checkpoint(self, *, learner_step: int, path: str, version: int) -> bool:
+        """Record a checkpoint that is complete on disk, and make a backup of this catalog.
+
+        Return whether the backup was made.
+        """
         with self._database.transaction() as tx:
             run_records.record_checkpoint(tx, learner_step=learner_step, path=path, version=version)
-        self.back_up()
+        return self.back_up()
 
     def snapshot(self, known: Mapping[str, tuple[ExportedPart, ...]]) -> Snapshot:
         """Return the tables that outside readers may see, as of one moment, without `known` parts.

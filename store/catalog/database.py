@@ -409,9 +409,10 @@ def check_unowned(layout: RunLayout) -> None:
 
 
 def check_owner(layout: RunLayout) -> None:
-    """Refuse to own a run behind a link, or in a storage that this user did not choose.
+    """Refuse to own a run behind a link, in a storage that this user did not choose, or elsewhere.
 
-    An owner removes files that the catalog does not name. Raises StoreError.
+    An owner removes files that the catalog does not name. Raises StoreError; FencedError if the run
+    was brought to another directory.
     """
     layout.check_no_links()
     if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
@@ -420,6 +421,7 @@ def check_owner(layout: RunLayout) -> None:
             "this run: going on would write and remove files there. If you trust it: gigpo train "
             f"--resume {layout.root} --trust"
         )
+    layout.check_home()
 
 
 def check_consent(layout: RunLayout) -> None:

@@ -4,8 +4,9 @@
 
 Its catalog is a copy of the other one, cut at the checkpoint: later groups, versions and numbers
 are not in it. Versions and ordinals go on from there, and the staleness of each group is as it was
-then. Segments, the checkpoint and its weights are hard links, or copies where links are impossible.
-The other run is only read, and may be training.
+then. Segments, the checkpoint and its weights are hard links, or copies where links are impossible:
+if the files of either run are in a storage, for one. The other run is only read, and may be
+training.
 """
 
 from __future__ import annotations
@@ -30,8 +31,18 @@ from store.catalog.groups import recompute
 from store.catalog.schema_check import SCHEMA
 from store.clock import now_us
 from store.errors import FormatError, StoreError
-from store.layout import CHECKPOINT_PATH, SEGMENT_PATH, UNFINISHED_FORK, RunLayout, checked_name
+from store.layout import (
+    BASE_POLICY,
+    CHECKPOINT_PATH,
+    SEGMENT_PATH,
+    UNFINISHED_FORK,
+    RunLayout,
+    checked_name,
+    parse_run_json,
+)
 from store.reading.pins import Pin
+from store.remote_directory import copy_directory, has_directory, publish_directory
+from store.storage import open_storage
 from store.untrusted.file_access import is_directory, is_file, open_file, opened_parent, walk
 from store.untrusted.signatures import made_by_this_user
 
@@ -75,8 +86,15 @@ UPDATE meta SET run_id = :run_id, horizon_lsn = lsn + 1;
 """
 
 
-def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) -> RunLayout:
-    """Make the new run at `root`, where nothing may be.
+def fork(
+    source: RunLayout,
+    root: Path,
+    *,
+    learner_step: int,
+    config_yaml: str,
+    storage_uri: str | None = None,
+) -> RunLayout:
+    """Make the new run at `root`, where nothing may be, with its files at `storage_uri` if given.
 
     It has the weights of the checkpoint's version only if the other run still has them. Raises
     StoreError if it cannot be made, naming the checkpoints that there are.
@@ -92,10 +110,16 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
             return RunLayout.open(root)
         _remove_leftover(unfinished)
     try:
-        _fill(unfinished, source, learner_step=learner_step, config_yaml=config_yaml)
+        _fill(
+            unfinished,
+            source,
+            learner_step=learner_step,
+            config_yaml=config_yaml,
+            storage_uri=storage_uri,
+        )
         _put_in_place(unfinished, root)
     except BaseException as error:
-        with suppress(OSError):
+        with suppress(OSError, StoreError):
             _remove(unfinished)
         raise_if_interrupted(error)
         if isinstance(error, sqlite3.Error) and is_damage(error):
@@ -109,7 +133,14 @@ def fork(source: RunLayout, root: Path, *, learner_step: int, config_yaml: str) 
     return RunLayout.open(root)
 
 
-def _fill(unfinished: Path, source: RunLayout, *, learner_step: int, config_yaml: str) -> None:
+def _fill(
+    unfinished: Path,
+    source: RunLayout,
+    *,
+    learner_step: int,
+    config_yaml: str,
+    storage_uri: str | None,
+) -> None:
     """Make the new run in the directory `unfinished`. It is on disk at the end."""
     make_directory(unfinished, beneath=unfinished.parent)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
@@ -118,6 +149,7 @@ def _fill(unfinished: Path, source: RunLayout, *, learner_step: int, config_yaml
     layout = RunLayout.create(
         unfinished,
         config_yaml=config_yaml,
+        storage_uri=storage_uri,
         forked_from=f"{source.info.run_id}@{learner_step}",
         ancestors=(*source.info.ancestors, source.info.run_id),
     )
@@ -148,11 +180,6 @@ def check_fork(source: RunLayout, root: Path, *, learner_step: int) -> None:
 
 
 def _check_is_here(source: RunLayout) -> None:
-    if source.info.storage_uri is not None:
-        raise StoreError(
-            f"{source.root} has its files in {source.info.storage_uri}; "
-            "only a run with all of its files here is forked"
-        )
     if not is_file(source.catalog, root=source.root):
         raise StoreError(
             f"{source.catalog} is missing: the run has not begun, or gigpo rebuild {source.root}"
@@ -208,9 +235,10 @@ def _remove_leftover(unfinished: Path) -> None:
 def _remove(unfinished: Path) -> None:
     """Remove an unfinished fork. The marker goes last: a killed removal leaves an unfinished fork.
 
-    Raises OSError.
+    Raises OSError, StoreError.
     """
     marker = unfinished / UNFINISHED_FORK
+    _remove_stored(unfinished)
     for path in unfinished.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -218,6 +246,22 @@ def _remove(unfinished: Path) -> None:
             path.unlink()
     marker.unlink(missing_ok=True)
     unfinished.rmdir()
+
+
+def _remove_stored(unfinished: Path) -> None:
+    """Remove what an unfinished fork has in its storage, if that is not another run's by now."""
+    try:
+        data = (unfinished / "run.json").read_bytes()
+        uri = parse_run_json(data, name=str(unfinished / "run.json")).storage_uri
+    except (FileNotFoundError, FormatError):
+        return
+    if uri is None or not made_by_this_user(unfinished):
+        return
+    storage = open_storage(uri)
+    if storage.exists("run.json") and storage.read("run.json").to_pybytes() == data:
+        paths = [file.path for file in storage.files("")]
+        for path in sorted(paths, key=lambda path: path == "run.json"):
+            storage.remove(path)
 
 
 def _lsn(source: RunLayout) -> int:
@@ -284,7 +328,7 @@ def _checkpoint(
     there: dict[int, sqlite3.Row] = {}
     for row in rows:
         name = checked_name(row["path"], CHECKPOINT_PATH, where=str(source.catalog))
-        if is_directory(source.root / name, root=source.root):
+        if has_directory(source, name):
             there[row["learner_step"]] = row
     if learner_step not in there:
         before = max((step for step in there if step < learner_step), default=None)
@@ -317,15 +361,30 @@ def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, vers
     directories = [
         source.checkpoint_dir(learner_step),
         source.weights_dir(version),
-        source.root / "base" / "policy",
+        source.root / BASE_POLICY,
     ]
     for directory in directories:
+        path = source.relative(directory)
+        if not is_directory(directory, root=source.root):
+            if has_directory(source, path):
+                copy_directory(source, layout, path)
+                publish_directory(layout, layout.root / path)
+            continue
         for file, found in walk(directory, root=source.root):
             if stat.S_ISREG(found.st_mode):
-                _link(source.relative(file), source=source, layout=layout)
+                _link_file(source.relative(file), source=source, layout=layout)
+        publish_directory(layout, layout.root / path)
 
 
 def _link(path: str, *, source: RunLayout, layout: RunLayout) -> None:
+    """Take a segment into the new run."""
+    if source.info.storage_uri is None and layout.info.storage_uri is None:
+        _link_file(path, source=source, layout=layout)
+    else:
+        layout.storage.write(path, source.storage.read(path))
+
+
+def _link_file(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     """Make a hard link to the file `path` of `source` in the new run, or a copy of it."""
     file, dest = source.root / path, layout.root / path
     make_directory(dest.parent, beneath=layout.root)

@@ -4,7 +4,7 @@
 
 A step is compared with its whole group, so whole groups are taken: each with a trajectory that
 matches. A source is a run, which is only read and may go on training, a directory that `export`
-wrote, or rows that the caller makes.
+wrote, the URI of either, or rows that the caller makes.
 
 First all rows are imported, as `gigpo import` does. Then one transaction makes them the groups that
 the run trains on, in order. If the process is killed before it, the same call goes on with the rows
@@ -28,6 +28,7 @@ from printable import one_line
 from store.catalog.catalog import Catalog
 from store.catalog.groups import TRAIN
 from store.errors import FormatError, StoreError
+from store.exchange.bring import run_at
 from store.exchange.datasets import (
     DATASET_JSON,
     SELECT_TIMEOUT_S,
@@ -91,7 +92,7 @@ class OfflineRows:
 class OfflineSource:
     """A place to take groups from, and a condition on their trajectories."""
 
-    place: str  # a run directory, a directory or URI that `export` wrote, or that of `rows`
+    place: str  # a run, a data set that `export` wrote, each a directory or URI; or that of `rows`
     where: str | None  # None: all groups
     # makes the rows of a place that this package cannot read; called only if they are needed
     rows: Callable[[], OfflineRows] | None = None
@@ -233,7 +234,8 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
         return _selected(
             source, groups, run_id=made.run_id, size_of=sizes.__getitem__, tables=made.tables
         )
-    if not RunLayout.exists(Path(source.place)):
+    run = run_at(source.place)
+    if not RunLayout.exists(run):
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(
@@ -241,7 +243,7 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
                 "wrote, nor a file of chats (.jsonl or .parquet)"
             )
         return _select_of_dataset(source, storage)
-    theirs = RunLayout.open(source.place)
+    theirs = RunLayout.open(run)
     # The open reader keeps the run's files until all is read.
     reader = opened.enter_context(open_run(theirs.root, warn=False))
     if reader.left_out:

@@ -1,5 +1,8 @@
 """Keep a backup of the catalog in backup/catalog.sqlite, of every checkpoint and clean close.
 
+If the run's files are in a remote storage, so is the backup. It is then made every minute too, for
+the case that the owner's disk is lost (`Maintainer`).
+
 A copy replaces the backup only if it passes fsck's check of the catalog, so a damaged catalog never
 replaces a sound backup. Both are held in memory: about 1 KB for each trajectory of the run.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from store.catalog.catalog import Catalog
 from store.clock import now_us
-from store.errors import StoreError, UnavailableError
+from store.errors import FencedError, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.maintenance.compact import CompactionPolicy, merges
 from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
@@ -19,6 +19,10 @@ from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 COMPONENT = "maintainer"
 # Orphans were written before the catalog was opened, so there is no hurry.
 ORPHANS_EVERY_S = 600.0
+# Of a catalog whose run has its files in a remote storage. A backup reads the whole catalog, so a
+# large one is backed up less often: the pause is that many times as long as it took.
+BACKUP_EVERY_S = 60.0
+BACKUP_PAUSE = 20.0
 PATIENCE = 10  # pauses between two tries; each try reads and encodes a merge again
 # About 1,000 files. Fast writers must not keep retention and sweeping from being done.
 MERGES_PER_LOOK = 16
@@ -43,9 +47,10 @@ class Maintainer:
         maintainer.close()     # before the catalog is closed
 
     Consumes the live files, every `pause_s`. Produces merged files, retired files, fewer files on
-    disk, and an event for each. Waits for the catalog, which a call holds for milliseconds, and
-    for the pause, which `close` ends. It removes only files that the owner's manifest no longer
-    shows, so the owner must go on exporting.
+    disk, and an event for each; backups of the catalog in a remote storage. Waits for the catalog,
+    which a call holds for milliseconds, and for the pause, which `close` ends. It removes only
+    files that the owner's manifest no longer shows, so the owner must go on exporting. It ends if
+    the run was brought to another directory.
 
     A full disk or storage that does not answer is an event, and the work is tried again later:
     training must not end because a merge fails. Any other error ends the thread.
@@ -65,7 +70,7 @@ class Maintainer:
         self._failure: BaseException | None = None
         self._left_out: frozenset[str] = frozenset()
         self._foreign: tuple[str, ...] = ()
-        self._orphans_at = time.monotonic()
+        self._orphans_at = self._backup_at = time.monotonic()
         # the kind of failure and its error, from the first failure until the first success
         self._waits_for: tuple[str, str] | None = None
         self._said: str | None = None  # the kind of failure that is an event already
@@ -74,7 +79,12 @@ class Maintainer:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise StoreError, with the cause, if the thread has failed."""
+        """Raise StoreError, with the cause, if the thread has failed.
+
+        FencedError says that the run was brought to another directory.
+        """
+        if isinstance(self._failure, FencedError):
+            raise self._failure
         if self._failure is not None:
             raise StoreError(
                 f"the maintainer of {self.layout.root} stopped: {self._failure!r}; "
@@ -93,6 +103,9 @@ class Maintainer:
         An unavailable source is raised at the end: one file must not keep the rest from being done.
         """
         unavailable: UnavailableError | None = None
+        self.layout.check_home()
+        if self.layout.info.storage_uri is not None and time.monotonic() >= self._backup_at:
+            self._back_up()
         try:
             self._merge()
         except UnavailableError as error:
@@ -107,6 +120,12 @@ class Maintainer:
             self._orphans_at = time.monotonic() + ORPHANS_EVERY_S
         if unavailable is not None:
             raise unavailable
+
+    def _back_up(self) -> None:
+        began_s = time.monotonic()
+        self.catalog.back_up()
+        ended_s = time.monotonic()
+        self._backup_at = ended_s + max(BACKUP_EVERY_S, BACKUP_PAUSE * (ended_s - began_s))
 
     def _merge(self) -> None:
         policy = self.settings.policy

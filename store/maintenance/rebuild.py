@@ -83,19 +83,22 @@ class Contents:
     files: tuple[FoundFile, ...]
     played: tuple[Played, ...]
     rejected: tuple[str, ...]  # one line for each file that was set aside
+    unread: tuple[str, ...]  # segment ids of files that the backup knows, and that were not read
 
 
-def rebuild(layout: RunLayout) -> Report:
+def rebuild(layout: RunLayout, *, only_new: bool = False) -> Report:
     """Replace the catalog. Raises LockedError while a process owns it.
 
-    UnavailableError says that a file cannot be reached now; nothing was touched then.
+    `only_new` reads no file that the backup knows with its size: of a run in an object store, that
+    would be all that it ever wrote. UnavailableError says that a file cannot be reached now;
+    nothing was touched then.
     """
     lock = take_lock(layout)
     try:
         check_owner(layout)
         connection, lost, has_backup = _base(layout)
         with closing(connection):
-            contents = _scan(layout)
+            contents = _scan(layout, known=_known_sizes(connection) if only_new else {})
             recovered = _recover(connection, layout, contents=contents)
             if not has_backup:  # the next clean close would replace it
                 lost += _set_backup_aside(layout)
@@ -146,14 +149,26 @@ def _set_backup_aside(layout: RunLayout) -> list[str]:
     return [f"{name}: moved to {quarantine(layout, name)}"]
 
 
-def _scan(layout: RunLayout) -> Contents:
-    """Read every file beneath segments/. Move those whose content is not what their name says."""
+def _known_sizes(connection: sqlite3.Connection) -> dict[str, int]:
+    """Return the bytes of each segment of the backup, by path."""
+    return dict(connection.execute("SELECT path, n_bytes FROM segment").fetchall())
+
+
+def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
+    """Read the files beneath segments/ but those of a `known` size.
+
+    Move those whose content is not what their name says.
+    """
+    unread: list[str] = []
     files: list[FoundFile] = []
     played: list[Played] = []
     rejected: dict[str, StoreError] = {}
     for stored in list(layout.storage.files(layout.relative(layout.segments))):
         path = stored.path
         if not SEGMENT_PATH.fullmatch(path):
+            continue
+        if known.get(path) == stored.n_bytes:
+            unread.append(PurePosixPath(path).stem)
             continue
         try:
             data = layout.storage.read(path)
@@ -184,7 +199,9 @@ def _scan(layout: RunLayout) -> Contents:
     # A merged file replaced others, and a larger one holds more that no other file does.
     files.sort(key=lambda file: (-file.level, -file.meta.n_bytes, file.meta.path))
     lines = [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
-    return Contents(files=tuple(files), played=tuple(played), rejected=tuple(lines))
+    return Contents(
+        files=tuple(files), played=tuple(played), rejected=tuple(lines), unread=tuple(unread)
+    )
 
 
 def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Contents) -> Recovered:
@@ -206,7 +223,9 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     foreign |= {group.group_uid for group in groups if group.split == IMPORTED}
     ours = [one for one in contents.played if one.meta.group_uid not in foreign]
     versions = _new_versions(tx, layout, played=ours)
-    recovered = recover(tx, groups=groups, files=contents.files, versions=versions)
+    recovered = recover(
+        tx, groups=groups, files=contents.files, unread=contents.unread, versions=versions
+    )
     connection.execute("UPDATE meta SET lsn = ?", (lsn,))
     for name in tx.touched:
         tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
@@ -287,8 +306,11 @@ def _new_versions(
 ) -> dict[int, str]:
     """Return versions that left a trace after the backup: no number may be used again."""
     known = {row["version"] for row in tx.rows("SELECT version FROM version")}
-    matches = map(WEIGHTS_NAME.fullmatch, names(layout.weights, root=layout.root))
-    seen = {int(match[1]) for match in matches if match is not None}
+    there = set(names(layout.weights, root=layout.root))
+    if layout.info.storage_uri is not None:
+        stored = layout.storage.files(layout.relative(layout.weights))
+        there |= {PurePosixPath(file.path).parent.name for file in stored}
+    seen = {int(match[1]) for match in map(WEIGHTS_NAME.fullmatch, there) if match is not None}
     if known or seen:  # else the run publishes no weights through the store
         seen.update(one.meta.version_min for one in played)
         seen.update(one.meta.version_max for one in played)

@@ -6,9 +6,9 @@ group that was trained on after the oldest checkpoint on disk: going back to tha
 the group available again.
 
 A retired file goes when the snapshot window has passed and neither a pinned reader nor the manifest
-shows it. An orphan was written and never committed. One from before this owner opened the catalog
-belongs to an older epoch, so it can never be committed. Files that this code would not have written
-are left alone.
+shows it. In a remote storage it stays while the newest backup of the catalog names it. An orphan
+was written and never committed. One from before this owner opened the catalog belongs to an older
+epoch, so it can never be committed. Files that this code would not have written are left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from store.clock import US_PER_S, now_us
 from store.layout import SEGMENT_PATH, RunLayout
 from store.reading.manifest import read_manifest
 from store.reading.pins import oldest_pinned_lsn
-from store.untrusted.file_access import is_directory, names, remove, status, walk
+from store.remote_directory import has_directory
+from store.untrusted.file_access import names, remove, status, walk
 
 COMPONENT = "sweep"
 ORPHAN_GRACE_S = 3600.0  # the clock of a file server may differ from ours
@@ -50,7 +51,7 @@ def expire_old(
     kept = [
         point.learner_step
         for point in catalog.live_checkpoints()
-        if is_directory(layout.root / point.path, root=layout.root)
+        if has_directory(layout, point.path)
     ]
     expired = catalog.expirable(
         completed_before_us=before_us, below_version=below, oldest_checkpoint=min(kept, default=0)
@@ -75,6 +76,8 @@ def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tu
         return ()
     pinned = oldest_pinned_lsn(layout)
     shown = manifest.lsn if pinned is None else min(pinned, manifest.lsn)
+    if layout.info.storage_uri is not None:  # whoever goes on from a backup needs what it names
+        shown = min(shown, catalog.backed_up_lsn)
     before_us = now_us() - round(window_s * US_PER_S)
     retired = catalog.removable(retired_before_us=before_us, pinned_lsn=shown)
     if not retired:

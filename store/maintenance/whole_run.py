@@ -72,7 +72,10 @@ def compact_run(
         left_out: set[str] = set()
         for merge in merges(catalog, layout, policy=COMPACTION_POLICY, skip=()):
             left_out.update(merge.left_out)
-        export(catalog, layout)  # only what the manifest no longer shows may be removed
+        # only what neither the manifest nor the backup shows any longer may be removed
+        export(catalog, layout)
+        if layout.info.storage_uri is not None:
+            catalog.back_up()
         removed = sweep_retired(catalog, layout, window_s=snapshot_window_s)
         foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=())
         export(catalog, layout)

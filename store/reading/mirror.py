@@ -61,7 +61,8 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
         return layout
     check_consent(layout)
     info = dataclasses.replace(layout.info, storage_uri=None)
-    copy = RunLayout(root=_cache(info.run_id, uri), info=info, home=layout.root)
+    root = cache_of(info.run_id, uri, kind="runs")
+    copy = RunLayout(root=root, info=info, home=layout.root)
     _make_copy(copy)
     with _locked(copy):
         if is_file(layout.open_sql, root=layout.root):
@@ -106,14 +107,17 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
     return layout
 
 
-def _cache(run_id: str, uri: str) -> Path:
-    """Return the directory of this user's copy, made if it is not there. Raises StoreError."""
+def cache_of(run_id: str, uri: str, *, kind: str) -> Path:
+    """Return this user's directory for a run at `uri`, made if it is not there.
+
+    `kind` is "runs" for its rows, and "homes" for its settings and its catalog. Raises StoreError.
+    """
     ours = user_directory("XDG_CACHE_HOME", default=".cache")
     digest = blake2b(uri.encode(), digest_size=URI_DIGEST_BYTES).hexdigest()
-    copy = ours / "runs" / f"{run_id}-{digest}"
+    copy = ours / kind / f"{run_id}-{digest}"
     try:
         ours.parent.mkdir(parents=True, exist_ok=True)
-        for directory in (ours, ours / "runs", copy):
+        for directory in (ours, copy.parent, copy):
             directory.mkdir(mode=0o700, exist_ok=True)
             is_ours = is_directory(directory, root=ours.parent)
             if not is_ours or directory.stat().st_uid != os.geteuid():

@@ -81,9 +81,23 @@ def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None =
         texts.append((CONFIG, config))
     new = [_signature(key, name=name, text=text) for name, text in texts]
     old = [signature for signature in _signed(run) if signature not in new]
-    content = json.dumps({"signatures": (old + new)[-MAX_SIGNATURES:]}, indent=1)
-    write_atomically(run / SIGNED, content.encode(), mode=READ_WRITE, beneath=run)
+    _write(run, old + new)
     return True
+
+
+def add_signatures(run: Path, signed: bytes) -> None:
+    """Add the signatures of another signed.json of this run. Raises StoreError."""
+    try:
+        theirs = list(json_values.texts(json_values.parse_object(signed), "signatures"))
+    except ValueError:
+        return
+    ours = _signed(run)
+    _write(run, [*(one for one in theirs if one not in ours), *ours])
+
+
+def _write(run: Path, signatures: list[str]) -> None:
+    content = json.dumps({"signatures": signatures[-MAX_SIGNATURES:]}, indent=1)
+    write_atomically(run / SIGNED, content.encode(), mode=READ_WRITE, beneath=run)
 
 
 def _texts(run: Path) -> list[tuple[str, bytes]]:

@@ -215,27 +215,32 @@ def _after_a_rebuild(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
             uid for line in diary if line.get("done") == "commit" for uid in line["trajectories"]
         }
         lost = [f"trajectory {uid} is lost" for uid in sorted(committed - known)]
-        with Catalog.open(rebuilt) as catalog:
-            latest = catalog.latest_version()
-            version = 0 if latest is None else latest.version
-            batch = catalog.claim(n_groups=1, current_version=version, max_staleness=MAX_STALENESS)
-            if batch is not None:
-                step = catalog.learner_step() + 1
-                catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=version)
-            export(catalog, rebuilt)
-        with closing(connect(rebuilt)) as views:
-            (n_violations,) = views.execute("SELECT count(*) FROM staleness_violations").fetchall()[
-                0
-            ]
-        violations = [f"{n_violations} staleness violations"] if n_violations else []
-        findings = [
-            f"fsck: {finding}"
-            for finding in check(rebuilt, level=CONTENTS)
-            if finding.severity == "error"
-        ]
-        return [f"rebuilt: {line}" for line in lost + doubled + violations + findings]
+        return [f"rebuilt: {line}" for line in lost + doubled + train_on(rebuilt)]
     finally:
         shutil.rmtree(copy)
+
+
+def train_on(layout: RunLayout) -> list[str]:
+    """Train a recovered run for a learner step. Return what is wrong then."""
+    with Catalog.open(layout) as catalog:
+        latest = catalog.latest_version()
+        version = 0 if latest is None else latest.version
+        batch = catalog.claim(n_groups=1, current_version=version, max_staleness=MAX_STALENESS)
+        if batch is not None:
+            step = catalog.learner_step() + 1
+            catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=version)
+        export(catalog, layout)
+    with closing(connect(layout)) as views:
+        (n_violations,) = views.execute("SELECT count(*) FROM staleness_violations").fetchall()[0]
+    with closing(_connected(layout)) as connection:
+        doubled = _doubled(connection)
+    violations = [f"{n_violations} staleness violations"] if n_violations else []
+    findings = [
+        f"fsck: {finding}"
+        for finding in check(layout, level=CONTENTS)
+        if finding.severity == "error"
+    ]
+    return doubled + violations + findings
 
 
 def _connected(layout: RunLayout) -> sqlite3.Connection:

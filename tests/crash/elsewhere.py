@@ -1,5 +1,5 @@
 """The workload with its files in an object store: killed at a request to it or at a change of the
-catalog, then tried again.
+catalog, then tried again; or its disk is lost with it, and it goes on from the object store alone.
 
 Everything that speaks to the object store runs in a process that was forked for it: its client has
 threads, which a fork of a process that has used one would lack.
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from store import RunLayout, write_open_sql
+from store import Catalog, RunLayout, bring_run, write_open_sql
 from store.maintenance import sweep
 from store.reading import manifest
 from store.storage import RemoteStorage
 from tests.crash import tracer, workload
-from tests.crash.checks import broken_promises, end_state, read_diary
+from tests.crash.checks import broken_promises, end_state, read_diary, train_on
 
 # where in a request the owner is killed: it never arrives, or its answer does not
 BEFORE, AFTER = "before", "after"
@@ -42,23 +42,9 @@ def live(root: str, diary_path: str, uri: str, kill_at: str, when: str) -> None:
     sweep.ORPHAN_GRACE_S = manifest.GRACE_S = 0.0
     workload.EXPIRED_ROUNDS, workload.ROUNDS, workload.CHECKPOINT_EVERY = 1, 2, 1
     workload.uuid.uuid4 = lambda: workload.RUN_ID
-    diary, count = workload.Diary(Path(diary_path)), 0
-    ask = RemoteStorage._ask
-
-    def counted(
-        self: RemoteStorage, doing: str, path: str, call: Callable[[], Any], **options: Any
-    ) -> Any:
-        nonlocal count
-        count += 1
-        number = count
-        if number == int(kill_at) and when == BEFORE:
-            os.kill(os.getpid(), signal.SIGKILL)
-        answer = ask(self, doing, path, call, **options)
-        if number == int(kill_at) and when == AFTER:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return answer
-
-    RemoteStorage._ask = counted  # type: ignore[method-assign]
+    diary = workload.Diary(Path(diary_path))
+    count = _kill_at_request(int(kill_at), when)
+    _note_backups(diary)
     diary.phase("create")
     exists = RunLayout.exists(Path(root))
     layout = (
@@ -70,7 +56,63 @@ def live(root: str, diary_path: str, uri: str, kill_at: str, when: str) -> None:
         write_open_sql(layout, macros=(), max_staleness=workload.NO_BOUND)
     diary.done("create")
     workload.own(layout, diary, rounds=workload.ROUNDS)
-    diary.done("requests", n=count)
+    diary.done("requests", n=count())
+
+
+def bring(root: str, diary_path: str, uri: str, kill_at: str, when: str) -> None:
+    """Bring the run to an empty disk. Be killed `when` the `kill_at`-th request is made, or never."""
+    count = _kill_at_request(int(kill_at), when)
+    bring_run(uri, Path(root), trusts=False)
+    workload.Diary(Path(diary_path)).done("requests of bring", n=count())
+
+
+def _kill_at_request(kill_at: int, when: str) -> Callable[[], int]:
+    """Be killed at a request of this process. Return a function that counts them."""
+    count = 0
+    ask = RemoteStorage._ask
+
+    def counted(
+        self: RemoteStorage, doing: str, path: str, call: Callable[[], Any], **options: Any
+    ) -> Any:
+        nonlocal count
+        count += 1
+        number = count
+        if number == kill_at and when == BEFORE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = ask(self, doing, path, call, **options)
+        if number == kill_at and when == AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    RemoteStorage._ask = counted  # type: ignore[method-assign]
+    return lambda: count
+
+
+def _note_backups(diary: workload.Diary) -> None:
+    back_up = Catalog.back_up
+
+    def noted(self: Catalog) -> bool:
+        made = back_up(self)
+        if made:
+            diary.done("backup")
+        return made
+
+    Catalog.back_up = noted  # type: ignore[method-assign]
+
+
+def look_at_brought(root: str, diary_path: str) -> None:
+    """Raise AssertionError unless all that was acknowledged before the last backup is there, all
+    trajectories that were committed since are, and it can be trained on.
+    """
+    diary = read_diary(Path(diary_path))
+    backups = [number for number, line in enumerate(diary) if line.get("done") == "backup"]
+    n_backed_up = backups[-1] + 1 if backups else 0
+    later = [line for line in diary[n_backed_up:] if line.get("done") in ("commit", "manifest")]
+    known = [line for line in diary[:n_backed_up] if "done" in line or "phase" in line] + later
+    layout = RunLayout.open(Path(root))
+    broken = broken_promises(layout.root, known, thorough=True)
+    broken += train_on(layout)
+    assert not broken, broken
 
 
 def look(root: str, diary_path: str, expected: str) -> None:
@@ -130,6 +172,31 @@ def kill_at_call(directory: Path, uri: str, number: int) -> str:
         kill_at=number,
     )
     return _tried_again(directory, uri, root, diary, killed)
+
+
+def lose_disk_at_request(
+    directory: Path, uri: str, number: int, when: str, *, bring_number: int
+) -> str:
+    """Kill the owner at a request and lose its disk. Bring the run to another disk, killed at a
+    request too, and again. Return what is wrong, "" if nothing is.
+    """
+    root, diary = _place(directory, f"lost-{number}-{when}")
+    killed = tracer.run("tests.crash.elsewhere:live", root, diary, uri, number, when)
+    if killed.status != -signal.SIGKILL:
+        return f"it was not killed: {killed.error or killed.status}"
+    shutil.rmtree(root)
+    if not any(line.get("done") == "create" for line in read_diary(diary)):
+        return ""  # there may be no run yet
+    elsewhere = root.with_name("elsewhere")
+    for kill_at in (bring_number, NEVER):
+        brought = tracer.run("tests.crash.elsewhere:bring", elsewhere, diary, uri, kill_at, when)
+        if kill_at != NEVER and brought.status != -signal.SIGKILL:
+            return f"request {kill_at} of bring never came: {brought.error or brought.status}"
+    if brought.status != 0:
+        return f"it was not brought: {brought.error or brought.status}"
+    seen = tracer.run("tests.crash.elsewhere:look_at_brought", elsewhere, diary)
+    shutil.rmtree(elsewhere)
+    return "" if seen.status == 0 else seen.error or f"{seen.status}"
 
 
 def _place(directory: Path, name: str) -> tuple[Path, Path]:

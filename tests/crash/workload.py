@@ -224,6 +224,8 @@ def keep_up(layout: RunLayout, catalog: Catalog, diary: Diary, *, opened_us: int
     sweep.sweep_retired(catalog, layout, window_s=0.0)
     show(layout, catalog, diary)
     diary.phase("sweep")
+    if layout.info.storage_uri is not None:  # nor the newest backup
+        catalog.back_up()
     sweep.sweep_retired(catalog, layout, window_s=0.0)
     sweep.sweep_orphans(catalog, layout, opened_us=opened_us, named=())
     diary.done("sweep")

@@ -62,6 +62,28 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "b").exists()
 
 
+def test_a_fork_of_a_run_in_a_storage_needs_a_place_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    uri, own = ((tmp_path / name).as_uri() for name in ("theirs", "own"))
+    (tmp_path / "given.yaml").write_text("seed: 5\n")
+    run = tmp_path / "a"
+    config = configs.load(tmp_path / "given.yaml", [f"run_dir={run}", f"store.uri={uri}"])
+    RunLayout.create(run, config_yaml=configs.as_yaml(config), storage_uri=uri)
+    resume.remember(config)
+    for source in (str(run), uri):
+        with pytest.raises(
+            ConfigError, match=r"give the fork a place of its own, store.uri=\.\.\."
+        ):
+            resume.load_fork(f"{source}@4", [f"run_dir={tmp_path / 'b'}"])
+        for given in ("", own):
+            found = resume.load_fork(
+                f"{source}@4", [f"run_dir={tmp_path / 'b'}", f"store.uri={given}"]
+            )
+            assert (found.store.uri, found.seed) == (given, 5)
+
+
 @pytest.mark.faults
 def test_a_fork_of_a_run_is_trained_from_its_step_on(tmp_path: Path) -> None:
     """Real engine and learner; of a step whose published weights are gone."""

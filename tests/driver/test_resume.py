@@ -4,6 +4,7 @@ settings.
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 import signal
@@ -26,6 +27,7 @@ from tests.runs.test_run import rows
 from tests.support.fault_runs import ROOT, processes_of, untrained_model
 from tests.support.killed_runs import (
     SIMULATED,
+    KilledRun,
     closing,
     dispatched,
     expected_tasks,
@@ -33,7 +35,9 @@ from tests.support.killed_runs import (
     lengths_by_group,
     staleness_violations,
     trained_twice,
+    write_world,
 )
+from tests.support.s3_server import s3_server
 from tests.support.sizes import IN_FULL
 from tests.support.store_damage import no_file_may_grow
 
@@ -165,6 +169,39 @@ def test_what_lies_outside_may_move_but_not_change(
     assert len(resume.differences(other, config)) == 2
 
 
+def test_a_run_is_brought_from_its_uri_with_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = (tmp_path / "storage" / "mine").as_uri()
+    (tmp_path / "given.yaml").write_text("seed: 5\n")
+    config = configs.load(tmp_path / "given.yaml", ["run_dir=first", f"store.uri={uri}"])
+    layout = RunLayout.create(
+        Path("first"), config_yaml=configs.as_yaml(config), storage_uri=config.store.uri
+    )
+    write_open_sql(layout, macros=[], max_staleness=3)
+    resume.remember(replace(config, learner=replace(config.learner, steps=77)))
+    shutil.rmtree("first")
+    assert main(["train", "--resume", uri, "--dry-run"]) == 2
+    assert "--dry-run brings no run here" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    said: list[str] = []
+    given = ["learner.steps=9"]
+    assert resume.bring(uri, given, trusts=False, say=said.append) == (
+        Path("runs/mine"),
+        ("learner.steps=9",),
+    )
+    assert said[0] == f"bringing {uri} to runs/mine"
+    found = resume.load(Path("runs/mine"), [])
+    assert (found.seed, found.learner.steps, found.store.uri) == (5, 77, uri)
+    said.clear()
+    assert resume.bring(uri, given, trusts=False, say=said.append)[0] == Path("runs/mine")
+    assert said == []  # it is here
+    elsewhere = ["run_dir=another/place", *given]
+    assert resume.bring(uri, elsewhere, trusts=False, say=said.append)[0] == Path("another/place")
+    assert resume.load(Path("another/place"), []).seed == 5
+
+
 def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", max_staleness=3)
     layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
@@ -253,6 +290,49 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr
     assert not killed.run.exists()
+
+
+@pytest.mark.run
+@pytest.mark.slow
+def test_a_run_whose_disk_is_lost_goes_on_from_its_object_store(tmp_path: Path) -> None:
+    """All its processes are killed, and its directory is removed. The scripted policy; all else is
+    real.
+    """
+    write_world(tmp_path)
+    with s3_server(tmp_path / "server") as server:
+        uri = server.uri("lost")
+        settings = (*SIMULATED, f"store.uri={uri}", "learner.checkpoint_every=2")
+        model = untrained_model(tmp_path / "untrained")
+        run = KilledRun(
+            home=tmp_path, name="lost", model=model, settings=settings, random=random.Random(0)
+        )
+        with closing(run):
+            run.start()
+            run.wait_until_it_works()
+            assert run.running is not None
+            run.running.wait(lambda: run.settled_step() >= 5, what="learner step 5")
+        committed, settled_step = run.committed(), run.settled_step()
+        shutil.rmtree(run.run)
+        elsewhere = replace(run, name="elsewhere", begun_s=0.0)
+        command = [sys.executable, "-m", "cli", "train", "--resume", uri]
+        again = subprocess.run(
+            [*command, f"run_dir={elsewhere.run}", f"learner.steps={settled_step + 3}"],
+            cwd=ROOT,
+            env=elsewhere.environ(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert again.returncode == 0, again.stdout + again.stderr
+        print(again.stdout)
+        assert "training goes on from the checkpoint of learner step" in again.stdout
+        assert elsewhere.settled_step() == settled_step + 3
+        assert len(committed) > 0 and committed <= elsewhere.committed()
+        assert trained_twice(elsewhere.run) == staleness_violations(elsewhere.run) == 0
+        tasks = dispatched(elsewhere)
+        recorded = configs.from_yaml(RunLayout.open(elsewhere.run).info.config_yaml)
+        assert tasks == expected_tasks(recorded, len(tasks))
+        assert main(["fsck", str(elsewhere.run)]) == 0
 
 
 def test_resume_of_a_run_that_another_config_made_is_refused(

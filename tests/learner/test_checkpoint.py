@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from configs import LearnerConfig, LossConfig, ModelConfig, TinyModelConfig
 from learner.checkpoint import (
     CheckpointError,
     CheckpointPoint,
+    kept_checkpoints,
     load_checkpoint,
     prune_checkpoints,
     read_content,
@@ -556,9 +558,9 @@ def test_pruning_keeps_the_last_and_those_that_are_kept_for_ever(tmp_path: Path)
     def left(*, keep: int, keep_every: int, live: Iterable[int] = steps) -> list[int]:
         for step in steps:
             (tmp_path / f"step{step:06d}").mkdir(exist_ok=True)
-        prune_checkpoints(
-            tmp_path, live={f"step{step:06d}" for step in live}, keep=keep, keep_every=keep_every
-        )
+        names = {f"step{step:06d}" for step in live}
+        kept = partial(kept_checkpoints, live=names, keep=keep, keep_every=keep_every)
+        prune_checkpoints(tmp_path, kept=kept)
         return sorted(int(path.name.removeprefix("step")) for path in tmp_path.iterdir())
 
     assert left(keep=2, keep_every=0) == [25, 30]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import configs
 from analysis import report
 from configs import Config
 from coordinator import Coordinator
@@ -24,7 +26,7 @@ from learner import LEARNER_STEP, BadUpdatesError, Learner, LearnerSetup, Starva
 from learner.data.batch_loader import prepare_batch
 from learner.data.prefetch import Prefetch
 from learner.ray_actor import LearnerProcess
-from store import RunLayout
+from store import RunLayout, bring_run, write_open_sql
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
@@ -295,3 +297,49 @@ def test_batches_without_a_signal_in_a_row_are_counted_across_a_restart(
         again.learner.run()
     assert again.learner.step == 10
     again.coordinator.close()
+
+
+@pytest.mark.parametrize(("uploaded", "step"), [("whole", 2), ("half", 1), ("another", 1)])
+def test_a_learner_whose_disk_is_lost_goes_on_from_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploaded: str, step: int
+) -> None:
+    """From the newest checkpoint that is whole there, and that the catalog's backup knows."""
+    run, uri = tmp_path / "run", (tmp_path / "storage").as_uri()
+    config = make_config(run, max_staleness=0, steps=3, checkpoint_every=1, keep_versions=2)
+    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config), storage_uri=uri)
+    write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
+
+    def until_killed(step: int, updates: Any) -> Any:
+        if step == 3:
+            raise MemoryError
+        return good(updates)
+
+    first = Loop(monkeypatch, config, stats=until_killed)
+    with pytest.raises(MemoryError):
+        first.learner.run()
+    first.coordinator.maintainer.close()
+    first.coordinator.catalog._database.close()  # killed: no last backup
+    point = layout.storage.read("checkpoints/step000002/point.json").to_pybytes()
+    if uploaded == "half":
+        layout.storage.remove("checkpoints/step000002/complete.json")
+    elif uploaded == "another":  # of the same learner step, with other weights
+        other = point.replace(b'"version": 2', b'"version": 7')
+        layout.storage.write("checkpoints/step000002/point.json", other)
+    shutil.rmtree(run)
+    bring_run(uri, run, trusts=False)
+    again = Loop(monkeypatch, config)
+    assert f"continues at learner step {step} as version 3" in again.learner.restored
+    assert again.learner.run() == 3
+    again.coordinator.close()
+    with connect(RunLayout.open(run)) as connection:
+        steps = connection.execute(
+            "SELECT learner_step, count(DISTINCT group_uid), count(*) FROM lineage "
+            "WHERE live AND batch_state = 'trained' GROUP BY 1 ORDER BY 1"
+        ).fetchall()
+        (violations,) = connection.execute("SELECT count(*) FROM staleness_violations").fetchone()
+    assert steps == [(number, GROUPS_PER_STEP, GROUPS_PER_STEP) for number in (1, 2, 3)]
+    assert violations == 0
+    checkpoints = {file.path.split("/")[1] for file in layout.storage.files("checkpoints")}
+    assert checkpoints == {"step000002", "step000003"}
+    weights = {file.path.split("/")[1] for file in layout.storage.files("weights")}
+    assert len(weights) == config.learner.keep_versions and max(weights) > "v000003"

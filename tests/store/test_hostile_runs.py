@@ -418,7 +418,8 @@ def test_a_manifest_names_only_what_the_store_would(sound: RunLayout, path: obje
 
 
 @pytest.mark.parametrize(
-    "path", ["weights/../../outside", "/etc", "weights", "checkpoints/step000001", "../x"]
+    "path",
+    ["weights/../../outside", "/etc", "weights", "checkpoints/../run.json", "base/other", "../x"],
 )
 def test_only_published_weights_are_fetched_and_pruned(sound: RunLayout, path: str) -> None:
     with pytest.raises(FormatError, match="no run names such a file"):

@@ -7,13 +7,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.fs as pafs
 import pytest
 
 from cli.__main__ import main
@@ -34,65 +30,21 @@ from store.maintenance.sweep import sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.mirror import fetch_run, mirror
 from store.reading.reader import open_run
-from store.remote_directory import local_directory, publish_directory
+from store.remote_directory import local_directory, prune_published, publish_directory
 from tests.crash import elsewhere
 from tests.crash.lab import new_workers, scratch
 from tests.store.test_crash import evenly
 from tests.support.run_views import connect
+from tests.support.s3_server import BUCKET, Server, s3_server
 from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
-
-BUCKET = "bucket"
-SERVER = """
-import threading
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-threading.Event().wait()
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Server:
-    pid: int
-    port: int
-
-    def uri(self, name: str) -> str:
-        return f"s3://{BUCKET}/{name}?endpoint_override=http://127.0.0.1:{self.port}&scheme=http&region=us-east-1"
-
-    def objects(self, name: str) -> dict[str, int]:
-        return {file.path: file.n_bytes for file in storage.open_storage(self.uri(name)).files("")}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An S3 server on a port of its own choice, with one bucket. Its credentials come from the
-    environment, as anybody's.
-    """
-    log = tmp_path_factory.mktemp("s3") / "log"
-    with pytest.MonkeyPatch.context() as patch, log.open("wb") as output:
-        for name, value in (
-            ("ACCESS_KEY_ID", "k"),
-            ("SECRET_ACCESS_KEY", "s"),
-            ("EC2_METADATA_DISABLED", "true"),
-        ):
-            patch.setenv(f"AWS_{name}", value)
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=output, text=True
-        )
-        try:
-            assert process.stdout is not None
-            port = process.stdout.readline()
-            assert port, log.read_text()
-            found = Server(pid=process.pid, port=int(port))
-            pafs.FileSystem.from_uri(f"{found.uri('')}&allow_bucket_creation=true")[0].create_dir(
-                BUCKET
-            )
-            yield found
-        finally:
-            process.kill()
-            process.wait()
+    """An S3 server with one bucket."""
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as found:
+        yield found
 
 
 def make_run(root: Path, uri: str, *, n_groups: int = 2) -> RunLayout:
@@ -172,6 +124,8 @@ def test_compaction_and_retirement_work_on_objects(server: Server, tmp_path: Pat
         assert result is not None
         assert result.merged is not None
         export(catalog, layout)
+        assert sweep_retired(catalog, layout, window_s=0.0) == ()  # the backup still names them
+        catalog.back_up()
         assert old <= server.objects("compacts").keys()
         assert count(layout.root) == [24, 8, 4]
         assert set(sweep_retired(catalog, layout, window_s=0.0)) == old
@@ -231,7 +185,8 @@ def test_weights_go_up_whole_and_come_down_whole(
         # more than one part of an upload
         (directory / "model.safetensors").write_bytes(bytes([version]) * 6_000_000)
         (directory / "empty.txt").write_bytes(b"")
-        publish_directory(layout, directory, keep=3)
+        publish_directory(layout, directory)
+        prune_published(layout, layout.weights, kept=lambda names: names[-3:])
     assert sorted(
         {path.split("/")[1] for path in server.objects("weights") if path.startswith("weights/")}
     ) == [
@@ -260,7 +215,7 @@ def test_weights_go_up_whole_and_come_down_whole(
     monkeypatch.setattr(storage.RemoteStorage, "write", fail_on_the_last_file)
     layout.weights_dir(3).rename(layout.weights_dir(4))
     with pytest.raises(StoreError, match="dies here"):
-        publish_directory(layout, layout.weights_dir(4), keep=3)
+        publish_directory(layout, layout.weights_dir(4))
     with pytest.raises(StoreError, match="v000004/complete.json: it is not there"):
         local_directory(worker, "weights/v000004")
     assert sorted(path.name for path in worker.weights.iterdir()) == ["v000002", "v000003"]
@@ -363,4 +318,26 @@ def test_an_owner_that_is_killed_loses_and_doubles_nothing(server: Server) -> No
             kills[f"call {number}"] = pool.submit(elsewhere.kill_at_call, directory, uri, number)
         bad = {at: broken for at, kill in kills.items() if (broken := kill.result())}
     print(f"{len(kills)} kills at {calls}: {len(bad)} bad")
+    assert bad == {}
+
+
+def test_a_killed_owner_whose_disk_is_lost_goes_on_from_the_bucket(server: Server) -> None:
+    """0 lost that were committed, 0 doubled, 0 stale trained; whatever reached the bucket, and also
+    if whoever brings it is killed.
+    """
+    with new_workers() as pool, scratch() as directory:
+        calls = pool.submit(elsewhere.undisturbed, directory, server.uri("not-lost")).result()
+        kills = {}
+        for place, number in enumerate(evenly(range(20, calls.requests + 1), KILLS)):
+            when = (elsewhere.BEFORE, elsewhere.AFTER)[place % 2]
+            kills[f"{when} request {number}"] = pool.submit(
+                elsewhere.lose_disk_at_request,
+                directory,
+                server.uri(f"lost{number}"),
+                number,
+                when,
+                bring_number=12 + 7 * place % 20,
+            )
+        bad = {at: broken for at, kill in kills.items() if (broken := kill.result())}
+    print(f"{len(kills)} lost disks at {calls}: {len(bad)} bad")
     assert bad == {}

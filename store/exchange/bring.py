@@ -1,0 +1,192 @@
+"""Bring a run to this machine whose files are in a storage, and whose own disk may be lost.
+
+    uri, root = "s3://bucket/run", Path("runs/run")
+    if not is_brought(uri, root):
+        report = bring_run(uri, root, trusts=False)   # from now on the run goes on here
+    run = run_at(uri)     # only to be read: a directory in this user's cache
+
+`bring_run` makes the directory the run's home. Its catalog is the newest backup, with the segment
+files that are newer. Weights and checkpoints are fetched when they are needed. Killed at any
+moment, the same call begins again.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from store import home
+from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
+from store.errors import FormatError, StoreError, UnavailableError
+from store.layout import (
+    BASE_POLICY,
+    CONFIG_FILE,
+    OUTSIDE_FILE,
+    UNFINISHED_FORK,
+    RunInfo,
+    RunLayout,
+    parse_run_json,
+)
+from store.maintenance.rebuild import Report, rebuild
+from store.reading import open_sql
+from store.reading.mirror import cache_of
+from store.remote_directory import has_directory, local_directory
+from store.storage import Storage, open_storage
+from store.untrusted.file_access import (
+    MAX_OPEN_SQL_BYTES,
+    MAX_TEXT_BYTES,
+)
+from store.untrusted.signatures import SIGNED, add_signatures
+from store.untrusted.trust import check_trusted, trust
+
+RUN_JSON = "run.json"
+OF_A_FILE_SYSTEM = "lost+found"  # may be in a directory that is the root of one
+
+
+def is_uri(place: str) -> bool:
+    """Return whether a place is the URI of a storage, and no path."""
+    return "://" in place
+
+
+def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
+    """Make the directory `root`, in which the run at `uri` goes on. Say what was recovered.
+
+    `root` must be empty, or not there. `trusts` counts the run as this user's. Raises StoreError,
+    for a stranger's run too; nothing is left at `root` then, and the run stays where it was.
+    """
+    storage = open_storage(uri)
+    info, _ = _read_run_json(storage)
+    root = root.absolute()
+    is_new = not root.exists()
+    _empty(root)
+    make_directory(root, beneath=root)
+    (root / UNFINISHED_FORK).touch()
+    try:
+        layout = _bring_small_files(storage, RunLayout(root=root, info=info))
+        if trusts:
+            trust(root)
+        check_trusted(root)
+        for directory in (layout.segments, layout.exports, layout.weights, layout.checkpoints):
+            make_directory(directory, beneath=root)
+        make_directory(layout.logs, beneath=root)
+        home.take(root, storage)
+        report = rebuild(layout, only_new=True)
+        if has_directory(layout, BASE_POLICY):
+            local_directory(layout, BASE_POLICY)
+    except BaseException:
+        with suppress(OSError, StoreError):
+            _empty(root)
+            if is_new:
+                root.rmdir()
+        raise
+    (root / UNFINISHED_FORK).unlink()
+    return report
+
+
+def is_brought(uri: str, root: Path) -> bool:
+    """Return whether the run at `uri` is in the directory `root` already, whole.
+
+    Raises StoreError if another run is there.
+    """
+    root = root.absolute()
+    if not RunLayout.exists(root) or (root / UNFINISHED_FORK).exists():
+        return False
+    there = RunLayout.open(root).info.storage_uri
+    if there is None or open_storage(there).locate("") != open_storage(uri).locate(""):
+        raise StoreError(f"{root} holds another run than {uri}; give run_dir=NEW")
+    return True
+
+
+@functools.cache
+def run_at(place: str) -> Path:
+    """Return the directory of a run: `place` itself, or of a URI one in this user's cache.
+
+    That one has the run's settings and signatures, and its newest backup as the catalog. The other
+    files are read from the storage. A URI without a run is returned as it is. Each is asked once in
+    a process. Raises StoreError.
+    """
+    if not is_uri(place):
+        return Path(place)
+    storage = open_storage(place)
+    if not storage.exists(RUN_JSON):
+        return Path(place)
+    info, _ = _read_run_json(storage)
+    root = cache_of(info.run_id, place, kind="homes")
+    layout = _bring_small_files(storage, RunLayout(root=root, info=info))
+    backup = layout.relative(layout.backup)
+    if storage.exists(backup):
+        data = storage.read(backup)
+        write_atomically(layout.catalog, memoryview(data), mode=READ_WRITE, beneath=root)
+    return root
+
+
+def _read_run_json(storage: Storage) -> tuple[RunInfo, bytes]:
+    """Return the run's run.json. Raises StoreError if it names another storage than this one."""
+    name = storage.locate(RUN_JSON)
+    try:
+        data: bytes = storage.read(RUN_JSON, at_most=MAX_TEXT_BYTES).to_pybytes()
+    except UnavailableError:
+        raise
+    except StoreError as error:
+        raise FormatError(f"{error}; is it the store.uri of a run?") from error
+    info = parse_run_json(data, name=name)
+    recorded = open_storage(info.storage_uri).locate("") if info.storage_uri else "its directory"
+    if recorded != storage.locate(""):
+        raise FormatError(
+            f"{name} is of a run whose files are in {recorded}; give that, or read this copy: "
+            "gigpo fetch URI DIR"
+        )
+    return info, data
+
+
+def _bring_small_files(storage: Storage, layout: RunLayout) -> RunLayout:
+    """Write the run's settings and signatures into `layout`, and return it."""
+    root = layout.root
+    _, run_json = _read_run_json(storage)
+    signed = _small(storage, SIGNED)
+    if signed is not None:
+        add_signatures(root, signed)
+    for name in (CONFIG_FILE, OUTSIDE_FILE):
+        text = _small(storage, name)
+        if text is not None:
+            write_atomically(root / name, text, mode=READ_WRITE, beneath=root)
+    views = _small(storage, layout.open_sql.name, at_most=MAX_OPEN_SQL_BYTES)
+    if views is not None:
+        placed = open_sql.placed(layout, views.decode(errors="replace"))
+        write_atomically(layout.open_sql, placed.encode(), mode=READ_WRITE, beneath=root)
+    make_directory(layout.run_json_backup.parent, beneath=root)
+    for path in (layout.run_json_backup, layout.run_json):
+        write_atomically(path, run_json, mode=READ_ONLY, beneath=root)
+    return layout
+
+
+def _small(storage: Storage, name: str, *, at_most: int = MAX_TEXT_BYTES) -> bytes | None:
+    """Return a small file of the storage, None if it is not there."""
+    if not storage.exists(name):
+        return None
+    data: bytes = storage.read(name, at_most=at_most).to_pybytes()
+    return data
+
+
+def _empty(root: Path) -> None:
+    """Remove what a killed call left. Raises StoreError if anything else is there."""
+    try:
+        there = [path for path in root.iterdir() if path.name != OF_A_FILE_SYSTEM]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(f"{root} cannot be read: {error.strerror}; give run_dir=NEW") from error
+    marker = root / UNFINISHED_FORK
+    if there and marker not in there:
+        names = ", ".join(sorted(path.name for path in there)[:3])
+        raise StoreError(
+            f"{root} has other things in it ({names}); give an empty directory: run_dir=NEW"
+        )
+    for path in there:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != marker:
+            path.unlink()
+    marker.unlink(missing_ok=True)

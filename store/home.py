@@ -1,0 +1,65 @@
+"""Know the home of a run whose files are in a storage: the one directory that goes on with it.
+
+    take(root, storage)     # by who makes the run, or brings it to an empty disk
+    check(root, storage)    # by who is about to own the run, and by its owner again and again
+
+HOME has the same token in the directory and in the storage. Who brings the run to another disk
+writes a new one. The owner on the old disk, if it is alive or comes back, finds that and stops:
+otherwise two histories of one run would be written over one another. A copy of the directory that
+somebody makes has the token too.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import uuid
+from pathlib import Path
+
+from store.atomic_write import READ_ONLY, write_atomically
+from store.errors import FencedError, StoreError, UnavailableError
+from store.storage import Storage
+from store.untrusted import json_values
+from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes
+
+HOME = "home.json"
+SHOWN_CHARACTERS = 200  # of a text that another machine wrote
+
+
+def take(root: Path, storage: Storage) -> None:
+    """Make `root` the home, and no other directory any longer. Raises StoreError."""
+    content = {"token": uuid.uuid4().hex, "where": f"{root} on {socket.gethostname()}"}
+    data = json.dumps(content).encode()
+    # Killed in between, the directory is no home, and the run is brought there again.
+    write_atomically(root / HOME, data, mode=READ_ONLY, beneath=root)
+    storage.write(HOME, data)
+
+
+def check(root: Path, storage: Storage) -> None:
+    """Raise FencedError if another directory is the home by now.
+
+    A run that was made before there were homes has none. Raises UnavailableError.
+    """
+    try:
+        there: bytes = storage.read(HOME, at_most=MAX_TEXT_BYTES).to_pybytes()
+    except UnavailableError:
+        raise
+    except StoreError:
+        return
+    try:
+        here = read_bytes(root / HOME, root=root, at_most=MAX_TEXT_BYTES)
+    except FileNotFoundError:
+        here = b""
+    if here != there:
+        raise FencedError(
+            f"the run of {root} was brought to {_where(there)} and goes on there; stop this one. "
+            f"To bring it back to this machine, stop that one: gigpo train --resume "
+            f"{storage.locate('')} run_dir=NEW"
+        )
+
+
+def _where(data: bytes) -> str:
+    try:
+        return json_values.text(json_values.parse_object(data), "where")[:SHOWN_CHARACTERS]
+    except ValueError:
+        return "another directory"

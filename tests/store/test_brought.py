@@ -1,0 +1,413 @@
+"""A run whose files are in a storage goes on from there alone, when its own disk is lost."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from store import (
+    Catalog,
+    FencedError,
+    FormatError,
+    Maintainer,
+    RunLayout,
+    StoreError,
+    bring_run,
+    export,
+    fork,
+    home,
+    is_brought,
+    local_directory,
+    local_model,
+    open_run,
+    publish_directory,
+    run_at,
+    sign_run,
+    write_open_sql,
+    write_segment,
+)
+from store.exchange import bring
+from store.exchange.offline_import import parse_source, take_sources
+from store.layout import BASE_POLICY, UNFINISHED_FORK
+from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
+from store.remote_directory import has_directory, is_published, prune_published
+from tests.support.store_runs import MERGE_TWO
+from tests.support.store_samples import make_trajectory, open_train_group, play
+
+SETTINGS = MaintainerSettings(
+    snapshot_window_s=900.0, keep_days=None, keep_versions=None, pause_s=60.0, policy=MERGE_TWO
+)
+
+
+def make_directory(layout: RunLayout, path: str, content: bytes) -> Path:
+    directory = layout.root / path
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(content)
+    return directory
+
+
+def lose_the_owner(catalog: Catalog) -> None:
+    """As kill -9: no last backup."""
+    catalog._database.close()
+
+
+def train(catalog: Catalog, layout: RunLayout, *, step: int) -> None:
+    """One learner step on one group, with its version and its checkpoint."""
+    batch = catalog.claim(n_groups=1, current_version=step - 1, max_staleness=9)
+    assert batch is not None
+    path = f"weights/v{step:06d}"
+    publish_directory(layout, make_directory(layout, path, b"weights"))
+    catalog.record_version(version=step, path=path, digest="d", learner_step=step)
+    catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=step - 1)
+    path = f"checkpoints/step{step:06d}"
+    publish_directory(layout, make_directory(layout, path, b"checkpoint %d" % step))
+    assert catalog.record_checkpoint(learner_step=step, path=path, version=step)
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> RunLayout:
+    """Return a run whose owner was killed. Groups 0 and 1 were trained on, with checkpoints; 2 was
+    trained on and 3 was played after the last backup, and half of 4; weights 4 are half uploaded.
+    """
+    layout = RunLayout.create(
+        tmp_path / "run", config_yaml="a: 1\n", storage_uri=(tmp_path / "shared").as_uri()
+    )
+    (layout.root / "config.yaml").write_text("a: 1\n")
+    sign_run(layout.root)
+    for name in ("config.yaml", "signed.json"):
+        layout.storage.write(name, (layout.root / name).read_bytes())
+    publish_directory(layout, make_directory(layout, BASE_POLICY, b"base"))
+    write_open_sql(layout, macros=(), max_staleness=9)
+    catalog = Catalog.open(layout)
+    catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=None)
+    for ordinal in range(3):
+        play(layout, catalog, open_train_group(catalog, ordinal))
+    for step in (1, 2):
+        train(catalog, layout, step=step)
+    batch = catalog.claim(n_groups=1, current_version=2, max_staleness=9)
+    assert batch is not None
+    catalog.settle(batch.batch_id, learner_step=3, filtered={}, version_in=2)
+    catalog.record_version(version=3, path="weights/v000003", digest="d", learner_step=3)
+    publish_directory(layout, make_directory(layout, "weights/v000003", b"weights"))
+    make_directory(layout, "weights/v000004", b"weights")
+    layout.storage.write("weights/v000004/model.safetensors", b"wei")
+    play(layout, catalog, open_train_group(catalog, 3))
+    group = open_train_group(catalog, 4)
+    part = write_segment(
+        layout, [make_trajectory(group, 1, version=3)], worker="w0", epoch=catalog.epoch
+    )
+    catalog.commit(part, epoch=catalog.epoch)
+    export(catalog, layout)
+    lose_the_owner(catalog)
+    return layout
+
+
+def states(root: Path) -> dict[int, tuple[str, int]]:
+    with open_run(root) as reader:
+        rows = reader.rows("SELECT ordinal, state, n_members FROM groups ORDER BY ordinal")
+    return {row["ordinal"]: (row["state"], row["n_members"]) for row in rows}
+
+
+def uri_of(layout: RunLayout) -> str:
+    assert layout.info.storage_uri is not None
+    return layout.info.storage_uri
+
+
+def test_a_run_goes_on_from_its_storage_alone(lost: RunLayout, tmp_path: Path) -> None:
+    """What was settled or committed before the last backup is as it was; what is newer is found
+    from the segments.
+    """
+    shutil.rmtree(lost.root)
+    root = tmp_path / "elsewhere" / "run"
+    assert not is_brought(uri_of(lost), root)
+    report = bring_run(uri_of(lost), root, trusts=False)
+    assert is_brought(uri_of(lost), root)
+    assert any(
+        line.startswith("3 trajectories that are newer than the backup")
+        for line in report.recovered
+    )
+    assert "training goes on from the checkpoint of learner step 2" in " ".join(report.lost)
+    assert states(root) == {
+        0: ("trained", 2),
+        1: ("trained", 2),
+        2: ("complete", 2),  # trained on after the backup: available again
+        3: ("complete", 2),
+        4: ("open", 1),
+    }
+    layout = RunLayout.open(root)
+    assert (layout.root / BASE_POLICY / "model.safetensors").read_bytes() == b"base"
+    checkpoint = local_directory(layout, "checkpoints/step000002")
+    assert (checkpoint / "model.safetensors").read_bytes() == b"checkpoint 2"
+    assert [
+        finding for finding in check(layout, level=CONTENTS) if finding.severity == "error"
+    ] == []
+    with Catalog.open(layout) as catalog:
+        latest = catalog.latest_version()
+        # no number twice, also not that of weights whose upload was cut
+        assert latest is not None and latest.version == 4
+        group = catalog.lease_open_group(worker="w0", lease_s=60.0)
+        assert group is not None and (group.ordinal, group.missing) == (4, (0,))
+        play(layout, catalog, group, version=4)
+        train(catalog, layout, step=5)
+        export(catalog, layout)
+    assert [state for state, _ in states(root).values()].count("trained") == 3
+    with open_run(root) as reader:
+        assert reader.rows("SELECT * FROM staleness_violations") == []
+        (row,) = reader.rows(
+            "SELECT count(*) AS n, count(DISTINCT traj_uid) AS t FROM trajectories"
+        )
+        assert row["n"] == row["t"] == 10
+
+
+def test_only_files_that_are_newer_than_the_backup_are_read(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run in an object store, the others may be many gigabytes."""
+    read: list[str] = []
+    plain = type(lost.storage).read
+
+    def noted(self: object, path: str, **options: int) -> object:
+        read.append(path)
+        return plain(self, path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(lost.storage), "read", noted)
+    bring_run(uri_of(lost), tmp_path / "again", trusts=False)
+    n_files = len(list(lost.storage.files("segments")))
+    assert (n_files, sum(path.startswith("segments/") for path in read)) == (5, 2)
+
+
+def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> None:
+    """Neither a driver that was only cut off, nor one that is started there again, writes over what
+    the run does elsewhere.
+    """
+    owner = Catalog.open(lost)  # alive, as far as it knows
+    maintainer = Maintainer(owner, lost, settings=SETTINGS)
+    maintainer.work()
+    root = tmp_path / "elsewhere"
+    bring_run(uri_of(lost), root, trusts=False)
+    backup = lost.storage.read("backup/catalog.sqlite").to_pybytes()
+    message = f"was brought to {root} on .* and goes on there; stop this one"
+    with pytest.raises(FencedError, match=message):
+        owner.back_up()
+    with pytest.raises(FencedError, match=message):
+        maintainer.work()
+    with pytest.raises(FencedError, match=message):
+        owner.record_checkpoint(learner_step=7, path="checkpoints/step000007", version=3)
+    owner.close()
+    with pytest.raises(FencedError, match=message):
+        Catalog.open(lost)
+    assert lost.storage.read("backup/catalog.sqlite").to_pybytes() == backup
+    with Catalog.open(RunLayout.open(root)) as catalog:
+        assert catalog.counts().open == 1
+    with pytest.raises(StoreError, match=r"has other things in it .*run_dir=NEW"):
+        bring_run(uri_of(lost), lost.root, trusts=False)
+    # and back again
+    shutil.rmtree(lost.root)
+    bring_run(uri_of(lost), lost.root, trusts=False)
+    Catalog.open(lost).close()
+    with pytest.raises(FencedError):
+        Catalog.open(RunLayout.open(root))
+
+
+def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    with Catalog.open(lost) as owner:
+        maintainer = Maintainer(owner, lost, settings=replace(SETTINGS, pause_s=0.01))
+        home.take(tmp_path, lost.storage)
+        maintainer.start()
+        maintainer._thread.join(30.0)
+        with pytest.raises(FencedError, match="goes on there"):
+            maintainer.check()
+
+
+def test_a_backup_is_made_every_minute(lost: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkpoint as well; of a run on its own disk only with one."""
+    clock = [0.0]
+    monkeypatch.setattr("store.maintenance.maintainer.time.monotonic", lambda: clock[0])
+    with Catalog.open(lost) as owner:
+        maintainer = Maintainer(owner, lost, settings=SETTINGS)
+        made = []
+        for clock[0] in (0.0, 1.0, BACKUP_EVERY_S - 1, BACKUP_EVERY_S, BACKUP_EVERY_S + 1):
+            owner.log(component="test", what="something", detail="new")
+            before = owner.backed_up_lsn
+            maintainer.work()
+            made.append(owner.backed_up_lsn > before)
+    assert made == [True, False, False, True, False]
+
+
+def test_a_checkpoint_that_is_uploaded_again_is_whole_or_not_there(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that went back writes another checkpoint of the same learner step."""
+    directory = lost.checkpoint_dir(2)
+    (directory / "model.safetensors").write_bytes(b"another way there")
+    plain = type(lost.storage).write
+
+    def cut(self: object, path: str, data: bytes) -> None:
+        plain(self, path, data[: len(data) // 2])  # type: ignore[arg-type]
+        raise StoreError("the machine dies here")
+
+    monkeypatch.setattr(type(lost.storage), "write", cut)
+    with pytest.raises(StoreError, match="dies here"):
+        publish_directory(lost, directory)
+    monkeypatch.undo()
+    assert not is_published(lost, "checkpoints/step000002")
+    shutil.rmtree(lost.root)
+    bring_run(uri_of(lost), lost.root, trusts=False)
+    assert not has_directory(lost, "checkpoints/step000002")
+    with pytest.raises(StoreError, match="restore it from a backup"):
+        local_directory(lost, "checkpoints/step000002")
+    assert local_directory(lost, "checkpoints/step000001").is_dir()
+    prune_published(lost, lost.checkpoints, kept=lambda names: names[-1:])
+    left = {file.path for file in lost.storage.files("checkpoints")}
+    assert left == {"checkpoints/step000002/model.safetensors"}
+
+
+def test_a_strangers_run_is_not_brought_unasked(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings would be followed, and its storage written."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    before = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    root = tmp_path / "new"
+    with pytest.raises(StoreError, match="was not made by you on this machine.*--trust"):
+        bring_run(uri_of(lost), root, trusts=False)
+    assert not root.exists()
+    assert before == {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    bring_run(uri_of(lost), root, trusts=True)
+    Catalog.open(RunLayout.open(root)).close()  # signed, so that the next start asks no more
+
+
+def test_a_killed_call_begins_again_and_nothing_else_is_removed(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    root = tmp_path / "mounted"
+    (root / "lost+found").mkdir(parents=True)
+    (root / UNFINISHED_FORK).touch()
+    (root / "run.json").write_text("{")
+    (root / "catalog.sqlite").write_text("half of one")
+    assert not is_brought(uri_of(lost), root)
+    bring_run(uri_of(lost), root, trusts=False)
+    assert is_brought(uri_of(lost), root)
+    assert (root / "lost+found").is_dir() and states(root)[0] == ("trained", 2)
+    other = RunLayout.create(tmp_path / "other", config_yaml="a: 1\n")
+    with pytest.raises(StoreError, match="holds another run than file:"):
+        is_brought(uri_of(lost), other.root)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    with pytest.raises(StoreError, match=r"has other things in it \(mine.txt\)"):
+        bring_run(uri_of(lost), tmp_path / "full", trusts=False)
+    assert (tmp_path / "full" / "mine.txt").exists()
+
+
+def test_a_copy_of_a_storage_is_not_taken_for_the_run(lost: RunLayout, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "shared", tmp_path / "copied")
+    with pytest.raises(StoreError, match="is of a run whose files are in .*/shared"):
+        bring_run((tmp_path / "copied").as_uri(), tmp_path / "new", trusts=False)
+    with pytest.raises(StoreError, match="is it the store.uri of a run"):
+        bring_run((tmp_path / "nothing").as_uri(), tmp_path / "new", trusts=False)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bring.run_at.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("uri", ["", "own"])
+def test_a_run_is_forked_from_its_uri(
+    lost: RunLayout, tmp_path: Path, cache: Path, uri: str
+) -> None:
+    """Into a directory, or into a storage of its own."""
+    shutil.rmtree(lost.root)
+    before = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    own = (tmp_path / uri).as_uri() if uri else None
+    root = tmp_path / "forked"
+    source = RunLayout.open(run_at(uri_of(lost)))
+    made = fork(source, root, learner_step=1, config_yaml="a: 2\n", storage_uri=own)
+    assert made.info.storage_uri == own
+    assert states_of_catalog(made) == {0: "trained", 1: "complete", 2: "complete"}
+    for path in ("checkpoints/step000001", "weights/v000001", BASE_POLICY):
+        assert (root / path / "model.safetensors").is_file()
+        assert is_published(made, path) is bool(own)
+    errors = [one for one in check(made, level=CONTENTS) if one.severity == "error"]
+    assert {one.what for one in errors} <= {"manifest_missing", "open_sql_missing"}
+    assert before == {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    with pytest.raises(
+        StoreError, match="no checkpoint of learner step 3: there are those of 1, 2"
+    ):
+        fork(source, tmp_path / "no", learner_step=3, config_yaml="a: 2\n")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_fork_that_was_cut_short_leaves_nothing_in_its_storage(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    unfinished = tmp_path / "forked.unfinished"
+    with monkeypatch.context() as patch:
+        patch.setattr("store.exchange.fork._remove", lambda unfinished: None)  # as if killed
+        patch.setattr("store.exchange.fork.publish_directory", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fork(
+                lost,
+                tmp_path / "forked",
+                learner_step=1,
+                config_yaml="",
+                storage_uri=own.as_uri(),
+            )
+    assert unfinished.is_dir() and list(own.rglob("*.parquet"))
+    made = fork(lost, tmp_path / "forked", learner_step=1, config_yaml="", storage_uri=own.as_uri())
+    assert not unfinished.exists()
+    assert {path.name for path in own.rglob("*.parquet")} == {
+        Path(row).name for row in catalog_paths(made)
+    }
+
+
+def test_groups_are_taken_from_a_uri(lost: RunLayout, tmp_path: Path, cache: Path) -> None:
+    shutil.rmtree(lost.root)
+    target = RunLayout.create(tmp_path / "target", config_yaml="a: 1\n")
+    source = parse_source(f"{uri_of(lost)}@won")
+    assert source.place == uri_of(lost)
+    (taken,) = take_sources(target.root, [source], order="ordinal")
+    assert (taken.n_groups, taken.is_dataset) == (4, False)
+    assert str(taken).startswith(f"4 groups of {uri_of(lost)} where won")
+
+
+def states_of_catalog(layout: RunLayout) -> dict[int, str]:
+    with Catalog.open(layout) as catalog, catalog._database.transaction() as tx:
+        return {row["ordinal"]: row["state"] for row in tx.rows("SELECT ordinal, state FROM grp")}
+
+
+def catalog_paths(layout: RunLayout) -> list[str]:
+    with Catalog.open(layout) as catalog, closing(catalog._database.copy()) as copy:
+        return [row[0] for row in copy.execute("SELECT path FROM segment")]
+
+
+def test_a_node_that_sees_nothing_of_the_directory_joins_the_run(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """For a worker or the learner; nobody can own the run there."""
+    root = tmp_path / "node" / "run"
+    layout = RunLayout.join(root, storage_uri=uri_of(lost))
+    assert layout.info == lost.info == RunLayout.join(root, storage_uri=uri_of(lost)).info
+    policy = root / BASE_POLICY
+    assert local_model(layout, str(policy)) == str(policy)
+    assert (policy / "model.safetensors").read_bytes() == b"base"
+    assert local_model(layout, "/models/other") == "/models/other"
+    assert local_directory(layout, "checkpoints/step000002").is_dir()
+    with pytest.raises(StoreError, match="you did not make this run"):
+        Catalog.open(layout)
+    sign_run(root)
+    with pytest.raises(FencedError, match=f"was brought to {lost.root} on"):
+        Catalog.open(layout)
+    with pytest.raises(FormatError, match="is not a run directory"):
+        RunLayout.join(tmp_path / "none", storage_uri="")
