@@ -406,6 +406,11 @@ def _check_critic(config: Config) -> None:
             f"critic.learning_rate={critic.learning_rate:g} would wreck any critic at once; use "
             "e.g. 1e-5"
         )
+    if critic.clip != defaults.clip and most_updates(config) == 1:
+        raise ConfigError(
+            f"critic.clip={critic.clip:g} does nothing with one update per learner step, before "
+            "which no value has moved; leave it out, or set learner.updates_per_step to 2 or more"
+        )
     if critic.warmup_steps >= config.learner.steps:
         raise ConfigError(
             f"critic.warmup_steps={critic.warmup_steps} of learner.steps={config.learner.steps} "

@@ -219,7 +219,8 @@ class CriticConfig:
     path: str = ""
     learning_rate: float = 1e-5  # as in the paper's PPO baseline
     warmup_steps: int = 0  # learner steps that train the critic only, before the policy's first
-    # a value that moved further than this in a learner step is not moved on; in units of returns
+    # a value that earlier updates of a learner step moved further than this towards its target is
+    # not moved on; in units of returns. It acts with several updates per learner step only
     clip: float = 0.5
 
 
@@ -309,8 +310,8 @@ class TasksConfig:
     """Choose which training tasks are handed out; see docs/tasks.md."""
 
     # "uniform" (each pass over all tasks is shuffled), "band" (tasks that are sometimes won),
-    # "variance" (the more often, the less sure the result), or your own SQL: a weight for each
-    # task, over the columns of the table in docs/tasks.md
+    # "variance" (a task whose result is uncertain comes more often), or your own SQL: a weight
+    # for each task, over the columns of the table in docs/tasks.md
     order: str = "uniform"
 
 

@@ -31,7 +31,7 @@ from configs import (
     groups_of_a_step,
 )
 from gigpo import (
-    OF_TOKENS,
+    TOKEN_LEVEL,
     AdvantageSettings,
     compute_advantages,
     filtered_groups,
@@ -118,7 +118,7 @@ class PreparedBatch:
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
     # The rows that are trained on: SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value
-    # and value_target. An estimator of OF_TOKENS adds lists, a number for each response token:
+    # and value_target. An estimator of TOKEN_LEVEL adds lists, a number for each response token:
     # token_value, token_advantage and token_value_target.
     rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
@@ -126,7 +126,7 @@ class PreparedBatch:
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
     values: Mapping[bytes, Sequence[float]]
     # Digest of the critic's values of all response tokens of all claimed groups; None unless the
-    # estimator is one of OF_TOKENS.
+    # estimator is one of TOKEN_LEVEL.
     values_digest: int | None
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
     n_rows: int  # of all claimed groups, filtered ones included
@@ -200,7 +200,7 @@ def prepare_batch(
     n_missing = max(0, loader.n_live - n_teaching(batch, filtered)) if loader.refill_groups else 0
     values = {} if loader.values is None else _by_trajectory(rows)
     digest = None
-    if loader.advantages.estimator in OF_TOKENS:
+    if loader.advantages.estimator in TOKEN_LEVEL:
         with times.timed("advantages_s"):
             digest = values_digest(rows)
             rows = with_token_advantages(rows, gae_lambda=loader.advantages.gae_lambda)
@@ -278,13 +278,13 @@ def _replay(
 def _with_values(loader: BatchLoader, rows: pa.Table) -> pa.Table:
     """Append the column `value`, by the critic.
 
-    For an estimator of OF_TOKENS also append `token_value`, a list with a value for each response
+    For an estimator of TOKEN_LEVEL also append `token_value`, a list with a value for each response
     token.
     """
     assert loader.values is not None, "a critic's estimator has a critic"
     values_R, values_N = critic_values(rows, loader.values, learner=loader.learner)
     rows = rows.append_column("value", pa.array(values_R))
-    return with_token_values(rows, values_N) if loader.advantages.estimator in OF_TOKENS else rows
+    return with_token_values(rows, values_N) if loader.advantages.estimator in TOKEN_LEVEL else rows
 
 
 def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:

@@ -81,7 +81,7 @@ class MicroBatch:
     # that the critic learns: the row's on each of its tokens, or the token's
     values_N: torch.Tensor | None = None
     value_targets_N: torch.Tensor | None = None
-    of_tokens: bool = False  # values and advantages are the tokens', not the rows'
+    is_token_level: bool = False  # values and advantages are the tokens', not the rows'
     images_S: tuple[RowImages, ...] = ()  # per sequence, in token order; () if no row has one
 
     @property
@@ -96,11 +96,11 @@ class MicroBatch:
     @property
     def n_values(self) -> int:
         """Number of values that the critic learns."""
-        return self.n_response_tokens if self.of_tokens else self.n_rows
+        return self.n_response_tokens if self.is_token_level else self.n_rows
 
     def valued_tokens(self) -> torch.Tensor:
         """Return the index of each token whose value the critic learns, int64 [n_values]."""
-        if self.of_tokens:
+        if self.is_token_level:
             return torch.arange(self.n_response_tokens, device=self.rows_N.device)
         return first_tokens(self.rows_N)
 
@@ -249,8 +249,8 @@ def _columns(rows: pa.Table) -> _Columns:
 
 def _numbers(rows: pa.Table, name: str) -> Numbers:
     """Return the column, or the numbers of the tokens if there are some."""
-    of_tokens = f"token_{name}"
-    return lists(rows, of_tokens) if of_tokens in rows.column_names else rows[name].to_numpy()
+    per_token = f"token_{name}"
+    return lists(rows, per_token) if per_token in rows.column_names else rows[name].to_numpy()
 
 
 def _micro_batch(
@@ -290,7 +290,7 @@ def _micro_batch(
         n_rows=len(rows_K),
         values_N=None if columns.values is None else on_tokens(columns.values),
         value_targets_N=None if columns.value_targets is None else on_tokens(columns.value_targets),
-        of_tokens=isinstance(columns.advantages, Lists),
+        is_token_level=isinstance(columns.advantages, Lists),
         images_S=() if columns.images is None else _images_of(columns.images, last_S),
     )
 

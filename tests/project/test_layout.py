@@ -181,6 +181,15 @@ def test_the_map_of_a_package_names_its_modules(folder: str) -> None:
         assert not gone, f"{place} names {', '.join(gone)}, which is not there"
 
 
+def test_sql_files_have_at_most_100_columns() -> None:
+    """Ruff checks the Python files."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.sql")]
+    assert len(files) > 20
+    for path in files:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            assert len(line) <= 100, f"{path.relative_to(ROOT)}:{number} has {len(line)} columns"
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_a_shared_module_imports_nothing_of_ours(name: str) -> None:
     for module in imported_modules(ROOT / f"{name}.py"):
