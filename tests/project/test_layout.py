@@ -144,6 +144,7 @@ def test_only_the_vllm_files_import_vllm() -> None:
         "vllm_images.py",
         "vllm_policy.py",
         "vllm_preemptions.py",
+        "vllm_requests.py",
         "vllm_step_pacing.py",
         "vllm_tool_calls.py",
         "vllm_weight_loader.py",
