@@ -52,6 +52,12 @@ def check_sources(config: Config, console: Console) -> None:
     from learner import check_train_on  # here: it loads torch
 
     check_train_on(config.offline.train_on)
+    with limited_memory(_places(config)):
+        _check_each(config, console)
+
+
+def _check_each(config: Config, console: Console) -> None:
+    """Read what the sources say about themselves, and compare it with the config."""
     for text in config.source:
         if _is_chats(text) and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
@@ -71,8 +77,7 @@ def check_sources(config: Config, console: Console) -> None:
             pass
         return
     sources = _sources(config, console, model_path=lambda: _model_path(config))
-    with limited_memory(_places(config)):
-        find_sources(sources, order=config.offline.order)
+    find_sources(sources, order=config.offline.order)
     model_path = _model_path(config)
     for text in config.source:
         if _is_chats(text):

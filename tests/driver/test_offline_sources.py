@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,9 +19,18 @@ import configs
 from cli.__main__ import main
 from configs import Config, ConfigError, TinyModelConfig
 from driver import offline_sources as sources
+from driver import preflight
 from learner import make_tiny_model, train_tokenizer
 from printable import UserError
-from store import RunLayout, StoreError, VersionRecord, open_run, trust, write_open_sql
+from store import (
+    RunLayout,
+    StoreError,
+    VersionRecord,
+    check_trusted,
+    open_run,
+    trust,
+    write_open_sql,
+)
 from store.exchange.datasets import export_selection
 from tests.support.chat_server import chat_server
 from tests.support.engine_samples import make_base
@@ -173,14 +184,30 @@ def test_a_strangers_source_chooses_no_directory_of_this_user(
 def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All that is read of it is read within its limit of memory."""
     played = make_source(tmp_path / "played")
     model = (played / "base" / "policy").rename(tmp_path / "model")
     strangers(played, model, monkeypatch)
     config = from_source(tmp_path, str(played))
     out = io.StringIO()
     mine = replace(config, model=replace(config.model, path=str(model)))
+    before, limits = resource.getrlimit(resource.RLIMIT_DATA), []
+
+    def limited(read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_so(*given: Any, **named: Any) -> Any:
+            limits.append(resource.getrlimit(resource.RLIMIT_DATA))
+            return read(*given, **named)
+
+        return read_so
+
+    monkeypatch.setattr(sources, "_config_of", limited(sources._config_of))
     sources.check_sources(mine, Console(file=out, width=999))
     assert f"tokens of {played} were not compared: you did not make it" in out.getvalue()
+    monkeypatch.setattr("driver.preflight.check_trusted", limited(check_trusted))
+    with pytest.raises(StoreError, match="was not made by you"):
+        preflight.check_run_dir(replace(config, run_dir=str(played)))
+    assert len(limits) >= 3 and before not in limits
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_base_policy_in_a_strangers_run_needs_trust_and_has_no_links(
