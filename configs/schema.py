@@ -195,7 +195,8 @@ class LossConfig:
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     # Rarely changed.
-    # directory of the model that "distillation" learns from; it has the policy's vocabulary
+    # model that "distillation" learns from, with the policy's vocabulary: a directory, or the URL
+    # of a server with that model alone, such as http://host:8000/v1
     teacher: str = ""
     kl: str = "k3"  # estimator of that KL: "k2" or "k3"
     # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)

@@ -9,6 +9,7 @@ data/
   prefetch.py          prepares the next batch in a thread
   batch_loader.py      reads claimed groups and computes their advantages
   values.py            computes a critic's values, of rows and of response tokens
+  served_teacher.py    asks a teacher behind a server for log-probabilities
   micro_batch.py       packs rows into tensors
 rank_group.py          calls a method on all ranks
 training/

@@ -29,6 +29,7 @@ from configs import (
     LearnerConfig,
     ReplayConfig,
     groups_of_a_step,
+    is_served,
 )
 from gigpo import (
     TOKEN_LEVEL,
@@ -89,6 +90,8 @@ class BatchLoader:
     # The critic's value before each response token per micro-batch, for the estimators that need
     # one; they are asked for when a batch is prepared, so after the step before.
     values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]] | None = None
+    # Append the log-probabilities of a teacher behind a server; None without one.
+    judged: Callable[[pa.Table], pa.Table] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +122,8 @@ class PreparedBatch:
     version: int  # policy version to train at: staleness is counted from it
     # The rows that are trained on: SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value
     # and value_target. An estimator of TOKEN_LEVEL adds lists, a number for each response token:
-    # token_value, token_advantage and token_value_target.
+    # token_value, token_advantage and token_value_target. A teacher behind a server adds the list
+    # teacher_logprob.
     rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
@@ -144,7 +148,7 @@ class PreparedBatch:
 class LoadTimes:
     """Seconds that the preparing thread spent on a batch."""
 
-    read_s: float = 0.0
+    read_s: float = 0.0  # and to ask a teacher behind a server
     values_s: float = 0.0  # for the critic's forward passes; 0 without a critic
     advantages_s: float = 0.0  # including the wait for a core
     advantages_cpu_s: float = 0.0  # the same without the wait
@@ -162,7 +166,16 @@ class LoadTimes:
 def make_loader(
     config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None], refill: Refill
 ) -> BatchLoader:
-    """Read the settings of a loader from a checked config."""
+    """Read the settings of a loader from a checked config.
+
+    Raises TeacherError for a teacher behind a server that cannot be used.
+    """
+    judged = None
+    if is_served(config.loss.teacher):
+        # Imported here, because the client takes half a second that other runs need not wait.
+        from learner.data.served_teacher import ServedTeacher
+
+        judged = ServedTeacher(config.loss.teacher).judged
     reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
@@ -176,6 +189,7 @@ def make_loader(
         learner=config.learner,
         replay=config.replay,
         seed=config.seed,
+        judged=judged,
     )
 
 
@@ -210,6 +224,9 @@ def prepare_batch(
         if loader.train_on:
             trained, unselected = _select(trained, loader.train_on)
             filtered |= unselected
+    if loader.judged is not None:
+        with times.timed("read_s"):
+            trained = loader.judged(trained)
     is_offline = pc.equal(rows["split"], IMPORTED)
     live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
     replayed = _replay(loader, batch, beside=live, learner_step=learner_step, times=times)
