@@ -1,6 +1,6 @@
 """Prepare the process of an engine: its environment variables, and the server that forks it.
 
-    variables = preload_vllm(actors, log_path)    # as early as possible; returns at once
+    variables = preload_vllm(actors, model_path, log_path)    # early; returns at once
     with environment(variables), engines_from_server(variables):
         llm = AsyncLLM.from_engine_args(...)
 
