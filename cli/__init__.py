@@ -10,6 +10,7 @@
 `sql.py`          sql; `table_output.py` writes its result as a table, CSV, JSON or Parquet
 `store.py`        fsck, rebuild, compact, export, import, fetch
 `bias.py`         bias
+`study.py`        study
 `models.py`       export-model, replay
 `arguments.py`    arguments that several commands have
 `output_file.py`  writes the --output of a command

@@ -25,6 +25,7 @@ from cli.report import report
 from cli.run_control import status, stop, workers
 from cli.sql import sql
 from cli.store import compact, export, fetch, fsck, import_, rebuild
+from cli.study import study
 from cli.train import train
 from cli.view import view
 from printable import UserError, fail, printable, protect_terminal
@@ -35,7 +36,7 @@ EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 # here. Run `python docs/make_reference.py`. If a page explains it, add a row to docs/README.md.
 SECTIONS = {
     "Train": (train, evaluate, status, stop, workers),
-    "Look": (view, report, sql, audit, bias),
+    "Look": (view, report, sql, audit, bias, study),
     "Store": (fsck, rebuild, compact, export, import_, fetch),
     "Models": (export_model, replay),
 }

@@ -16,6 +16,7 @@ import socket
 import uuid
 from pathlib import Path
 
+from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
 from store.storage import Storage
@@ -54,7 +55,7 @@ def check(root: Path, storage: Storage) -> None:
         raise FencedError(
             f"the run of {root} was brought to {_where(there)} and goes on there; stop this one. "
             f"To bring it back to this machine, stop that one: gigpo train --resume "
-            f"{storage.locate('')} run_dir=NEW"
+            f"{shell_word(storage.locate(''))} run_dir=NEW"
         )
 
 

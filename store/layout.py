@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from printable import shell_word
 from store import home as homes
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
@@ -308,7 +309,7 @@ class RunLayout:
             if match := _URI.fullmatch(given):  # a Path has lost a slash
                 uri = f"{match[1]}://{match[2]}"
                 raise FormatError(
-                    f"{uri} is a URI; bring the run here: gigpo fetch {uri} DIR"
+                    f"{uri} is a URI; bring the run here: gigpo fetch {shell_word(uri)} DIR"
                 ) from error
             has_catalog = beneath.is_file(root / "catalog.sqlite", root=root)
             lost = f"; if it was lost: gigpo rebuild {root}" if has_catalog else ""
@@ -366,7 +367,7 @@ class RunLayout:
         if any(file.path not in ("run.json", homes.HOME) for file in self.storage.files("")):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
-                f"its own, or go on with that one: gigpo train --resume {self.info.storage_uri}"
+                f"its own, or go on with that one: gigpo train --resume {shell_word(self.info.storage_uri)}"
             )
         homes.take(self.root, self.storage)
         self.storage.write("run.json", run_json)

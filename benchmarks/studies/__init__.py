@@ -1,0 +1,17 @@
+"""Studies: a question, a prediction written beforehand, runs with seeds, and a page of results.
+
+`gigpo study NAME` runs what is missing of a study and writes `docs/evidence/NAME.md`. A study is
+one module with a `STUDY`, listed in NAMES:
+
+    negative_control.py     GiGPO where no state recurs
+    sync_equality.py        max_staleness=0 beside the plain loop in minimal_loop.py
+    advantage_accuracy.py   each estimator's advantages beside the true ones
+    horizon.py              estimators, with the door at three distances
+
+`study.py` has the records, `runner.py` runs and resumes, `worker.py` is one of several processes,
+`results/` keeps a line of JSON for each finished run, `intervals.py` has the bootstrap, `page.py`
+and `svg.py` make the page. `small_world.py`, `small_training.py` and `corridor.py` are a world in
+which a run takes seconds.
+"""
+
+NAMES = ("negative_control", "sync_equality", "advantage_accuracy", "horizon")

@@ -1,0 +1,140 @@
+"""Study 8: is a synchronous run the plain loop that one would write by hand?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.studies.study import ROOT, Arm, Result, Study
+
+STEPS = 5
+SETTINGS = {
+    "max_staleness": 0,
+    "learner.steps": STEPS,
+    "learner.checkpoint_every": STEPS,
+    "learner.keep_versions": STEPS + 2,
+    "evaluation.every": 0,
+    "evaluation.final_episodes_per_task": 1,
+    "trackers": "[]",
+}
+CONFIG = "configs/key_room.yaml"
+PLAYED = """
+SELECT g.ordinal // 8 AS batch, s.traj_uid, s.step_index, s.prompt_ids, s.response_ids
+FROM steps s JOIN groups g USING (group_uid) WHERE g.split = 'train'"""
+
+
+def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
+    import store
+    from benchmarks.studies.minimal_loop import minimal_loop
+    from store import RunLayout
+
+    for arm in arms:
+        rate = float(arm.settings["learning_rate"])
+        directory = work / f"rate{rate:g}_seed{seed}"
+        shutil.rmtree(directory, ignore_errors=True)
+        _train(directory, seed=seed, learning_rate=rate)
+        layout = RunLayout.open(directory)
+        with store.open_run(directory) as reader:
+            rows = reader.rows(PLAYED)
+        stored = {
+            (bytes.fromhex(row["traj_uid"].replace("-", "")), row["step_index"]): (
+                row["prompt_ids"],
+                row["response_ids"],
+            )
+            for row in rows
+        }
+        n_steps_of = Counter(row["batch"] for row in rows)
+        loop = minimal_loop(
+            directory / "base" / "policy", run_id=layout.info.run_id, seed=seed, learning_rate=rate
+        )
+        differences, n_same, n_same_batches = [], 0, 0
+        for number, (episodes, weights) in enumerate(loop, start=1):
+            own = {
+                (step["name"], at): (step["prompt"], step["answer"])
+                for steps in episodes
+                for at, step in enumerate(steps)
+            }
+            n_same_here = sum(stored.get(name) == tokens for name, tokens in own.items())
+            is_same = n_same_here == len(own) == n_steps_of[number - 1]
+            n_same_batches += is_same and n_same_batches == number - 1
+            n_same += n_same_here
+            differences.append(_difference(layout.weights_dir(number), weights))
+        yield (
+            arm,
+            {
+                **{f"step_{k}": found for k, found in enumerate(differences, start=1)},
+                "moved": _difference(directory / "base" / "policy", weights),
+                "same_batches": float(n_same_batches),
+                "same_steps": n_same / len(stored),
+                "agent_steps": float(len(stored)),
+            },
+            [],
+        )
+
+
+def _train(directory: Path, *, seed: int, learning_rate: float) -> None:
+    settings = {
+        **SETTINGS,
+        "run_dir": directory,
+        "seed": seed,
+        "learner.learning_rate": learning_rate,
+    }
+    subprocess.run(
+        [sys.executable, "-m", "cli", "train", CONFIG, *(f"{k}={v}" for k, v in settings.items())],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+
+
+def _difference(directory: Path, weights: dict) -> float:
+    """Return the largest difference between a weight of this directory and of `weights`."""
+    from safetensors.torch import load_file
+
+    (file,) = directory.glob("*.safetensors")
+    stored = load_file(file)
+    return max(float((tensor - weights[name]).abs().max()) for name, tensor in stored.items())
+
+
+STUDY = Study(
+    name="sync_equality",
+    title="A synchronous run is the loop that one would write by hand",
+    question="""
+        With `max_staleness=0`, do workers, coordinator, store, vLLM, SQL and DeepSpeed together
+        play the episodes and compute the weights of a plain loop of 130 lines of code?
+    """,
+    prediction=f"""
+        (23 November 2026.) Yes: every prompt and every sampled token of {STEPS} learner steps is
+        equal, and no weight differs by more than 1e-6 after the fifth.
+    """,
+    setup=f"""
+        `gigpo train {CONFIG} max_staleness=0 learner.steps={STEPS}`: 64 episodes of key_room a
+        learner step, GiGPO with the defaults, vLLM on the CPU. Beside it
+        `benchmarks/studies/minimal_loop.py`, from the same base model: it was given the run's id,
+        which names the episodes and seeds their sampling, and nothing else of the run. It shares
+        with the run the environment, the tokenizer and vLLM's kernel that draws a token.
+    """,
+    arms=tuple(
+        Arm(name=f"learning rate {rate:g}", settings={"learning_rate": rate})
+        for rate in (1e-3, 1e-5)
+    ),
+    seeds=2,
+    measures={
+        f"step_{STEPS}": f"largest difference of a weight after learner step {STEPS}",
+        "step_1": "the same after learner step 1",
+        "moved": "largest change of a weight from the base model",
+        "same_batches": "learner steps up to which every prompt and every token is equal",
+        "same_steps": "fraction of the agent steps whose prompt and answer are equal",
+        "agent_steps": "agent steps of the run",
+    },
+    numbers=".2g",
+    reading="Not read yet.",
+    run_cpu_s=90,
+    run=run,
+)

@@ -1,0 +1,144 @@
+"""`gigpo study`: it resumes, its intervals are right, and its pages show the stored results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.studies import NAMES, page, runner
+from benchmarks.studies import study as studies
+from benchmarks.studies.intervals import bootstrap, paired
+from benchmarks.studies.study import Arm, Result, Study, load
+from cli.__main__ import main
+from printable import UserError
+
+ARMS = (Arm(name="a", settings={"x": 1.0}), Arm(name="b", settings={"x": 2.0}))
+
+
+class Stopped(Exception):
+    """In place of a kill."""
+
+
+def study_of(runs: list[tuple[str, int]], *, stops_after: int = 10**9) -> Study:
+    """A study whose measure is x + seed. It notes its runs, and is stopped after some."""
+
+    def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
+        for arm in arms:
+            if len(runs) == stops_after:
+                raise Stopped
+            runs.append((arm.name, seed))
+            yield arm, {"value": float(arm.settings["x"]) + seed}, [0.0, 1.0]
+
+    return Study(
+        name="example",
+        title="An example",
+        question="Is b above a?",
+        prediction="Yes, by 1.",
+        setup="Addition.",
+        arms=ARMS,
+        seeds=3,
+        measures={"value": "x + seed"},
+        comparisons=(("b", "a"),),
+        curve="from 0 to 1",
+        reading="b is {b[value]}, above a by {b - a[value]}.",
+        run_cpu_s=1.0,
+        run=run,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of examples do not go into the checkout."""
+    monkeypatch.setattr(studies, "ROOT", tmp_path)
+
+
+def test_a_stopped_study_goes_on_where_it_was() -> None:
+    before: list[tuple[str, int]] = []
+    with pytest.raises(Stopped):
+        runner.run_missing(study_of(before, stops_after=3), seeds=3, jobs=1)
+    study = study_of(after := [])
+    with study.results.open("a") as file:
+        file.write('{"arm": "b", "se')  # killed while it wrote
+    assert [row.arm for row in runner.read(study)] == ["a", "b", "a"]
+    runner.run_missing(study, seeds=3, jobs=1)
+    assert before == [("a", 0), ("b", 0), ("a", 1)]
+    assert after == [("b", 1), ("a", 2), ("b", 2)]
+    assert {(row.arm, row.seed): row.measures["value"] for row in runner.read(study)} == {
+        (arm.name, seed): arm.settings["x"] + seed for arm in ARMS for seed in range(3)
+    }
+    assert runner.missing(study, seeds=3) == []
+    assert runner.missing(study, seeds=4) == [(3, list(ARMS))]
+
+
+def test_runs_with_other_settings_are_not_mixed() -> None:
+    study = study_of([])
+    runner.run_missing(study, seeds=1, jobs=1)
+    changed = replace(study, arms=(ARMS[0], Arm(name="b", settings={"x": 3.0})))
+    with pytest.raises(UserError, match="seed 0 of 'b' was run with"):
+        runner.read(changed)
+
+
+def test_the_page_shows_means_and_paired_differences() -> None:
+    study = study_of([])
+    runner.run_missing(study, seeds=3, jobs=1)
+    text = page.page_text(study, runner.read(study))
+    assert "| a | 3 | 2.000 [1.000, 3.000] |" in text
+    assert "| b − a | 3 | +1.000 |" in text, "equal differences have no interval"
+    assert "b is 3.000 [2.000, 4.000], above a by +1.000." in text
+    picture = page.picture(study, runner.read(study))
+    assert picture.count("<polygon") == 2 and "An example" in picture
+
+
+def test_intervals_are_those_of_resampled_seeds() -> None:
+    assert bootstrap([2.0]).low == bootstrap([2.0]).high == 2.0
+    one = bootstrap([0.0, 1.0])  # a mean of two draws is 0, 1/2 or 1
+    assert (one.mean, one.low, one.high) == (0.5, 0.0, 1.0)
+    rng = np.random.default_rng(1)
+    many = bootstrap(rng.normal(size=400).tolist())
+    assert many.high - many.mean == pytest.approx(1.96 / 20, rel=0.15)
+    found = paired([{0: 0.9, 1: 0.8, 2: 0.1}, {0: 0.7, 1: 0.7, 3: 0.5}])
+    assert found is not None and found.n == 2 and found.mean == pytest.approx(0.15)
+    grown = paired([{0: 0.9}, {0: 0.5}, {0: 0.8}, {0: 0.7}])  # 0.4 - 0.1
+    assert grown is not None and grown.mean == pytest.approx(0.3)
+    assert paired([{0: 1.0}, {1: 1.0}]) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_committed_page_shows_the_committed_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    study = load(name)
+    rows, written = runner.read(study), page.EVIDENCE / f"{name}.md"
+    assert written.read_text() == page.page_text(study, rows), f"gigpo study {name} --page"
+    if rows:
+        assert written.with_suffix(".svg").read_text() == page.picture(study, rows)
+
+
+def test_the_committed_index_shows_the_committed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert (page.EVIDENCE / "index.md").read_text() == page.index_text()
+
+
+def test_the_command_says_what_a_study_would_cost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    assert main(["study", "horizon", "--dry-run", "--seeds", "1000"]) == 0
+    said = capsys.readouterr().out
+    n_runs = len(runner.read(load("horizon")))
+    assert f"21 arms x 1000 seeds, {21_000 - n_runs} runs missing" in said
+    assert "gigpo/8: estimator=gigpo, distance=8" in said
+    assert main(["study", "horizont"]) == 2
+    assert "did you mean 'horizon'?" in capsys.readouterr().err
+
+
+def test_every_row_names_a_commit() -> None:
+    for path in (Path(page.__file__).parent / "results").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            assert json.loads(line)["commit"].rstrip("+")
