@@ -54,7 +54,7 @@ def check(root: Path, storage: Storage) -> None:
     if here != there:
         raise FencedError(
             f"the run of {root} was brought to {_where(there)} and goes on there; stop this one. "
-            f"To bring it back to this machine, stop that one: gigpo train --resume "
+            "To bring it back to this machine, stop that one: gigpo train --resume "
             f"{shell_word(storage.locate(''))} run_dir=NEW"
         )
 
