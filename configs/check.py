@@ -453,7 +453,13 @@ def _check_updates(config: Config) -> None:
             f"learner.schedule='linear' needs the run's number of updates, which {sized} leaves "
             "open; use learner.updates_per_step, or learner.schedule=constant"
         )
-    n_updates = learner.steps * most
+    warmup_steps = config.critic.warmup_steps
+    if warmup_steps and learner.schedule == "linear":
+        raise ConfigError(
+            f"learner.schedule='linear' falls over all learner steps, and critic.warmup_steps="
+            f"{warmup_steps} of them make no update of the policy; use learner.schedule=constant"
+        )
+    n_updates = (learner.steps - warmup_steps) * most
     if learner.warmup_updates > n_updates:
         raise ConfigError(
             f"learner.warmup_updates={learner.warmup_updates} would outlast the run's {n_updates} "

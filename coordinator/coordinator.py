@@ -8,8 +8,9 @@ Waits for nothing: every call is a short transaction on the catalog. A worker wi
 The number of outstanding groups, the next task and the newest version are queries on the catalog,
 so a restart has nothing to recover. Most state in memory is about processes that a restart loses
 too: heartbeats, groups in play, the notices for the screen. Tasks under suspicion are read from the
-catalog. Two counters begin at 0 after a restart: how often a group was played again because it
-became too old (MAX_REQUEUES), and how many groups in a row were abandoned (MAX_ABANDONED).
+catalog. Counters begin at 0 after a restart: how often a group was played again because it became
+too old (MAX_REQUEUES), how many groups in a row were abandoned (MAX_ABANDONED), and how many
+answers of environments were remembered (the metric env/remembered).
 """
 
 from __future__ import annotations

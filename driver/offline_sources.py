@@ -52,6 +52,12 @@ def check_sources(config: Config, console: Console) -> None:
     from learner import check_train_on  # here: it loads torch
 
     check_train_on(config.offline.train_on)
+    with limited_memory(_places(config)):
+        _check_each(config, console)
+
+
+def _check_each(config: Config, console: Console) -> None:
+    """Read what the sources say about themselves, and compare it with the config."""
     for text in config.source:
         if _is_chats(text) and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
@@ -71,8 +77,7 @@ def check_sources(config: Config, console: Console) -> None:
             pass
         return
     sources = _sources(config, console, model_path=lambda: _model_path(config))
-    with limited_memory(_places(config)):
-        find_sources(sources, order=config.offline.order)
+    find_sources(sources, order=config.offline.order)
     model_path = _model_path(config)
     for text in config.source:
         if _is_chats(text):
@@ -186,25 +191,26 @@ def import_sources(config: Config, model_path: Path, console: Console) -> None:
         console.print(str(source))
 
 
-def check_teacher(config: Config) -> None:
-    """Raise ConfigError unless the teacher has the vocabulary of the model: it reads its tokens.
+def check_vocabularies(config: Config) -> None:
+    """Raise ConfigError unless teacher and critic have the vocabulary of the model.
 
-    The vocabulary of a teacher behind a server is not known. Raise TeacherError if the server
-    cannot be used.
+    They read its tokens. The vocabulary of a teacher behind a server is not known. Raise
+    TeacherError if the server cannot be used.
     """
-    if not config.loss.teacher:
-        return
     if is_served(config.loss.teacher):
         from learner import ServedTeacher  # here: it loads torch
 
         ServedTeacher(config.loss.teacher).logprobs(np.zeros(2, np.int64))
-        return
-    if n := n_different_tokens(Path(config.loss.teacher), Path(config.model.path)):
-        raise ConfigError(
-            f"loss.teacher={config.loss.teacher} has a tokenizer that differs from that of "
-            f"model.path={config.model.path} in {n} entries, so the policy's tokens would mean "
-            "something else to it; take a teacher of the same family"
-        )
+    model = config.model.path
+    for key, path in (("loss.teacher", config.loss.teacher), ("critic.path", config.critic.path)):
+        if not (path and model) or is_served(path):
+            continue
+        if n := n_different_tokens(Path(path), Path(model)):
+            raise ConfigError(
+                f"{key}={path} has a tokenizer that differs from that of model.path={model} in {n} "
+                "entries, so the policy's tokens would mean something else to it; take a model of "
+                "the same family"
+            )
 
 
 def n_different_tokens(one: Path, other: Path) -> int:

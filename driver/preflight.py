@@ -16,7 +16,14 @@ from actors import engine_fault
 from configs import Config, ConfigError
 from driver import resume, run_lock
 from driver.cluster import available_gpus, gpus_of_this_machine
-from store import MADE_BEFORE_RUN_JSON, RunLayout, check_trusted, check_unowned, write_open_sql
+from store import (
+    MADE_BEFORE_RUN_JSON,
+    RunLayout,
+    check_trusted,
+    check_unowned,
+    limited_memory,
+    write_open_sql,
+)
 
 
 def check_loss(config: Config) -> None:
@@ -45,7 +52,8 @@ def check_run_dir(config: Config) -> None:
             "run_dir=runs/mine"
         )
     if RunLayout.exists(root):
-        check_trusted(root)
+        with limited_memory([root]):  # an error quotes the settings of a stranger's run
+            check_trusted(root)
     elif there is root:
         expected = (".", *MADE_BEFORE_RUN_JSON)
         others = sorted(path.name for path in root.iterdir() if not path.name.startswith(expected))

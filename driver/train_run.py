@@ -110,7 +110,7 @@ def dry_run(config: Config, screen: Screen, *, all_settings: bool) -> None:
     config, missing, needs = try_model(config)
     check_same_run(config)
     if not missing:
-        offline_sources.check_teacher(config)
+        offline_sources.check_vocabularies(config)
     settings = configs.as_yaml(config) if all_settings else configs.differences(config)
     console.print(settings + configs.describe_plan(config))
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
@@ -130,7 +130,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     if fork_of:
         resume.make_fork(fork_of, config)
     configs.check_model_path(config)
-    offline_sources.check_teacher(config)
+    offline_sources.check_vocabularies(config)
     check_writable(config)
     run = Path(config.run_dir)
     with run_lock.driving(run) as n_leftovers:

@@ -32,6 +32,8 @@ MANTISSA_BITS = 3
 LEADING_ONE = 1 << MANTISSA_BITS
 # Stems kept in memory. A corpus of a million passages has fewer frequent words.
 KEPT_STEMS = 200_000
+KEPT_CHARACTERS = 64  # of a word whose stem is kept
+MAX_WORD_CHARACTERS = 255  # Lucene cuts a longer word there and goes on with the rest
 STOP_WORDS = """
     a an and are as at be but by for if in into is it no not of on or such that the their then
     there these they this to was will with
@@ -57,9 +59,10 @@ PICTOGRAPH = (
     "\U0001f7ff\U0001f90c-\U0001f93a\U0001f93c-\U0001f945\U0001f947-\U0001faff]"
 )
 LETTER = r"[^\W\d_]"
+MORE = f"{{0,{MAX_WORD_CHARACTERS - 1}}}"
 WORD = re.compile(
-    rf"\w(?:[\w{MARKS}]|(?<={LETTER}){BETWEEN_LETTERS}(?={LETTER})|(?<=\d){BETWEEN_DIGITS}(?=\d))*"
-    rf"|{PICTOGRAPH}[\u200d\ufe0f\U0001f3fb-\U0001f3ff]*|[\U0001f1e6-\U0001f1ff]{{2}}"
+    rf"\w(?:[\w{MARKS}]|(?<={LETTER}){BETWEEN_LETTERS}(?={LETTER})|(?<=\d){BETWEEN_DIGITS}(?=\d))"
+    rf"{MORE}|{PICTOGRAPH}[\u200d\ufe0f\U0001f3fb-\U0001f3ff]{MORE}|[\U0001f1e6-\U0001f1ff]{{2}}"
 )
 # Python's \w has these characters too. Unicode makes a word of none of the first (fractions, raised
 # and circled digits), and of each single one of the second (Chinese).
@@ -99,11 +102,17 @@ def tokens(text: str) -> list[str]:
     return [stem(word) for word in words if word not in IS_STOP_WORD and word.strip("_")]
 
 
-@lru_cache(maxsize=KEPT_STEMS)
 def stem(word: str) -> str:
     """Return the stem of a word in lower case: "batteries" becomes "batteri"."""
+    return _kept_stem(word) if len(word) <= KEPT_CHARACTERS else _stem(word)
+
+
+def _stem(word: str) -> str:
     stemmed: str = STEMMER.stem(word, to_lowercase=False)
     return stemmed
+
+
+_kept_stem = lru_cache(maxsize=KEPT_STEMS)(_stem)
 
 
 def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:

@@ -410,12 +410,12 @@ def kl_k2(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch
 
 
 def kl_k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
-    """Return exp(d) - d - 1 with d = log ref - log pi, clamped to +-10 as in verl.
+    """Return exp(d) - d - 1 with d = log ref - log pi, at most 10 as in verl.
 
     It is the default of GRPO, verl and GiGPO's authors.
     """
     d_N = -log_ratio(logprobs_N, reference_logprobs_N)
-    return torch.clamp(torch.exp(d_N) - d_N - 1.0, min=-KL_BOUND, max=KL_BOUND)
+    return torch.clamp(torch.exp(d_N) - d_N - 1.0, max=KL_BOUND)
 
 
 KL_PENALTIES: Final[Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = (

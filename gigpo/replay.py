@@ -10,6 +10,7 @@ import math
 from importlib import resources
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from gigpo.settings import WHITENED, AdvantageSettings
@@ -24,17 +25,17 @@ def replayed_wins(
 ) -> pa.Table:
     """Return the rows of `replayed` to train on, with a column float64 `advantage` above 0.
 
-    `replayed` has whole groups of earlier batches, one row per step, and `batch` all groups of this
-    one, filtered ones too. Columns read: group_uid, traj_uid, step_index, reward, is_action_valid,
-    won. queries/replayed_wins.sql has the formula; `weight` multiplies it. The deviation divides
-    where `settings` divide live advantages by one. The same rows in the same order give the same
-    bits.
+    `replayed` has whole groups of earlier batches, one row per step, and `batch` all groups that
+    this one plays, filtered ones too. Columns read: group_uid, traj_uid, step_index, reward,
+    is_action_valid, won. queries/replayed_wins.sql has the formula; `weight` multiplies it. The
+    deviation divides where `settings` divide live advantages by one. The same rows in the same
+    order give the same bits.
     """
     query = resources.files("gigpo").joinpath("queries", "replayed_wins.sql").read_text("utf-8")
     is_scaled = settings.estimator in WHITENED or (
         settings.normalise == "mean_std" and settings.estimator not in _UNSCALED
     )
-    numbers = pa.array(range(len(replayed)), pa.int64())
+    numbers = pa.array(np.arange(len(replayed)))
     # One thread: sums of doubles are then taken in one order.
     with duckdb.connect(config={"threads": 1}) as connection:
         connection.register("batch", batch.select(_BATCH))

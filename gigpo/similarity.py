@@ -5,6 +5,8 @@ longest common subsequence. The paper (arXiv 2505.10978) groups search results b
 subsequence > 0.9". Its authors' code computes difflib's ratio instead (longest common *blocks*,
 Ratcliff/Obershelp). That ratio is never larger and depends on the order of its arguments. Its
 `autojunk` heuristic may give 0 to texts of 200 characters or more that differ in one.
+
+A text of more than MAX_CHARACTERS is similar to itself only: the time grows with the square.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from gigpo.input_columns import columns_of
 
 # rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers afterwards
 _MARGIN: Final = 1e-3
+MAX_CHARACTERS: Final = 1 << 16  # two such texts take up to 50 ms
 
 
 def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Array:
@@ -68,12 +71,19 @@ def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Arr
     names = texts.dictionary.to_pylist()
     keys: list[str] = [""] * len(order)
     for members in np.split(order, starts[1:]) if len(order) else ():
-        of_group = _METHODS[method]([names[i] for i in pairs[1][members]], threshold)
+        of_group = _keys([names[i] for i in pairs[1][members]], threshold, method=method)
         for position, key in zip(members, of_group, strict=True):
             keys[position] = key
     result = np.full(len(steps), None, dtype=object)
     result[known] = np.array(keys, dtype=object)[row_pair.reshape(-1)]
     return pa.array(result, pa.string())
+
+
+def _keys(texts: list[str], threshold: float, *, method: str) -> list[str]:
+    """Return the keys of a group's texts, which are all different."""
+    compared = [text for text in texts if len(text) <= MAX_CHARACTERS]
+    key_of = dict(zip(compared, _METHODS[method](compared, threshold), strict=True))
+    return [key_of.get(text, text) for text in texts]
 
 
 def _linked(texts: list[str], threshold: float) -> list[str]:

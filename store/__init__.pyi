@@ -104,7 +104,9 @@ from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment
 from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment
+from .untrusted.file_access import is_directory as is_directory
 from .untrusted.file_access import open_file as open_file
+from .untrusted.json_values import entries as entries
 from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object

@@ -252,6 +252,9 @@ class Endpoint:
         Returns the number of the first one, all replies, and the number of prompt tokens.
         """
         messages = asked.conversation()
+        if len(asked.anchor or "") > self._max_characters:
+            most = f"at most {self._max_characters}, as many as a prompt"
+            raise refused(f"anchor has {len(asked.anchor or '')} characters; {most}", "anchor")
         recording.refuse_beyond(asked.n_choices)
         parser = await self._parser(recording) if asked.reads_calls else None
         tools = asked.offered

@@ -3,7 +3,8 @@
     show=partial(lines, x="learner_step", y=["success"], low="low", high="high")
 
 Each takes the answer of a query and names of its columns, and returns a Chart. Colours can be told
-apart by people who are colour-blind (Okabe and Ito). Texts of a run become visible escapes.
+apart by people who are colour-blind (Okabe and Ito). Texts of a run become visible escapes. Bokeh
+reads a tooltip as a template with names of columns in it, so a column is called c0, c1, ... there.
 """
 
 from __future__ import annotations
@@ -72,9 +73,12 @@ def lines(
     Columns in `points` are drawn as points: values that are there now and then. `whiskers`: the
     columns of their intervals. `names`: how columns are called in the legend.
     """
-    whiskers = whiskers or {}
-    data, names = columns_of(table, x=x), dict(names or {})
-    drawn = new_figure(x=names.get(x, x), height=height, is_fraction=is_fraction)
+    table, key, names = _numbered(table, names)
+    x, y, points = key[x], [key[each] for each in y], [key[each] for each in points]
+    low, high = low and key[low], high and key[high]
+    whiskers = {key[of]: (key[a], key[b]) for of, (a, b) in (whiskers or {}).items()}
+    data = columns_of(table, x=x)
+    drawn = new_figure(x=names[x], height=height, is_fraction=is_fraction)
     source = ColumnDataSource(_with_gaps(data, [*y, *filter(None, (low, high))]))
     if low and high:
         drawn.varea(
@@ -87,7 +91,7 @@ def lines(
             level="underlay",
         )
     for column, colour in zip([*y, *points], colours(len(y) + len(points)), strict=True):
-        label = names.get(column, column)
+        label = names[column]
         if column in points:
             there = [at for at, value in enumerate(data[column]) if value is not None]
             ends = whiskers.get(column, ())
@@ -110,16 +114,14 @@ def lines(
             marks = drawn.scatter(
                 x=x, y=column, source=source, size=4, color=colour, legend_label=label
             )
-        tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(is_fraction)}")]
+        tips = [(names[x], f"@{x}"), (label, f"@{column}{_digits(is_fraction)}")]
         between = (low, high) if low and high and column == y[0] else whiskers.get(column)
         if between:
             digits = _digits(is_fraction)
-            tips.append(
-                ("95 % interval", f"@{{{between[0]}}}{digits} to @{{{between[1]}}}{digits}")
-            )
+            tips.append(("95 % interval", f"@{between[0]}{digits} to @{between[1]}{digits}"))
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
-    named = " and ".join(names.get(each, each) for each in [*y, *points])
-    return finish(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
+    named = " and ".join(names[each] for each in [*y, *points])
+    return finish(drawn, f"{named} over {names[x]}, {len(data[x])} points")
 
 
 def bars(
@@ -131,21 +133,23 @@ def bars(
     is_fraction: bool = False,
 ) -> Chart:
     """Draw columns `y` as stacked bars for each value of column `x`, which may be a text."""
-    data, names = columns_of(table, x=x), dict(names or {})
+    table, key, names = _numbered(table, names)
+    x, y = key[x], [key[each] for each in y]
+    data = columns_of(table, x=x)
     factors = [plain(value, at_most=30) for value in data[x]]
     numeric = all(isinstance(value, int | float) for value in data[x])
     if not numeric:
         factors = _distinct(factors)
         data = {**data, x: factors}
     drawn = new_figure(
-        x=names.get(x, x),
+        x=names[x],
         is_fraction=is_fraction,
         x_range=None if numeric else FactorRange(factors=factors),
     )
     for each in y:
         data[each] = [value or 0 for value in data[each]]
     source = ColumnDataSource(data)
-    labels = [names.get(each, each) for each in y]
+    labels = [names[each] for each in y]
     gaps = [after - before for before, after in pairwise(data[x])] if numeric else []
     width = 0.8 * min((gap for gap in gaps if gap > 0), default=1)
     drawn.vbar_stack(
@@ -156,16 +160,16 @@ def bars(
         color=colours(len(y)),
         legend_label=labels,
     )
-    tips = [(names.get(x, x), f"@{{{x}}}")]
+    tips = [(names[x], f"@{x}")]
     tips += [
-        (label, f"@{{{each}}}{_digits(is_fraction)}") for label, each in zip(labels, y, strict=True)
+        (label, f"@{each}{_digits(is_fraction)}") for label, each in zip(labels, y, strict=True)
     ]
     drawn.add_tools(HoverTool(tooltips=tips))
     if not is_fraction:
         drawn.y_range = DataRange1d(start=0)
     if not numeric and len(factors) > 6:
         drawn.xaxis.major_label_orientation = 0.8
-    return finish(drawn, f"{' and '.join(labels)} by {names.get(x, x)}, {len(data[x])} bars")
+    return finish(drawn, f"{' and '.join(labels)} by {names[x]}, {len(data[x])} bars")
 
 
 def steps(
@@ -176,11 +180,13 @@ def steps(
     names: Mapping[str, str] | None = None,
 ) -> Chart:
     """Draw columns `y` as lines that hold their value until the next `x`."""
-    data, names = columns_of(table, x=x), dict(names or {})
-    drawn = new_figure(x=names.get(x, x))
+    table, key, names = _numbered(table, names)
+    x, y = key[x], [key[each] for each in y]
+    data = columns_of(table, x=x)
+    drawn = new_figure(x=names[x])
     source = ColumnDataSource(_with_gaps(data, y))
     for column, colour in zip(y, colours(len(y)), strict=True):
-        label = names.get(column, column)
+        label = names[column]
         drawn.step(
             x=x,
             y=column,
@@ -193,10 +199,10 @@ def steps(
         marks = drawn.scatter(
             x=x, y=column, source=source, size=4, color=colour, legend_label=label
         )
-        tips = [(names.get(x, x), f"@{{{x}}}"), (label, f"@{{{column}}}{_digits(False)}")]
+        tips = [(names[x], f"@{x}"), (label, f"@{column}{_digits(False)}")]
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
-    named = " and ".join(names.get(each, each) for each in y)
-    return finish(drawn, f"{named} over {names.get(x, x)}, {len(data[x])} points")
+    named = " and ".join(names[each] for each in y)
+    return finish(drawn, f"{named} over {names[x]}, {len(data[x])} points")
 
 
 def intervals(
@@ -208,20 +214,31 @@ def intervals(
     height: int = HEIGHT,
 ) -> Chart:
     """Draw fractions `y` over `x` as points, each with a whisker from column low to column high."""
-    data, names = columns_of(table, x=x), dict(names or {})
-    drawn = new_figure(x=names.get(x, x), height=height, is_fraction=True)
+    table, key, names = _numbered(table, names)
+    x, y, low, high = key[x], key[y], key["low"], key["high"]
+    data = columns_of(table, x=x)
+    drawn = new_figure(x=names[x], height=height, is_fraction=True)
     source = ColumnDataSource(data)
-    drawn.segment(x0=x, x1=x, y0="low", y1="high", source=source, color=COLOURS[0], line_width=2)
+    drawn.segment(x0=x, x1=x, y0=low, y1=high, source=source, color=COLOURS[0], line_width=2)
     drawn.line(x=x, y=y, source=source, color=COLOURS[0], line_alpha=0.4)
     marks = drawn.scatter(x=x, y=y, source=source, size=8, color=COLOURS[0])
     digits = _digits(True)
     tips = [
-        (names.get(x, x), f"@{{{x}}}"),
-        (names.get(y, y), f"@{{{y}}}{digits}"),
-        ("95 % interval", f"@low{digits} to @high{digits}"),
+        (names[x], f"@{x}"),
+        (names[y], f"@{y}{digits}"),
+        ("95 % interval", f"@{low}{digits} to @{high}{digits}"),
     ]
     drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
-    return finish(drawn, f"{names.get(y, y)} over {names.get(x, x)}, {len(data[x])} points")
+    return finish(drawn, f"{names[y]} over {names[x]}, {len(data[x])} points")
+
+
+def _numbered(
+    table: pa.Table, names: Mapping[str, str] | None
+) -> tuple[pa.Table, dict[str, str], dict[str, str]]:
+    """Return the table with columns c0, c1, ..., their keys by name, and their labels by key."""
+    keys = [f"c{number}" for number in range(table.num_columns)]
+    key = dict(zip(table.column_names, keys, strict=True))
+    return table.rename_columns(keys), key, {key[one]: (names or {}).get(one, one) for one in key}
 
 
 def colours(n: int) -> list[str]:

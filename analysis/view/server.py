@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import uvicorn
 from markupsafe import Markup
@@ -102,11 +102,8 @@ def refusal_of(request: Request) -> str:
     headers = request.headers
     if _name_of(headers.get("host", "")) not in NAMES:
         return "this server answers to 127.0.0.1 and localhost only\n"
-    origin = headers.get("origin")
-    if origin is not None:
-        parts = urlsplit(origin)
-        if parts.scheme != "http" or parts.netloc != headers.get("host"):
-            return "requests of other sites are refused\n"
+    if headers.get("origin") not in (None, f"http://{headers.get('host')}"):
+        return "requests of other sites are refused\n"
     is_visit = headers.get("sec-fetch-mode") == "navigate" and request.method == "GET"
     if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_visit:
         return "requests of other sites are refused\n"

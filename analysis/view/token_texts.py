@@ -1,9 +1,11 @@
 """Turn the ids of tokens into text, with the tokenizer that lies beside the run's own weights.
 
 A run may come from a stranger, and so may its tokenizer. Only what decodes is taken from the file:
-the vocabulary, the added tokens, and decoders that replace or join. Parts that split text by
-regular expressions, which a file could make endless, are left out, and decoders that make text
-longer: a few of them in a row multiply.
+the texts of the ids, within bounds, and decoders that replace or join. Decoding needs no more of a
+model than a list of words, so every model becomes one. The automata that the library builds to
+encode with, of a unigram model or of added tokens, take hundreds of bytes for each character. Parts
+that split text by regular expressions, which a file could make endless, are left out, and decoders
+that make text longer: a few of them in a row multiply.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,14 +22,16 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from store import RunLayout, StoreError, objects, open_file, parse_object
+from store import RunLayout, StoreError, entries, objects, open_file, parse_object, text
 
 TOKENIZER_FILE = "tokenizer.json"
-MAX_FILE_BYTES = 64 << 20  # the largest vocabularies have 35 MiB
+MAX_FILE_BYTES = 40 << 20  # the largest vocabularies have 35 MiB
+MAX_VALUES = 4_000_000  # lists, objects and their items; the largest have two million, for merges
+MAX_TOKENS = 1_000_000  # the largest have 260,000
+MAX_CHARACTERS = 16_000_000  # of all tokens; the largest have two million
 MAX_VERSIONS = 8  # whose directories are looked into, newest first
 BASE_MODELS = ("base/policy", "untrained", "base/untrained")
 VERSION_NAME = re.compile(r"v\d+")
-ONLY_ENCODE = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
 SAFE_DECODERS = (
     "ByteLevel",
     "Metaspace",
@@ -34,9 +39,12 @@ SAFE_DECODERS = (
     "Fuse",
     "WordPiece",
 )
+MAX_ID = 2**32 - 1  # the library has 32 bits for one
 MAX_DECODERS = 16  # known tokenizers have up to four
 MAX_TOKEN_CHARACTERS = 1_024  # a page shows thousands of tokens
 KEPT_TOKENIZERS = 4
+
+_loading = threading.Lock()  # a page asks from several threads for one tokenizer
 
 
 class TokenTexts:
@@ -93,36 +101,77 @@ def token_texts(run: Path) -> TokenTexts:
         layout = RunLayout.open(run)
     except (StoreError, OSError):
         return TokenTexts(None, source="the run has no directory on this machine")
-    reason = f"no {TOKENIZER_FILE} lies beside the run's weights"
     for directory in _directories(layout.root):
         path = layout.root / directory / TOKENIZER_FILE
         try:
             with open(open_file(path, root=layout.root), "rb") as file:
                 seen = os.fstat(file.fileno())
-                if seen.st_size > MAX_FILE_BYTES:
-                    reason = f"{directory}/{TOKENIZER_FILE} is too large"
-                    continue
                 key = (seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_size)
         except (OSError, StoreError):  # most directories have none; a link is not followed
             continue
+        # The first one counts, sound or not: of many damaged ones none would be remembered.
         try:
-            return _load(path, layout.root, key)
-        except (OSError, StoreError, ValueError) as error:
-            reason = f"{directory}/{TOKENIZER_FILE} cannot be read: {error}"
-    return TokenTexts(None, source=reason)
+            with _loading:
+                return _load(path, layout.root, key)
+        except (OSError, StoreError) as error:  # removed since
+            return TokenTexts(None, source=f"{directory}/{TOKENIZER_FILE} cannot be read: {error}")
+    return TokenTexts(None, source=f"no {TOKENIZER_FILE} lies beside the run's weights")
 
 
 def decoding_part(content: dict[str, object]) -> dict[str, object]:
-    """Return a tokenizer's description with only what decodes. Raises ValueError."""
-    kept = {**content, **dict.fromkeys(ONLY_ENCODE)}
-    model = objects(content, "model")
-    kept["model"] = {**model, "merges": []} if "merges" in model else model
+    """Return the description of a tokenizer that decodes like this one. Raises ValueError."""
     decoders = list(_parts(content.get("decoder")))
     if len(decoders) > MAX_DECODERS:
         raise ValueError(f"it has {len(decoders):,} decoders, more than {MAX_DECODERS}")
     safe = [decoder for decoder in decoders if _is_safe(decoder)]
-    kept["decoder"] = {"type": "Sequence", "decoders": safe} if safe else None
-    return kept
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": _vocabulary(content), "unk_token": ""},
+        "decoder": {"type": "Sequence", "decoders": safe} if safe else None,
+    }
+
+
+def _vocabulary(content: dict[str, object]) -> dict[str, int]:
+    """Return the ids of all tokens, those of the model and those that were added.
+
+    Raises ValueError for other values than texts with ids, and beyond the bounds.
+    """
+    given = objects(content, "model").get("vocab")
+    if isinstance(given, list):  # of a unigram model: pairs of text and score
+        pairs = [(_text_of(pair), number) for number, pair in enumerate(given)]
+    elif isinstance(given, dict):
+        pairs = [(token, _id_of(number)) for token, number in given.items()]
+    else:
+        raise ValueError("its model has no vocabulary")
+    added = entries(content, "added_tokens") if content.get("added_tokens") else []
+    if (n_tokens := len(pairs) + len(added)) > MAX_TOKENS:
+        raise ValueError(f"it has {n_tokens:,} tokens, more than {MAX_TOKENS:,}")
+    text_of = {number: token for token, number in pairs}
+    text_of |= {_id_of(one.get("id")): text(one, "content") for one in added}
+    n_characters = sum(map(len, text_of.values()))
+    if n_characters > MAX_CHARACTERS:
+        raise ValueError(
+            f"its tokens have {n_characters:,} characters, more than {MAX_CHARACTERS:,}"
+        )
+    longest = max(map(len, text_of.values()), default=0)
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"it has a token of {longest:,} characters, more than {MAX_TOKEN_CHARACTERS:,}"
+        )
+    return {token: number for number, token in text_of.items()}
+
+
+def _text_of(pair: object) -> str:
+    if not isinstance(pair, list) or not pair or not isinstance(pair[0], str):
+        raise ValueError(f"its vocabulary has {pair!r:.80}, not a text and a score")
+    return pair[0]
+
+
+def _id_of(number: object) -> int:
+    if type(number) is not int or not 0 <= number <= MAX_ID:
+        raise ValueError(f"a token has the id {number!r:.80}, not one from 0 to {MAX_ID}")
+    return number
 
 
 def _parts(decoder: Any) -> Iterator[dict[str, Any]]:
@@ -172,17 +221,27 @@ def _directories(root: Path) -> list[str]:
 
 @lru_cache(maxsize=KEPT_TOKENIZERS)
 def _load(path: Path, root: Path, key: tuple[int, ...]) -> TokenTexts:
-    """Read a tokenizer. `key` changes when the file does. Raises ValueError and OSError."""
+    """Read a tokenizer. A file that is none is remembered too. Raises OSError and StoreError.
+
+    `key` changes when the file does.
+    """
+    source = str(path.relative_to(root))
+    try:
+        return TokenTexts(_read(path, root), source=source)
+    except ValueError as error:
+        return TokenTexts(None, source=f"{source} cannot be read: {error}")
+
+
+def _read(path: Path, root: Path) -> Tokenizer:
+    """Raise ValueError for a file that is no tokenizer, or beyond the bounds."""
     with open(open_file(path, root=root), "rb") as file:
-        data = file.read(MAX_FILE_BYTES)
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES:,} bytes")
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
     described = json.dumps(decoding_part(parse_object(data)))
     try:
-        tokenizer = Tokenizer.from_str(described)
+        return Tokenizer.from_str(described)
     except Exception as error:  # the library has no class of its own
         raise ValueError(f"it is no tokenizer ({error})") from error
-    longest = max(map(len, tokenizer.get_vocab()), default=0)
-    if longest > MAX_TOKEN_CHARACTERS:
-        raise ValueError(
-            f"it has a token of {longest:,} characters, more than {MAX_TOKEN_CHARACTERS:,}"
-        )
-    return TokenTexts(tokenizer, source=str(path.relative_to(root)))

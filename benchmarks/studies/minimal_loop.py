@@ -63,7 +63,7 @@ def sample(model: torch.nn.Module, prompts: list[list[int]], seeds: list[int]) -
 
 
 def episodes_of(
-    model: torch.nn.Module, tokenizer, *, run_id: str, seed: int, first: int
+    model: torch.nn.Module, tokenizer: Any, *, run_id: str, seed: int, first: int
 ) -> list[list[dict]]:
     """Play the groups `first`, `first + 1`, ... of a run to their ends."""
     tasks = KeyRoom.tasks("train", {})
@@ -92,8 +92,8 @@ def episodes_of(
         for episode, prompt, answer in zip(playing, prompts, answers, strict=True):
             env, seen, name, steps, group = episode
             text = tokenizer.decode(answer)
-            found = re.search("<action>(.*?)</action>", text)
-            action = found[1].strip().lower() if found else text[-30:].strip().lower()
+            found = re.search("<action>(.*?)</action>", text, re.DOTALL)
+            action = (found[1] if found else text[-30:]).strip().lower()
             after = env.step(action)
             step = {"text": seen.text, "action": action, "prompt": prompt, "answer": answer}
             valid = action in seen.actions and answer[-1] == tokenizer.eos_token_id

@@ -15,10 +15,23 @@ from benchmarks.studies.svg import curves_svg, points_svg
 EVIDENCE = ROOT / "docs" / "evidence"
 MADE = "Made from stored results by `gigpo study {name} --page`; edit the study, not this page."
 INDEX = """\
-Each page has the question, the prediction that was written before the first run, the settings, a
-table with intervals, a picture, a reading and the cost. `gigpo study NAME` repeats it. All runs are
-small: they show what these algorithms do in worlds where a run takes seconds, not what they do with
-a large model. Made from stored results by `gigpo study NAME --page`."""
+**Does GiGPO win here?** In a corridor with recurring states it learns faster than its episode term
+alone, and the gap is larger where success is further away ([horizon](horizon.md)). It is not the
+best estimator there: G2PO learns faster, and its advantages are much nearer to the true ones
+([advantage_accuracy](advantage_accuracy.md)). Where no state recurs it is GRPO, bit for bit
+([negative_control](negative_control.md)).
+
+**Does asynchrony cost anything?** Not known yet: advantages of episodes that are four learner steps
+old are hardly worse, and what that does to learning has not been run.
+
+![Success over learner steps, by estimator and distance](horizon.svg)
+
+![Correlation of estimated with true advantages](advantage_accuracy.svg)
+
+All runs are small. They show what these algorithms do in worlds where a run takes seconds, and not
+what they do with a large model. Each page has the question, the prediction that was written before
+the first run, the settings, a table with intervals, a picture, a reading and the cost.
+`gigpo study NAME` repeats it. This page is made by `gigpo study NAME --page`."""
 WIDTH = 140
 
 Values = Mapping[tuple[str, str], Mapping[int, float]]  # (arm, measure) -> seed -> value
@@ -41,7 +54,7 @@ def write_index() -> None:
 
 
 def index_text() -> str:
-    parts = ["# What the studies found", INDEX]
+    parts = ["# What the studies found", _filled(INDEX)]
     for study in map(load, NAMES):
         rows = read(study)
         n_wanted = len(study.arms) * study.seeds

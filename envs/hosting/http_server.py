@@ -50,6 +50,8 @@ NO_KEY = (
     "no API key: export {0}=SECRET, here and where the run is started; "
     "python -c 'import secrets; print(secrets.token_hex(16))' makes a secret"
 )
+# Of one action. A reply has some thousands. An episode keeps its actions, to repeat them.
+MAX_ACTION_CHARACTERS = 1_000_000
 SHOWN_CHARACTERS = 200  # of a client's text in an error
 
 
@@ -153,9 +155,16 @@ class Server:
 
     async def step(self, request: web.Request) -> web.Response:
         fields = await _read_fields(request, id=str, action=str)
+        action = fields["action"]
+        if len(action) > MAX_ACTION_CHARACTERS:
+            raise RequestRefused(
+                400,
+                f"the action has {len(action):,} characters; send at most "
+                f"{MAX_ACTION_CHARACTERS:,}",
+            )
         session = self._session(fields["id"])
         async with session.in_use:
-            transition = await session.environment.step(fields["action"])
+            transition = await session.environment.step(action)
         flat = {
             field.name: getattr(transition, field.name) for field in dataclass_fields(transition)
         }

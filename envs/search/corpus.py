@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from envs import bm25
 
+MAX_QUERY_CHARACTERS = 16_384  # of a query; the rest is not searched for. A question has a hundred
 # (queries, topk) -> for each query at most topk pairs of passage id and score, best first.
 # The server calls it from threads.
 Index = Callable[[Sequence[str], int], Sequence[Sequence[tuple[str, float]]]]
@@ -45,12 +46,12 @@ class Corpus:
         return len(self._passages)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the best passages for each query.
+        """Return the best passages for the first MAX_QUERY_CHARACTERS of each query.
 
         Raises ValueError if the index names a passage that the corpus does not have.
         """
         hits = []
-        for found in self._index(queries, topk):
+        for found in self._index([query[:MAX_QUERY_CHARACTERS] for query in queries], topk):
             hits.append([Hit(passage=self._passage(key), score=float(s)) for key, s in found])
         return hits
 

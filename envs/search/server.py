@@ -14,14 +14,23 @@ from pathlib import Path
 
 from aiohttp import web
 
-from envs.hosting.http_requests import MAX_BODY_BYTES, guard, listen, read_json
+from envs.hosting.http_requests import (
+    MAX_BODY_BYTES,
+    RequestRefused,
+    guard,
+    listen,
+    read_json,
+)
 from envs.options import load_target
 from envs.search.corpus import Corpus, Hit, bm25_index, read_passages
 from printable import ArgumentParser, printable, protect_terminal
 
 # of one request
 MAX_QUERIES, MAX_TOPK = 4096, 1000
-MAX_HITS = 100_000  # queries times topk; a passage has about a kilobyte
+MAX_HITS = 100_000  # queries times topk
+# Of the passages in an answer, which stays in memory until the client has read it. 512 queries of a
+# batch with three passages for each have about 1.5 million.
+MAX_ANSWER_CHARACTERS = 16_000_000
 
 
 def application(corpus: Corpus, *, topk: int) -> web.Application:
@@ -32,8 +41,16 @@ def application(corpus: Corpus, *, topk: int) -> web.Application:
             queries, wanted, with_scores = _parse_request(await read_json(request), topk=topk)
         except ValueError as error:
             return web.json_response({"detail": str(error)}, status=422)
+        found = await asyncio.to_thread(corpus.search, queries, wanted)
+        n_characters = sum(len(hit.passage.contents) for hits in found for hit in hits)
+        if n_characters > MAX_ANSWER_CHARACTERS:
+            raise RequestRefused(
+                422,
+                f"the passages found have {n_characters:,} characters, more than "
+                f"{MAX_ANSWER_CHARACTERS:,}; send fewer queries at once, or a smaller topk",
+            )
         result = []
-        for hits in await asyncio.to_thread(corpus.search, queries, wanted):
+        for hits in found:
             result.append([_to_json(hit, with_scores=with_scores) for hit in hits])
         return web.json_response({"result": result})
 

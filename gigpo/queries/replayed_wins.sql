@@ -2,7 +2,7 @@
 -- In its own group a win was compared with an older policy. Here it is compared with what the
 -- policy gets now, in the batch that it is replayed in:
 --   x   the win's undiscounted return, less `invalid_penalty` in a row with an invalid action
---   m   median over the batch's groups of their mean return
+--   m   median over the groups that the batch plays of their mean return
 --   s   1, or where `is_scaled` the median deviation (ddof 1) + 1e-6 of the groups whose returns
 --       differ. Replayed groups count there, so that there is always one
 -- A row with A <= 0 is left out: the policy does as well by now.

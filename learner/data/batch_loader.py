@@ -151,7 +151,7 @@ class LoadTimes:
     read_s: float = 0.0  # and to ask a teacher behind a server
     values_s: float = 0.0  # for the critic's forward passes; 0 without a critic
     advantages_s: float = 0.0  # including the wait for a core
-    advantages_cpu_s: float = 0.0  # the same without the wait
+    advantages_cpu_s: float = 0.0  # in `compute_advantages`, without the wait
     filter_s: float = 0.0  # to find filtered groups, and the rows to train on
     pack_s: float = 0.0  # to cut the rows into updates and micro-batches
 
@@ -409,7 +409,7 @@ def rows_to_train_on(rows: pa.Table, condition: str) -> pa.ChunkedArray:
     Raises ConfigError if the condition is not SQL, or fails on a value, as `task_id::INT > 3` may.
     """
     live = pc.not_equal(rows["split"], IMPORTED)
-    numbers = pa.array(range(len(rows)), pa.int64())
+    numbers = pa.array(np.arange(len(rows)))
     settings = {"enable_external_access": False, "lock_configuration": True}
     try:
         # Parsed once without our parentheses, so that the condition cannot close them.

@@ -161,10 +161,9 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> lis
 
     Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images,
     value, value_target and the list teacher_logprob; without images also traj_uid and step_index.
-    If there are lists
-    token_advantage, token_value and token_value_target, with a number for each response token,
-    they are read instead. Raises ValueError for an empty prompt, and for a response without one
-    log-probability per token.
+    If there are lists token_advantage, token_value and token_value_target, with a number for each
+    response token, they are read instead. Raises ValueError for an empty prompt, and for a response
+    without one log-probability per token.
     """
     columns = _columns(rows)
     together = sequences(

@@ -3,7 +3,7 @@
     with closing(Prefetch(loader)) as prefetch:
         prefetch.start(version=7, learner_step=8)          # the version it will be trained at
         while (batch := prefetch.take(timeout_s=0.05)) is None: ...
-        prefetch.start(version=8, learner_step=9)          # unless max_staleness is 0
+        prefetch.start(version=8, learner_step=9)          # see "Staleness"
         train(batch)                                       # publishes version 8
 
 The thread consumes complete groups, produces one PreparedBatch, and waits for "groups", which
@@ -13,8 +13,9 @@ at version v, and B after it. The promises of a run still hold:
 Staleness
     A learner step publishes exactly one version, also if it skips its updates. So B trains at v + 1
     and is claimed for v + 1: groups too old for v + 1 become stale at once. The loop asserts the
-    version. Groups sampled by v have staleness 1 in B, so max_staleness=0 allows no prefetching.
-    Offline groups have no staleness and are always prefetched.
+    version. Groups sampled by v have staleness 1 in B, so max_staleness=0 allows no prefetching
+    unless all groups are offline, which have no staleness. With a critic nothing is prefetched: its
+    values of B follow its update by A.
 Admission
     It bounds open, complete and claimed groups together. A claim moves groups from complete to
     claimed, so workers get neither more nor fewer leases. B needs only groups already leased, and

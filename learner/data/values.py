@@ -74,7 +74,7 @@ def with_token_advantages(rows: pa.Table, *, gae_lambda: float) -> pa.Table:
 
 
 def values_digest(rows: pa.Table) -> int:
-    """Return the first 48 bits of the BLAKE2b of all values of tokens, in the order of the rows."""
+    """Return the BLAKE2b of 48 bits of all values of tokens, in the order of the rows."""
     digest = hashlib.blake2b(_token_values(rows).astype("<f4").tobytes(), digest_size=DIGEST_BYTES)
     return int.from_bytes(digest.digest(), "big")
 

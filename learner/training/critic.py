@@ -2,7 +2,7 @@
 
     critic = Critic(
         model_path=base, model=config.model, critic=config.critic, learner=config.learner,
-        n_tokens=len(tokenizer), rank=0,
+        rank=0,
     )
     values = critic.values(batches)          # per micro-batch, float32 [N]
     stats = critic.update(batches)           # one optimizer update; batches with values, targets
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from configs import ConfigError, CriticConfig, LearnerConfig, ModelConfig
+from configs import CriticConfig, LearnerConfig, ModelConfig
 from gigpo import explained_variance, value_loss
 from learner.data.micro_batch import MicroBatch, share_of_update
 from learner.distributed.deepspeed_setup import adapters_in_tf32, initialize
@@ -77,18 +77,14 @@ class Critic:
         model: ModelConfig,
         critic: CriticConfig,
         learner: LearnerConfig,
-        n_tokens: int,
         rank: int,
     ) -> None:
-        """Load the network. `n_tokens` are in the policy's vocabulary.
-
-        Raises ConfigError for a network with a smaller one.
-        """
+        """Load the network, whose tokenizer is the policy's."""
         self.clip = critic.clip
         self.learner = learner
         self.rank, self.ranks = rank, learner.ranks
         path = critic.path or str(model_path)
-        self.network = _load(path, model, learner=learner, n_tokens=n_tokens)
+        self.network = _load(path, model, learner=learner)
         trained_dtype = "float32" if model.lora_rank else model.dtype
         own = replace(learner, learning_rate=critic.learning_rate)
         self.deepspeed = initialize(self.network, dtype=trained_dtype, learner=own)
@@ -118,16 +114,16 @@ class Critic:
             add_gradient(self.deepspeed, loss, scale=self.ranks * share, is_last=is_last)
             done_4K.append(values_4K.cpu())
         grad_norm = apply_gradient(self.deepspeed)
-        loss_R, clipped_R, old_R, targets_R = torch.cat(
+        loss_K, clipped_K, old_K, targets_K = torch.cat(
             gathered(done_4K, micro_batches, ranks=self.ranks), dim=1
         )
-        explained = explained_variance(old_R, targets_R)
+        explained = explained_variance(old_K, targets_K)
         return CriticStats(
-            loss=finite_or_inf(float(loss_R.mean())),
+            loss=finite_or_inf(float(loss_K.mean())),
             grad_norm=finite_or_inf(grad_norm),
-            value_mean=finite_or_inf(float(old_R.mean())),
+            value_mean=finite_or_inf(float(old_K.mean())),
             explained_variance=None if math.isnan(explained) else explained,
-            clip_fraction=float(clipped_R.mean()),
+            clip_fraction=float(clipped_K.mean()),
             skipped=not math.isfinite(grad_norm),
         )
 
@@ -157,7 +153,7 @@ def critic_metrics(updates: Iterable[CriticStats]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in seen.items()}
 
 
-def _load(path: str, model: ModelConfig, *, learner: LearnerConfig, n_tokens: int) -> PolicyModel:
+def _load(path: str, model: ModelConfig, *, learner: LearnerConfig) -> PolicyModel:
     network = load_policy(
         Path(path),
         dtype=model.dtype,
@@ -166,11 +162,6 @@ def _load(path: str, model: ModelConfig, *, learner: LearnerConfig, n_tokens: in
     )
     causal_lm: Any = network.causal_lm
     embedding = causal_lm.get_input_embeddings().weight
-    if len(embedding) < n_tokens:
-        raise ConfigError(
-            f"critic.path={path!r} has {len(embedding)} tokens and the policy has {n_tokens}; use "
-            "a model with the policy's tokenizer"
-        )
     if model.lora_rank:
         tf32 = adapters_in_tf32(learner, model)
         add_adapters(causal_lm, rank=model.lora_rank, alpha=model.lora_alpha, tf32=tf32)

@@ -106,7 +106,6 @@ class Engine:
                 model=model,
                 critic=critic,
                 learner=learner,
-                n_tokens=self.policy.causal_lm.get_input_embeddings().num_embeddings,
                 rank=rank,
             )
 

@@ -127,8 +127,10 @@ EXPORTS: Mapping[str, Export] = {
             SELECT group_uid, state, reason, lsn, at_us FROM group_state
             WHERE lsn > :since AND lsn <= :until ORDER BY seq""",
     ),
-    # The versions of an offline group are another run's: it has no staleness here. A replayed group
-    # has none either, because max_staleness does not bound its age.
+    # As of a moment in a refill its filtered groups are shown as claimed: when they were filtered
+    # is recorded when the batch is settled. The versions of an offline group are another run's: it
+    # has no staleness here. A replayed group has none either, because max_staleness does not bound
+    # its age.
     "lineage": Export(
         columns="""learner_step int64, batch_id int64, batch_state text, outcome text, live bool,
             group_uid uid, task_id text, version_min int64, version_max int64, version_in int64,
@@ -158,7 +160,12 @@ EXPORTS: Mapping[str, Export] = {
                    b.claimed_us, CASE WHEN b.trained_lsn <= :until THEN b.trained_us END,
                    l.changed_lsn, l.use, g.source
             FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
-            WHERE b.claimed_lsn <= :until ORDER BY b.batch_id, g.ordinal""",
+            WHERE b.claimed_lsn <= :until
+                AND NOT EXISTS (  -- a group that a refill added later
+                    SELECT 1 FROM group_state s WHERE s.group_uid = l.group_uid
+                    AND s.state = 'claimed' AND s.reason = 'batch ' || l.batch_id
+                    AND s.lsn > :until)
+            ORDER BY b.batch_id, g.ordinal""",
     ),
     "critic": Export(
         columns="batch_id int64, traj_uid uid, state_values text, lsn int64",

@@ -20,7 +20,7 @@ def known_results(tx: Transaction) -> KnownResults:
     row = tx.row(
         """SELECT lsn, version FROM version
            WHERE learner_step = (SELECT max(learner_step) FROM version)
-           ORDER BY learner_step, lsn LIMIT 1"""
+           ORDER BY lsn LIMIT 1"""
     )
     return KnownResults(lsn=0, version=0) if row is None else KnownResults(**row)
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from store.errors import UnsafePathError
 from store.hashing import HASH_BYTES
 
-# of run.json, config.yaml, open.sql, driver.json: far more than in any run
-MAX_TEXT_BYTES = 64 << 20
+# Of run.json, config.yaml, driver.json. A run has some kilobytes. JSON takes 30 times its size.
+MAX_TEXT_BYTES = 4 << 20
 # A manifest names every file of a run: 200,000 of them. DuckDB reads no larger JSON object. Decoded
 # it takes 25 times its size.
 MAX_MANIFEST_BYTES = 16 << 20

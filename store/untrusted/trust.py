@@ -69,7 +69,8 @@ def check_trusted(run: Path) -> None:
     """Raise StoreError, naming what its settings do, unless this user made or trusts the run."""
     if is_trusted(run):
         return
-    named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(run, key)]
+    found = _settings(run)
+    named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(found, key)]
     does = f"this {'; '.join(named)}" if named else "what its settings name is imported and loaded"
     raise StoreError(
         f"{run} was not made by you on this machine, and its settings may run any code: {does}. "
@@ -77,9 +78,9 @@ def check_trusted(run: Path) -> None:
     )
 
 
-def _values(run: Path, key: str) -> list[str]:
-    """Return the values of a setting, each once, as text for a terminal."""
-    shown = [_shown(value) for settings in _settings(run) for value in _found(settings, key)]
+def _values(texts: list[dict[str, object]], key: str) -> list[str]:
+    """Return the values of a setting in each text, each once, for a terminal."""
+    shown = [_shown(value) for settings in texts for value in _found(settings, key)]
     return list(dict.fromkeys(filter(None, shown)))[:SHOWN_ITEMS]
 
 

@@ -198,6 +198,7 @@ def test_a_stream_brings_the_same_reply() -> None:
         ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
         ({"stream": "yes"}, "stream", "boolean"),
         ({"anchor": 3}, "anchor", "string"),
+        ({"anchor": "x" * 900_000}, "anchor", "as many as a prompt"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(

@@ -330,6 +330,8 @@ def test_tasks_are_drawn_in_proportion_to_their_weights() -> None:
         ("1) FROM known; SELECT (1", "not one expression"),
         ("(SELECT count(*) FROM read_csv('/etc/passwd'))", "cannot be used"),
         ("random()", "other weights each time"),
+        ("1 + hour(now())", r"other weights each time \(now\)"),
+        ("year(CURRENT_DATE) - 2000", r"other weights each time \(current_date\)"),
         ("'often'", "cannot be used"),
     ],
 )

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,9 +19,18 @@ import configs
 from cli.__main__ import main
 from configs import Config, ConfigError, TinyModelConfig
 from driver import offline_sources as sources
+from driver import preflight
 from learner import make_tiny_model, train_tokenizer
 from printable import UserError
-from store import RunLayout, StoreError, VersionRecord, open_run, trust, write_open_sql
+from store import (
+    RunLayout,
+    StoreError,
+    VersionRecord,
+    check_trusted,
+    open_run,
+    trust,
+    write_open_sql,
+)
 from store.exchange.datasets import export_selection
 from tests.support.chat_server import chat_server
 from tests.support.engine_samples import make_base
@@ -173,14 +184,30 @@ def test_a_strangers_source_chooses_no_directory_of_this_user(
 def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All that is read of it is read within its limit of memory."""
     played = make_source(tmp_path / "played")
     model = (played / "base" / "policy").rename(tmp_path / "model")
     strangers(played, model, monkeypatch)
     config = from_source(tmp_path, str(played))
     out = io.StringIO()
     mine = replace(config, model=replace(config.model, path=str(model)))
+    before, limits = resource.getrlimit(resource.RLIMIT_DATA), []
+
+    def limited(read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_so(*given: Any, **named: Any) -> Any:
+            limits.append(resource.getrlimit(resource.RLIMIT_DATA))
+            return read(*given, **named)
+
+        return read_so
+
+    monkeypatch.setattr(sources, "_config_of", limited(sources._config_of))
     sources.check_sources(mine, Console(file=out, width=999))
     assert f"tokens of {played} were not compared: you did not make it" in out.getvalue()
+    monkeypatch.setattr("driver.preflight.check_trusted", limited(check_trusted))
+    with pytest.raises(StoreError, match="was not made by you"):
+        preflight.check_run_dir(replace(config, run_dir=str(played)))
+    assert len(limits) >= 3 and before not in limits
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_base_policy_in_a_strangers_run_needs_trust_and_has_no_links(
@@ -316,11 +343,11 @@ def test_wrong_chats_are_found_before_a_tiny_model_is_made_of_them(tmp_path: Pat
         sources.check_sources(config, Console(quiet=True))
 
 
-def test_a_teacher_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+def test_teacher_and_critic_have_the_vocabulary_of_the_model(tmp_path: Path) -> None:
     model, teacher = make_base(tmp_path / "model"), make_base(tmp_path / "teacher", seed=1)
     key_room = str(Path(configs.__file__).with_name("key_room.yaml"))
     asked = [f"model.path={model}", "loss.policy=distillation"]
-    sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={teacher}"]))
+    sources.check_vocabularies(configs.load(key_room, [*asked, f"loss.teacher={teacher}"]))
     make_tiny_model(
         tmp_path / "other",
         tokenizer=train_tokenizer(["open the chest"] * 9, vocabulary_size=280),
@@ -329,15 +356,23 @@ def test_a_teacher_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
     )
     with teacher_server(teacher) as server:
         served = configs.load(key_room, [*asked, f"loss.teacher={server.url}"])
-        sources.check_teacher(served)
+        sources.check_vocabularies(served)
         assert [len(body["prompt"]) for body in server.asked] == [2]
     with (
         chat_server(lambda body: echoed(None), models=["other"]) as server,
         pytest.raises(UserError, match=f"loss.teacher={server.url} does not echo tokens"),
     ):
-        sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={server.url}"]))
+        sources.check_vocabularies(configs.load(key_room, [*asked, f"loss.teacher={server.url}"]))
     with pytest.raises(ConfigError, match=r"differs from that of model.path=\S+ in \d+ entries"):
-        sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={tmp_path}/other"]))
+        sources.check_vocabularies(
+            configs.load(key_room, [*asked, f"loss.teacher={tmp_path}/other"])
+        )
+    critic = [f"model.path={model}", "algorithm.estimator=turn_ppo"]
+    sources.check_vocabularies(configs.load(key_room, [*critic, f"critic.path={teacher}"]))
+    with pytest.raises(ConfigError, match=r"critic.path=\S+ has a tokenizer that differs"):
+        sources.check_vocabularies(
+            configs.load(key_room, [*critic, f"critic.path={tmp_path}/other"])
+        )
     for settings, says in (
         (asked, "has no teacher; give the directory of one, or the URL of its server"),
         (

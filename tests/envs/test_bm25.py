@@ -14,6 +14,7 @@ from envs.bm25 import (
     Index,
     _hash,
     _idf,
+    _kept_stem,
     _of_byte,
     build,
     search,
@@ -61,6 +62,28 @@ def test_a_stem_is_no_longer_than_its_word_and_is_never_empty(word: str) -> None
 )
 def test_texts_are_cut_into_words_as_lucene_does(text: str, terms: list[str]) -> None:
     assert tokens(text) == terms
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("b" * 600, [255, 255, 90]),
+        ("b." * 400, [255, 255, 255, 31]),
+        ("y" * 5_000, [255] * 19 + [155]),
+        ("❤" + "\ufe0f" * 300, [255]),
+    ],
+)
+def test_a_word_is_cut_as_lucene_does(text: str, lengths: list[int]) -> None:
+    assert list(map(len, tokens(text))) == lengths
+
+
+def test_only_stems_of_short_words_are_kept() -> None:
+    """The attack: words of a megabyte in queries stayed in memory."""
+    before = _kept_stem.cache_info()
+    assert stem("b" * 65) == "b" * 65
+    assert _kept_stem.cache_info() == before
+    assert len(stem("q" * 63 + "k")) == 64
+    assert _kept_stem.cache_info().currsize == before.currsize + 1
 
 
 def test_a_score_is_bm25_with_a_length_of_one_byte() -> None:

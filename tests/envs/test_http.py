@@ -525,6 +525,12 @@ def test_a_stranger_keeps_no_connection(url: str) -> None:
             400,
             "has split='train' on this server",
         ),
+        (
+            "step",
+            {"id": "0", "action": "x" * 1_000_001},
+            400,
+            "the action has 1,000,001 characters; send at most 1,000,000",
+        ),
         ("nothing", {}, 404, "POST /nothing: Not Found"),
         ("tasks", b"0" * (http_server.MAX_BODY_BYTES + 1), 413, "Entity Too Large"),
     ],

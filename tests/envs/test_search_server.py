@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from aiohttp.test_utils import TestServer
 from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, try_environment
 from envs.hosting import http_requests as http_server
 from envs.search import client
+from envs.search import server as search_server
 from envs.search.client import ask_server
-from envs.search.corpus import Corpus, Passage, bm25_corpus
+from envs.search.corpus import MAX_QUERY_CHARACTERS, Corpus, Passage, bm25_corpus
 from envs.search.server import application, load
 from envs.search.world import show_passages
 from tests.support.search_samples import CORPUS, ROOT, a_task, remote
@@ -476,6 +477,32 @@ def test_queries_times_passages_of_one_request_are_bounded() -> None:
             assert (await post(url_of(server), {"queries": ["x"] * 100, "topk": 1000}))[0] == 200
 
     asyncio.run(ask())
+
+
+def test_a_large_answer_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: unread answers of 200 MB each for small requests."""
+    monkeypatch.setattr(search_server, "MAX_ANSWER_CHARACTERS", 2_000)
+
+    async def ask() -> None:
+        async with ours(bm25_corpus(CORPUS)) as server:
+            status, answer = await post(url_of(server), {"queries": ["the anthem"] * 50})
+            assert status == 422
+            assert "characters, more than 2,000; send fewer queries at once" in answer["detail"]
+            assert (await post(url_of(server), {"queries": ["the anthem"], "topk": 1}))[0] == 200
+
+    asyncio.run(ask())
+
+
+def test_the_beginning_of_a_query_is_searched_for() -> None:
+    asked: list[str] = []
+
+    def index(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
+        asked.extend(queries)
+        return [[("1", 1.0)] for _ in queries]
+
+    corpus = Corpus([Passage(id="1", contents="x")], index)
+    corpus.search(["a." * 1_000_000, "b"], 1)
+    assert asked == ["a." * (MAX_QUERY_CHARACTERS // 2), "b"]
 
 
 def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from gigpo import PUBLISHED_SETTINGS, advantages_macro, compute_advantages, similarity_keys
+from gigpo.similarity import MAX_CHARACTERS
 from tests.support.gigpo_samples import column, episode, settings, table, uid
 
 
@@ -247,6 +248,15 @@ def test_the_threshold_itself_is_alike():
         for method in ("linked", "greedy"):
             keys = similarity_keys(texts(a, b), threshold=2 * (n - 1) / (2 * n), method=method)
             assert len(set(keys.to_pylist())) == 1, (n, method)
+
+
+@pytest.mark.parametrize("method", ["linked", "greedy"])
+def test_a_text_beyond_measure_is_similar_to_itself_only(method):
+    """The attack: texts of millions of characters, whose comparison does not end."""
+    long = "".join(map(chr, range(1 << 16, (1 << 16) + MAX_CHARACTERS)))
+    for a, b, n_keys in ((long[1:], long, 1), (long + "a", long, 2), (long + "a", long + "b", 2)):
+        keys = similarity_keys(texts(a, b, a), threshold=0.9, method=method).to_pylist()
+        assert len(set(keys)) == n_keys and keys[0] == keys[2]
 
 
 def test_linked_is_the_closure_of_alike():

@@ -22,6 +22,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.catalog.snapshot import read_as_of
 from store.maintenance.fsck import CATALOG, check
 from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
@@ -192,8 +193,11 @@ def test_a_refilled_batch_keeps_what_it_left_out_and_lets_others_be_played(
         assert check(layout, level=CATALOG) == []
         play(layout, catalog, open_train_group(catalog, None), version=0)
         assert refill(n_groups=3) is None
+        lsn = export(catalog, layout)
         whole = refill(n_groups=2)
         assert whole is not None
+        assert read_as_of(layout, lsn).tables["lineage"].num_rows == 2
+        assert read_as_of(layout, export(catalog, layout)).tables["lineage"].num_rows == 4
         assert [(group.version_min, group.ordinal) for group in whole.groups] == [
             (0, 1),
             (0, 3),

@@ -23,6 +23,7 @@ from configs import ConfigError
 from driver import resume
 from store import FormatError, RunLayout, StoreError, check_trusted, made_by_this_user, trust
 from store.untrusted import settings_text
+from store.untrusted import trust as trust_module
 from store.untrusted.settings_text import parse_settings_text
 from store.untrusted.trust import FOLLOWED
 
@@ -201,6 +202,31 @@ def test_every_setting_that_names_something_outside_is_shown() -> None:
     followed = {key.partition(".*.")[0] for key in FOLLOWED}  # any of `environments`
     assert set(settings_with_texts(configs.Config())) == harmless | followed
     assert not harmless & set(FOLLOWED)
+
+
+def test_the_settings_are_parsed_once_and_a_large_file_is_not(
+    strangers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: 63 MB of JSON, which was parsed for each setting and took gigabytes."""
+    parsed: list[int] = []
+
+    def parse(text: object) -> dict[str, object]:
+        parsed.append(len(str(text)))
+        return parse_settings_text(text)
+
+    monkeypatch.setattr(trust_module, "parse_settings_text", parse)
+    with pytest.raises(StoreError, match="--trust"):
+        check_trusted(strangers)
+    assert len(parsed) == 2  # config.yaml, and its text in run.json
+    path = strangers / "run.json"
+    content = path.read_text()
+    path.unlink()
+    path.write_text(content[: content.rindex("}")] + ', "more": [' + "[]," * (2 << 20) + "[]]}")
+    with pytest.raises(StoreError, match="--trust"):
+        check_trusted(strangers)
+    assert len(parsed) == 3
+    with pytest.raises(StoreError, match="more than 4,194,304: no run wrote it"):
+        RunLayout.open(strangers)
 
 
 def test_what_the_environments_of_a_run_name_is_shown(strangers: Path) -> None:

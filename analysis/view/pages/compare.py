@@ -448,8 +448,11 @@ def _columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
 
 
 def _add_tips(drawn: Any, marks: Any, name: str, label: str, value: str) -> None:
+    # As a column: Bokeh reads this text as a template, and somebody else may have named the run.
+    columns = marks.data_source.data
+    columns["run"] = [name] * len(columns["success"])
     tips = [
-        ("run", name),
+        ("run", "@run"),
         (label, value),
         ("success", "@success{0.0 %}"),
         ("95 % interval", "@low{0.0 %} to @high{0.0 %}"),

@@ -22,7 +22,7 @@ from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest, as_integer, as_uid
 from analysis.view.panel import Panel, show_rows
 from analysis.view.sql_text import fill
-from store import RunLayout
+from store import RunLayout, is_directory
 
 LISTED_STEPS = 100
 BOXES = 6  # of a stage; the others are counted
@@ -333,9 +333,13 @@ def with_presence(run: str, table: pa.Table) -> pa.Table:
     """
     layout = RunLayout.open(Path(run))
     steps = table["learner_step"].cast(pa.int64()).to_pylist()
-    is_there = [step is not None and layout.checkpoint_dir(step).is_dir() for step in steps]
+    is_there = [step is not None and _has_checkpoint(layout, step) for step in steps]
     shown = ["yes" if each else "removed" for each in is_there]
     return table.add_column(1, "on_disk", pa.array(shown, pa.string()))
+
+
+def _has_checkpoint(layout: RunLayout, learner_step: int) -> bool:
+    return is_directory(layout.checkpoint_dir(learner_step), root=layout.root)
 
 
 def show_chain(asked: PageRequest, kind: str, name: str, table: pa.Table) -> Markup:

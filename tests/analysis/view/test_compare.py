@@ -73,6 +73,14 @@ def test_figures_of_both_runs(client: TestClient) -> None:
     assert "a 1 2 b – [1, '<script>alert(1)</script>']" in shown
 
 
+def test_the_name_of_a_run_is_no_template_of_a_tooltip(client: TestClient) -> None:
+    page = client.get("/compare").text
+    later = re.findall(r'data-later="([^"]+)"', page)
+    texts = [page, *(client.get(html.unescape(address)).text for address in later)]
+    tips = re.findall(r'\[\s*"run",\s*"([^"]*)"\s*\]', " ".join(texts))
+    assert set(tips) == {"@run"}
+
+
 def test_counts_lead_to_the_groups_of_their_run(client: TestClient) -> None:
     page = client.get("/compare").text
     links = [

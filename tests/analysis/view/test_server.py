@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from markupsafe import Markup
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
-from analysis.view import server
+from analysis.view import charts, server
 from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
@@ -148,6 +149,7 @@ def test_whatever_a_panel_raises_is_a_line_in_it(error: type[Exception]) -> None
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "http://127.0.0.1:9999"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
         ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
         ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
     ],
@@ -313,11 +315,16 @@ def test_a_group_shows_the_attempts_that_gave_no_episode(
 
 def test_a_checkpoint_that_is_gone_is_said_to_be_removed(layout: RunLayout, tmp_path: Path) -> None:
     copy = copy_run(layout, tmp_path / "run")
+    copy.checkpoints.mkdir(exist_ok=True)
+    outside = copy.checkpoint_dir(1)
+    outside.symlink_to(tmp_path, target_is_directory=True)  # says nothing about what it leads to
     for expected in ("removed", "yes"):
         with TestClient(make_app([copy.root], token=TOKEN), base_url="http://127.0.0.1") as client:
             _, _, panel = client.get("/lineage").text.partition('id="checkpoints"')
         assert re.findall("<td>(removed|yes)</td>", panel.partition("</section>")[0]) == [expected]
-        copy.checkpoint_dir(1).mkdir(parents=True, exist_ok=True)
+        if outside.is_symlink():
+            outside.unlink()
+            outside.mkdir()
 
 
 def test_a_chart_without_columns_takes_the_first_and_the_numbers(client: TestClient) -> None:
@@ -340,7 +347,37 @@ def test_an_evaluation_is_drawn_with_its_interval() -> None:
     )
     text = json.dumps(show_success(table).item)
     low, high = interval(heldout_tasks(tasks))
-    assert "heldout_low" in text and f"{low}" in text and f"{high}" in text
+    assert f"{low}" in text and f"{high}" in text
+
+
+def tooltips(part: object) -> Iterator[tuple[str, str]]:
+    """Give label and template of every line of the tooltips in a chart's description."""
+    if isinstance(part, dict):
+        yield from part.get("tooltips") or ()
+        for below in part.values():
+            yield from tooltips(below)
+    elif isinstance(part, list):
+        for below in part:
+            yield from tooltips(below)
+
+
+def test_the_name_of_a_column_is_no_template_of_a_tooltip() -> None:
+    """The attack: a view whose column is called so that another one is shown as HTML."""
+    hostile, shown = "value}{safe", "<b>theirs</b>"
+    table = pa.table({"x": [1, 2], hostile: [1.0, 2.0], "value": [shown, shown], "low": [0.0, 0.0]})
+    table = table.append_column("high", pa.array([1.0, 1.0]))
+    drawn = [
+        charts.lines(table, x="x", y=[hostile], low="low", high="high"),
+        charts.lines(table, x="x", y=[], points=[hostile], whiskers={hostile: ("low", "high")}),
+        charts.lines(table, x=hostile, y=["x"]),
+        charts.bars(table, x="value", y=[hostile]),
+        charts.steps(table, x="x", y=[hostile]),
+        charts.intervals(table, x="x", y=hostile),
+    ]
+    templates = [tip[1] for chart in drawn for tip in tooltips(chart.item)]
+    assert len(templates) >= 2 * len(drawn)
+    for template in templates:
+        assert re.fullmatch(r"@c\d({0[^}]*})?( to @c\d{0[^}]*})?", template)
 
 
 def test_who_reads_the_address_may_connect_at_once_and_ctrl_c_says_one_word(

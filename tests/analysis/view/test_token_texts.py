@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.decoders import WordPiece as WordPieceDecoder
+from tokenizers.models import Unigram, WordLevel, WordPiece
 
+from analysis.view import token_texts as module
 from analysis.view.png import png
 from analysis.view.token_texts import MAX_FILE_BYTES, TokenTexts, decoding_part, token_texts
 from store import RunLayout
@@ -66,7 +74,8 @@ def test_a_link_and_a_large_file_are_not_read(layout: RunLayout, tmp_path: Path)
     large = put(layout, "weights/v3", "")
     with large.open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
-    assert token_texts(layout.root).source == "weights/v3/tokenizer.json is too large"
+    source = token_texts(layout.root).source
+    assert source == "weights/v3/tokenizer.json cannot be read: it has more than 41,943,040 bytes"
 
 
 def test_only_what_decodes_is_loaded() -> None:
@@ -76,8 +85,81 @@ def test_only_what_decodes_is_loaded() -> None:
     content["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}}
     content["decoder"] = {"type": "Sequence", "decoders": [endless, plain, {"type": "Fuse"}]}
     kept = decoding_part(content)
-    assert kept["pre_tokenizer"] is None
+    assert "pre_tokenizer" not in kept
     assert kept["decoder"] == {"type": "Sequence", "decoders": [plain, {"type": "Fuse"}]}
+
+
+def whole_tokenizers() -> list[Tokenizer]:
+    """Make a tokenizer of each kind of model, with tokens that were added."""
+    plain = {"a": 0, "##b": 1, "▁c": 2, "é": 3, "[UNK]": 4}
+    made = [
+        make_tokenizer(),
+        Tokenizer(Unigram([(token, -1.0) for token in plain], unk_id=4)),
+        Tokenizer(WordPiece(plain, unk_token="[UNK]")),
+        Tokenizer(WordLevel(plain, unk_token="[UNK]")),
+    ]
+    made[1].decoder, made[2].decoder = Metaspace(), WordPieceDecoder()
+    for tokenizer in made:
+        tokenizer.add_special_tokens(["<|end|>", "ü x"])
+        tokenizer.add_tokens([AddedToken("more", normalized=True)])
+    return made
+
+
+@pytest.mark.parametrize("whole", whole_tokenizers(), ids=lambda whole: type(whole.model).__name__)
+def test_every_model_decodes_as_its_library_does(whole: Tokenizer, layout: RunLayout) -> None:
+    put(layout, "weights/v1", whole.to_str())
+    texts, ids = token_texts(layout.root), [*range(whole.get_vocab_size()), 0, 3, 1]
+    assert texts.is_known
+    assert texts.text(ids) == whole.decode(ids, skip_special_tokens=False)
+    assert "".join(map(str, texts.pieces(ids))) == "".join(
+        map(str, TokenTexts(whole, source="").pieces(ids))
+    )
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+import psutil
+from analysis.view.token_texts import token_texts
+more = psutil.Process().memory_info().data + (512 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (more, more))
+print(token_texts(Path(sys.argv[1])).source)
+"""
+
+
+@pytest.mark.parametrize("kind", ["unigram", "added"])
+def test_a_long_vocabulary_takes_little_memory(kind: str, layout: RunLayout) -> None:
+    """The attack: automata of the library, which took 7 GB for 20 MB and ended `gigpo view`."""
+    draw = random.Random(0)
+    tokens = [draw.randbytes(500).hex() for _ in range(15_000)]
+    if kind == "unigram":
+        content = {"model": {"type": "Unigram", "unk_id": 0, "vocab": [[t, -1.0] for t in tokens]}}
+    else:
+        added = [{"id": 1 + at, "content": token} for at, token in enumerate(tokens)]
+        content = {"model": {"type": "WordLevel", "vocab": {"a": 0}}, "added_tokens": added}
+    put(layout, "weights/v1", json.dumps(content))
+    done = subprocess.run(
+        [sys.executable, "-c", READ, layout.root], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "weights/v1/tokenizer.json"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        ("MAX_TOKENS", "tokens, more than 3"),
+        ("MAX_CHARACTERS", "its tokens have 37 characters, more than 3"),
+        ("MAX_VALUES", "it has more than 3 values"),
+    ],
+)
+def test_a_vocabulary_has_bounds_and_what_is_beyond_is_read_once(
+    bound: str, words: str, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, bound, 3)
+    put(layout, "weights/v1", make_tokenizer().to_str())
+    assert words in token_texts(layout.root).source
+    monkeypatch.setattr(module, "_read", None)  # and is not asked again
+    assert words in token_texts(layout.root).source
 
 
 FUSE = {"type": "Fuse"}
