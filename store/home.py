@@ -16,6 +16,7 @@ import socket
 import uuid
 from pathlib import Path
 
+from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
 from store.storage import Storage
@@ -53,8 +54,8 @@ def check(root: Path, storage: Storage) -> None:
     if here != there:
         raise FencedError(
             f"the run of {root} was brought to {_where(there)} and goes on there; stop this one. "
-            f"To bring it back to this machine, stop that one: gigpo train --resume "
-            f"{storage.locate('')} run_dir=NEW"
+            "To bring it back to this machine, stop that one: gigpo train --resume "
+            f"{shell_word(storage.locate(''))} run_dir=NEW"
         )
 
 

@@ -367,7 +367,8 @@ class RunLayout:
         if any(file.path not in ("run.json", homes.HOME) for file in self.storage.files("")):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
-                f"its own, or go on with that one: gigpo train --resume {self.info.storage_uri}"
+                "its own, or go on with that one: gigpo train --resume "
+                f"{shell_word(self.info.storage_uri)}"
             )
         homes.take(self.root, self.storage)
         self.storage.write("run.json", run_json)
