@@ -17,6 +17,7 @@ import argparse
 import difflib
 import logging
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -45,6 +46,19 @@ SHOWN_CHARACTERS = 10_000  # of an error
 REASON_CHARACTERS = 300  # of another program's reason in a message of ours
 UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
 FORMAT_WARNING = warnings.formatwarning  # Python's own
+
+
+def shell_word(text: object) -> str:
+    """Return the text quoted for a shell. Hidden characters are escapes, as bash and zsh take.
+
+    >>> print("gigpo fetch", shell_word("s3://bucket/run?region=x&rm"), "DIR")
+    gigpo fetch 's3://bucket/run?region=x&rm' DIR
+    """
+    word = str(text)
+    if not UNSAFE.search(word.replace("\n", "")):
+        return shlex.quote(word)
+    word = word.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + UNSAFE.sub(lambda found: f"\\U{ord(found[0]):08x}", word) + "'"
 
 
 def printable(text: object, *, lines: bool = False) -> str:

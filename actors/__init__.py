@@ -7,9 +7,10 @@
 `policy.py`        the policy interface, and the scripted policy
 `concurrency.py`   limits of requests and episodes
 `prompting/`       observation to token ids, and token ids to action
-`inference/`       policies: `vllm_policy.py` and `openai_policy.py`. New weights: `weight_sync.py`
-                   says when, `vllm_policy.py` pauses the engine, `vllm_weight_loader.py` loads
-                   them inside the engine's process, from files or from `broadcast_receiver.py`.
+`inference/`       policies: `openai_policy.py`, and `vllm_policy.py`, whose requests go through
+                   `vllm_requests.py`. New weights: `weight_sync.py` says when, `vllm_policy.py`
+                   pauses the engine, `vllm_weight_loader.py` loads them inside the engine's
+                   process, from files or from `broadcast_receiver.py`.
                    `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller, and
                    `vllm_whole_answers.py` its messages
 `endpoint/`        the OpenAI-compatible server that agent programs call; `vllm_tool_calls.py` reads

@@ -30,7 +30,7 @@ from configs import ConfigError
 from printable import one_line
 from store import Step, Trajectory, now_us, uid
 
-ENV_NAME = "chat"  # of their trajectories
+ENV_NAME = "chat"  # environment name of the trajectories
 SUFFIXES = (".jsonl", ".parquet")
 ROWS_READ = 1000  # of a Parquet file at a time
 
@@ -48,8 +48,8 @@ class FoundChats:
     """The chats of a file as trajectories, one group each."""
 
     trajectories: list[Trajectory]
-    n_cut: int  # that lost their later replies, because they are too long
-    n_left_out: int  # whose first reply is too long already
+    n_cut: int  # chats that lost their later replies, because they are too long
+    n_left_out: int  # chats whose first reply is too long already
 
 
 def _from_json(value: object) -> object:

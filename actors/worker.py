@@ -86,10 +86,12 @@ class Worker:
             policies = {name: ScriptedPolicy(form.encode_answer) for name, form in forms.items()}
         else:
             engine_log = layout.logs / f"{setup.name}-engine.log"
-            preload_vllm(config.actors, engine_log)  # while this process loads the tokenizer
+            model_path = Path(setup.model_path)
+            # while this process loads the tokenizer
+            preload_vllm(config.actors, model_path, engine_log)
             forms = _load_forms(setup, with_torch=True)
             self.engine = VLLMPolicy(
-                model_path=Path(setup.model_path),
+                model_path=model_path,
                 dtype=config.model.dtype,
                 actors=config.actors,
                 max_model_tokens=max_model_tokens(config),

@@ -17,6 +17,7 @@ from configs.derived import (
     groups_of_a_step,
     has_critic,
     is_offline,
+    is_served,
     most_updates,
     replayed_groups,
 )
@@ -406,6 +407,11 @@ def _check_critic(config: Config) -> None:
             f"critic.learning_rate={critic.learning_rate:g} would wreck any critic at once; use "
             "e.g. 1e-5"
         )
+    if critic.clip != defaults.clip and most_updates(config) == 1:
+        raise ConfigError(
+            f"critic.clip={critic.clip:g} does nothing with one update per learner step, before "
+            "which no value has moved; leave it out, or set learner.updates_per_step to 2 or more"
+        )
     if critic.warmup_steps >= config.learner.steps:
         raise ConfigError(
             f"critic.warmup_steps={critic.warmup_steps} of learner.steps={config.learner.steps} "
@@ -500,9 +506,18 @@ def _check_teacher(config: Config) -> None:
     teacher, distils = config.loss.teacher, config.loss.policy == "distillation"
     if distils and not teacher:
         raise ConfigError(
-            "loss.policy='distillation' has no teacher; give the directory of one: loss.teacher=DIR"
+            "loss.policy='distillation' has no teacher; give the directory of one, or the URL of "
+            "its server: loss.teacher=DIR"
         )
-    if teacher and not (Path(teacher) / "config.json").is_file():
+    if is_served(teacher):
+        _check_url("loss.teacher", teacher)
+        if config.actors.temperature != 1.0:
+            raise ConfigError(
+                f"loss.teacher={teacher} gives log-probabilities at temperature 1, and not at "
+                f"actors.temperature={config.actors.temperature:g}; use 1, or the teacher's "
+                "directory"
+            )
+    elif teacher and not (Path(teacher) / "config.json").is_file():
         raise ConfigError(
             f"loss.teacher={teacher!r} is not a Hugging Face model directory (no config.json in it)"
         )
@@ -574,18 +589,22 @@ def _check_endpoint(config: Config) -> None:
                 "endpoint.url=http://HOST:PORT/v1"
             )
         return
-    if "@" in endpoint.url:  # a password would be written into the run directory
-        raise ConfigError(
-            "endpoint.url has a name or password in it; leave them out, and name a variable with "
-            "the key: endpoint.api_key_env"
-        )
-    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", endpoint.url):
-        raise ConfigError(f"endpoint.url={endpoint.url!r} is no URL like http://localhost:8000/v1")
+    _check_url("endpoint.url", endpoint.url)
     if endpoint.api_key_env and not VARIABLE.fullmatch(endpoint.api_key_env):
         raise ConfigError(
             "endpoint.api_key_env is no variable's name; give the name, e.g. OPENAI_API_KEY, never "
             "the key itself"
         )
+
+
+def _check_url(key: str, url: str) -> None:
+    if "@" in url:  # a password would be written into the run directory
+        own = ", and name a variable with the key: endpoint.api_key_env"
+        raise ConfigError(
+            f"{key} has a name or password in it; leave them out{own * (key == 'endpoint.url')}"
+        )
+    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
+        raise ConfigError(f"{key}={url!r} is no URL like http://localhost:8000/v1")
 
 
 def _check_offline(config: Config) -> None:

@@ -20,6 +20,11 @@ def has_critic(config: Config) -> bool:
     return config.algorithm.estimator in WITH_CRITIC
 
 
+def is_served(teacher: str) -> bool:
+    """Return whether `loss.teacher` is a server's URL, not a directory."""
+    return teacher.startswith(("http://", "https://"))
+
+
 def is_offline(config: Config) -> bool:
     """Return whether the run trains on groups of other runs only and plays nothing."""
     return bool(config.source) and config.offline.share >= 1.0

@@ -14,6 +14,7 @@ from configs.derived import (
     groups_of_a_step,
     has_critic,
     is_offline,
+    is_served,
     most_steps,
     n_workers,
     replayed_groups,
@@ -39,7 +40,7 @@ def describe_plan(config: Config) -> str:
     billions = model_billions(config)
     gpus = gpus_needed(config, learns=True)
     rank_gib = (rank_bytes(config, parameters=billions * 1e9) + _teacher_bytes(config)) / GIB
-    others = ["reference"] * keeps_reference(config) + ["teacher"] * bool(config.loss.teacher)
+    others = ["reference"] * keeps_reference(config) + ["teacher"] * _has_teacher(config)
     gradients = " and ".join(["weights, gradients, optimizer", *others])
     if has_critic(config):
         gradients += f", and the same of a critic of {_critic_parameters(config) / 1e9:.3g} billion"
@@ -224,8 +225,13 @@ def _billions_in(directory: Path) -> float:
     return size / BYTES.get(dtype, 2) / 1e9
 
 
+def _has_teacher(config: Config) -> bool:
+    """Return whether the learner loads a teacher."""
+    return bool(config.loss.teacher) and not is_served(config.loss.teacher)
+
+
 def _teacher_bytes(config: Config) -> float:
     """Return the bytes of the teacher's weights, which each rank holds whole."""
-    if not config.loss.teacher:
+    if not _has_teacher(config):
         return 0.0
     return _billions_in(Path(config.loss.teacher)) * 1e9 * BYTES[config.model.dtype]

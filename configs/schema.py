@@ -116,7 +116,8 @@ class ActorsConfig:
     gpu_memory_utilization: float = 0.85
     # extra episodes per training group: the first group_size to end form the group
     extra_members: int = 0
-    # cores of a CPU engine: "0" or "0,2-3"; "auto" takes all but the last, the learner's
+    # cores of a CPU engine: "0" or "0,2-3"; "auto": as many as the other processes leave, and the
+    # model gains from (one for each 40 MB of weights)
     cpu_cores: str = "auto"
     # seconds for one response, queueing included; then the episode is truncated
     turn_timeout_s: float = 300.0
@@ -194,7 +195,8 @@ class LossConfig:
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     # Rarely changed.
-    # directory of the model that "distillation" learns from; it has the policy's vocabulary
+    # model that "distillation" learns from, with the policy's vocabulary: a directory, or the URL
+    # of a server with that model alone, such as http://host:8000/v1
     teacher: str = ""
     kl: str = "k3"  # estimator of that KL: "k2" or "k3"
     # decoupled PPO: "recomputed" (a forward pass per learner step) or "interpolated" (A-3PO)
@@ -219,7 +221,8 @@ class CriticConfig:
     path: str = ""
     learning_rate: float = 1e-5  # as in the paper's PPO baseline
     warmup_steps: int = 0  # learner steps that train the critic only, before the policy's first
-    # a value that moved further than this in a learner step is not moved on; in units of returns
+    # a value that earlier updates of a learner step moved further than this towards its target is
+    # not moved on; in units of returns. It acts with several updates per learner step only
     clip: float = 0.5
 
 
@@ -309,8 +312,8 @@ class TasksConfig:
     """Choose which training tasks are handed out; see docs/tasks.md."""
 
     # "uniform" (each pass over all tasks is shuffled), "band" (tasks that are sometimes won),
-    # "variance" (the more often, the less sure the result), or your own SQL: a weight for each
-    # task, over the columns of the table in docs/tasks.md
+    # "variance" (a task whose result is uncertain comes more often), or your own SQL: a weight
+    # for each task, over the columns of the table in docs/tasks.md
     order: str = "uniform"
 
 

@@ -67,7 +67,7 @@ class Heartbeat:
         self._changed.set()
         self._thread.join()
 
-    def beat(self) -> None:
+    def send(self) -> None:
         """Send a heartbeat, unless the last promise is broken."""
         now_s, promise = time.monotonic(), self._promise  # read once: the loop replaces it
         if now_s < promise.due_at_s:
@@ -75,7 +75,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._closed:
-            self.beat()
+            self.send()
             self._changed.wait(SEND_EVERY_S)
             self._changed.clear()
 

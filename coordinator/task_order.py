@@ -26,7 +26,8 @@ from store import Catalog, KnownResults, WholeGroup
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# What a weight may use: these columns, and the two of READY below. docs/tasks.md describes them.
+# What a weight may use: these columns, and those of READY_MADE_WEIGHTS. docs/tasks.md describes
+# them.
 COLUMNS = (
     "task_id",
     "n_groups",
@@ -38,15 +39,17 @@ COLUMNS = (
     "staleness",
     "n_tasks",
 )
-# A task without a result yet has the weight of a good one, divided by the groups it was given: its
-# environment may fail. A task outside the band is tried again after four passes' worth of groups,
-# and the least `variance` is a tenth of the greatest: the policy may have changed meanwhile.
-READY = """
+# A task without a result yet has a good task's weight, divided by 1 + the groups that it was given:
+# its environment may fail. A task outside the band is tried again after four passes' worth of
+# groups, and the least `variance` is an eleventh of the greatest: the policy may have changed.
+READY_MADE_WEIGHTS = """
     CASE WHEN last_success IS NULL THEN 1 / (1 + n_groups)
          WHEN last_success BETWEEN 0.2 AND 0.8 OR groups_since > 4 * n_tasks THEN 1
          ELSE 0 END AS band,
-    coalesce(last_success * (1 - last_success), 0.25 / (1 + n_groups)) + 0.025 AS variance"""
-WEIGHTS = f"SELECT ({{}}\n)::DOUBLE AS weight FROM (SELECT *, {READY} FROM known) ORDER BY place"
+    CASE WHEN last_success IS NULL THEN (0.25 + 0.025) / (1 + n_groups)
+         ELSE last_success * (1 - last_success) + 0.025 END AS variance"""
+WEIGHTS = f"""SELECT ({{}}\n)::DOUBLE AS weight
+FROM (SELECT *, {READY_MADE_WEIGHTS} FROM known) ORDER BY task_index"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,7 @@ class TaskOrder:
     def __init__(self, order: str, *, task_ids: Sequence[str], n_tasks: int, seed: int) -> None:
         """Take the tasks of one environment. `n_tasks` are those of all."""
         self._sql, self._task_ids, self._seed = order, task_ids, seed
-        self._place = {task_id: place for place, task_id in enumerate(task_ids)}
+        self._index = {task_id: index for index, task_id in enumerate(task_ids)}
         self._table = _Table(task_ids, n_tasks=n_tasks)
         self._known = KnownResults(lsn=-1, version=0)  # nothing was read yet
         self._n_seen = 0  # groups handed out that are in the table
@@ -82,42 +85,42 @@ class TaskOrder:
             self._read(catalog, known)
             self._weights = weigh(self._sql, self._table.arrow(self._n_seen, known.version))
         first = catalog.first_weighed(lsn=known.lsn, ordinal=ordinal)
-        place = self._place_of(n_drawn(first), first=first)
-        last_success = self._table.last_success[place]
+        index = self._index_of(n_drawn(first), first=first)
+        last_success = self._table.last_success[index]
         return Drawn(
-            task_id=self._task_ids[place],
-            weight=float(self._weights[place]),
+            task_id=self._task_ids[index],
+            weight=float(self._weights[index]),
             success_before=None if np.isnan(last_success) else float(last_success),
             lsn=known.lsn,
         )
 
-    def _place_of(self, number: int, *, first: int) -> int:
-        """Return the place in the task list of the `number`-th draw since group `first`.
+    def _index_of(self, number: int, *, first: int) -> int:
+        """Return the index in the task list of the `number`-th draw since group `first`.
 
         When all tasks with a weight were drawn, they are drawn anew, in another order. If no task
         has a weight, all have the same.
         """
         weights = self._weights if self._weights.any() else np.ones(len(self._weights))
-        n_pass, index = divmod(number, int(np.count_nonzero(weights)))
+        n_pass, number_in_pass = divmod(number, int(np.count_nonzero(weights)))
         seed = f"{self._seed}/{first}/{n_pass}"
         if self._drawn[0] != seed:
             self._drawn = (seed, draw_order(weights, seed=seed))
-        return int(self._drawn[1][index])
+        return int(self._drawn[1][number_in_pass])
 
     def _read(self, catalog: Catalog, known: KnownResults) -> None:
         """Add to the table the groups handed out, and those that became whole, since last time."""
         for ordinal, task_id in catalog.handed_out(first=self._n_seen, until=known.lsn):
             self._n_seen = ordinal + 1
-            if (place := self._place.get(task_id)) is not None:
-                self._table.hand_out(place, ordinal)
+            if (index := self._index.get(task_id)) is not None:
+                self._table.hand_out(index, ordinal)
         for group in catalog.whole_groups(since=self._known.lsn, until=known.lsn):
-            if (place := self._place.get(group.task_id)) is not None:
-                self._table.add(place, group)
+            if (index := self._index.get(group.task_id)) is not None:
+                self._table.add(index, group)
         self._known = known
 
 
 class _Table:
-    """Keep one row per task, in arrays of numbers by the task's place in the list."""
+    """Keep one row per task, in arrays of numbers by the task's index in the list."""
 
     def __init__(self, task_ids: Sequence[str], *, n_tasks: int) -> None:
         n = len(task_ids)
@@ -131,19 +134,19 @@ class _Table:
         self._last_version = np.full(n, -1, np.int64)
         self.last_success = np.full(n, np.nan)
 
-    def hand_out(self, place: int, ordinal: int) -> None:
-        self._n_groups[place] += 1
-        self._last_ordinal[place] = ordinal
+    def hand_out(self, index: int, ordinal: int) -> None:
+        self._n_groups[index] += 1
+        self._last_ordinal[index] = ordinal
 
-    def add(self, place: int, group: WholeGroup) -> None:
-        self._n_episodes[place] += group.size
-        self._n_won[place] += group.n_won
-        self._return_sum[place] += group.return_sum
-        self._last_version[place] = group.version_max
-        self.last_success[place] = group.n_won / group.size
+    def add(self, index: int, group: WholeGroup) -> None:
+        self._n_episodes[index] += group.size
+        self._n_won[index] += group.n_won
+        self._return_sum[index] += group.return_sum
+        self._last_version[index] = group.version_max
+        self.last_success[index] = group.n_won / group.size
 
     def arrow(self, n_handed_out: int, version: int) -> pa.Table:
-        """Return COLUMNS, and `place`, the row of the task. NULL stands for no result yet."""
+        """Return COLUMNS, and `task_index`, the row of the task. NULL stands for no result yet."""
         import pyarrow as pa
 
         untried = self._n_episodes == 0
@@ -151,7 +154,7 @@ class _Table:
         n = len(self._task_ids)
         return pa.table(
             {
-                "place": np.arange(n),
+                "task_index": np.arange(n),
                 "task_id": pa.array(self._task_ids, pa.string()),
                 "n_groups": self._n_groups,
                 "n_episodes": self._n_episodes,
@@ -210,9 +213,9 @@ def weigh(order: str, known: pa.Table) -> np.ndarray:
 
 
 def draw_order(weights: np.ndarray, *, seed: str) -> np.ndarray:
-    """Return the places of the tasks with a weight, drawn one after the other in proportion to it.
+    """Return the indices of the tasks with a weight, drawn one by one in proportion to it.
 
-    Each place i waits an exponential time of rate `weights[i]`, and the shortest wait comes first
+    Task i waits an exponential time of rate `weights[i]`, and the shortest wait comes first
     (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
     """
     rng = random.Random(seed)  # its numbers are the same in every version of Python

@@ -82,35 +82,35 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
     return max(0, (max_staleness + 1) * groups_per_step - outstanding)
 
 
-class Turns:
-    """Say of which environment each training group is, in proportion to weights.
+class EnvironmentOrder:
+    """Assign an environment to each training group, in proportion to weights.
 
-    A function of the ordinal alone. The multiples of the golden ratio spread evenly over [0, 1), so
-    the share of an environment is right in a whole run and, nearly, in each batch.
+    It is a function of the ordinal alone. The multiples of the golden ratio spread evenly over
+    [0, 1), so the share of an environment is right in a whole run and, nearly, in each batch.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._names = list(weights)
         total = sum(weights.values())
         self._ends = list(accumulate(weight / total for weight in weights.values()))
-        # By ordinal: the environment's place, and the group's number among its groups.
-        self._places, self._numbers = array("H"), array("q")
-        self._n_turns = [0] * len(self._names)
+        # By ordinal: the environment's index, and the group's number among its groups.
+        self._indices, self._numbers = array("H"), array("q")
+        self._n_groups = [0] * len(self._names)
 
     def __getitem__(self, ordinal: int) -> tuple[str, int]:
         """Return the environment of a group, and its number among that environment's groups."""
-        for following in range(len(self._places), ordinal + 1):
+        for following in range(len(self._indices), ordinal + 1):
             share = (following + 0.5) * GOLDEN_RATIO % 1.0
-            place = min(bisect(self._ends, share), len(self._names) - 1)
-            self._places.append(place)
-            self._numbers.append(self._n_turns[place])
-            self._n_turns[place] += 1
-        return self._names[self._places[ordinal]], self._numbers[ordinal]
+            index = min(bisect(self._ends, share), len(self._names) - 1)
+            self._indices.append(index)
+            self._numbers.append(self._n_groups[index])
+            self._n_groups[index] += 1
+        return self._names[self._indices[ordinal]], self._numbers[ordinal]
 
     def n_before(self, ordinal: int, *, first: int) -> int:
         """Count the groups from `first` up to `ordinal` that are of the same environment."""
         _, number = self[ordinal]
-        return number - self._numbers[self._places.index(self._places[ordinal], first)]
+        return number - self._numbers[self._indices.index(self._indices[ordinal], first)]
 
 
 class TaskQueue:
@@ -121,7 +121,7 @@ class TaskQueue:
 
     def __init__(self, config: Config, *, learns: bool) -> None:
         self._config = config
-        self._turns = Turns(environment_weights(config))
+        self._environment_order = EnvironmentOrder(environment_weights(config))
         plays = not (learns and is_offline(config))
         splits = {name: _splits(config, name) for name in environments(config)} if plays else {}
         self._train = {name: own["train"] for name, own in splits.items()}
@@ -144,14 +144,16 @@ class TaskQueue:
     def open_next_group(self, catalog: Catalog) -> None:
         """Enter the next training group in the catalog, within the caller's transaction."""
         ordinal = catalog.next_ordinal("train", purpose_version=None)
-        name, number = self._turns[ordinal]
+        name, number = self._environment_order[ordinal]
         if not self._orders:
             train = self._train[name]
             task = train[task_index(number, len(train), seed=self._config.seed)]
             self._open(catalog, ordinal, task_id=task.id)
             return
         drawn = self._orders[name].draw(
-            catalog, ordinal, n_drawn=lambda first: self._turns.n_before(ordinal, first=first)
+            catalog,
+            ordinal,
+            n_drawn=lambda first: self._environment_order.n_before(ordinal, first=first),
         )
         group = self._open(catalog, ordinal, task_id=drawn.task_id)
         catalog.record_weight(

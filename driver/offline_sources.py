@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.console import Console
 import actors
 import configs
 from actors import chat_trajectories, is_chat_file, load_tokenizer, read_chats
-from configs import Config, ConfigError
+from configs import Config, ConfigError, is_served
 from printable import REASON_CHARACTERS, one_line
 from store import (
     OfflineRows,
@@ -177,8 +178,17 @@ def import_sources(config: Config, model_path: Path, console: Console) -> None:
 
 
 def check_teacher(config: Config) -> None:
-    """Raise ConfigError unless the teacher has the vocabulary of the model: it reads its tokens."""
+    """Raise ConfigError unless the teacher has the vocabulary of the model: it reads its tokens.
+
+    The vocabulary of a teacher behind a server is not known. Raise TeacherError if the server
+    cannot be used.
+    """
     if not config.loss.teacher:
+        return
+    if is_served(config.loss.teacher):
+        from learner import ServedTeacher  # here: it loads torch
+
+        ServedTeacher(config.loss.teacher).logprobs(np.zeros(2, np.int64))
         return
     if n := n_different_tokens(Path(config.loss.teacher), Path(config.model.path)):
         raise ConfigError(

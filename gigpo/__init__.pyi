@@ -48,8 +48,8 @@ from .settings import ANCHOR_VERSIONS as ANCHOR_VERSIONS
 from .settings import ANCHORS as ANCHORS
 from .settings import ESTIMATORS as ESTIMATORS
 from .settings import NORMALISATIONS as NORMALISATIONS
-from .settings import OF_TOKENS as OF_TOKENS
 from .settings import PUBLISHED_SETTINGS as PUBLISHED_SETTINGS
+from .settings import TOKEN_LEVEL as TOKEN_LEVEL
 from .settings import WEIGHTINGS as WEIGHTINGS
 from .settings import WHITENED as WHITENED
 from .settings import WITH_CRITIC as WITH_CRITIC

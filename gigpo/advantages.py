@@ -85,12 +85,12 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
     # The SQL refuses a table in which no step has a key, so it has to see all steps.
     for rows, part in _parts(narrow, whole=_has_no_key(narrow) or settings.estimator in WHITENED):
         try:
-            places, computed = _computed(part, settings)
+            row_numbers, computed = _computed(part, settings)
         except duckdb.InvalidInputException as error:
             raise ValueError(_with_uids(narrow.take(rows), settings) or _message(error)) from error
-        places = rows[places]
+        row_numbers = rows[row_numbers]
         for name, values in results.items():
-            values[places] = computed[name]
+            values[row_numbers] = computed[name]
     return pa.table(
         {name: table[name] for name in ("group_uid", "traj_uid", "step_index")} | results
     )
@@ -99,7 +99,7 @@ def compute_advantages(steps: Columns, settings: AdvantageSettings) -> pa.Table:
 def prepare_advantages(settings: AdvantageSettings) -> None:
     """Plan the SQL for these settings, which makes the first `compute_advantages` 0.1 s faster."""
     _check_settings(settings)
-    _prepared(_of_the_sql(settings))
+    _prepared(_sql_settings(settings))
 
 
 def _check_settings(settings: object) -> None:
@@ -218,13 +218,13 @@ def _parts(narrow: pa.Table, *, whole: bool) -> Iterator[tuple[np.ndarray, pa.Ta
     start = 0
     while start < len(narrow):
         end = int(ends[np.searchsorted(ends, min(start + _PART_STEPS, len(narrow)))])
-        places, part = order[start:end], short.slice(start, end - start)
+        row_numbers, part = order[start:end], short.slice(start, end - start)
         if _has_no_key(part):
             keyed = group[pc.index(narrow["anchor_key"].is_valid(), True).as_py()]
             borrowed = slice(int(ends[keyed]), int(ends[keyed + 1]))
-            places = np.concatenate([places, order[borrowed]])
+            row_numbers = np.concatenate([row_numbers, order[borrowed]])
             part = pa.concat_tables([part, short[borrowed]])
-        yield places, part
+        yield row_numbers, part
         start = end
 
 
@@ -238,7 +238,7 @@ def _computed(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the results in the order of the SQL, and the row of `part` that each belongs to."""
     coded = pa.table({name: part[name] for name in part.column_names} | _codes_of_keys(part))
-    computed = _prepared(_of_the_sql(settings)).run(coded)
+    computed = _prepared(_sql_settings(settings)).run(coded)
     # No join by uid and step is needed: the steps of each trajectory are 0..T-1 by now, which gives
     # the row of each.
     trajectory = coded["traj_uid"].to_numpy()
@@ -252,7 +252,7 @@ def _computed(
     return slots[first[computed["traj_uid"]] + computed["step_index"]], computed
 
 
-def _of_the_sql(settings: AdvantageSettings) -> AdvantageSettings:
+def _sql_settings(settings: AdvantageSettings) -> AdvantageSettings:
     """Return the settings of the SQL, which gets similarity keys ready-made."""
     anchor = "anchor_key" if settings.anchor in _SIMILARITY else settings.anchor
     return replace(settings, anchor=anchor, similarity=PUBLISHED_SETTINGS.similarity)
@@ -315,7 +315,7 @@ def _with_uids(steps: pa.Table, settings: AdvantageSettings) -> str | None:
     with duckdb.connect(config={"threads": 1}) as connection:
         connection.register("given", steps)
         connection.execute(f"CREATE VIEW steps AS SELECT * {casts} FROM given")
-        connection.execute(advantages_macro(_of_the_sql(settings)))
+        connection.execute(advantages_macro(_sql_settings(settings)))
         try:
             connection.sql("FROM advantages()").to_arrow_table()
         except duckdb.InvalidInputException as error:

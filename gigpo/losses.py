@@ -20,8 +20,8 @@ To add a loss:
 
 Letters are as in `tokens.py`:
 
-    rho = pi / mu   every loss compares with the policy that sampled; log mu was recorded then.
-                    Only ppo_clip with a recomputed proximal policy needs another forward pass
+    rho = pi / mu   the policy that sampled; log mu was recorded then, so no loss needs a forward
+                    pass for it. docs/algorithms.md, section 8, lists the settings that add one
     sg(...)         no gradient flows through it
 
 `KL_PENALTIES` estimate KL(pi || ref) per token, from tokens that pi sampled (Schulman 2020,
@@ -320,10 +320,11 @@ class Topr:
 class Reinforce:
     """Importance-weighted policy gradient: loss = -A rho, d loss / d log pi = -A rho. No settings.
 
-    On policy (rho = 1) every other loss here has this gradient. There is no trust region: it is
-    unbiased with unbounded variance, so bound rho by a correction. With `token_tis` at a cap of 2
-    to 10 it is AIPO (LlamaRL, arXiv 2505.24034) and verl's `bypass_pg_is`; with `token_icepop` it
-    is verl's `bypass_pg_token_icepop`.
+    On policy (rho = 1) every loss here has this gradient, except behaviour_cloning and
+    distillation, which read no advantage. There is no trust region: it is unbiased with unbounded
+    variance, so bound rho by a correction. With `token_tis` at a cap of 2 to 10 it is AIPO
+    (LlamaRL, arXiv 2505.24034) and verl's `bypass_pg_is`; with `token_icepop` it is verl's
+    `bypass_pg_token_icepop`.
     """
 
     name: ClassVar[str] = "reinforce"
@@ -365,8 +366,8 @@ class Distillation:
         if tokens.teacher_logprobs_N is None:
             raise ValueError("distillation needs teacher_logprobs_N")
         ratio_N = torch.exp(log_ratio(tokens.logprobs_N, tokens.behaviour_logprobs_N))
-        apart_N = log_ratio(tokens.logprobs_N.detach(), tokens.teacher_logprobs_N)
-        return PolicyLoss(loss_N=apart_N * ratio_N)
+        log_ratio_to_teacher_N = log_ratio(tokens.logprobs_N.detach(), tokens.teacher_logprobs_N)
+        return PolicyLoss(loss_N=log_ratio_to_teacher_N * ratio_N)
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:

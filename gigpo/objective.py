@@ -322,6 +322,11 @@ def _check_with_loss(policy: Loss, corrections: tuple[Correction, ...]) -> None:
             f"corrections={names} with behaviour_cloning: it wants every recorded token whatever "
             "pi thinks of it, so there is nothing to correct; use corrections=[]"
         )
+    if "opsm" in names and policy.name == "distillation":
+        raise ValueError(
+            f"corrections={names}: opsm with distillation: it drops sequences by the sign of their "
+            "advantage, which this loss does not read; leave opsm out"
+        )
     for name in names:
         if name in _TOKEN_LEVEL and policy.name in _BOUNDED_ALREADY:
             raise ValueError(

@@ -5,12 +5,18 @@ The SQL in `queries/` says what each name means.
 To add an estimator:
 
 1. `queries/`: its part of the episode term (`episode_advantage.sql`) or step term, as a file of its
-   own that `sql_macro.py` lists; its sum in `advantages.sql`, its name in `checked.sql`
-2. here: its name in ESTIMATORS; `advantages.py`: the columns that it reads
-3. `configs/check.py`: its name, and in READERS the settings that it reads; `configs/schema.py`:
-   the comments of these settings, then `python docs/make_reference.py`
+   own that `sql_macro.py` lists. Its name where these list estimators: `episode_advantage.sql`,
+   `comparisons.sql` (what its step term compares), `advantages.sql` (its sum), `checked.sql`; with
+   a critic also `critic_values.sql` and `ppo_terms.sql`
+2. here: its name in ESTIMATORS, and in WHITENED, WITH_CRITIC and TOKEN_LEVEL if they hold for it;
+   `advantages.py`: the columns that it reads; `replay.py`: _UNSCALED, if its advantages are never
+   divided by a deviation
+3. `configs/check.py`: its name, and in READERS the settings that it reads; `configs/derived.py`:
+   WITH_CRITIC again; `configs/schema.py`: the comments of these settings, then
+   `python docs/make_reference.py`
 4. `docs/algorithms.md`, section 3: its formula, default and source, and when to prefer it
-5. `tests/support/gigpo_oracle.py`: the same in plain Python; `tests/gigpo/test_estimators.py`: an
+5. `analysis/view/pages/what_if.py`: a link to it in PRESETS
+6. `tests/support/gigpo_oracle.py`: the same in plain Python; `tests/gigpo/test_estimators.py`: an
    example worked out by hand
 """
 
@@ -42,7 +48,7 @@ WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline", "turn_ppo", "ppo")
 # computed from the values of a critic, in the column `value`
 WITH_CRITIC: Final = ("turn_ppo", "ppo")
 # each response token has an advantage of its own, see token_advantages.py
-OF_TOKENS: Final = ("ppo",)
+TOKEN_LEVEL: Final = ("ppo",)
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")

@@ -2,25 +2,45 @@
 
 In reading order:
 
-learner.py        the loop: batch, train, publish, settle, checkpoint
-restore_report.py  describes what a restart kept and lost
-interface.py      its setup, and the errors that end a run
-ray_actor.py      the Ray actor that the driver starts
-data/             batch_loader: groups to advantages; values: a critic's, of rows and tokens;
-                  micro_batch: rows to tensors; prefetch: the next batch in a thread
-rank_group.py     one call on all ranks
-training/         engine: one optimizer update with DeepSpeed; critic: the same of a value network;
-                  gradient: of either, over ranks; step_metrics: their figures; alarms: figures
-                  beyond their bounds; run_health: errors that end a run
-loss_settings.py  the loss, from the settings of the config
-model/            policy_model: the network; packed_attention and chunked_logprobs: its parts;
-                  vision, lora; tiny_model: a base policy without a download
-publishing/       publish: weights as files; broadcast_sender: weights to engines; export: a
-                  run's policy for other programs
-checkpoint.py     everything a restart needs
-distributed/      deepspeed_setup, optimizer_state; private_ray: a Ray for one user
-files/            atomic_directory
-replay.py         learner steps again, bit for bit; explain.py shows each group's gradient
+interface.py           defines the learner's setup, and the errors that end a run
+ray_actor.py           runs the learner as the Ray actor that the driver starts
+learner.py             runs the loop: batch, train, publish, settle, checkpoint
+data/
+  prefetch.py          prepares the next batch in a thread
+  batch_loader.py      reads claimed groups and computes their advantages
+  values.py            computes a critic's values, of rows and of response tokens
+  served_teacher.py    asks a teacher behind a server for log-probabilities
+  micro_batch.py       packs rows into tensors
+rank_group.py          calls a method on all ranks
+training/
+  engine.py            applies optimizer updates to the policy, with DeepSpeed
+  critic.py            applies optimizer updates to the critic
+  gradient.py          adds up gradients over micro-batches and ranks
+  step_metrics.py      computes the figures of an update
+  alarms.py            finds figures beyond their bounds
+  run_health.py        raises the errors that end a run
+loss_settings.py       makes the loss from the config
+model/
+  policy_model.py      computes log-probabilities and entropies of response tokens
+  packed_attention.py  runs several sequences end to end without padding
+  chunked_logprobs.py  computes log-probabilities without keeping all logits
+  vision.py            gives images to the model
+  lora.py              adds adapters, and merges them
+  tiny_model.py        makes a base policy without a download
+publishing/
+  publish.py           writes weights as files
+  broadcast_sender.py  sends weights to engines
+  export.py            exports a run's policy for other programs
+checkpoint.py          saves and loads everything that a restart needs
+restore_report.py      describes what a restart kept and lost
+distributed/
+  deepspeed_setup.py   starts DeepSpeed and joins the ranks
+  optimizer_state.py   reads and writes the optimizer's state at any ZeRO stage
+  private_ray.py       starts a Ray for one user
+files/
+  atomic_directory.py  makes a directory visible when it is whole
+replay.py              trains recorded learner steps again, bit for bit
+explain.py             computes each group's gradient in a learner step
 
 A group's way: `Prefetch` claims it, `prepare_batch` reads it and computes advantages (of a run with
 a critic, from `Critic.values`), `cut_updates` and `micro_batches` make tensors, `RankGroup.train`

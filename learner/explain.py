@@ -29,7 +29,8 @@ from store import Group, TrajectoryMeta, uid_text
 
 SHOWN_UID_DIGITS = 8
 BELOW_BASELINE = "its wins are not above what the batch's groups return"
-# Columns of the table: |A| is the mean of |advantage|, A_E and A_S are its episode and step terms.
+# Columns of the table: |A| is the mean size of the advantages that the loss reads, A_E and A_S are
+# the episode and step terms of the rows'.
 GROUP_COLUMNS = ("won", "returns", "stale")
 GRADIENT_COLUMNS = ("rows", "tokens", "|A|", "|A_E|", "|A_S|", "ratio", "clipped", "gradient")
 
@@ -38,12 +39,13 @@ GRADIENT_COLUMNS = ("rows", "tokens", "|A|", "|A_E|", "|A_S|", "ratio", "clipped
 class GroupGradient:
     """Gradient and statistics of one group's rows, or of all groups' rows.
 
-    Advantages are means over rows, ratios over response tokens.
+    Advantages are means over rows, ratios over response tokens. Where each token has an advantage
+    of its own, `advantage` is a mean over response tokens too.
     """
 
     n_rows: int
     n_tokens: int  # response tokens
-    advantage: float  # mean |advantage|
+    advantage: float  # mean size of those that the loss reads
     episode: float | None  # mean |episode_advantage|; None for replayed wins, which have no terms
     step: float | None  # mean |step_advantage|, before it is multiplied by omega
     ratio_min: float  # pi / mu: the policy before the step over the one that sampled
@@ -238,7 +240,7 @@ def _summary(
     return GroupGradient(
         n_rows=rows.num_rows,
         n_tokens=len(ratio_N),
-        advantage=float(pc.mean(pc.abs(rows["advantage"])).as_py()),
+        advantage=_mean_abs_advantage(rows),
         episode=_mean_abs(rows, "episode_advantage"),
         step=_mean_abs(rows, "step_advantage"),
         ratio_min=float(ratio_N.min()),
@@ -247,6 +249,13 @@ def _summary(
         clipped=float(clipped_N.mean()),
         grad_norm=float(torch.nn.utils.get_total_norm(gradient)),
     )
+
+
+def _mean_abs_advantage(rows: pa.Table) -> float:
+    advantages = rows["advantage"]
+    if "token_advantage" in rows.column_names:
+        advantages = pc.list_flatten(rows["token_advantage"])
+    return float(pc.mean(pc.abs(advantages)).as_py())
 
 
 def _mean_abs(rows: pa.Table, column: str) -> float | None:

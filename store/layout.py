@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from printable import shell_word
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError, UnsafePathError
@@ -301,7 +302,7 @@ class RunLayout:
             if match := _URI.fullmatch(given):  # a Path has lost a slash
                 uri = f"{match[1]}://{match[2]}"
                 raise FormatError(
-                    f"{uri} is a URI; bring the run here: gigpo fetch {uri} DIR"
+                    f"{uri} is a URI; bring the run here: gigpo fetch {shell_word(uri)} DIR"
                 ) from error
             has_catalog = beneath.is_file(root / "catalog.sqlite", root=root)
             lost = f"; if it was lost: gigpo rebuild {root}" if has_catalog else ""

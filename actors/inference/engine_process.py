@@ -23,11 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from configs import ActorsConfig
+from store import weight_files
 
 # directory of the sockets that connect a worker with its engine; needs a short path
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
 # vLLM obeys it only if the model has a process of its own; else vllm_weight_loader.py does
 ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+# Of a model's weights. Threads wait for each other dozens of times in a step, so a small model
+# gains nothing from more of them.
+BYTES_PER_THREAD = 40_000_000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PRELOADED = "actors.inference.fork_server_preload"  # the server imports it before it serves
 
@@ -63,7 +67,7 @@ def _is_cpu_build() -> bool:
         return True  # only the distribution "vllm-cpu" installs the module under another name
 
 
-def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -> dict[str, str]:
     """Return an engine's variables. Raises ValueError if vLLM's build has no such engine."""
     if fault := engine_fault(actors):
         raise ValueError(fault)
@@ -86,19 +90,16 @@ def engine_environment(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
         # At the first request vLLM would compile the rank of a sampled token with a C++ compiler,
         # which takes 17 s. No request asks for the rank.
         "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": str(len(cores)),
+        "OMP_NUM_THREADS": str(engine_threads(actors, len(cores), model_path=model_path)),
         ENGINE_CORES: ",".join(map(str, cores)),
     }
 
 
 def engine_cores(cpu_cores: str) -> list[int]:
-    """Return the cores of `actors.cpu_cores`: "0,2-3" is [0, 2, 3].
-
-    "auto" is all that this process may use except the last one, which stays free for others.
-    """
+    """Return the cores of `actors.cpu_cores`: "0,2-3" is [0, 2, 3], "auto" all that are allowed."""
     allowed = sorted(os.sched_getaffinity(0))
     if cpu_cores == "auto":
-        return allowed[:-1] or allowed
+        return allowed
     cores: list[int] = []
     for part in cpu_cores.split(","):
         first, _, last = part.partition("-")
@@ -114,6 +115,20 @@ def engine_cores(cpu_cores: str) -> list[int]:
             f"{allowed}"
         )
     return cores
+
+
+def engine_threads(actors: ActorsConfig, n_cores: int, *, model_path: Path) -> int:
+    """Return the threads of a CPU engine on `n_cores`: one for each core that is listed.
+
+    "auto" leaves one core to learner and coordinator, and one to each worker with its environments:
+    threads that have to share a core make all others wait. It takes no more than the model gains
+    from. The threads are not bound, so engines do not meet on the same cores.
+    """
+    if actors.cpu_cores != "auto":
+        return n_cores
+    share = (n_cores - 1) // actors.workers - 1
+    gains = sum(file.stat().st_size for file in weight_files(model_path)) // BYTES_PER_THREAD
+    return max(1, min(share, gains))
 
 
 @contextlib.contextmanager
@@ -133,13 +148,13 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def preload_vllm(actors: ActorsConfig, log_path: Path) -> dict[str, str]:
+def preload_vllm(actors: ActorsConfig, model_path: Path, log_path: Path) -> dict[str, str]:
     """Begin to import vLLM for a CPU engine, beside this process's other work.
 
     Returns the environment variables of the engine. The first call starts this process's server,
     which ends with this process, and with the *thread* of that call.
     """
-    variables = engine_environment(actors, log_path)
+    variables = engine_environment(actors, model_path, log_path)
     if actors.gpus_per_worker or _server_variables:
         return variables
     _server_variables.update(variables)

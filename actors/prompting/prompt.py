@@ -22,6 +22,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from actors.policy import Prompt
 from actors.prompting.action_parser import Answer, parse_action
@@ -42,6 +43,9 @@ from envs import Observation
 # A prompt of at most so many characters is tokenised to report how many tokens were left out. The
 # tokens of a longer one are estimated from below.
 COUNTED_CHARACTERS = 2**18
+# Parsed answers that are kept, because most short answers come again. With 500 tokens each they
+# take 20 MB.
+KEPT_ANSWERS = 1024
 
 
 class PromptForm:
@@ -64,6 +68,7 @@ class PromptForm:
         # A longer message certainly has too many tokens.
         self._max_characters = config.max_prompt_tokens * self._longest_token
         self._chat = Chat(tokenizer, thinking=config.thinking)
+        self._kept_parse = lru_cache(KEPT_ANSWERS)(self._parse)
         self._image_word = ""
         if images is not None:
             self._image_word = tokenizer.decode([images.image_token_id], skip_special_tokens=False)
@@ -103,6 +108,9 @@ class PromptForm:
         )
 
     def parse(self, token_ids: Sequence[int]) -> Answer:
+        return self._kept_parse(tuple(token_ids))
+
+    def _parse(self, token_ids: tuple[int, ...]) -> Answer:
         parser = self.config.parser
         text = self.tokenizer.decode(token_ids, skip_special_tokens=parser != "tags")
         return parse_action(text, template=self.template, parser=parser, opening=self._chat.opening)

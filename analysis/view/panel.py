@@ -14,7 +14,6 @@ which times are text, and returns a chart (charts.py) or Markup (html.py).
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -26,7 +25,7 @@ from markupsafe import Markup
 from analysis.view.html import html, json_script, number
 from analysis.view.sql_text import Tables, with_tables
 from analysis.view.text import plain, visible
-from printable import UNSAFE
+from printable import shell_word
 from store import StoreError
 
 
@@ -146,14 +145,6 @@ def command(query: str, *, run: str, lsn: int | None) -> str:
     """Return the command that asks the same in a shell."""
     at = "" if lsn is None else f" --as-of {lsn}"
     return f"gigpo sql {shell_word(run)}{at} {shell_word(query.strip())}"
-
-
-def shell_word(text: str) -> str:
-    """Return the text quoted for a shell. Hidden characters are escapes, as bash and zsh take."""
-    if not UNSAFE.search(text.replace("\n", "")):
-        return shlex.quote(text)
-    text = text.replace("\\", "\\\\").replace("'", "\\'")
-    return "$'" + UNSAFE.sub(lambda found: f"\\U{ord(found[0]):08x}", text) + "'"
 
 
 def show_rows(

@@ -31,13 +31,13 @@ from analysis.view.panel import (
     Panel,
     as_table,
     render_panel,
-    shell_word,
     show_rows,
 )
 from analysis.view.report_summary import SUMMARY, show_summary
 from analysis.view.run_settings import SETTINGS, default_settings, differing, settings_of
 from analysis.view.sql_text import Tables, fill
 from analysis.view.text import plain
+from printable import shell_word
 from store import (
     READ_WRITE,
     REPORT_FILE,

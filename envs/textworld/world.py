@@ -66,6 +66,8 @@ class TextWorldEnv:
         self._objective = ""
         self._room = ""
         self._commands: tuple[str, ...] = ()
+        # valid actions of the open game, by its facts; both are TextWorld's objects
+        self._valid_actions: dict[frozenset[object], list[object]] = {}
 
     @classmethod
     def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
@@ -90,6 +92,7 @@ class TextWorldEnv:
         self._open(task)
         assert self._game is not None
         state = self._game.reset()
+        self._remember_actions()
         self._is_over = False
         return self._observe(state)
 
@@ -120,9 +123,10 @@ class TextWorldEnv:
         """Return all that `restore_state` needs: some 2 KB, as most memory is as in the file."""
         assert self._game is not None
         ram, *registers = _interpreter(self._game).get_state()
-        known = _known_to_names(_progression(self._game))
+        places = np.flatnonzero(ram != self._story[: ram.size])
+        changed = (places.astype(np.uint32).tobytes(), ram[places].tobytes())
         own = (self._room, self._commands, self._is_over)
-        saved = (ram ^ self._story[: ram.size], registers, known, own)
+        saved = (changed, registers, _named_facts(_progression(self._game)), own)
         return zlib.compress(pickle.dumps(saved), level=1)
 
     def restore_state(self, task: Task, saved: bytes) -> None:
@@ -131,10 +135,11 @@ class TextWorldEnv:
         assert self._game is not None
         if is_new:
             self._game.reset()  # makes the objects that are changed below
-        changed, registers, known, own = pickle.loads(zlib.decompress(saved))
-        ram = changed ^ self._story[: changed.size]
+        (places, values), registers, facts, own = pickle.loads(zlib.decompress(saved))
+        ram = self._story[: _interpreter(self._game).frotz_lib.getRAMSize()].copy()
+        ram[np.frombuffer(places, np.uint32)] = np.frombuffer(values, np.uint8)
         _interpreter(self._game).set_state((ram, *registers))
-        _set_known(_progression(self._game), *known)
+        self._set_facts(facts)
         self._room, self._commands, self._is_over = own
 
     def close(self) -> None:
@@ -154,7 +159,35 @@ class TextWorldEnv:
         self._game = _open_game(path)
         self._game_path = path
         self._story = np.fromfile(path, np.uint8)
+        self._valid_actions = {}
         return True
+
+    def _remember_actions(self) -> None:
+        """Have the game find the valid actions of equal facts once, which is a third of a step."""
+        assert self._game is not None
+        state, known = _progression(self._game).state, self._valid_actions
+        find = state.all_applicable_actions
+
+        def remembered(*given: object) -> list[object]:
+            facts = frozenset(state.facts)
+            if facts not in known:
+                known[facts] = list(find(*given))
+            return known[facts]
+
+        state.all_applicable_actions = remembered
+
+    def _set_facts(self, named: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> None:
+        """Set the facts from the names in them, and the actions that are valid then."""
+        from textworld.logic import Proposition, State, Variable
+
+        progression = _progression(self._game)
+        kb = progression.game.kb
+        facts = [Proposition(name, list(starmap(Variable, variables))) for name, variables in named]
+        progression.state = State(kb.logic, facts)
+        self._remember_actions()
+        progression._valid_actions = list(
+            progression.state.all_applicable_actions(kb.rules.values(), kb.types.constants_mapping)
+        )
 
     # `state` is a textworld.GameState; textworld ships no types.
     def _observe(self, state) -> Observation:  # type: ignore[no-untyped-def]
@@ -193,34 +226,12 @@ def _progression(game):  # type: ignore[no-untyped-def]  # TextWorld's GameProgr
 
 
 # TextWorld's own records hold hashes that differ from process to process.
-def _known_to_names(progression):  # type: ignore[no-untyped-def]
-    """Return the names in the facts, and in the actions that are valid now."""
-    facts = [(fact.name, _names(fact.arguments)) for fact in progression.state.facts]
-    rules = progression.game.kb.rules
-    actions = []
-    for action in progression.valid_actions:
-        variables = [action.mapping[each] for each in rules[action.name].placeholders]
-        actions.append((action.name, _names(variables)))
-    return facts, actions
-
-
-def _names(variables):  # type: ignore[no-untyped-def]
-    return [(variable.name, variable.type) for variable in variables]
-
-
-def _set_known(progression, facts, actions):  # type: ignore[no-untyped-def]
-    """Set facts and valid actions from the names in them."""
-    from textworld.logic import Proposition, State, Variable
-
-    kb = progression.game.kb
-    named = [(name, list(starmap(Variable, variables))) for name, variables in facts]
-    progression.state = State(kb.logic, starmap(Proposition, named))
-    valid = []
-    for name, variables in actions:
-        rule = kb.rules[name]
-        found = starmap(Variable, variables)
-        valid.append(rule.instantiate(dict(zip(rule.placeholders, found, strict=True))))
-    progression._valid_actions = valid
+def _named_facts(progression):  # type: ignore[no-untyped-def]
+    """Return name and variables (name, type) of each fact."""
+    return [
+        (fact.name, [(variable.name, variable.type) for variable in fact.arguments])
+        for fact in progression.state.facts
+    ]
 
 
 def _object_tree(ram: NDArray[np.uint8]) -> bytes:

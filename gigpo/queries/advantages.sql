@@ -1,8 +1,8 @@
 -- Advantage of every step, eq. 8:  A = A_E + omega * A_S  for gigpo, graphgpo and g2po.
 -- hgpo: A = A_S of hierarchy.sql; gagpo, turn_ppo and ppo: A = A_S, the normalised estimate of
 -- gae.sql or ppo_terms.sql.
--- The other estimators have no step term: their step_advantage is 0, and anchor_size is the size of the group
--- that the step would have been compared with.
+-- The other estimators have no step term: their step_advantage is 0, and anchor_size is the size of
+-- the group that the step would have been compared with.
 -- The last three columns say whether there is anything to learn, see gigpo/group_filter.py. They
 -- ignore differences that rounding can make (trajectories.sql): .1 + .2 + .3 and .3 + .2 + .1 are
 -- the same return, whatever their last bits are.

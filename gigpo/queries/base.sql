@@ -9,17 +9,22 @@
 -- in:  checked(group_uid, traj_uid, step_index, reward, is_action_valid, state_hash, ...); keys of
 --      any type that can be compared. Optional, NULL if missing: version_min, weight, won,
 --      anchor_key, admissible_actions, value, and of the observation after a trajectory's last
---      action, in the row of its last step: final_state_hash, final_anchor_key, final_admissible_actions
+--      action, in the row of its last step: final_state_hash, final_anchor_key,
+--      final_admissible_actions
 -- out: group_uid, traj_uid, state_hash as they came (state_hash NULL = no anchor state),
 --      step_index BIGINT, reward DOUBLE, is_action_valid BOOLEAN,
 --      version_min BIGINT (oldest policy version of the step), weight DOUBLE (importance weight),
 --      won BOOLEAN, anchor_key VARCHAR, admissible_actions VARCHAR[], and the three final_ columns
 --      of the same types, value DOUBLE (a critic's value of the state that the step was taken in)
 SELECT
-    CASE WHEN typeof(group_uid) IN ('FLOAT', 'DOUBLE') AND group_uid::VARCHAR = 'nan' THEN NULL
+    CASE
+        WHEN typeof(group_uid) NOT IN ('FLOAT', 'DOUBLE') THEN group_uid
+        WHEN group_uid::VARCHAR = 'nan' THEN NULL
         ELSE group_uid
     END AS group_uid,
-    CASE WHEN typeof(traj_uid) IN ('FLOAT', 'DOUBLE') AND traj_uid::VARCHAR = 'nan' THEN NULL
+    CASE
+        WHEN typeof(traj_uid) NOT IN ('FLOAT', 'DOUBLE') THEN traj_uid
+        WHEN traj_uid::VARCHAR = 'nan' THEN NULL
         ELSE traj_uid
     END AS traj_uid,
     CASE WHEN typeof(step_index) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")'
@@ -32,8 +37,10 @@ SELECT
         ELSE error('is_action_valid is ' || typeof(is_action_valid)
             || ', and must be BOOLEAN; cast it where steps is made')
     END AS is_action_valid,
-    CASE WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = 'nan' THEN NULL
-        WHEN typeof(state_hash) IN ('FLOAT', 'DOUBLE') AND state_hash::VARCHAR = '-0.0' THEN '0.0'
+    CASE
+        WHEN typeof(state_hash) NOT IN ('FLOAT', 'DOUBLE') THEN state_hash
+        WHEN state_hash::VARCHAR = 'nan' THEN NULL
+        WHEN state_hash::VARCHAR = '-0.0' THEN '0.0'
         ELSE state_hash
     END AS state_hash,
     CASE WHEN typeof(version_min) SIMILAR TO '(U?(TINY|SMALL|BIG|HUGE)INT|U?INTEGER|"NULL")'
@@ -45,8 +52,10 @@ SELECT
     CASE WHEN typeof(won) IN ('BOOLEAN', '"NULL"') THEN won::BOOLEAN
         ELSE error('won is ' || typeof(won) || ', and must be BOOLEAN; cast it where steps is made')
     END AS won,
-    CASE WHEN typeof(anchor_key) IN ('FLOAT', 'DOUBLE') AND anchor_key::VARCHAR = 'nan' THEN NULL
-        WHEN typeof(anchor_key) IN ('FLOAT', 'DOUBLE') AND anchor_key::VARCHAR = '-0.0' THEN '0.0'
+    CASE
+        WHEN typeof(anchor_key) NOT IN ('FLOAT', 'DOUBLE') THEN anchor_key::VARCHAR
+        WHEN anchor_key::VARCHAR = 'nan' THEN NULL
+        WHEN anchor_key::VARCHAR = '-0.0' THEN '0.0'
         ELSE anchor_key::VARCHAR
     END AS anchor_key,
     admissible_actions::VARCHAR[] AS admissible_actions,

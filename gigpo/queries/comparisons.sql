@@ -38,7 +38,8 @@ WHERE estimator = 'g2po'
 UNION ALL BY NAME
 SELECT node_values.* EXCLUDE (node_value, next_value, is_last) REPLACE (
     gae AS raw_return,
-    gae - CASE WHEN is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE END AS step_return,
+    gae - CASE WHEN node_values.is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE
+    END AS step_return,
     CASE WHEN false THEN state_key END AS state_key,
     'whole group' AS refinement
 ), 1 AS term

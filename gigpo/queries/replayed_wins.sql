@@ -1,6 +1,6 @@
 -- Recalibrated advantage of a replayed win (SPEAR, arXiv 2509.22601):  A = weight (x - m) / s.
--- In its own group a win was compared with an older policy. Here it is compared with what the policy
--- gets now, in the batch that it is replayed in:
+-- In its own group a win was compared with an older policy. Here it is compared with what the
+-- policy gets now, in the batch that it is replayed in:
 --   x   the win's undiscounted return, less `invalid_penalty` in a row with an invalid action
 --   m   median over the batch's groups of their mean return
 --   s   1, or where `is_scaled` the median deviation (ddof 1) + 1e-6 of the groups whose returns

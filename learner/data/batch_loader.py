@@ -29,9 +29,10 @@ from configs import (
     LearnerConfig,
     ReplayConfig,
     groups_of_a_step,
+    is_served,
 )
 from gigpo import (
-    OF_TOKENS,
+    TOKEN_LEVEL,
     AdvantageSettings,
     compute_advantages,
     filtered_groups,
@@ -89,6 +90,8 @@ class BatchLoader:
     # The critic's value before each response token per micro-batch, for the estimators that need
     # one; they are asked for when a batch is prepared, so after the step before.
     values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]] | None = None
+    # Append the log-probabilities of a teacher behind a server; None without one.
+    judged: Callable[[pa.Table], pa.Table] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,15 +121,16 @@ class PreparedBatch:
     batch: Batch
     version: int  # policy version to train at: staleness is counted from it
     # The rows that are trained on: SEGMENT_SCHEMA plus ADVANTAGE_COLUMNS and, with a critic, value
-    # and value_target. An estimator of OF_TOKENS adds lists, a number for each response token:
-    # token_value, token_advantage and token_value_target.
+    # and value_target. An estimator of TOKEN_LEVEL adds lists, a number for each response token:
+    # token_value, token_advantage and token_value_target. A teacher behind a server adds the list
+    # teacher_logprob.
     rows: pa.Table
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
     values: Mapping[bytes, Sequence[float]]
     # Digest of the critic's values of all response tokens of all claimed groups; None unless the
-    # estimator is one of OF_TOKENS.
+    # estimator is one of TOKEN_LEVEL.
     values_digest: int | None
     filtered: Mapping[bytes, str]  # group uid -> reason why none of its rows is trained on
     n_rows: int  # of all claimed groups, filtered ones included
@@ -144,7 +148,7 @@ class PreparedBatch:
 class LoadTimes:
     """Seconds that the preparing thread spent on a batch."""
 
-    read_s: float = 0.0
+    read_s: float = 0.0  # and to ask a teacher behind a server
     values_s: float = 0.0  # for the critic's forward passes; 0 without a critic
     advantages_s: float = 0.0  # including the wait for a core
     advantages_cpu_s: float = 0.0  # the same without the wait
@@ -162,7 +166,16 @@ class LoadTimes:
 def make_loader(
     config: Config, layout: RunLayout, *, claim: Callable[[int], Batch | None], refill: Refill
 ) -> BatchLoader:
-    """Read the settings of a loader from a checked config."""
+    """Read the settings of a loader from a checked config.
+
+    Raises TeacherError for a teacher behind a server that cannot be used.
+    """
+    judged = None
+    if is_served(config.loss.teacher):
+        # Imported here, because the client takes half a second that other runs need not wait.
+        from learner.data.served_teacher import ServedTeacher
+
+        judged = ServedTeacher(config.loss.teacher).judged
     reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
@@ -176,6 +189,7 @@ def make_loader(
         learner=config.learner,
         replay=config.replay,
         seed=config.seed,
+        judged=judged,
     )
 
 
@@ -200,7 +214,7 @@ def prepare_batch(
     n_missing = max(0, loader.n_live - n_teaching(batch, filtered)) if loader.refill_groups else 0
     values = {} if loader.values is None else _by_trajectory(rows)
     digest = None
-    if loader.advantages.estimator in OF_TOKENS:
+    if loader.advantages.estimator in TOKEN_LEVEL:
         with times.timed("advantages_s"):
             digest = values_digest(rows)
             rows = with_token_advantages(rows, gae_lambda=loader.advantages.gae_lambda)
@@ -210,6 +224,9 @@ def prepare_batch(
         if loader.train_on:
             trained, unselected = _select(trained, loader.train_on)
             filtered |= unselected
+    if loader.judged is not None:
+        with times.timed("read_s"):
+            trained = loader.judged(trained)
     is_offline = pc.equal(rows["split"], IMPORTED)
     live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
     replayed = _replay(loader, batch, beside=live, learner_step=learner_step, times=times)
@@ -278,13 +295,13 @@ def _replay(
 def _with_values(loader: BatchLoader, rows: pa.Table) -> pa.Table:
     """Append the column `value`, by the critic.
 
-    For an estimator of OF_TOKENS also append `token_value`, a list with a value for each response
+    For an estimator of TOKEN_LEVEL also append `token_value`, a list with a value for each response
     token.
     """
     assert loader.values is not None, "a critic's estimator has a critic"
     values_R, values_N = critic_values(rows, loader.values, learner=loader.learner)
     rows = rows.append_column("value", pa.array(values_R))
-    return with_token_values(rows, values_N) if loader.advantages.estimator in OF_TOKENS else rows
+    return with_token_values(rows, values_N) if loader.advantages.estimator in TOKEN_LEVEL else rows
 
 
 def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:

@@ -81,7 +81,8 @@ class MicroBatch:
     # that the critic learns: the row's on each of its tokens, or the token's
     values_N: torch.Tensor | None = None
     value_targets_N: torch.Tensor | None = None
-    of_tokens: bool = False  # values and advantages are the tokens', not the rows'
+    teacher_logprobs_N: torch.Tensor | None = None  # float32, of a teacher behind a server
+    is_token_level: bool = False  # values and advantages are the tokens', not the rows'
     images_S: tuple[RowImages, ...] = ()  # per sequence, in token order; () if no row has one
 
     @property
@@ -96,11 +97,11 @@ class MicroBatch:
     @property
     def n_values(self) -> int:
         """Number of values that the critic learns."""
-        return self.n_response_tokens if self.of_tokens else self.n_rows
+        return self.n_response_tokens if self.is_token_level else self.n_rows
 
     def valued_tokens(self) -> torch.Tensor:
         """Return the index of each token whose value the critic learns, int64 [n_values]."""
-        if self.of_tokens:
+        if self.is_token_level:
             return torch.arange(self.n_response_tokens, device=self.rows_N.device)
         return first_tokens(self.rows_N)
 
@@ -159,7 +160,8 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> lis
     unless rows have images.
 
     Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images,
-    value and value_target; without images also traj_uid and step_index. If there are lists
+    value, value_target and the list teacher_logprob; without images also traj_uid and step_index.
+    If there are lists
     token_advantage, token_value and token_value_target, with a number for each response token,
     they are read instead. Raises ValueError for an empty prompt, and for a response without one
     log-probability per token.
@@ -215,6 +217,7 @@ class _Columns:
     images: pa.ChunkedArray | None  # None: no row has one
     values: Numbers | None  # None: there is no critic
     value_targets: Numbers | None
+    teacher_logprobs: Lists | None  # None: no teacher, or each rank has it
 
 
 def _columns(rows: pa.Table) -> _Columns:
@@ -229,6 +232,9 @@ def _columns(rows: pa.Table) -> _Columns:
         values=_numbers(rows, "value") if "value" in rows.column_names else None,
         value_targets=(
             _numbers(rows, "value_target") if "value_target" in rows.column_names else None
+        ),
+        teacher_logprobs=(
+            lists(rows, "teacher_logprob") if "teacher_logprob" in rows.column_names else None
         ),
     )
     unequal = np.flatnonzero(columns.responses.lengths_R != columns.logprobs.lengths_R)
@@ -249,8 +255,8 @@ def _columns(rows: pa.Table) -> _Columns:
 
 def _numbers(rows: pa.Table, name: str) -> Numbers:
     """Return the column, or the numbers of the tokens if there are some."""
-    of_tokens = f"token_{name}"
-    return lists(rows, of_tokens) if of_tokens in rows.column_names else rows[name].to_numpy()
+    per_token = f"token_{name}"
+    return lists(rows, per_token) if per_token in rows.column_names else rows[name].to_numpy()
 
 
 def _micro_batch(
@@ -290,7 +296,10 @@ def _micro_batch(
         n_rows=len(rows_K),
         values_N=None if columns.values is None else on_tokens(columns.values),
         value_targets_N=None if columns.value_targets is None else on_tokens(columns.value_targets),
-        of_tokens=isinstance(columns.advantages, Lists),
+        teacher_logprobs_N=(
+            None if columns.teacher_logprobs is None else on_tokens(columns.teacher_logprobs)
+        ),
+        is_token_level=isinstance(columns.advantages, Lists),
         images_S=() if columns.images is None else _images_of(columns.images, last_S),
     )
 
@@ -310,6 +319,7 @@ def _empty() -> MicroBatch:
         n_rows=0,
         values_N=no_float,
         value_targets_N=no_float,
+        teacher_logprobs_N=no_float,
     )
 
 

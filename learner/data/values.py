@@ -1,7 +1,7 @@
 """A critic's values of a batch, of rows and of response tokens, and the tokens' advantages.
 
     values_R, values_N = critic_values(rows, ranks.values, learner=config.learner)
-    rows = with_token_values(rows, values_N)                # for an estimator of OF_TOKENS
+    rows = with_token_values(rows, values_N)                # for an estimator of TOKEN_LEVEL
     rows = with_token_advantages(rows, gae_lambda=0.95)     # needs value_target: the rows' scores
 
 Letters as in `micro_batch.py`; here N are the response tokens of all rows, end to end.

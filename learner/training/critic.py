@@ -1,7 +1,8 @@
 """The critic: a value of the state that each step was taken in, and its own optimizer.
 
     critic = Critic(
-        model_path=base, model=config.model, critic=config.critic, learner=config.learner
+        model_path=base, model=config.model, critic=config.critic, learner=config.learner,
+        n_tokens=len(tokenizer), rank=0,
     )
     values = critic.values(batches)          # per micro-batch, float32 [N]
     stats = critic.update(batches)           # one optimizer update; batches with values, targets
@@ -141,7 +142,7 @@ class Critic:
         at_K = batch.valued_tokens()
         old_K, targets_K = batch.values_N[at_K], batch.value_targets_N[at_K]
         loss_K, clipped_K = value_loss(values_N[at_K], old_K, targets_K, clip=self.clip)
-        # Of a filler too: its share is 0, and depends on every parameter.
+        # A filler has no values. Its loss of 0 depends on every parameter too, as each rank's must.
         loss = (loss_K.sum() + 0.0 * values_N.sum()) / n_values
         return loss, torch.stack([loss_K.detach(), clipped_K.float(), old_K, targets_K])
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig
+from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig, is_served
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
 from learner.distributed.deepspeed_setup import (
@@ -50,8 +50,8 @@ LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 class Engine:
     """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model on each rank.
 
-    With a teacher each rank has that too. `critic` asks for a value network beside it, see
-    `critic.py`; None: there is none.
+    With a teacher's directory each rank has that model too. `critic` asks for a value network
+    beside it, see `critic.py`; None: there is none.
 
     With `model.lora_rank` only adapters are trained, and the base model is the policy without them:
     no copy. `address` is the rendezvous of several ranks (`deepspeed_setup.host_ranks`). Every rank
@@ -96,7 +96,7 @@ class Engine:
             self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
             self.reference.to(self.deepspeed.device)
         self.teacher: PolicyModel | None = None
-        if loss.teacher:
+        if loss.teacher and not is_served(loss.teacher):
             self.teacher = _load(loss.teacher, model, temperature=temperature).requires_grad_(False)
             self.teacher.to(self.deepspeed.device)
         self.critic: Critic | None = None
@@ -295,6 +295,7 @@ class Engine:
             advantages_N=batch.advantages_N,
             sequence_N=batch.rows_N,
             proximal_logprobs_N=proximal_N,
+            teacher_logprobs_N=batch.teacher_logprobs_N,
         )
 
     def _backward(

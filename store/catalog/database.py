@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
-from printable import REASON_CHARACTERS, one_line
+from printable import REASON_CHARACTERS, one_line, shell_word
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
@@ -433,7 +433,7 @@ def check_consent(layout: RunLayout) -> None:
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
             "would ask there with your "
-            f"credentials. If you want that: gigpo fetch {uri} DIR, and read DIR"
+            f"credentials. If you want that: gigpo fetch {shell_word(uri)} DIR, and read DIR"
         )
 
 

@@ -1,7 +1,7 @@
 -- The tables of catalog.sqlite. Times are UTC epoch microseconds. The order of changes is the lsn.
 -- These tables are append-only: group_state, unfinished, batch, batch_group, version, checkpoint,
--- critic_value, metric, event, lost_trajectory. A roll-back sets live = 0, and triggers refuse every
--- DELETE.
+-- critic_value, metric, event, lost_trajectory. A roll-back sets live = 0, and triggers refuse
+-- every DELETE.
 -- Triggers also set changed_lsn, by which an export finds the rows that changed since the last one.
 
 CREATE TABLE IF NOT EXISTS meta (

@@ -1,8 +1,8 @@
 -- Choose groups whose wins are trained on again: trained on before, won by some of their episodes
 -- and not by all, young enough, with all their rows. The least used come first, then the newest.
 -- in:  :oldest_version, :n_groups
--- out: the columns of grp, and `use`, the smallest number above 1 that no live use of the group has.
---      Use 1 is the batch that trained on the whole group
+-- out: the columns of grp, and `use`, the smallest number above 1 that no live use of the group
+--      has. Use 1 is the batch that trained on the whole group
 WITH chosen AS (
     SELECT g.*,
            (SELECT count(*) FROM batch_group l

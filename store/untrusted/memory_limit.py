@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from store.untrusted.trust import is_trusted
 SHARE_OF_FREE_MEMORY = 0.5
 LEAST_BYTES = 1 << 30
 GIB, KIB = 1 << 30, 1 << 10
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 @contextmanager
@@ -66,5 +67,44 @@ def _limit_bytes(soft: int) -> int:
     memory = psutil.virtual_memory()
     if soft != resource.RLIM_INFINITY and soft < memory.total:
         return soft
-    more = max(LEAST_BYTES, int(memory.available * SHARE_OF_FREE_MEMORY))
+    free = min(memory.available, *_free_in_groups(CONTROL_GROUPS, Path("/proc/self/cgroup")))
+    more = max(LEAST_BYTES, int(free * SHARE_OF_FREE_MEMORY))
     return more + getattr(psutil.Process().memory_info(), "data", 0)
+
+
+def _free_in_groups(root: Path, own: Path) -> list[int]:
+    """Return what each control group of this process may still use, as a container has them.
+
+    `own` is as /proc/self/cgroup. Groups without a limit, and systems without groups, give none.
+    """
+    free: list[int] = []
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, name = line.split(":", maxsplit=2)
+            if controllers == "memory":
+                most, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+                group = root / "memory"
+            elif not controllers:
+                most, used, group = "memory.max", "memory.current", root
+            else:
+                continue
+            # In a container the name may be the host's, and the group is mounted at the top.
+            for directory in (group, *_along(group, name)):
+                with suppress(OSError, ValueError):  # no such group, or "max": no limit
+                    limit = int((directory / most).read_text())
+                    taken = int((directory / used).read_text()) - _cached_files(directory)
+                    free.append(max(0, limit - taken))
+    return free
+
+
+def _cached_files(group: Path) -> int:
+    """Return the bytes of a group's page cache that the kernel gives back first."""
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+
+
+def _along(top: Path, name: str) -> Iterator[Path]:
+    """Yield each directory from below `top` to the group of this name."""
+    for part in Path(name).parts[1:]:
+        top /= part
+        yield top

@@ -28,7 +28,7 @@ FOLLOWED = {
     "environments.*.env.options": "gives it the options",
     "environments.*.prompt.template": "reads the template",
     "model.path": "loads the model",
-    "loss.teacher": "loads the teacher",
+    "loss.teacher": "loads the teacher, or sends texts to it,",
     "critic.path": "loads the critic",
     "prompt.template": "reads the template",
     "store.uri": "reads and writes, with your credentials,",

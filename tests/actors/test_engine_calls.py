@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,8 @@ class BrokenEngine:
     async def pause_generation(self, **how: object) -> None:
         raise self.error
 
-    async def generate(self, *given: object) -> AsyncIterator[Any]:
+    async def form(self, *given: object) -> Any:
         raise self.error
-        yield
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def policy_on(error: Exception) -> VLLMPolicy:
         log_path=Path("engine.log"),
         statistics=False,
     )
-    policy._llm = BrokenEngine(error)  # type: ignore[assignment]
+    policy._llm = policy._requests = BrokenEngine(error)  # type: ignore[assignment]
     return policy
 
 

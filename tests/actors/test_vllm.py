@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,11 +24,14 @@ import pytest
 import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import store
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
+from actors.inference.vllm_requests import EngineRequests
 from actors.inference.weight_load import RECEIVED, WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from actors.policy import Completion, EngineLostError, Prompt
@@ -333,21 +336,18 @@ def test_an_answer_is_one_message_for_each_version_and_its_spans_are_exact(
 ) -> None:
     llm, first = served.policy._llm, served.policy.version
     assert llm is not None
-    n_messages: Counter[str] = Counter()
-    spans: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # by answer
+    # by request: the version and the tokens of each message
+    messages: defaultdict[str, list[tuple[int, list[int]]]] = defaultdict(list)
 
-    def process(outputs: list[Any], *given: Any, **named: Any) -> Any:
-        n_messages.update(output.request_id for output in outputs)
-        return processed(outputs, *given, **named)
+    def process(
+        outputs: list[Any], timestamp: float, statistics: Any, *, weight_version: str
+    ) -> Any:
+        for output in outputs:
+            messages[output.request_id].append((int(weight_version), list(output.new_token_ids)))
+        return processed(outputs, timestamp, statistics, weight_version=weight_version)
 
-    def complete(output: Any, *, submitted_at: int) -> Completion:
-        found = [(int(span.version), span.start, span.end) for span in output.weight_versions]
-        spans[tuple(output.token_ids)] = found
-        return completed(output, submitted_at=submitted_at)
-
-    processed, completed = llm.output_processor.process_outputs, served.policy._completion
+    processed = llm.output_processor.process_outputs
     monkeypatch.setattr(llm.output_processor, "process_outputs", process)
-    monkeypatch.setattr(served.policy, "_completion", complete)
 
     async def run() -> list[Completion]:
         calls = [
@@ -361,19 +361,86 @@ def test_an_answer_is_one_message_for_each_version_and_its_spans_are_exact(
     before = served.run(load_weights(served, "base")).version
     completions = served.run(run())
     assert before == first + 1
-    n_spans = [len(spans[completion.token_ids]) for completion in completions]
-    assert sorted(n_messages.values()) == sorted(n_spans)
-    assert set(n_spans) == {1, 2}
+    by_tokens = {sum((tuple(ids) for _, ids in sent), ()): sent for sent in messages.values()}
+    assert {len(sent) for sent in messages.values()} == {1, 2}
     for seed, completion in enumerate(completions):
-        sampled_T = torch.tensor(completion.logprobs)
-        for version, begin, end in spans[completion.token_ids]:
+        sent = by_tokens[completion.token_ids]
+        versions = [version for version, _ in sent]
+        assert (completion.version_min, completion.version_max) == (versions[0], versions[-1])
+        assert len(set(versions)) == len(sent)
+        sampled_T, begin = torch.tensor(completion.logprobs), 0
+        for version, token_ids in sent:
             path = served.directories["base" if version == before else "other"]
             expected_T = reference_logprobs(
                 path, prompt=prompt(seed), completion=completion, temperature=1.0
             )
-            torch.testing.assert_close(
-                sampled_T[begin:end], expected_T[begin:end], atol=1e-5, rtol=0
-            )
+            span = slice(begin, begin + len(token_ids))
+            torch.testing.assert_close(sampled_T[span], expected_T[span], atol=1e-5, rtol=0)
+            begin = span.stop
+
+
+def test_the_request_of_a_cancelled_caller_is_aborted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = served.policy._llm
+    assert llm is not None
+    aborted: list[str] = []
+
+    async def abort(request_ids: list[str]) -> None:
+        aborted.extend(request_ids)
+        await send(request_ids)
+
+    send = llm.engine_core.abort_requests_async
+    monkeypatch.setattr(llm.engine_core, "abort_requests_async", abort)
+
+    async def run() -> None:
+        calls = [
+            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            for s in range(2)
+        ]
+        await asyncio.sleep(0)
+        while not served.policy._requests._running:
+            await asyncio.sleep(0)
+        calls[0].cancel()
+        assert (await calls[1]).finish_reason in ("stop", "length")
+        assert calls[0].cancelled()
+
+    served.run(run())
+    assert len(aborted) == 1 and not served.policy._requests._running
+
+
+def test_a_text_ends_the_answer_at_the_token_that_completes_it(served: Served) -> None:
+    """vLLM keeps statistics too here: its accounts see the same end."""
+    llm = served.policy._llm
+    assert llm is not None
+    whole = generate_all(served, seeds=range(4), temperature=1.0)
+    words = [f"w{number:03}" for number in range(VOCABULARY_SIZE)]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(
+            WordLevel({word: n for n, word in enumerate(words)}, unk_token="w000")
+        )
+    )
+    outputs = llm.output_processor
+    before = (outputs.process_outputs, outputs.propagate_error, outputs.tokenizer, llm.log_stats)
+    requests = EngineRequests(llm, tokenizer=tokenizer, images=None)
+    llm.log_stats = True
+
+    async def run(seed: int) -> Completion:
+        params = served.policy._sampling_params(1.0)
+        params.detokenize, params.stop = True, [words[whole[seed].token_ids[2]]]
+        form = await requests.form(prompt(seed), params)
+        return await requests.answer(form, prompt(seed), seed=seed, version=0)
+
+    try:
+        for seed, answer in enumerate(whole):
+            end = 1 + answer.token_ids.index(answer.token_ids[2])
+            stopped = served.run(run(seed))
+            assert stopped.token_ids == answer.token_ids[:end]
+            assert stopped.logprobs == answer.logprobs[:end]
+            assert stopped.finish_reason == "stop"
+        assert not outputs.has_unfinished_requests()
+    finally:
+        outputs.process_outputs, outputs.propagate_error, outputs.tokenizer, llm.log_stats = before
 
 
 def test_preemptions_of_a_full_cache_are_counted_once(served: Served, tmp_path: Path) -> None:

@@ -325,6 +325,6 @@ def test_free_groups_is_the_formula() -> None:
 def test_a_heartbeat_after_the_end_is_heard_and_not_written(tmp_path: Path) -> None:
     coordinator = make_coordinator(tmp_path / "run", max_staleness=0)
     coordinator.close()
-    # the first beat in a second, which would be written
+    # the first heartbeat in a second, which would be written
     coordinator.heartbeat("worker-0", None, waits_s=0.0)
     assert "worker-0" in coordinator._heartbeats.components()

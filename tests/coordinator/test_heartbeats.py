@@ -98,11 +98,11 @@ def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     for _ in range(40):
         heart.promise(LEARNER_STEP, waits_s=0.0, within_s=1800.0)
         clock(2.0)
-        heart.beat()
+        heart.send()
         named |= monitor.starving(beats.components())
     assert named == {}
     clock(40.0)
-    heart.beat()
+    heart.send()
     assert monitor.starving(beats.components()) == {
         "learner": "has been at one learner step for 42 s"
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 import configs
 from configs import Config, ConfigError
 from coordinator import Coordinator, Lease, check_order
-from coordinator.task_order import COLUMNS, draw_order
-from coordinator.task_queue import Turns
+from coordinator.task_order import COLUMNS, draw_order, weigh
+from coordinator.task_queue import EnvironmentOrder
 from envs import list_tasks
 from store import (
     RunLayout,
@@ -254,10 +255,10 @@ def test_a_killed_run_hands_out_the_tasks_of_an_undisturbed_one(
 
 @settings(max_examples=30, deadline=None)
 @given(weights=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=4))
-def test_each_environment_has_its_share_of_the_turns(weights: list[float]) -> None:
-    turns = Turns({str(n): weight for n, weight in enumerate(weights)})
+def test_each_environment_has_its_share_of_the_groups(weights: list[float]) -> None:
+    order = EnvironmentOrder({str(n): weight for n, weight in enumerate(weights)})
     n = 500
-    drawn = [turns[ordinal] for ordinal in range(n)]
+    drawn = [order[ordinal] for ordinal in range(n)]
     numbers: dict[str, list[int]] = {}
     for name, number in drawn:
         numbers.setdefault(name, []).append(number)
@@ -266,11 +267,11 @@ def test_each_environment_has_its_share_of_the_turns(weights: list[float]) -> No
         share = n * weight / sum(weights)
         assert abs(len(numbers.get(str(name), ())) - share) < 5
     last = drawn[-1][0]
-    assert turns.n_before(n - 1, first=400) == sum(name == last for name, _ in drawn[400:-1])
+    assert order.n_before(n - 1, first=400) == sum(name == last for name, _ in drawn[400:-1])
 
 
 def test_a_pass_over_few_tasks_begins_again_in_another_order(tmp_path: Path) -> None:
-    """Three tasks have a weight, and nine groups are drawn before the next step."""
+    """Two tasks have a weight, and eight groups are drawn before the next step."""
     run = Run(tmp_path / "run", "task_id IN ('key_room-train-1', 'key_room-train-2', 'x')")
     run.publish(0)
     drawn = [run.lease().task.id for _ in range(8)]
@@ -286,6 +287,25 @@ def test_if_no_task_has_a_weight_all_are_drawn(tmp_path: Path) -> None:
     assert len({run.lease().task.id for _ in range(20)}) == 20
     assert {weight for _, _, weight, _ in run.handed_out()} == {0.0}
     run.coordinator.close()
+
+
+def test_the_weights_band_and_variance_by_hand() -> None:
+    """Of 10 tasks, rows in another order: one never handed out; one handed out three times that
+    brought no result; three with a result, of which two are outside the band, and one of these
+    waited for more than 40 groups.
+    """
+    known = pa.table(
+        {
+            "task_index": [4, 3, 2, 1, 0],
+            "n_groups": [2, 2, 1, 3, 0],
+            "last_success": [0.0, 1.0, 0.2, None, None],
+            "groups_since": [41, 40, 7, 12, None],
+            "n_tasks": [10] * 5,
+        }
+    )
+    assert weigh("band", known).tolist() == [1.0, 0.25, 1.0, 0.0, 1.0]
+    expected = [0.275, 0.275 / 4, 0.2 * 0.8 + 0.025, 0.025, 0.025]
+    assert weigh("variance", known) == pytest.approx(expected, rel=1e-12)
 
 
 def test_tasks_are_drawn_in_proportion_to_their_weights() -> None:

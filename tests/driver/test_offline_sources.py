@@ -18,11 +18,14 @@ from cli.__main__ import main
 from configs import Config, ConfigError, TinyModelConfig
 from driver import offline_sources as sources
 from learner import make_tiny_model, train_tokenizer
+from printable import UserError
 from store import RunLayout, StoreError, VersionRecord, open_run, trust, write_open_sql
 from store.exchange.datasets import export_selection
+from tests.support.chat_server import chat_server
 from tests.support.engine_samples import make_base
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import make_config, open_coordinator, play
+from tests.support.teacher_server import echoed, teacher_server
 
 
 @pytest.fixture
@@ -324,10 +327,24 @@ def test_a_teacher_has_the_vocabulary_of_the_model(tmp_path: Path) -> None:
         config=TinyModelConfig(vocabulary_size=280, hidden_size=64, layers=2),
         seed=0,
     )
+    with teacher_server(teacher) as server:
+        served = configs.load(key_room, [*asked, f"loss.teacher={server.url}"])
+        sources.check_teacher(served)
+        assert [len(body["prompt"]) for body in server.asked] == [2]
+    with (
+        chat_server(lambda body: echoed(None), models=["other"]) as server,
+        pytest.raises(UserError, match=f"loss.teacher={server.url} does not echo tokens"),
+    ):
+        sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={server.url}"]))
     with pytest.raises(ConfigError, match=r"differs from that of model.path=\S+ in \d+ entries"):
         sources.check_teacher(configs.load(key_room, [*asked, f"loss.teacher={tmp_path}/other"]))
     for settings, says in (
-        (asked, "has no teacher; give the directory of one"),
+        (asked, "has no teacher; give the directory of one, or the URL of its server"),
+        (
+            [*asked, "loss.teacher=http://x/v1", "actors.temperature=0.7"],
+            "log-probabilities at temperature 1, and not at actors.temperature=0.7; use 1",
+        ),
+        ([*asked, "loss.teacher=http://me@x/v1"], "loss.teacher has a name or password in it"),
         ([*asked, "loss.teacher=nowhere"], "is not a Hugging Face model directory"),
         ([*asked[1:], f"loss.teacher={teacher}"], "needs a model with the same tokenizer"),
         ([*asked[:1], f"loss.teacher={teacher}"], "add loss.policy=distillation"),

@@ -295,6 +295,7 @@ def test_an_unknown_split_and_an_unknown_game_are_named() -> None:
         AlfWorld(OPTIONS).reset(lost)
 
 
+@pytest.mark.shortened
 def test_remembered_episodes_equal_played_ones() -> None:
     tasks = heldout_tasks()[:2]
     assert play_and_compare("alfworld", OPTIONS, tasks, max_steps=15, also=["help"]) > 0.05

@@ -99,6 +99,7 @@ def test_random_walks_are_equal_to_the_stock_engine(options: dict[str, object], 
         assert_equal_to_stock(env, stock, task, game, steps=40, seed=seed)
 
 
+@pytest.mark.shortened
 def test_remembered_episodes_equal_played_ones(options: dict[str, object]) -> None:
     tasks = AlfWorld.tasks("heldout", options)[:2]
     assert play_and_compare("alfworld", options, tasks, max_steps=20, also=["help"]) > 0.05

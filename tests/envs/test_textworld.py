@@ -223,6 +223,7 @@ def test_shorten_keeps_the_story_and_drops_the_frame() -> None:
     assert _shorten("You take the cup.\n\n\n>      -= Hall =-0/12") == "You take the cup."
 
 
+@pytest.mark.shortened
 def test_remembered_episodes_equal_played_ones(
     options: Mapping[str, object], train: Sequence[Task]
 ) -> None:

@@ -48,6 +48,7 @@ WORLDS: dict[str, tuple[str, Mapping[str, object]]] = {
 }
 
 
+@pytest.mark.shortened
 @pytest.mark.parametrize("world", WORLDS)
 def test_remembered_episodes_equal_played_ones(world: str) -> None:
     name, options = WORLDS[world]

@@ -172,6 +172,7 @@ def test_every_name_of_the_thousand_is_tagged(catalogue: Catalogue) -> None:
     assert tagged.nouns("Of no product") is None
 
 
+@pytest.mark.shortened
 def test_remembered_episodes_equal_played_ones(data: Path) -> None:
     options = {**ALL, "data": str(data), "train_tasks": 2}
     also = ["search[red lamp]", "search[chair]", "click[back to search]", "click[next >]"]

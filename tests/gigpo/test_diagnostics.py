@@ -1,5 +1,5 @@
-"""Diagnostics of nothing. Those of tokens are in test_gigpo_objective.py, those of advantages in
-test_gigpo_estimators.py.
+"""Diagnostics of nothing. test_objective.py has those of tokens, test_estimators.py those of
+advantages.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ COMBINATIONS = {
     "any correction with `behaviour_cloning`": [
         "with behaviour_cloning: it wants every recorded token"
     ],
+    "`opsm` with `distillation`": ["opsm with distillation: it drops sequences by the sign"],
     "`token_tis` with `sequence_tis`; one correction twice": [
         "each set the whole weight",
         r"\w+ twice; the narrower",
@@ -70,6 +71,13 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: objective_of(LossConfig(numbers={"m2po": {"limit": 0.1}})),
     ],
     "`hgpo` with another `anchor`": [lambda: settings(estimator="hgpo", anchor="suffix")],
+    "a `critic.clip` that is not the default": [
+        lambda: configs.check(
+            Config(
+                algorithm=AlgorithmConfig(estimator="turn_ppo"), critic=CriticConfig(clip=math.inf)
+            )
+        )
+    ],
     "a setting of `critic` with another estimator than `turn_ppo` and `ppo`": [
         lambda: configs.check(Config(critic=CriticConfig(clip=1.0))),
         lambda: configs.check(

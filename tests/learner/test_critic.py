@@ -91,8 +91,21 @@ def test_it_begins_with_0_and_learns_its_targets_and_the_policy_stays(
         assert first.explained_variance == pytest.approx(0.0, abs=1e-6)
         assert all(torch.equal(tensor, policy[name]) for name, tensor in engine.weights())
         assert engine.critic is not None
-        trained = {name for name, _ in engine.critic.network.named_parameters() if "head" in name}
-        assert not trained, "the vocabulary's projection is gone"
+        projection = engine.critic.network.causal_lm.get_output_embeddings()
+        assert isinstance(projection, torch.nn.Identity), "no projection to the vocabulary"
+
+
+def test_its_clip_acts_from_the_second_update_of_a_learner_step_on(base: Path) -> None:
+    """The first update also moves the values of the other rows, whose old value is still 0."""
+    rows, found = random_rows(16), {}
+    for clip in (0.01, 100.0):
+        with engine_of(base, critic=replace(CRITIC, clip=clip)) as engine:
+            found[clip] = engine.train_critic([cut(rows[:8], WHOLE), cut(rows[8:], WHOLE)])
+    first, second = found[0.01]
+    unclipped_first, unclipped_second = found[100.0]
+    assert first.clip_fraction == 0.0 and first.grad_norm == unclipped_first.grad_norm
+    assert second.clip_fraction > unclipped_second.clip_fraction == 0.0
+    assert second.grad_norm < unclipped_second.grad_norm
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

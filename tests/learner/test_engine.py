@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -33,6 +32,7 @@ from tests.support.engine_samples import (
     make_base,
     random_rows,
 )
+from tests.support.teacher_server import plain_logprobs
 
 MODEL = ModelConfig()
 LEARNER = LearnerConfig(learning_rate=1e-2, grad_clip=0.1)
@@ -70,21 +70,6 @@ def make_engine(base: Path) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.close()
-
-
-def plain_logprobs(path: Path, rows: pa.Table, *, temperature: float) -> dict[int, list[float]]:
-    model = AutoModelForCausalLM.from_pretrained(path)
-    found = {}
-    for row, (prompt, response) in enumerate(
-        zip(rows["prompt_ids"].to_pylist(), rows["response_ids"].to_pylist(), strict=True)
-    ):
-        with torch.no_grad():
-            logits_TV = model(torch.tensor([prompt + response])).logits[0]
-        logprobs_TV = torch.log_softmax(logits_TV / temperature, -1)
-        found[row] = [
-            float(logprobs_TV[len(prompt) - 1 + k, token]) for k, token in enumerate(response)
-        ]
-    return found
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

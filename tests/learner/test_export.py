@@ -275,7 +275,7 @@ def test_adapters_alone_are_the_same_policy_in_vllm(
     base, out = layout.root / "base" / "policy", tmp_path / "out"
     assert main(["export-model", str(layout.root), str(out), "--adapter"]) == 0
     command = [sys.executable, "-m", "tests.support.vllm_adapter", str(base), str(out)]
-    environment = os.environ | engine_environment(ActorsConfig(), tmp_path / "engine.log")
+    environment = os.environ | engine_environment(ActorsConfig(), base, tmp_path / "engine.log")
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +204,14 @@ def test_killed_while_a_batch_is_refilled_nothing_is_lost(
     assert check(RunLayout.open(run), level=CATALOG) == []
 
 
+def take_nothing(batches: Prefetch, *, until: Callable[[], bool]) -> None:
+    """Ask for a batch until the condition holds. Fail if there is one, or after DEADLINE_S."""
+    ends_at_s = time.monotonic() + DEADLINE_S
+    while not until():
+        assert batches.take(timeout_s=0.01) is None
+        assert time.monotonic() < ends_at_s, f"not within {DEADLINE_S:g} s"
+
+
 def test_stopped_while_a_batch_is_refilled_its_groups_are_given_back(tmp_path: Path) -> None:
     coordinator = open_coordinator(refilled(tmp_path / "run", refill_groups=9))
     publish(coordinator, 0)
@@ -212,8 +221,8 @@ def test_stopped_while_a_batch_is_refilled_its_groups_are_given_back(tmp_path: P
         play(coordinator, lease, alike=True)
     with contextlib.closing(Prefetch(loader_of(coordinator))) as batches:
         batches.start(version=0, learner_step=1)
-        while coordinator.catalog.outstanding():  # it found that they teach nothing
-            assert batches.take(timeout_s=0.01) is None
+        # it found that they teach nothing
+        take_nothing(batches, until=lambda: not coordinator.catalog.outstanding())
         assert not batches.has_groups
         assert batches.n_claims == 1
     assert batches.under_way
@@ -234,8 +243,7 @@ def test_a_refilled_step_is_read_again_as_it_was_trained(tmp_path: Path) -> None
         play(coordinator, leases[number], alike=True)
     with contextlib.closing(Prefetch(loader_of(coordinator))) as batches:
         batches.start(version=0, learner_step=1)
-        while coordinator.catalog.outstanding() > 3:
-            assert batches.take(timeout_s=0.01) is None
+        take_nothing(batches, until=lambda: coordinator.catalog.outstanding() <= 3)
         for number in (4, 0):
             play(coordinator, leases[number])
         prepared = batches.take(timeout_s=DEADLINE_S)

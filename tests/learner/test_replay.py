@@ -19,7 +19,7 @@ from analysis.audit import Setting, audit_rows
 from cli.__main__ import main
 from configs import CriticConfig
 from learner.data.batch_loader import PreparedBatch, prepare_batch
-from learner.explain import Explanation
+from learner.explain import Explanation, _summary
 from learner.replay import Replayed, replayed
 from store import Catalog, RunLayout, restart_points, trained_step, uid_text
 from tests.support.fast_directory import fast_directory
@@ -309,6 +309,24 @@ def test_steps_with_a_critic_are_replayed_with_its_values(
             )
         status, output, _ = replay(directory / "run", 5)
         assert (status, "trajectories whose values, by the critic, are not" in output) == (1, True)
+
+
+def test_advantages_of_tokens_are_shown_where_there_are_some() -> None:
+    """They are what the loss reads. The row without a response has none."""
+    rows = pa.table(
+        {
+            "advantage": [9.0, 9.0, 9.0],
+            "episode_advantage": [0.0] * 3,
+            "step_advantage": [9.0] * 3,
+            "token_advantage": [[1.0, -3.0], [], [5.0]],
+        }
+    )
+    shown = _summary(rows, seen_2N=torch.ones(2, 3), gradient=[torch.ones(1)])
+    assert (shown.advantage, shown.step) == (3.0, 9.0)
+    by_row = _summary(
+        rows.drop_columns("token_advantage"), seen_2N=torch.ones(2, 3), gradient=[torch.ones(1)]
+    )
+    assert by_row.advantage == 9.0
 
 
 def test_the_values_of_tokens_are_compared_by_their_digest(replay: Replay) -> None:

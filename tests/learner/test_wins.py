@@ -49,8 +49,10 @@ def replaying(run: Path, **learner: object) -> Config:
     return replace(config, replay=ReplayConfig(share=0.5, max_age=MAX_AGE, warmup_steps=0))
 
 
-def play_mostly_lost(coordinator: Coordinator) -> None:
-    """Play all groups that admission allows. Every other group has a win, the rest have none."""
+def play_half_alike(coordinator: Coordinator) -> None:
+    """Play all groups that admission allows. Each has one win and one loss. In every other group
+    both return 0, so it is filtered.
+    """
     while (lease := coordinator.lease("w")) is not None:
         play(coordinator, lease, alike=lease.group.ordinal % 2 == 0)
 
@@ -61,7 +63,7 @@ def train(
     coordinator: Coordinator,
     stats: Callable[..., object] = lambda _, updates: good(updates),
 ) -> int:
-    handle = Handle(coordinator, playing=play_mostly_lost)
+    handle = Handle(coordinator, playing=play_half_alike)
     return make_learner(monkeypatch, config, handle, stats).run()  # type: ignore[arg-type]
 
 
@@ -215,7 +217,7 @@ def test_the_wins_of_a_claimed_batch_are_not_removed(
     version = coordinator.newest_version()
     assert version is not None
     coordinator._last_step = STEPS  # it goes on
-    play_mostly_lost(coordinator)
+    play_half_alike(coordinator)
     catalog = coordinator.catalog
 
     def expirable() -> set[str]:

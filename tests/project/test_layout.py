@@ -144,6 +144,7 @@ def test_only_the_vllm_files_import_vllm() -> None:
         "vllm_images.py",
         "vllm_policy.py",
         "vllm_preemptions.py",
+        "vllm_requests.py",
         "vllm_step_pacing.py",
         "vllm_tool_calls.py",
         "vllm_weight_loader.py",
@@ -179,6 +180,15 @@ def test_the_map_of_a_package_names_its_modules(folder: str) -> None:
         below = {path.name + "/" * path.is_dir() for path in package.rglob("*")}
         gone = sorted(named - below)
         assert not gone, f"{place} names {', '.join(gone)}, which is not there"
+
+
+def test_sql_files_have_at_most_100_columns() -> None:
+    """Ruff checks the Python files."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.sql")]
+    assert len(files) > 20
+    for path in files:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            assert len(line) <= 100, f"{path.relative_to(ROOT)}:{number} has {len(line)} columns"
 
 
 @pytest.mark.parametrize("name", SHARED)

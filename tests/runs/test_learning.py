@@ -37,11 +37,12 @@ from configs import (
     TinyModelConfig,
 )
 from envs import Observation, environment_class
-from gigpo import OF_TOKENS, PUBLISHED_SETTINGS, AdvantageSettings, compute_advantages
+from gigpo import PUBLISHED_SETTINGS, TOKEN_LEVEL, AdvantageSettings, compute_advantages
 from learner import make_tiny_model, train_tokenizer, write_weights
 from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
 from learner.data.values import critic_values, with_token_advantages, with_token_values
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
+from learner.training.critic import CriticStats
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
 from store import Step, Trajectory, state_hash, to_table
@@ -59,7 +60,8 @@ LEARNED = 0.7  # fraction of the episodes won; the base model wins 0.06
 TEMPLATE = "compact"
 TURN_PPO = replace(PUBLISHED_SETTINGS, estimator="turn_ppo", gae_lambda=0.0)
 TOKEN_PPO = replace(PUBLISHED_SETTINGS, estimator="ppo", gae_lambda=1.0)  # as in the paper
-CRITIC = CriticConfig(learning_rate=1e-3, clip=100.0)
+CRITIC_LEARNING_RATE = 1e-3
+NO_CLIP, CLIP = 100.0, CriticConfig().clip  # the latter acts in later updates of a learner step
 MAX_PPO_STEPS, WARMUP_STEPS, PPO_UPDATES = 24, 12, 8
 
 
@@ -149,9 +151,6 @@ VARIANTS = {
 }
 
 
-PPO = plain(critic=CRITIC, learning_rate=2e-4)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_learns_to_win(name: str, world: World) -> None:
     variant = VARIANTS[name]
@@ -169,28 +168,31 @@ def test_it_learns_to_win(name: str, world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "mutant"),
+    ("settings", "clip", "mutant"),
     [
-        (TURN_PPO, None),
-        (TURN_PPO, "opposite sign"),
-        (TURN_PPO, "shuffled values"),
-        (TOKEN_PPO, None),
-        (TOKEN_PPO, "opposite sign"),
-        (TOKEN_PPO, "shuffled scores"),
+        (TURN_PPO, NO_CLIP, None),
+        (TURN_PPO, CLIP, None),
+        (TURN_PPO, NO_CLIP, "opposite sign"),
+        (TURN_PPO, NO_CLIP, "shuffled values"),
+        (TOKEN_PPO, NO_CLIP, None),
+        (TOKEN_PPO, NO_CLIP, "opposite sign"),
+        (TOKEN_PPO, NO_CLIP, "shuffled scores"),
     ],
     ids=lambda value: getattr(value, "estimator", value),
 )
 def test_ppo_learns_to_win_and_its_mutants_do_not(
-    settings: AdvantageSettings, mutant: str | None, world: World
+    settings: AdvantageSettings, clip: float, mutant: str | None, world: World
 ) -> None:
     """A turn with lambda 0 is judged by the value of the next state alone, so values of other
     states teach nothing. A token with lambda 1 is judged by what its episode returned, so scores of
     other episodes teach nothing. Nor does the opposite of either.
     """
-    engine = make_engine(world.base, PPO)
+    critic = CriticConfig(learning_rate=CRITIC_LEARNING_RATE, clip=clip)
+    engine = make_engine(world.base, plain(critic=critic, learning_rate=2e-4))
     try:
         assert success(world, scored(engine, world)) < 0.1
-        reached, updates = learn_by_ppo(engine, world, settings, mutant=mutant)
+        reached, updates, of_critic = learn_by_ppo(engine, world, settings, mutant=mutant)
+        assert any(update.clip_fraction > 0 for update in of_critic) is (clip == CLIP)
         assert (reached > LEARNED) is (mutant is None)
         assert not any(update.skipped for update in updates)
     finally:
@@ -267,10 +269,11 @@ def learn(engine: Engine, world: World) -> tuple[float, list[UpdateStats]]:
 
 def learn_by_ppo(
     engine: Engine, world: World, settings: AdvantageSettings, *, mutant: str | None
-) -> tuple[float, list[UpdateStats]]:
+) -> tuple[float, list[UpdateStats], list[CriticStats]]:
     """The same with a critic, whose values of a batch are computed before its updates."""
     rng, shuffled = np.random.default_rng(0), np.random.default_rng(1)
     updates: list[UpdateStats] = []
+    of_critic: list[CriticStats] = []
     policy = scored(engine, world)
     for step in range(MAX_PPO_STEPS):
         rows = played(world, policy, rng, version=step)
@@ -285,24 +288,24 @@ def learn_by_ppo(
         if mutant == "shuffled scores":
             targets_R = shuffled.permutation(targets_R)
         rows = rows.append_column("value_target", pa.array(targets_R))
-        if settings.estimator in OF_TOKENS:
+        if settings.estimator in TOKEN_LEVEL:
             rows = with_token_values(rows, values_N)
             rows = with_token_advantages(rows, gae_lambda=settings.gae_lambda)
             at = rows.column_names.index("token_advantage")
-            of_tokens = rows["token_advantage"].combine_chunks()
-            signed = pc.multiply(sign, of_tokens.values)
-            signed = pa.ListArray.from_arrays(of_tokens.offsets, signed)
+            token_lists = rows["token_advantage"].combine_chunks()
+            signed = pc.multiply(sign, token_lists.values)
+            signed = pa.ListArray.from_arrays(token_lists.offsets, signed)
             rows = rows.set_column(at, "token_advantage", signed)
         rows = rows.append_column("staleness", pa.array([0] * len(rows)))
         parts = split_updates(rows, updates=PPO_UPDATES, rows_per_update=0, seed=step)
         batches = [packed(part, ranks=engine.ranks) for part in parts]
-        engine.train_critic(batches)
+        of_critic += engine.train_critic(batches)
         if step >= WARMUP_STEPS:
             updates += engine.train(batches)
             policy = scored(engine, world)
             if success(world, policy) > LEARNED:
                 break
-    return success(world, policy), updates
+    return success(world, policy), updates, of_critic
 
 
 @pytest.fixture(scope="module")

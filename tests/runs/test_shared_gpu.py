@@ -56,7 +56,7 @@ def test_a_worker_refuses_an_engine_that_would_land_on_a_gpu_nobody_counted(
 ) -> None:
     install(monkeypatch, cuda=True)
     with pytest.raises(ValueError, match="gpus_per_worker=0 asks for a CPU engine"):
-        engine_process.engine_environment(ActorsConfig(), tmp_path / "engine.log")
+        engine_process.engine_environment(ActorsConfig(), tmp_path, tmp_path / "engine.log")
 
 
 @pytest.mark.parametrize(

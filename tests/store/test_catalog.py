@@ -5,6 +5,7 @@ between.
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -206,6 +207,48 @@ def test_a_refilled_batch_keeps_what_it_left_out_and_lets_others_be_played(
         assert catalog.outstanding() == 0
         with pytest.raises(StoreError, match="batch 1 is not claimed, so it cannot be refilled"):
             refill(n_groups=1)
+        assert check(layout, level=CATALOG) == []
+
+
+def test_wins_of_groups_that_were_partly_won_are_replayed_the_least_used_first_then_the_newest(
+    layout: RunLayout,
+) -> None:
+    with Catalog.open(layout) as catalog:
+
+        def play_won(n_won: int, *, version: int) -> None:
+            group = open_train_group(catalog, None, size=3)
+            members = [
+                replace(make_trajectory(group, member, version=version), won=member < n_won)
+                for member in group.missing
+            ]
+            segment = write_segment(layout, members, worker="w0", epoch=catalog.epoch)
+            catalog.commit(segment, epoch=catalog.epoch)
+
+        def replayed(learner_step: int, *, n_groups: int, n_replayed: int, max_age: int) -> list:
+            batch = catalog.claim(
+                n_groups=n_groups,
+                current_version=5,
+                max_staleness=9,
+                n_replayed=n_replayed,
+                max_age=max_age,
+            )
+            assert batch is not None
+            catalog.settle(batch.batch_id, learner_step=learner_step, filtered={}, version_in=5)
+            return sorted(group.ordinal for group in batch.replayed)
+
+        for n_won, version in ((0, 5), (1, 4), (2, 5), (3, 5), (1, 5)):
+            play_won(n_won, version=version)
+        assert replayed(1, n_groups=5, n_replayed=9, max_age=9) == []
+        chosen = []
+        for learner_step in range(2, 7):
+            play_won(0, version=5)
+            chosen += replayed(learner_step, n_groups=1, n_replayed=1, max_age=1)
+        # Groups 2 and 4 are of version 5, group 1 is of version 4. Of equals the later is newer.
+        assert chosen == [4, 2, 1, 4, 2]
+        play_won(0, version=5)
+        assert replayed(7, n_groups=1, n_replayed=9, max_age=0) == [2, 4]
+        play_won(0, version=5)
+        assert replayed(8, n_groups=1, n_replayed=9, max_age=1) == [1, 2, 4]
         assert check(layout, level=CATALOG) == []
 
 

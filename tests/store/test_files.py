@@ -114,10 +114,19 @@ def test_a_final_anchor_needs_its_hash(trajectories: list) -> None:
         to_table([dataclasses.replace(trajectories[0], final_observation=final)])
 
 
+@pytest.mark.parametrize("marks", ["\u0315\u0300", "\u0f73", "\u0345\U0001e94a"])
+def test_many_combining_marks_take_no_quadratic_time(marks: str) -> None:
+    """Sorted by insertion they would take hours."""
+    text = "a" + "".join(mark * 2_000_000 for mark in marks)
+    assert state_hash(text) != state_hash(text + "b")
+
+
 def test_a_state_hash_sees_unicode_forms_and_line_ends_as_one() -> None:
     assert state_hash("cafe\u0301\r\nx") == state_hash("caf\u00e9\nx")
     assert state_hash("a ") != state_hash("a")
     # for ever: runs on disk depend on it
+    many = "\u0315" * 15 + "\u0301" * 15
+    assert state_hash("e" + many) == state_hash("\u00e9" + many.replace("\u0301", "", 1))
     assert state_hash("abc").hex() == "bbe64f9a228473e8d3d87ffe4ad38999"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -265,6 +266,18 @@ def test_the_network_is_asked_for_no_stranger(
     ):
         assert main(command) != 0
         assert NETWORK.search(capsys.readouterr().err), command
+
+
+def test_a_command_that_an_error_proposes_runs_no_text_of_the_run(
+    sound: RunLayout, outside: Path, tmp_path: Path
+) -> None:
+    run = hostile_run(sound, tmp_path / "run", "storage: no such scheme", outside=outside)
+    uri = "s3://bucket/run?region=eu&touch${IFS}pwned&"
+    edit_json(run / "run.json", lambda info: info.update(storage_uri=uri))
+    with pytest.raises(StoreError) as found:
+        store.open_run(run)
+    command = str(found.value).partition("If you want that: ")[2].partition(",")[0]
+    assert shlex.split(command) == ["gigpo", "fetch", uri, "DIR"]
 
 
 def test_an_owner_writes_at_no_storage_that_a_stranger_chose(

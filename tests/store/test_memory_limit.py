@@ -89,6 +89,26 @@ def test_only_runs_of_others_are_limited(foreign: RunLayout) -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
+def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    inner = groups / "pod" / "training"
+    inner.mkdir(parents=True)
+    for directory, most, used, cached in ((groups, "max", 9, 0), (inner, "800", 300, 100)):
+        (directory / "memory.max").write_text(f"{most}\n")
+        (directory / "memory.current").write_text(f"{used}\n")
+        (directory / "memory.stat").write_text(f"anon 7\ninactive_file {cached}\n")
+    own.write_text("0::/pod/training\n")
+    assert memory_limit._free_in_groups(groups, own) == [600]
+    old = groups / "memory" / "docker"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("500\n")
+    (old / "memory.usage_in_bytes").write_text("520\n")
+    (old / "memory.stat").write_text("total_inactive_file 0\n")
+    own.write_text("5:memory:/docker\n4:cpu:/docker\n")
+    assert memory_limit._free_in_groups(groups, own) == [0], "it uses more than its limit"
+    assert memory_limit._free_in_groups(groups, tmp_path / "none") == []
+
+
 def test_a_limit_that_the_caller_set_stays(foreign: RunLayout) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     own = psutil.virtual_memory().total - (1 << 20)

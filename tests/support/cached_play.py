@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from envs import EnvironmentPool, Observation, Task, Transition, environment_class
+from tests.support.sizes import examples
 
 GROUP = 8  # episodes of one task at once, which ask the same questions at the same time
-# CACHED_EPISODES=1000 is the long form.
-EPISODES = int(os.environ.get("CACHED_EPISODES", "16"))
+EPISODES = examples(16, full=1000)
 NONSENSE = ("", "xyzzy", "take the moon", "click[moon]", "<answer>moon</answer>")
 
 

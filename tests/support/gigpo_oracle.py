@@ -127,8 +127,8 @@ def oracle(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[Value, Value
 
 
 def differences(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[bool, bool, bool]]:
-    """(episodes_differ, steps_differ, has_penalties) of every row, in exact decimals; not for
-    graphgpo.
+    """(episodes_differ, steps_differ, has_penalties) of every row, in exact decimals. Not for
+    graphgpo, g2po and gagpo, whose step terms compare other quantities than returns.
     """
     trajectories, groups = by_trajectory_and_group(rows)
     exact: dict[tuple[int, int], Decimal] = {}
@@ -142,7 +142,7 @@ def differences(rows: Sequence[Row], s: AdvantageSettings) -> list[tuple[bool, b
         name: sum(Decimal(repr(row.reward)) for row in steps)
         for name, steps in trajectories.items()
     }
-    has_step_term = s.estimator == "hgpo" or (s.estimator in ("gigpo", "graphgpo") and s.omega > 0)
+    has_step_term = s.estimator == "hgpo" or (s.estimator == "gigpo" and s.omega > 0)
     met: dict[Hashable, set[Decimal]] = defaultdict(set)
     keys = {place(r): anchor(r, trajectories[r.trajectory], groups[r.group], s) for r in rows}
     for row in rows:

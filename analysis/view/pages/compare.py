@@ -25,10 +25,11 @@ from analysis.view.heldout_rounds import ROUNDS, heldout_tasks, round_columns
 from analysis.view.html import html, number, percent
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages.run import FIGURES, RECENT_STEPS
-from analysis.view.panel import Chart, Panel, shell_word
+from analysis.view.panel import Chart, Panel
 from analysis.view.run_settings import SETTINGS, differing, settings_of
 from analysis.view.sql_text import Value, fill
 from analysis.view.text import plain
+from printable import shell_word
 
 SMOOTH_STEPS = 5  # learner steps whose groups a point of the curves is the mean of
 LAST_STEPS = 20  # learner steps whose groups the success by kind is taken from

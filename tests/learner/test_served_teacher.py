@@ -1,0 +1,184 @@
+"""A teacher behind a server: it teaches what the same model teaches in the process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import store
+from cli.__main__ import main
+from configs import LearnerConfig, LossConfig, ModelConfig
+from learner import ServedTeacher
+from learner.data import served_teacher
+from learner.data.served_teacher import TeacherError
+from learner.training.engine import Engine
+from learner.training.step_metrics import UpdateStats
+from tests.support.chat_server import Answer, chat_server
+from tests.support.engine_samples import CUT, cut, history_rows, make_base
+from tests.support.fast_directory import fast_directory
+from tests.support.replay_samples import config_of, train
+from tests.support.store_samples import make_step
+from tests.support.teacher_server import echoed, plain_logprobs, teacher_server
+
+START_TIMEOUT_S = 240.0  # only for what hangs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("policy") / "base")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("teacher") / "base", seed=1)
+
+
+def with_an_empty_response(rows: pa.Table) -> pa.Table:
+    for name in ("response_ids", "response_logprobs"):
+        index, column = rows.column_names.index(name), rows[name]
+        last = pa.array([*column.to_pylist()[:-1], []], column.type)
+        rows = rows.set_column(index, name, last)
+    return rows
+
+
+def assert_judged(rows: pa.Table, *, by: Path) -> None:
+    expected = plain_logprobs(by, rows)
+    for row, found in enumerate(rows["teacher_logprob"].to_pylist()):
+        assert found == pytest.approx(expected[row], abs=1e-5)
+
+
+def update(base: Path, rows: pa.Table, *, teacher: str) -> UpdateStats:
+    engine = Engine(
+        model_path=base,
+        model=ModelConfig(),
+        learner=LearnerConfig(learning_rate=1e-2),
+        loss=LossConfig(policy="distillation", teacher=teacher),
+        temperature=1.0,
+        seed=0,
+    )
+    try:
+        (stats,) = engine.train([cut(rows, CUT, merge_steps=True)])
+    finally:
+        engine.close()
+    return stats
+
+
+def test_an_update_is_that_of_the_teacher_in_the_process(base: Path, teacher: Path) -> None:
+    """Steps that continue one another are one request, and the environment's key is not sent."""
+    rows = with_an_empty_response(history_rows())
+    with pytest.MonkeyPatch.context() as patch, teacher_server(teacher) as server:
+        patch.setenv("OPENAI_API_KEY", "secret")
+        judged = ServedTeacher(server.url).judged(rows)
+    assert_judged(judged, by=teacher)
+    assert len(server.asked) == 5 < len(rows) and server.keys == {""}
+    here, there = (
+        asdict(update(base, table, teacher=of))
+        for table, of in ((rows, str(teacher)), (judged, server.url))
+    )
+    for stats in (here, there):
+        stats |= stats.pop("tokens")
+        assert stats.pop("bad_rows") == ()
+    assert there == pytest.approx(here, rel=1e-5, abs=1e-5)
+    assert abs(here["loss"]) > 1e-3
+
+
+def test_a_run_learns_from_it_and_is_replayed(
+    teacher: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    monkeypatch.setattr("tests.support.replay_samples.make_step", partial(make_step, images=()))
+    with fast_directory() as directory, teacher_server(teacher) as server:
+        for name, of in (("here", str(teacher)), ("there", server.url)):
+            config = config_of(directory / name, steps=2)
+            loss = replace(config.loss, policy="distillation", teacher=of, proximal="none")
+            train(replace(config, loss=loss))
+            with store.open_run(directory / name) as reader:
+                found = reader.sql(
+                    "SELECT value FROM metrics WHERE name = 'loss/loss' ORDER BY learner_step"
+                )
+            losses.append(found["value"].to_pylist())
+        run = directory / "there"
+        base = f"model.path={run}/base/policy"
+        assert main(["replay", str(run), "1", base, "--to", "2"]) == 0, capsys.readouterr()
+    assert "2 of 2 learner steps identical" in capsys.readouterr().out
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4) and losses[0][0] != losses[0][1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda body: echoed(None), "does not echo tokens with their log-probabilities"),
+        (lambda body: echoed([None]), "gave 0 log-probabilities for 2 tokens"),
+        (
+            lambda body: echoed([None, None]),
+            "gave 1 log-probabilities for 2 tokens, or one that is not",
+        ),
+        (lambda body: echoed([None, "much"]), "does not echo"),
+        (lambda body: (200, {"choices": []}), "does not echo"),
+        (lambda body: (400, {"error": {"message": "no\nlogprobs"}}), "refused tokens: .*logprobs"),
+    ],
+)
+def test_a_server_that_is_no_teacher_is_named(
+    answer: Callable[[object], Answer], says: str
+) -> None:
+    with chat_server(answer, models=["teacher"]) as server:
+        with pytest.raises(TeacherError, match=says) as error:
+            ServedTeacher(server.url).logprobs(np.array([1, 2]))
+        assert "\n" not in str(error.value) and server.url in str(error.value)
+
+
+def test_images_are_not_judged_without_being_seen(teacher: Path) -> None:
+    rows = history_rows()
+    images = pa.array([[b"pixels"], *[None] * (len(rows) - 1)])
+    with (
+        teacher_server(teacher) as server,
+        pytest.raises(TeacherError, match="is sent no images; use the teacher's directory"),
+    ):
+        ServedTeacher(server.url).judged(rows.append_column("images", images))
+
+
+def test_a_server_must_be_there_with_the_teacher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_teacher, "ATTEMPTS", 1)
+    with pytest.raises(TeacherError, match="http://127.0.0.1:1/v1 did not answer"):
+        ServedTeacher("http://127.0.0.1:1/v1")
+    with (
+        chat_server(lambda body: echoed(None)) as server,
+        pytest.raises(TeacherError, match="serves 2 models; give it the teacher alone"),
+    ):
+        ServedTeacher(server.url)
+
+
+@pytest.mark.slow
+def test_vllms_server_is_a_teacher(teacher: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", teacher]
+    settings = (
+        "--host 127.0.0.1 --dtype float32 --max-model-len 128 --enforce-eager --max-num-seqs 16 "
+        f"--kv-cache-memory-bytes {2**27} --port"
+    )
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, *settings.split(), str(port)], stdout=log, stderr=log, cwd=tmp_path
+        )
+    try:
+        deadline_s, judge = time.monotonic() + START_TIMEOUT_S, None
+        while judge is None and time.monotonic() < deadline_s and process.poll() is None:
+            with suppress(TeacherError):  # it is still loading
+                judge = ServedTeacher(f"http://127.0.0.1:{port}/v1")
+        assert judge is not None, (tmp_path / "log").read_text()
+        assert_judged(judge.judged(with_an_empty_response(history_rows())), by=teacher)
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
