@@ -74,7 +74,11 @@ def is_chat_file(path: Path) -> bool:
 
 
 def read_chats(path: Path) -> Iterator[ChatOfFile]:
-    """Yield the chats of a file, in order. Raises ConfigError that names the chat and the field."""
+    """Yield the chats of a file, in order.
+
+    Raises ConfigError that names the chat and the field, and for a file without chats.
+    """
+    number = 0
     for number, content in enumerate(_rows(path), start=1):
         place = f"{path}: chat {number}"
         try:
@@ -89,6 +93,8 @@ def read_chats(path: Path) -> Iterator[ChatOfFile]:
         yield ChatOfFile(
             place=place, name=row.id or f"chat-{number}", messages=messages, tools=row.tools or ()
         )
+    if not number:
+        raise ConfigError(f"{path} has no chats; it needs one JSON object a line, or one row each")
 
 
 def chat_texts(path: Path) -> Iterator[str]:

@@ -116,13 +116,14 @@ def show_report(config: Config, console: Console, *, report_file: Path | None = 
 
 
 def _of_environment(run: str, name: str) -> str:
-    """Return the newest success of one environment, as text."""
+    """Return the success of one environment as text: at the end of training, and held out."""
     with store.open_run(run) as reader:
-        shown = []
-        for metric, whose in (("train", "training"), ("heldout", "held-out")):
-            (value,) = _row(reader, NEWEST.format(f"{metric}/success/{name}"))
-            if value is not None:
-                shown.append(f"{value:.2f} on {whose} tasks")
+        _, trained, _ = _row(reader, TRAINING.format(f"train/success/{name}"))
+        (heldout,) = _row(reader, NEWEST.format(f"heldout/success/{name}"))
+    shown = []
+    for value, whose in ((trained, "training"), (heldout, "held-out")):
+        if value is not None:
+            shown.append(f"{value:.2f} on {whose} tasks")
     return ", ".join(shown) or "nothing was played yet"
 
 

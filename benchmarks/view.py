@@ -364,7 +364,7 @@ def main() -> None:
             build(run, n_steps=100_000 if options.quick else 1_000_000)
             print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
         figures = measure(run)
-        turns, turn_s = (1, 6.0) if options.quick else (2, 200.0)
+        turns, turn_s = (1, 6.0) if options.quick else (2, 100.0)
         figures["training_slowdown"] = measure_slowdown(
             Path(directory) / "training", turns=turns, turn_s=turn_s
         )

@@ -301,6 +301,15 @@ def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Co
     _check_keys(given)
     config = _merged(settings, given, name=name, overrides=overrides)
     check(config)
+    written = list(settings.get("environments", {}))
+    for text in overrides:
+        section, _, rest = text.partition(".")
+        new = re.split("[.=]", rest)[0]
+        if section == "environments" and written and new not in written:
+            raise ConfigError(
+                f"{text}: {name} has no environment {new}, only {', '.join(written)}"
+                f"{did_you_mean(new, written)}; a new one is written in the file"
+            )
     return config
 
 

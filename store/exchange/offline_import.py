@@ -239,8 +239,8 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
         storage = open_storage(source.place)
         if not storage.exists(DATASET_JSON):
             raise FormatError(
-                f"source {source.place!r} is neither a run directory nor one that `gigpo export` "
-                "wrote, nor a file of chats (.jsonl or .parquet)"
+                f"source {source.place!r} does not exist, or is neither a run directory nor one "
+                "that `gigpo export` wrote, nor a file of chats (.jsonl or .parquet)"
             )
         return _select_of_dataset(source, storage)
     theirs = RunLayout.open(run)

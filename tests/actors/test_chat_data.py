@@ -196,3 +196,10 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
     with pytest.raises(ConfigError, match=r"c\.parquet cannot be read as chats"):
         list(read_chats(tmp_path / "c.parquet"))
+
+
+def test_a_file_without_chats_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match=r"empty\.jsonl has no chats; it needs one JSON object"):
+        list(read_chats(path))

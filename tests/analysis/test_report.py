@@ -135,7 +135,7 @@ def test_each_environment_of_a_run_has_its_success(tmp_path: Path) -> None:
         export(catalog, layout)
     said = StringIO()
     report.show_report(config, Console(file=said, width=200))
-    assert "  rooms: 0.50 on training tasks, 0.50 on held-out tasks\n" in said.getvalue()
+    assert "  rooms: 0.30 on training tasks, 0.50 on held-out tasks\n" in said.getvalue()
     assert "  lakes: 1.00 on held-out tasks\n  new: nothing was played yet\n" in said.getvalue()
     with connect(layout) as connection:
         shown = connection.sql(fill(run_page.BY_ENVIRONMENT, steps=run_page.RECENT_STEPS))

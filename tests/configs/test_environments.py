@@ -61,6 +61,7 @@ def test_a_run_with_one_environment_is_as_it_was() -> None:
     ("override", "words"),
     [
         ("environments.Lakes.weight=1", ["environments.Lakes", "lower-case"]),
+        ("environments.lake.weight=3", ["has no environment lake", "did you mean", "lakes"]),
         ("environments.lakes.weight=0", ["environments.lakes.weight=0", "above 0"]),
         ("environments.lakes.weight=often", ["often", "not a number"]),
         ("environments.lakes.share=1", ["environments.lakes.share", "weight, env and prompt"]),
