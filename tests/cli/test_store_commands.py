@@ -63,7 +63,7 @@ def test_what_is_asked_wrongly_is_named(
         (
             "s3://bucket/run?region=a",
             "SELECT 1",
-            "gigpo fetch s3://bucket/run?region=a DIR",
+            "gigpo fetch 's3://bucket/run?region=a' DIR",
         ),
     ):
         assert main(["sql", where, query]) == 2

@@ -268,6 +268,7 @@ def test_steps_with_a_critic_are_replayed_with_its_values(
             keep_every=2,
             lora_rank=lora_rank,
             critic=CriticConfig(learning_rate=1e-2, warmup_steps=1),
+            schedule="constant",
             estimator=estimator,
         )
         train(config, crash_at=4)

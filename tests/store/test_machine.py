@@ -263,7 +263,8 @@ class StoreMachine(RuleBasedStateMachine):
         group_uids = self.model.claimed[batch_id]
         version = self.model.version + ahead
         self.model.set_aside.add(group_uids[0])
-        added = self.model.ready(version=version, max_staleness=MAX_STALENESS)[:n_groups]
+        ready = self.model.ready(version=version, max_staleness=MAX_STALENESS)
+        added = ready[:n_groups] if len(ready) >= n_groups else []
         batch = self.catalog.refill(
             batch_id,
             filtered=group_uids[:1],

@@ -269,9 +269,11 @@ class Model:
             self.groups[group_uid].state = state
 
 
+# Without later uses: the age of replayed wins has a bound of its own.
 TOO_OLD = """SELECT group_uid
              FROM batch JOIN batch_group USING (batch_id) JOIN grp g USING (group_uid)
-             WHERE live AND batch.state = 'trained' AND version_in - g.version_min > :bound"""
+             WHERE live AND use = 1 AND batch.state = 'trained'
+                 AND version_in - g.version_min > :bound"""
 
 
 def new_run(root: Path, *, max_staleness: int) -> RunLayout:
