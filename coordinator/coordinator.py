@@ -156,7 +156,6 @@ class Coordinator:
             version=version,
             worker=worker,
             temperature=played_by.temperature,
-            epoch=self.catalog.epoch,
         )
         self._leases.begin(lease)
         return lease

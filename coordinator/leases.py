@@ -30,7 +30,11 @@ class Lease:
     version: VersionRecord
     worker: str
     temperature: float
-    epoch: int
+
+    @property
+    def epoch(self) -> int:
+        """Return the catalog's epoch in which the group was leased; later owners fence it."""
+        return self.group.epoch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

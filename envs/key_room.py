@@ -26,6 +26,7 @@ class KeyRoomEnv:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         check_options("key_room", options, ())  # it has no options
+        self._rooms = tuple(f"The {colour} room." for colour in ROOMS)
         self._is_over = True
 
     @classmethod
@@ -85,8 +86,9 @@ class KeyRoomEnv:
         pass
 
     def _admissible_actions(self) -> tuple[str, ...]:
+        last = len(self._rooms) - 1
         actions = [
-            action for action, change in DIRECTIONS.items() if 0 <= self._room + change < len(ROOMS)
+            action for action, change in DIRECTIONS.items() if 0 <= self._room + change <= last
         ]
         if self._room == self._key_room and not self._has_key:
             actions.append("take key")
@@ -95,7 +97,7 @@ class KeyRoomEnv:
         return tuple(actions)
 
     def _observe(self) -> Observation:
-        sentences = [f"The {ROOMS[self._room]} room."]
+        sentences = [self._rooms[self._room]]
         if self._room == self._key_room and not self._has_key:
             sentences.append("A key lies here.")
         if self._room == self._door_room:

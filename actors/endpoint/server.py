@@ -273,8 +273,8 @@ class Endpoint:
             for completion in completions
         ]
         if parser is not None:
-            for place, reply in enumerate(replies):
-                replies[place] = with_calls(reply, self.tokenizer, parser=parser, tools=tools)
+            for index, reply in enumerate(replies):
+                replies[index] = with_calls(reply, self.tokenizer, parser=parser, tools=tools)
                 await asyncio.sleep(0)  # the event loop has heartbeats to send
         recording.refuse_beyond(0)
         observation = Observation(text=seen_text(messages), anchor=asked.anchor)

@@ -91,7 +91,7 @@ class BatchLoader:
     # one; they are asked for when a batch is prepared, so after the step before.
     values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]] | None = None
     # Append the log-probabilities of a teacher behind a server; None without one.
-    judged: Callable[[pa.Table], pa.Table] | None = None
+    ask_teacher: Callable[[pa.Table], pa.Table] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,12 +170,12 @@ def make_loader(
 
     Raises TeacherError for a teacher behind a server that cannot be used.
     """
-    judged = None
+    ask_teacher = None
     if is_served(config.loss.teacher):
         # Imported here, because the client takes half a second that other runs need not wait.
         from learner.data.served_teacher import ServedTeacher
 
-        judged = ServedTeacher(config.loss.teacher).judged
+        ask_teacher = ServedTeacher(config.loss.teacher).with_logprobs
     reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
@@ -189,7 +189,7 @@ def make_loader(
         learner=config.learner,
         replay=config.replay,
         seed=config.seed,
-        judged=judged,
+        ask_teacher=ask_teacher,
     )
 
 
@@ -224,9 +224,9 @@ def prepare_batch(
         if loader.train_on:
             trained, unselected = _select(trained, loader.train_on)
             filtered |= unselected
-    if loader.judged is not None:
+    if loader.ask_teacher is not None:
         with times.timed("read_s"):
-            trained = loader.judged(trained)
+            trained = loader.ask_teacher(trained)
     is_offline = pc.equal(rows["split"], IMPORTED)
     live, offline = rows.filter(pc.invert(is_offline)), rows.filter(is_offline)
     replayed = _replay(loader, batch, beside=live, learner_step=learner_step, times=times)

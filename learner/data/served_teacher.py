@@ -1,7 +1,7 @@
 """Ask a teacher behind an OpenAI-compatible server for the log-probabilities of recorded tokens.
 
     teacher = ServedTeacher("http://host:8000/v1")
-    rows = teacher.judged(rows)     # with a list column teacher_logprob
+    rows = teacher.with_logprobs(rows)     # with a list column teacher_logprob
 
 A request to `/completions` has token ids as its prompt, with `echo`, `logprobs` and `max_tokens=0`:
 nothing is generated, and the answer has a log-probability for each token of the prompt. vLLM's
@@ -33,6 +33,8 @@ class TeacherError(UserError, RuntimeError):
 
 
 class ServedTeacher:
+    """The one model of a server. Its answers depend on the tokens alone."""
+
     def __init__(self, url: str) -> None:
         """Find the server's one model. Raises TeacherError."""
         self._url = url
@@ -67,19 +69,19 @@ class ServedTeacher:
                 extra_headers=self._headers,
             )
             found = answer.choices[0].logprobs.token_logprobs[1:]  # type: ignore[union-attr, index]
-            judged = np.array(found, np.float64)
+            logprobs = np.array(found, np.float64)
         except openai.OpenAIError as error:
             raise self._failed(f"refused tokens: {one_line(error)}") from error
         except (AttributeError, IndexError, TypeError, ValueError):
             raise self._failed("does not echo tokens with their log-probabilities") from None
-        if len(judged) != len(token_ids) - 1 or not math.isfinite(judged.sum()):
+        if len(logprobs) != len(token_ids) - 1 or not math.isfinite(logprobs.sum()):
             raise self._failed(
-                f"gave {len(judged)} log-probabilities for {len(token_ids)} tokens, or one that is "
-                "not finite"
+                f"gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens, or one that "
+                "is not finite"
             )
-        return judged
+        return logprobs
 
-    def judged(self, rows: pa.Table) -> pa.Table:
+    def with_logprobs(self, rows: pa.Table) -> pa.Table:
         """Append the list column float64 teacher_logprob: log q of each response token.
 
         Reads prompt_ids, response_ids, traj_uid and step_index. Raises TeacherError.
@@ -88,14 +90,14 @@ class ServedTeacher:
             raise self._failed("is sent no images; use the teacher's directory")
         prompts, responses = lists(rows, "prompt_ids"), lists(rows, "response_ids")
         whole = sequences(rows, prompts=prompts, responses=responses, merge_steps=True)
-        texts = [np.append(prompts.row(row), responses.row(row)) for row in whole.last_row_S]
+        token_ids = [np.append(prompts.row(row), responses.row(row)) for row in whole.last_row_S]
         threads = ThreadPoolExecutor(REQUESTS)
         try:
-            judged = list(threads.map(self.logprobs, texts))
+            answers = list(threads.map(self.logprobs, token_ids))
         finally:
             threads.shutdown(cancel_futures=True)
         of_row = [np.empty(0)] * len(rows)  # as of a row without a response
-        for index, logprobs in enumerate(judged):
+        for index, logprobs in enumerate(answers):
             for row in whole.rows_K[whole.first_S1[index] : whole.first_S1[index + 1]]:
                 first = prompts.lengths_R[row] - 1
                 of_row[row] = logprobs[first : first + responses.lengths_R[row]]

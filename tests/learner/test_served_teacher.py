@@ -79,7 +79,7 @@ def test_an_update_is_that_of_the_teacher_in_the_process(base: Path, teacher: Pa
     rows = with_an_empty_response(history_rows())
     with pytest.MonkeyPatch.context() as patch, teacher_server(teacher) as server:
         patch.setenv("OPENAI_API_KEY", "secret")
-        judged = ServedTeacher(server.url).judged(rows)
+        judged = ServedTeacher(server.url).with_logprobs(rows)
     assert_judged(judged, by=teacher)
     assert len(server.asked) == 5 < len(rows) and server.keys == {""}
     here, there = (
@@ -138,14 +138,14 @@ def test_a_server_that_is_no_teacher_is_named(
         assert "\n" not in str(error.value) and server.url in str(error.value)
 
 
-def test_images_are_not_judged_without_being_seen(teacher: Path) -> None:
+def test_images_are_not_sent(teacher: Path) -> None:
     rows = history_rows()
     images = pa.array([[b"pixels"], *[None] * (len(rows) - 1)])
     with (
         teacher_server(teacher) as server,
         pytest.raises(TeacherError, match="is sent no images; use the teacher's directory"),
     ):
-        ServedTeacher(server.url).judged(rows.append_column("images", images))
+        ServedTeacher(server.url).with_logprobs(rows.append_column("images", images))
 
 
 def test_a_server_must_be_there_with_the_teacher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_vllms_server_is_a_teacher(teacher: Path, tmp_path: Path) -> None:
             with suppress(TeacherError):  # it is still loading
                 judge = ServedTeacher(f"http://127.0.0.1:{port}/v1")
         assert judge is not None, (tmp_path / "log").read_text()
-        assert_judged(judge.judged(with_an_empty_response(history_rows())), by=teacher)
+        assert_judged(judge.with_logprobs(with_an_empty_response(history_rows())), by=teacher)
     finally:
         process.terminate()
         process.wait(START_TIMEOUT_S)

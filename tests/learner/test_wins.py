@@ -15,7 +15,7 @@ import torch
 
 from configs import Config, ReplayConfig
 from coordinator import Coordinator
-from learner.data.batch_loader import prepare_batch
+from learner.data.batch_loader import PreparedBatch, prepare_batch
 from learner.explain import GroupGradient, _summary, explain, table
 from store import RunLayout, trained_step
 from store.maintenance.fsck import CATALOG, check
@@ -106,6 +106,17 @@ def test_wins_of_earlier_groups_join_every_batch_once_there_are_some(
     ]
 
 
+def prepared_again(coordinator: Coordinator, learner_step: int) -> PreparedBatch:
+    recorded = trained_step(coordinator.layout, learner_step)
+    return prepare_batch(
+        loader_of(coordinator),
+        recorded.batch,
+        version=recorded.version_in,
+        learner_step=learner_step,
+        more=None,
+    )
+
+
 def test_a_replayed_step_is_read_again_as_it_was_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,14 +130,7 @@ def test_a_replayed_step_is_read_again_as_it_was_trained(
 
     train(monkeypatch, config, coordinator, keeping)
     for step in range(1, STEPS + 1):
-        recorded = trained_step(coordinator.layout, step)
-        again = prepare_batch(
-            loader_of(coordinator),
-            recorded.batch,
-            version=recorded.version_in,
-            learner_step=step,
-            more=None,
-        )
+        again = prepared_again(coordinator, step)
         assert bool(again.replayed.num_rows) == (step > 1)
         found = [b.advantages_N.tolist() for update in again.updates for b in update.micro_batches]
         assert found == inputs[step - 1]
@@ -141,14 +145,7 @@ def test_an_explanation_has_the_wins_that_are_replayed(
     config = replaying(tmp_path / "run")
     coordinator = open_coordinator(config)
     train(monkeypatch, config, coordinator)
-    recorded = trained_step(coordinator.layout, STEPS)
-    batch = prepare_batch(
-        loader_of(coordinator),
-        recorded.batch,
-        version=recorded.version_in,
-        learner_step=STEPS,
-        more=None,
-    )
+    batch = prepared_again(coordinator, STEPS)
     coordinator.close()
 
     def summaries(_: object, parts: Sequence[Any]) -> tuple[list[GroupGradient], GroupGradient]:
