@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 import configs
-from configs import AlgorithmConfig, Config, CriticConfig, LossConfig, ReplayConfig
+from configs import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    LearnerConfig,
+    LossConfig,
+    ReplayConfig,
+)
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -75,6 +82,15 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         lambda: configs.check(
             Config(
                 algorithm=AlgorithmConfig(estimator="turn_ppo"), critic=CriticConfig(clip=math.inf)
+            )
+        )
+    ],
+    "`learner.schedule=linear` with `critic.warmup_steps`": [
+        lambda: configs.check(
+            Config(
+                algorithm=AlgorithmConfig(estimator="turn_ppo"),
+                learner=LearnerConfig(schedule="linear"),
+                critic=CriticConfig(warmup_steps=1),
             )
         )
     ],
