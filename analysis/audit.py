@@ -86,8 +86,10 @@ class Setting:
     @classmethod
     def of(cls, config: Config) -> Setting:
         """Return the part of a config that an audit looks at."""
-        algorithm = config.algorithm
-        return cls(advantages=AdvantageSettings.of(algorithm), group_filter=algorithm.group_filter)
+        return cls(
+            advantages=AdvantageSettings.of(config.algorithm),
+            group_filter=configs.used_group_filter(config),
+        )
 
     def fields(self) -> dict[str, Any]:
         """Return all settings by name."""

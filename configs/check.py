@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.derived import (
     WITH_CRITIC,
+    WITHOUT_ADVANTAGES,
     draws_by_weight,
     groups_of_a_step,
     has_critic,
@@ -104,7 +105,6 @@ TEMPLATES = (  # the files in actors/templates
     "think",
     "webshop",
 )
-WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 DR_GRPO = "sequence_mean_token_sum_norm"  # its aggregation
 HEAD_SIZE = 32  # of the tiny model; the smallest that vLLM has kernels for
 

@@ -19,7 +19,7 @@ from analysis import audit
 from analysis import setting_comparison as comparison
 from cli.__main__ import main
 from cli.output_file import write_new_file
-from configs import AlgorithmConfig, Config
+from configs import AlgorithmConfig, Config, LossConfig
 from gigpo import (
     PUBLISHED_SETTINGS,
     WHITENED,
@@ -509,6 +509,14 @@ def test_steps_by_the_size_of_their_anchor_group(
         and "steps by the size of their anchor group │ 1: 0.0%" in said
         and "2 to 3: 100.0%" in said
     )
+
+
+@pytest.mark.parametrize("policy", ["ppo_clip", "behaviour_cloning", "distillation"])
+def test_no_group_is_left_out_of_a_run_whose_loss_reads_no_advantages(policy: str) -> None:
+    config = Config(loss=LossConfig(policy=policy))
+    used = audit.Setting.of(config).group_filter
+    assert used == (config.algorithm.group_filter if policy == "ppo_clip" else "none")
+    assert config.algorithm.group_filter != "none"
 
 
 def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:
