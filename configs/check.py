@@ -188,6 +188,11 @@ def _checked_environments(config: Config) -> list[Config]:
                     raise ConfigError(f"{key}.weight={value} must be above 0; or leave {name} out")
             elif part in SECTIONS and isinstance(value, dict):
                 _check_section(f"{key}.{part}", value, section=part)
+            elif part in SECTIONS:
+                raise ConfigError(
+                    f"{key}.{part}={value} is no section; write its settings, for example "
+                    f"{key}.env.name={value if part == 'env' else 'sokoban'}"
+                )
             else:
                 raise ConfigError(f"{key}.{part} is none of weight, env and prompt")
         template = given.get("prompt", {}).get("template", "think")

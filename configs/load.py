@@ -397,6 +397,14 @@ def _check_keys(settings: DictConfig) -> None:
             )
     for key in LIST_SETTINGS:
         check_is_list(key, OmegaConf.select(settings, key))
+    environments = settings.get("environments", DictConfig({}))
+    if not isinstance(environments, DictConfig) or not all(
+        isinstance(one, DictConfig) for one in environments.values()
+    ):
+        raise ConfigError(
+            "environments holds a section for each environment, under a name of your own: "
+            "environments={rooms: {weight: 1, env: {name: sokoban}}}"
+        )
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
