@@ -1,5 +1,5 @@
 """Who is named for waiting, and what is written of who left. The rest of supervision is in
-test_heartbeat.py.
+tests/coordinator/test_heartbeats.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_a_long_learner_step_is_named_but_not_each_where_all_are_long() -> None:
 
 
 def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> None:
-    table_of = SimpleNamespace(config=configs.Config(), title="training", figures=lambda status: [])
+    table_of = SimpleNamespace(config=configs.Config(), title="training")
 
     def shown(**components: Component) -> str:
         output = StringIO()
