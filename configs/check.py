@@ -610,10 +610,10 @@ def _check_endpoint(config: Config) -> None:
 
 def _check_url(key: str, url: str) -> None:
     if "@" in url:  # a password would be written into the run directory
-        own = ", and name a variable with the key: endpoint.api_key_env"
-        raise ConfigError(
-            f"{key} has a name or password in it; leave them out{own * (key == 'endpoint.url')}"
-        )
+        remedy = "leave them out"
+        if key == "endpoint.url":
+            remedy += ", and name a variable with the key: endpoint.api_key_env"
+        raise ConfigError(f"{key} has a name or password in it; {remedy}")
     if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
         raise ConfigError(f"{key}={url!r} is no URL like http://localhost:8000/v1")
 

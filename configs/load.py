@@ -51,8 +51,8 @@ PARSE_ERRORS = (
 )
 # TypeError: a list where a section is wanted
 MERGE_ERRORS = (OmegaConfBaseException, TypeError)
-# Settings that may change between two starts of one run, besides `alarms` and `supervision`:
-# place, devices, end, deadlines and retention. Any other change would make it another run.
+# Settings that may change between two starts of one run, besides `alarms` and `supervision`. Any
+# other change would make it another run.
 MAY_CHANGE = {
     "run_dir",
     "trackers",

@@ -213,7 +213,8 @@ class LossConfig:
 class CriticConfig:
     """Set the network that values states, for the estimators turn_ppo and ppo.
 
-    Everything else is as in `learner`: its optimizer, its updates and their rows, its devices.
+    Its learning rate is constant. Everything else is as in `learner`: its optimizer, its updates
+    and their rows, its devices.
     """
 
     # a Hugging Face directory with the policy's tokenizer, such as a smaller model of its family;
@@ -230,10 +231,11 @@ class CriticConfig:
 class LearnerConfig:
     steps: int = 100  # learner steps of the run
     groups_per_step: int = 8  # groups of one batch
-    learning_rate: float = 1e-6  # at its highest, after the warm-up
-    # "constant", or "linear": down to a tenth at the last step; both after the warm-up
+    learning_rate: float = 1e-6  # of both schedules at full height
+    # "constant", or "linear": from the first update down to a tenth at the last one
     schedule: str = "constant"
-    warmup_updates: int = 0  # optimizer updates until the full learning rate
+    # optimizer updates that multiply the schedule by a factor that rises to 1
+    warmup_updates: int = 0
     # optimizer updates per learner step, on parts of its rows of equal size
     updates_per_step: int = 1
     # rows (steps) per optimizer update, as verl's mini-batches; the last update of a learner step
@@ -259,7 +261,7 @@ class LearnerConfig:
     # on a GPU, only operations that give the same bits every time, which are slower; replay then
     # compares bit for bit, as it always does on a CPU
     deterministic: bool = False
-    # learner steps whose checkpoints are never removed; 0: the newest two are kept only
+    # the checkpoint of every so many learner steps is never removed; 0 keeps only the newest two
     keep_every: int = 0
     # newest published weights to keep on disk; a checkpoint has a copy of its own
     keep_versions: int = 4

@@ -169,11 +169,6 @@ class Counts:
     trajectories: int
     steps: int
 
-    @property
-    def outstanding(self) -> int:
-        """Return the groups handed out and not yet trained on. Admission bounds them."""
-        return self.open + self.complete + self.claimed
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuccessRate:

@@ -20,7 +20,6 @@ from gigpo import (
     advantages_macro,
     anchor_size_histogram,
     compute_advantages,
-    singleton_fraction,
     step_variance_share,
 )
 from tests.support.gigpo_samples import column, episode, settings, table, uid
@@ -389,7 +388,6 @@ def test_table_diagnostics():
     )
     got = compute_advantages(steps, settings())
     assert anchor_size_histogram(got) == {1: 4, 3: 3}
-    assert singleton_fraction(got) == pytest.approx(4 / 7)
     assert set(ESTIMATORS) - set(WITHOUT_STEP_TERM) - set(WITH_CRITIC) == {
         "gigpo",
         "hgpo",
