@@ -25,7 +25,7 @@ from printable import did_you_mean, one_line
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-# What stands below them is not ours; configs/check.py looks at `environments`.
+# The keys below these are not ours. configs/check.py checks `environments`.
 FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
 # Settings of older versions, and what holds now.
 REMOVED = {

@@ -54,7 +54,7 @@ class PromptConfig:
     # where the action stands in a response: "tags", "upstream" (as in the authors' code), "text"
     # (the whole response)
     parser: str = "tags"
-    # which actions are invalid: "form" (the parser finds none, as in the paper), "environment"
+    # invalid actions: "form" (the parser finds none, as in the paper), "environment"
     # (also truncated responses and actions that the environment does not understand),
     # "admissible" (also actions that are not in the environment's list)
     invalid: str = "environment"
@@ -153,14 +153,14 @@ class AlgorithmConfig:
     # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo, graphgpo, g2po and gagpo
     normalise: str = "mean_std"
     invalid_penalty: float = 0.1  # subtracted from the return and the score of an invalid step
-    # which groups are trained on: those whose "advantages" are not all 0, whose "rewards" differ
+    # groups to train on: those whose "advantages" are not all 0, whose "rewards" differ
     # (penalties ignored), whose "returns" differ (undiscounted, penalties ignored; DAPO), or all
     # of them with "none" (as in the authors' code)
     group_filter: str = "advantages"
     # at most so many more groups are claimed for a batch, in place of those that the filter leaves
     # out; 0 trains on smaller batches
     refill_groups: int = 0
-    # which steps share a state: equal "state", "state_and_actions" (admissible actions too),
+    # steps that share a state: equal "state", "state_and_actions" (admissible actions too),
     # equal "suffix" of states, "similar" texts, "similar_greedy" (as in the authors' code)
     anchor: str = "state"
 
@@ -384,7 +384,7 @@ class Config:
     # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group.
     # Or files of chats to clone, .jsonl or .parquet
     source: list[str] = field(default_factory=list)
-    # who shows the metrics: any of "tensorboard", "wandb", "trackio", "mlflow"
+    # where the metrics are shown: any of "tensorboard", "wandb", "trackio", "mlflow"
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     metrics_port: int = 0  # for Prometheus, on 127.0.0.1; 0 for none
     env: EnvConfig = field(default_factory=EnvConfig)

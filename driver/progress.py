@@ -1,4 +1,4 @@
-"""Progress on the screen: a live table in a terminal, a line now and then elsewhere, and notices.
+"""Show progress on the screen: a live table in a terminal, some lines elsewhere, and notices.
 
 While processes start or stop there are no figures; `said_while` shows what is waited for.
 """

@@ -1,4 +1,4 @@
-"""From a claimed batch of groups to tensors: read, verify, compute advantages, select, pack.
+"""Turn a claimed batch of groups into tensors: read, verify, compute advantages, select, pack.
 
     batch = loader.claim(7)
     prepared = prepare_batch(loader, batch, version=7, learner_step=8, more=None)

@@ -1,4 +1,4 @@
-"""Figures of an optimizer update, and those of a learner step under their names in the store.
+"""Compute the figures of an optimizer update, and name those of a learner step for the store.
 
     passes = [Pass(loss=..., values_6N=token_values(...)), ...]    # this rank's micro-batches
     everyone = gathered(passes, batches, ranks=2)                  # all, on every rank

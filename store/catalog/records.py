@@ -1,4 +1,4 @@
-"""The types that the catalog takes and returns. They cross process borders, so all are frozen."""
+"""Define the types that the catalog takes and returns. They cross processes, so all are frozen."""
 
 from __future__ import annotations
 

@@ -139,8 +139,9 @@ def test_two_settings_stand_side_by_side(
 def test_what_is_whitened_is_so_over_each_batch_that_was_trained_on(
     run: Path, tmp_path: Path, estimator: str, steps_per_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the run did; groups that no batch has had apart, held-out ones not at all. However little
-    is read at once.
+    """Whiten the groups of each batch together, and those without a batch apart from the others.
+
+    Held-out groups are left out. The number of steps that are read at once changes nothing.
     """
     monkeypatch.setattr(audit, "STEPS_PER_READ", steps_per_read)
     rows = rows_of(run, tmp_path, f"estimator={estimator}", "--against")

@@ -1,5 +1,6 @@
-"""Who is named for waiting, and what is written of who left. The rest of supervision is in
-tests/coordinator/test_heartbeats.py.
+"""Test which waits the driver names, and how a component that left is recorded.
+
+tests/coordinator/test_heartbeats.py tests the rest of supervision.
 """
 
 from __future__ import annotations

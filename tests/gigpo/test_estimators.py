@@ -45,7 +45,7 @@ def test_rloo_is_compared_with_the_others():
     assert column(steps, "advantage", estimator="rloo") == pytest.approx(
         [6.02, 6.02, 5.9, -5.98, -5.98, -5.98]
     )
-    # Of trajectories: the other one's mean, 0; and for B the mean of A's rows, 9.9666...
+    # Over trajectories: the other one's mean, 0; and for B the mean of A's rows, 9.9666...
     others = [10, 10, 9.9, *[-(29.9 / 3)] * 3]
     assert column(steps, "advantage", estimator="rloo", weighting="trajectories") == pytest.approx(
         others

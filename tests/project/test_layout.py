@@ -1,4 +1,4 @@
-"""Who may import whom: the table of CONTRIBUTING.md, against sources that are read and not run."""
+"""Check the sources against the table of CONTRIBUTING.md that says who may import whom."""
 
 from __future__ import annotations
 

@@ -415,7 +415,7 @@ class StoreMachine(RuleBasedStateMachine):
             for trajectory in meta.trajectories if allowed else ():
                 self.model.groups[trajectory.group_uid].expired.add(trajectory.member)
 
-    # What holds after every rule.
+    # Invariants: they hold after every rule.
 
     def live(self) -> tuple[SegmentMeta, ...]:
         return self.catalog.segment_metas(
