@@ -8,6 +8,7 @@ derived.py          live, offline and replayed groups, workers, GPUs and updates
 plan.py             placement, memory and disk of a run
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
+model_server.py     a model server that is not trusted: what it is sent, and a bounded answer
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
 """
 
@@ -54,6 +55,7 @@ from configs.model_directory import (
     model_type,
     weight_indexes,
 )
+from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import (
     BUCKET_ELEMENTS,
@@ -86,6 +88,7 @@ __all__ = [
     "GIB",
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
+    "MAX_ANSWER_BYTES",
     "SAFE_LOADING",
     "VISION_MODEL_TYPES",
     "WITH_STEP_TERM",
@@ -106,6 +109,7 @@ __all__ = [
     "TasksConfig",
     "TinyModelConfig",
     "as_yaml",
+    "bound_answer",
     "check",
     "check_is_list",
     "check_model_directory",
@@ -129,6 +133,7 @@ __all__ = [
     "has_effect",
     "is_offline",
     "is_served",
+    "json_of",
     "load",
     "load_safely",
     "load_saved",
@@ -136,7 +141,9 @@ __all__ = [
     "model_type",
     "most_updates",
     "n_workers",
+    "own_headers",
     "parse_saved",
+    "quoted",
     "rank_bytes",
     "replayed_groups",
     "used_group_filter",
