@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What a terminal obeys: C0 and C1 controls, marks that change the direction of text, line and
-# paragraph separators, and halves of characters, which cannot be encoded.
+# Characters that a terminal obeys: C0 and C1 controls, marks that change the direction of text,
+# line and paragraph separators, and halves of characters, which cannot be encoded.
 OBEYED = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-# What is not seen: two names that look the same would differ, and a name could hide a text. These
-# are the soft hyphen, the grapheme joiner, fillers of Hangul, vowels of Khmer, the Mongolian vowel
-# separator, the zero width space, the word joiner with invisible operators, deprecated formats, the
-# byte order mark, annotations, formats of shorthand and of music, tags and the selectors after
-# them, which can spell a text.
+# Invisible characters: two names that look the same would differ, and a name could hide a text.
+# These are the soft hyphen, the grapheme joiner, fillers of Hangul, vowels of Khmer, the Mongolian
+# vowel separator, the zero width space, the word joiner with invisible operators, deprecated
+# formats, the byte order mark, annotations, formats of shorthand and of music, tags and the
+# selectors after them, which can spell a text.
 # The joiners U+200C and U+200D and the selectors U+FE00 to U+FE0F stay: emoji and the scripts of
 # Persian and of India are written with them.
 HIDDEN = (

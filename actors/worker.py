@@ -150,7 +150,7 @@ class Worker:
                 task.cancel()
 
     async def engine_metrics(self) -> list[Any]:
-        """Return vLLM's own figures, as Prometheus names them. None without an engine."""
+        """Return vLLM's own figures, as Prometheus names them. An empty list without an engine."""
         return prometheus_figures() if self.engine is not None else []
 
     async def stop(self) -> None:

@@ -14,7 +14,6 @@ model_directory.py  the directory of the model that a run starts from
 from configs.check import (
     HEAD_SIZE,
     WITH_STEP_TERM,
-    WITHOUT_ADVANTAGES,
     ConfigError,
     check,
     check_is_list,
@@ -34,6 +33,7 @@ from configs.derived import (
     most_updates,
     n_workers,
     replayed_groups,
+    used_group_filter,
 )
 from configs.load import (
     as_yaml,
@@ -88,7 +88,6 @@ __all__ = [
     "KEPT_CHECKPOINTS",
     "SAFE_LOADING",
     "VISION_MODEL_TYPES",
-    "WITHOUT_ADVANTAGES",
     "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
@@ -140,6 +139,7 @@ __all__ = [
     "parse_saved",
     "rank_bytes",
     "replayed_groups",
+    "used_group_filter",
     "weight_indexes",
     "without_model",
 ]

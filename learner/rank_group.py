@@ -1,4 +1,4 @@
-"""The ranks of the learner: one engine in this process, the others in Ray actors.
+"""Run the ranks of the learner: one engine in this process, the others in Ray actors.
 
     ranks = RankGroup(config, model_path="runs/default/base")   # starts learner.ranks - 1 actors
     stats = ranks.train(updates)

@@ -112,6 +112,9 @@ class PromptForm:
 
     def _parse(self, token_ids: tuple[int, ...]) -> Answer:
         parser = self.config.parser
+        if token_ids[-1:] == (self.tokenizer.eos_token_id,):  # ends the reply, and is no part of it
+            token_ids = token_ids[:-1]
+        # The tags are special tokens in some vocabularies.
         text = self.tokenizer.decode(token_ids, skip_special_tokens=parser != "tags")
         return parse_action(text, template=self.template, parser=parser, opening=self._chat.opening)
 

@@ -1,4 +1,4 @@
-"""A panel: a query, how its answer is shown, and one sentence that a newcomer understands.
+"""Define a panel: a query, the way to show its answer, and one sentence for a newcomer.
 
     Panel(
         title="Staleness",

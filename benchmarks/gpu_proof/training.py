@@ -19,7 +19,7 @@ from gpu_proof.engines import copied_weights, distance, make_engine
 from gpu_proof.models import free_memory, make_batches
 from gpu_proof.shapes import Proof
 
-# Of the length of one update, on a GPU; a CPU must give 0.
+# Largest difference on a GPU, as a share of one update's length. A CPU must give 0.
 SAME_UPDATE = 0.1
 UPDATES = 2  # before the checkpoint
 

@@ -78,7 +78,7 @@ def _loop(base: Path, *, steps: int, directory: Path) -> dict[str, float]:
         patch.object(Reply, "get", lambda reply, **patience: reply.reference),
     ):
         setup = LearnerSetup(config=config, model_path=str(base))
-        learner = Learner(setup, handle, stopping=threading.Event())  # type: ignore[arg-type]
+        learner = Learner(setup, handle, stopping=threading.Event())
         learner.run()
         before = _at_once(learner, directory)
         learner.close()

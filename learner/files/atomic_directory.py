@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all: published weights, checkpoints, adapters, exports.
+"""Write directories that appear whole or not at all: weights, checkpoints, adapters, exports.
 
     with atomic_directory(Path("checkpoints/step000008")) as unfinished:
         (unfinished / "model.safetensors").write_bytes(data)

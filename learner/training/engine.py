@@ -1,4 +1,4 @@
-"""DeepSpeed around one policy: forward pass, loss, gradient, optimizer update.
+"""Train one policy with DeepSpeed: forward pass, loss, gradient, optimizer update.
 
     engine = Engine(
         model_path=base, model=config.model, learner=config.learner, loss=config.loss,

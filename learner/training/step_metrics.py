@@ -1,4 +1,4 @@
-"""Figures of an optimizer update, and those of a learner step under their names in the store.
+"""Compute the figures of an optimizer update, and name those of a learner step for the store.
 
     passes = [Pass(loss=..., values_6N=token_values(...)), ...]    # this rank's micro-batches
     everyone = gathered(passes, batches, ranks=2)                  # all, on every rank
@@ -24,7 +24,6 @@ from gigpo import (
     Terms,
     Tokens,
     anchor_size_shares,
-    singleton_fraction,
     step_variance_share,
     token_diagnostics,
 )
@@ -208,7 +207,6 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
         "groups/filtered": float(len(batch.filtered)),
         "groups/trained": float(len(batch.batch.groups) - len(batch.filtered)),
         "groups/offline": float(len(batch.batch.groups) - len(live)),
-        "anchor/singleton_fraction": singleton_fraction(batch.rows),
         "anchor/step_variance_share": step_variance_share(batch.rows),
     }
     for name, share in anchor_size_shares(batch.rows).items():

@@ -196,7 +196,7 @@ def test_offloaded_updates_are_the_same_also_after_a_bad_one(
             (away, away_weights, n_away, kept_away, _),
         ) = (found[f"offload {stage} {dtype} {offload}"] for offload in (False, True))
         assert n_here == n_away == 2 and kept_here and kept_away
-        # What is left of a bad gradient would make the next one bad too, or larger than at another
+        # A remainder of the bad gradient would make the next one bad too, or larger than at another
         # stage.
         assert here[2].grad_norm == pytest.approx(
             spread[0]["offload 1 float32 False"][0][2].grad_norm, rel=0.02

@@ -37,7 +37,7 @@ def make_base(path: Path, *, seed: int = 0) -> Path:
 
 
 def random_rows(n_rows: int = 8, *, seed: int = 0) -> pa.Table:
-    """Of one step each, none longer than CUT."""
+    """Return random rows of trajectories with one step each, none longer than CUT."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(low: int, high: int) -> list[int]:

@@ -120,7 +120,7 @@ def train_until_killed(run: Path, gap_name: str, max_staleness: int) -> None:
     ranks = type("RankGroup", (Ranks,), {"stats": train, "gap": gap})
     monkeypatch.setattr("learner.learner.RankGroup", ranks)
     setup = LearnerSetup(config=config, model_path="unused")
-    Learner(setup, handle, stopping=threading.Event()).run()  # type: ignore[arg-type]
+    Learner(setup, handle, stopping=threading.Event()).run()
 
 
 def main() -> None:
