@@ -56,6 +56,8 @@ def describe_plan(config: Config) -> str:
         f"  each engine  {_engine_line(config, billions)}",
         f"  each rank    {rank_gib:.1f} GiB {gradients}; activations on top, "
         f"for micro-batches of {learner.micro_batch_tokens} tokens",
+        f"  copies       {copies_bytes(config) / GIB:.1f} GiB of main memory on rank 0, of what is "
+        "written while it trains",
         "disk (run_dir)",
         f"  checkpoints  {_n_checkpoints(config)} x {_checkpoint_bytes(config) / GIB:.1f} GiB",
         f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; "
@@ -139,6 +141,11 @@ def _checkpoint_bytes(config: Config) -> float:
 
 def _version_bytes(config: Config) -> float:
     return model_billions(config) * 1e9 * BYTES[config.model.dtype]
+
+
+def copies_bytes(config: Config) -> float:
+    """Return the main memory of rank 0 for what is written behind a learner step."""
+    return _version_bytes(config) + _checkpoint_bytes(config) / config.learner.ranks
 
 
 def _count(gpus: float) -> str:
