@@ -13,6 +13,7 @@ EPILOG = """\b
 Examples:
   gigpo train configs/quickstart.yaml run_dir=runs/mine seed=1
   gigpo train configs/quickstart.yaml --dry-run
+  gigpo train configs/alfworld_qwen2.5_1.5b.yaml --dry-run --plan
   gigpo train --resume runs/mine learner.steps=200
   gigpo train --resume s3://bucket/run
   gigpo train --fork runs/mine@20 run_dir=runs/gentler learner.learning_rate=1e-4
@@ -44,6 +45,11 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Show what a start would do, and start nothing.")
 @all_option
+@click.option(
+    "--plan",
+    is_flag=True,
+    help="With --dry-run: estimate memory of each GPU, tokens/s, and what will wait for what.",
+)
 @trust_option
 def train(
     *,
@@ -55,6 +61,7 @@ def train(
     as_json: bool,
     dry_run: bool,
     all_settings: bool,
+    plan: bool,
     trust: bool,
 ) -> None:
     """Train an agent, or go on with a run.
@@ -67,6 +74,8 @@ def train(
         raise click.UsageError(NEEDS)
     if all_settings and not dry_run:
         raise click.UsageError(ALL_NEEDS)
+    if plan and not dry_run:
+        raise click.UsageError("--plan starts nothing; give it with --dry-run")
     if resume and fork:
         raise click.UsageError("--resume and --fork exclude each other; give one of them")
     if quiet and as_json:
@@ -99,6 +108,6 @@ def train(
         assert config is not None
         resolved = driver.settings_to_train(config, settings, trusts=trust)
     if dry_run:
-        driver.dry_run(resolved, screen, all_settings=all_settings)
+        driver.dry_run(resolved, screen, all_settings=all_settings, estimates=plan)
     else:
         driver.train(resolved, screen, fork_of=fork or "")

@@ -100,11 +100,12 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def dry_run(config: Config, screen: Screen, *, all_settings: bool) -> None:
+def dry_run(config: Config, screen: Screen, *, all_settings: bool, estimates: bool) -> None:
     """Show what `train` would do and what is missing on this machine. Make nothing.
 
-    Show the settings that differ from the defaults, or all of them if `all_settings`. Raise the
-    errors of `train`, as far as they are known here.
+    Show the settings that differ from the defaults, or all of them if `all_settings`. If
+    `estimates`, show how fast the run would be. Raise the errors of `train`, as far as they are
+    known here.
     """
     console = screen.console
     config, missing, needs = try_model(config)
@@ -113,6 +114,8 @@ def dry_run(config: Config, screen: Screen, *, all_settings: bool) -> None:
         offline_sources.check_vocabularies(config)
     settings = configs.as_yaml(config) if all_settings else configs.differences(config)
     console.print(settings + configs.describe_plan(config))
+    if estimates:
+        console.print(configs.describe_estimate(config))
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)
