@@ -146,7 +146,7 @@ def version_bytes(config: Config) -> float:
 
 def copies_bytes(config: Config) -> float:
     """Return the main memory of rank 0 for what is written behind a learner step."""
-    return _version_bytes(config) + _checkpoint_bytes(config) / config.learner.ranks
+    return version_bytes(config) + checkpoint_bytes(config) / config.learner.ranks
 
 
 def _count(gpus: float) -> str:

@@ -66,7 +66,9 @@ async def _play(
             )
         action = observation.demonstrated or draw.choice(observation.actions)
         message = _message(config.prompt, template, observation=observation, history=history)
-        texts.append(message[:MAX_CHARACTERS] + answer_text(template, action, parser=config.prompt.parser))
+        texts.append(
+            message[:MAX_CHARACTERS] + answer_text(template, action, parser=config.prompt.parser)
+        )
         history.append(Turn(observation=observation.text, action=action))
         transition = await environment.step(action)
         observation, over = transition.observation, transition.terminated or transition.truncated
