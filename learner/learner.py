@@ -19,7 +19,12 @@ from ray.actor import ActorHandle
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline
 from coordinator import CoordinatorClient, Heartbeat
 from gigpo import prepare_advantages
-from learner.checkpoint import CheckpointError, kept_checkpoints, prune_checkpoints
+from learner.checkpoint import (
+    CheckpointError,
+    kept_checkpoints,
+    prune_checkpoints,
+    read_content,
+)
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
 from learner.files.atomic_directory import prune_oldest, sync_whole
@@ -55,6 +60,7 @@ from store import (
     local_model,
     prune_published,
     publish_directory,
+    remove_copy,
     weight_files,
 )
 
@@ -204,6 +210,8 @@ class Learner:
     def _load_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Load a checkpoint, fetched first if it is only in the storage. Raises CheckpointError."""
         try:
+            if not self._is_here(checkpoint):
+                remove_copy(self.layout, checkpoint.path)
             directory = local_directory(self.layout, checkpoint.path)
         except UnavailableError:
             raise
@@ -217,6 +225,17 @@ class Learner:
                 f"{directory} has the weights of version {point.version}, the catalog says "
                 f"{checkpoint.version}; use an older checkpoint"
             )
+
+    def _is_here(self, checkpoint: CheckpointRecord) -> bool:
+        """Return whether the checkpoint on this node is the one that the catalog names.
+
+        A learner that was on this node before, and then on another, left an older one of its name.
+        """
+        try:
+            there = read_content(self.layout.root / checkpoint.path)
+        except CheckpointError:
+            return False
+        return there.point.version == checkpoint.version
 
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()

@@ -27,6 +27,7 @@ from .errors import LockedError as LockedError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
 from .exchange.bring import bring_run as bring_run
+from .exchange.bring import has_begun as has_begun
 from .exchange.bring import is_brought as is_brought
 from .exchange.bring import is_uri as is_uri
 from .exchange.bring import run_at as run_at
@@ -99,6 +100,7 @@ from .remote_directory import local_directory as local_directory
 from .remote_directory import local_model as local_model
 from .remote_directory import prune_published as prune_published
 from .remote_directory import publish_directory as publish_directory
+from .remote_directory import remove_copy as remove_copy
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment

@@ -335,11 +335,15 @@ def test_batches_without_a_signal_in_a_row_are_counted_across_a_restart(
     again.coordinator.close()
 
 
-@pytest.mark.parametrize(("uploaded", "step"), [("whole", 2), ("half", 1), ("another", 1)])
+@pytest.mark.parametrize(
+    ("uploaded", "step"), [("whole", 2), ("half", 1), ("another", 1), ("older one here", 2)]
+)
 def test_a_learner_whose_disk_is_lost_goes_on_from_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploaded: str, step: int
 ) -> None:
-    """From the newest checkpoint that is whole there, and that the catalog's backup knows."""
+    """From the newest checkpoint that is whole there, and that the catalog's backup knows. One of
+    its name that is on this disk, from another way there, is replaced.
+    """
     run, uri = tmp_path / "run", (tmp_path / "storage").as_uri()
     config = make_config(run, max_staleness=0, steps=3, checkpoint_every=1, keep_versions=2)
     layout = RunLayout.create(run, config_yaml=configs.as_yaml(config), storage_uri=uri)
@@ -363,6 +367,10 @@ def test_a_learner_whose_disk_is_lost_goes_on_from_the_storage(
         layout.storage.write("checkpoints/step000002/point.json", other)
     shutil.rmtree(run)
     bring_run(uri, run, trusts=False)
+    if uploaded == "older one here":
+        here = layout.checkpoint_dir(2)
+        here.mkdir()
+        (here / "point.json").write_bytes(point.replace(b'"version": 2', b'"version": 7'))
     again = Loop(monkeypatch, config)
     assert f"continues at learner step {step} as version 3" in again.learner.restored
     assert again.learner.run() == 3
