@@ -15,7 +15,6 @@ model_directory.py  the directory of the model that a run starts from
 from configs.check import (
     HEAD_SIZE,
     WITH_STEP_TERM,
-    WITHOUT_ADVANTAGES,
     ConfigError,
     check,
     check_is_list,
@@ -35,6 +34,7 @@ from configs.derived import (
     most_updates,
     n_workers,
     replayed_groups,
+    used_group_filter,
 )
 from configs.estimate import describe_estimate
 from configs.load import (
@@ -90,7 +90,6 @@ __all__ = [
     "KEPT_CHECKPOINTS",
     "SAFE_LOADING",
     "VISION_MODEL_TYPES",
-    "WITHOUT_ADVANTAGES",
     "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
@@ -143,6 +142,7 @@ __all__ = [
     "parse_saved",
     "rank_bytes",
     "replayed_groups",
+    "used_group_filter",
     "weight_indexes",
     "without_model",
 ]

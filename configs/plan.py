@@ -56,6 +56,8 @@ def describe_plan(config: Config) -> str:
         f"  each engine  {_engine_line(config, billions)}",
         f"  each rank    {rank_gib:.1f} GiB {gradients}; activations on top, "
         f"for micro-batches of {learner.micro_batch_tokens} tokens",
+        f"  copies       {copies_bytes(config) / GIB:.1f} GiB of main memory on rank 0, of what is "
+        "written while it trains",
         "disk (run_dir)",
         f"  checkpoints  {_n_checkpoints(config)} x {checkpoint_bytes(config) / GIB:.1f} GiB",
         f"  weights      {_n_versions(config)} versions x {version_bytes(config) / GIB:.1f} GiB; "
@@ -140,6 +142,11 @@ def checkpoint_bytes(config: Config) -> float:
 def version_bytes(config: Config) -> float:
     """Return the size of published weights, which are whole also with adapters."""
     return model_billions(config) * 1e9 * BYTES[config.model.dtype]
+
+
+def copies_bytes(config: Config) -> float:
+    """Return the main memory of rank 0 for what is written behind a learner step."""
+    return version_bytes(config) + checkpoint_bytes(config) / config.learner.ranks
 
 
 def _count(gpus: float) -> str:

@@ -1,4 +1,4 @@
-"""Settings of a run that goes on, and of a fork; making the fork.
+"""Load the settings of a run that goes on, and of a fork; make the fork.
 
     gigpo train --resume RUN [key=value ...]
     gigpo train --resume s3://bucket/run [run_dir=DIR] [key=value ...]

@@ -100,6 +100,7 @@ from .remote_directory import local_directory as local_directory
 from .remote_directory import local_model as local_model
 from .remote_directory import prune_published as prune_published
 from .remote_directory import publish_directory as publish_directory
+from .remote_directory import remove_copy as remove_copy
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment

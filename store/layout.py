@@ -24,7 +24,8 @@ from store.untrusted import file_access as beneath
 from store.untrusted import json_values
 from store.untrusted.signatures import SIGNED, sign_run, state_directory
 
-# Of a run and of every file in it. A change that this version would misread needs another name.
+# Format of a run and of every file in it. A change that this version would misread needs another
+# name.
 FORMAT = "async-gigpo/2"
 # In a directory that is still being made from another run, or brought from a storage.
 UNFINISHED_FORK = "fork.unfinished"

@@ -102,6 +102,16 @@ def local_directory(layout: RunLayout, path: str) -> Path:
     return here
 
 
+def remove_copy(layout: RunLayout, path: str) -> None:
+    """Remove a directory of this machine that is whole in a remote storage.
+
+    `local_directory` then fetches it. Raises as that.
+    """
+    here = layout.root / checked_name(path, PUBLISHED_PATH, where=str(layout.catalog))
+    if is_published(layout, path):
+        remove_tree(here, root=layout.root)
+
+
 def local_model(layout: RunLayout, path: str) -> str:
     """Return the path of a model on this machine. The base policy of the run is fetched if need be.
 

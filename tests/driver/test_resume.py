@@ -45,7 +45,7 @@ from tests.support.store_damage import no_file_may_grow
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Of a run that was started: its model and its template are outside its directory."""
+    """Make a run, and return its config. Its model and template lie outside its directory."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(3 * resume.END_BYTES))
