@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -88,7 +87,8 @@ def bring(
     """
     given = [text for text in overrides if text.startswith("run_dir=")]
     others = [text for text in overrides if text not in given]
-    parts = urllib.parse.urlsplit(uri)
+    parts = store.split_uri(uri)
+    assert parts is not None, "it is no path"
     root = RUNS / (PurePosixPath(parts.path).name or parts.netloc)
     if given:
         root = Path(given[-1].removeprefix("run_dir="))
