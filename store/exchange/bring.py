@@ -38,7 +38,7 @@ from store.untrusted.file_access import (
     MAX_OPEN_SQL_BYTES,
     MAX_TEXT_BYTES,
 )
-from store.untrusted.signatures import SIGNED, add_signatures
+from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED, add_signatures
 from store.untrusted.trust import check_trusted, trust
 
 RUN_JSON = "run.json"
@@ -145,7 +145,7 @@ def _bring_small_files(storage: Storage, layout: RunLayout) -> RunLayout:
     """Write the run's settings and signatures into `layout`, and return it."""
     root = layout.root
     _, run_json = _read_run_json(storage)
-    signed = _small(storage, SIGNED)
+    signed = _small(storage, SIGNED, at_most=MAX_SIGNED_BYTES)
     if signed is not None:
         add_signatures(root, signed)
     for name in (CONFIG_FILE, OUTSIDE_FILE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -23,6 +24,7 @@ from store import (
     is_brought,
     local_directory,
     local_model,
+    made_by_this_user,
     open_run,
     publish_directory,
     run_at,
@@ -36,6 +38,7 @@ from store.layout import BASE_POLICY, UNFINISHED_FORK
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
 from store.remote_directory import has_directory, is_published, prune_published
+from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED
 from tests.support.store_runs import MERGE_TWO
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -372,6 +375,22 @@ def test_a_fork_that_was_cut_short_leaves_nothing_in_its_storage(
     assert {path.name for path in own.rglob("*.parquet")} == {
         Path(row).name for row in catalog_paths(made)
     }
+
+
+def test_signatures_of_a_storage_do_not_stay_if_they_are_no_signatures(
+    lost: RunLayout, tmp_path: Path, cache: Path
+) -> None:
+    """A larger signed.json here would be refused for ever, also when the storage is mended."""
+    good = lost.storage.read(SIGNED).to_pybytes()
+    many = [f"{i:04}" + "x" * MAX_SIGNED_BYTES for i in range(2)]
+    lost.storage.write(SIGNED, json.dumps({"signatures": many}).encode())
+    with pytest.raises(StoreError, match=r"signed.json has 2,\d+,\d+ bytes"):
+        run_at(uri_of(lost))
+    lost.storage.write(SIGNED, json.dumps({"signatures": ["x" * 900_000]}).encode())
+    assert not made_by_this_user(run_at(uri_of(lost)))
+    run_at.cache_clear()
+    lost.storage.write(SIGNED, good)
+    assert made_by_this_user(run_at(uri_of(lost)))
 
 
 def test_groups_are_taken_from_a_uri(lost: RunLayout, tmp_path: Path, cache: Path) -> None:
