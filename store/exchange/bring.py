@@ -54,7 +54,8 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
     """Make the directory `root`, in which the run at `uri` goes on. Say what was recovered.
 
     `root` must be empty, or not there. `trusts` counts the run as this user's. Raises StoreError,
-    for a stranger's run too; nothing is left at `root` then, and the run stays where it was.
+    for a stranger's run too; nothing is left at `root` then, and the run stays where it was, if the
+    storage still answers.
     """
     storage = open_storage(uri)
     info, _ = _read_run_json(storage)
@@ -71,10 +72,10 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
         for directory in (layout.segments, layout.exports, layout.weights, layout.checkpoints):
             make_directory(directory, beneath=root)
         make_directory(layout.logs, beneath=root)
-        home.take(root, storage)
-        report = rebuild(layout, only_new=True)
         if has_directory(layout, BASE_POLICY):
             local_directory(layout, BASE_POLICY)
+        with home.taken(root, storage):
+            report = rebuild(layout, only_new=True)
     except BaseException:
         with suppress(OSError, StoreError):
             _empty(root)
@@ -132,11 +133,11 @@ def _read_run_json(storage: Storage) -> tuple[RunInfo, bytes]:
     except StoreError as error:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
     info = parse_run_json(data, name=name)
-    recorded = open_storage(info.storage_uri).locate("") if info.storage_uri else "its directory"
-    if recorded != storage.locate(""):
+    uri = info.storage_uri
+    if not uri or open_storage(uri).locate("") != storage.locate(""):
         raise FormatError(
-            f"{name} is of a run whose files are in {recorded}; give that, or read this copy: "
-            "gigpo fetch URI DIR"
+            f"{name} is of a run whose files are in {uri or 'its directory'}; give that, or read "
+            "this copy: gigpo fetch URI DIR"
         )
     return info, data
 

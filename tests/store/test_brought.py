@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,6 +219,34 @@ def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> 
     Catalog.open(lost).close()
     with pytest.raises(FencedError):
         Catalog.open(RunLayout.open(root))
+
+
+@pytest.mark.parametrize(
+    "moment", ["store.home.take", "store.maintenance.rebuild._replace_catalog"]
+)
+@pytest.mark.parametrize("has_home", [True, False])
+def test_a_run_that_could_not_be_brought_stays_where_it_was(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, has_home: bool
+) -> None:
+    """Ctrl-C while the home is taken, or when the catalog is written. A full disk is the same."""
+    if not has_home:  # as of a run that was made before there were homes
+        lost.storage.remove(home.HOME)
+    take = home.take
+
+    def interrupted(*given: Any, **_: object) -> None:
+        if moment == "store.home.take":
+            take(*given)
+        uri = re.escape(uri_of(lost))
+        with pytest.raises(FencedError, match=f"goes on there.*--resume {uri} run_dir=NEW"):
+            lost.check_home()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    assert not (tmp_path / "new").exists()
+    Catalog.open(lost).close()
+    assert lost.storage.exists(home.HOME) is has_home
 
 
 def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(
