@@ -26,6 +26,7 @@ from .errors import FormatError as FormatError
 from .errors import LockedError as LockedError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
+from .exchange.bring import bring_catalog as bring_catalog
 from .exchange.bring import bring_run as bring_run
 from .exchange.bring import is_brought as is_brought
 from .exchange.bring import is_uri as is_uri
