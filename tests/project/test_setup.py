@@ -129,7 +129,9 @@ def test_set_up_checks_before_it_installs_anything(
     assert ("driver is 470.1" in done.stderr) == checked and ("makes " in done.stderr) != checked
 
 
-@pytest.mark.parametrize("target", ["test", "test-slow", "test-faults", "test-crash", "bench"])
+@pytest.mark.parametrize(
+    "target", ["test", "test-slow", "test-faults", "test-cluster", "test-crash", "bench"]
+)
 def test_on_a_gpu_machine_tests_and_benchmarks_have_the_cpu_build(
     target: str, machine: Machine
 ) -> None:
