@@ -150,7 +150,7 @@ class Worker:
                 task.cancel()
 
     async def engine_metrics(self) -> list[Any]:
-        """Return vLLM's own figures, as Prometheus names them. None without an engine."""
+        """Return vLLM's own figures, as Prometheus names them. An empty list without an engine."""
         return prometheus_figures() if self.engine is not None else []
 
     async def stop(self) -> None:
@@ -224,6 +224,7 @@ class Worker:
             self.engine,
             layout,
             newest=self.coordinator.newest_version,
+            is_written=self.coordinator.is_written,
             record=self.coordinator.record,
             update_lock=self.coordinator.weight_update if is_async else nullcontext,
             rendezvous=self.coordinator.rendezvous if is_broadcast else None,

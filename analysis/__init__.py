@@ -21,7 +21,7 @@ from analysis.audit import (
 from analysis.bias.report import BiasReport, Comparison, bias_report
 from analysis.evaluation_stats import show_evaluation, show_evaluation_comparison
 from analysis.report import is_finished, show_report, trained_to
-from analysis.run_status import duration, progress_lines
+from analysis.run_status import duration, progress_lines, success_metric
 from analysis.setting_comparison import plot_settings
 from analysis.speed_limit import speed_limit
 from analysis.view import serve_view, write_report_file
@@ -45,6 +45,7 @@ __all__ = [
     "show_evaluation_comparison",
     "show_report",
     "speed_limit",
+    "success_metric",
     "trained_to",
     "write_report_file",
 ]

@@ -65,7 +65,7 @@ READ = """FROM (
         WHERE batch_state = 'trained' AND live {uses}
     ) AS l USING (group_uid){values}
 )"""
-# Only steps that were trained on have a critic's value.
+# Only steps of trained batches have a critic's value.
 VALUES = """
     JOIN critic_values AS v
         ON v.batch_id = l.batch_id AND v.traj_uid = s.traj_uid AND v.step_index = s.step_index"""
@@ -86,8 +86,10 @@ class Setting:
     @classmethod
     def of(cls, config: Config) -> Setting:
         """Return the part of a config that an audit looks at."""
-        algorithm = config.algorithm
-        return cls(advantages=AdvantageSettings.of(algorithm), group_filter=algorithm.group_filter)
+        return cls(
+            advantages=AdvantageSettings.of(config.algorithm),
+            group_filter=configs.used_group_filter(config),
+        )
 
     def fields(self) -> dict[str, Any]:
         """Return all settings by name."""

@@ -39,7 +39,7 @@ CHANGE_KINDS = (
     "as good as the same",
 )
 UNCHANGED = len(CHANGE_KINDS) - 1
-# of all kinds but UNCHANGED; colour-blind readers can tell them apart
+# One for each kind but UNCHANGED. Colour-blind readers can tell them apart.
 COLOURS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00")
 NO_BATCH = "in no batch"
 

@@ -217,7 +217,7 @@ def verified_read(store: Store, *, n_batches: int) -> dict[str, float]:
         batch = store.catalog.claim(n_groups=BATCH_GROUPS, current_version=0, max_staleness=0)
         assert batch is not None and len(batch.segments) == BATCH_GROUPS
         claimed = time.perf_counter()
-        rows = read_segments(store.layout, batch.segments)
+        rows = read_segments(store.layout, batch.segments, is_own=True)
         speeds.append(rows.nbytes / (time.perf_counter() - started) / 1e9)
         claims_s.append(claimed - started)
     return {

@@ -78,7 +78,7 @@ VISITS = 12  # of each page, of another group or task each time
 TOKEN = "benchmark"
 ARROW_QUERY = "SELECT traj_uid, step_index, obs_text, action_text, reward FROM steps LIMIT 200000"
 REQUIRED = {"first_page_ms": "< 1000", "p95_page_ms": "< 500", "training_slowdown": "< 0.02"}
-# Of the training that is slowed down:
+# The training that is slowed down:
 SMALL_STEPS = 4  # of an episode: its files stay small
 FILE_S = 2.0  # between two files: as the quick start, it makes a learner step a second
 UNIT_NUMBERS = 100_000  # a unit of work sorts so many: about a millisecond

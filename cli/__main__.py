@@ -1,4 +1,4 @@
-"""The `gigpo` program: `gigpo COMMAND ...`, or `python -m cli COMMAND ...` in a checkout.
+"""Run the `gigpo` program: `gigpo COMMAND ...`, or `python -m cli COMMAND ...` in a checkout.
 
 Exit status: 0 done, 1 a check found something, 2 an error, 3 an answer with files left out, 130
 interrupted. Every error that a user can mend is shown in one line.

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, and their checks."""
+"""Define the arguments and options that several commands share, and check them."""
 
 from __future__ import annotations
 

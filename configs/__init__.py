@@ -6,6 +6,7 @@ load.py             YAML files, `base` files and key=value overrides -> Config, 
 per_environment.py  the settings of each environment of a run
 derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
 plan.py             placement, memory and disk of a run
+estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
@@ -14,7 +15,6 @@ model_directory.py  the directory of the model that a run starts from
 from configs.check import (
     HEAD_SIZE,
     WITH_STEP_TERM,
-    WITHOUT_ADVANTAGES,
     ConfigError,
     check,
     check_is_list,
@@ -34,7 +34,9 @@ from configs.derived import (
     most_updates,
     n_workers,
     replayed_groups,
+    used_group_filter,
 )
+from configs.estimate import describe_estimate
 from configs.load import (
     as_yaml,
     differences,
@@ -88,7 +90,6 @@ __all__ = [
     "KEPT_CHECKPOINTS",
     "SAFE_LOADING",
     "VISION_MODEL_TYPES",
-    "WITHOUT_ADVANTAGES",
     "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
@@ -112,6 +113,7 @@ __all__ = [
     "check_model_directory",
     "check_model_path",
     "cloning_config",
+    "describe_estimate",
     "describe_plan",
     "describe_readers",
     "differences",
@@ -140,6 +142,7 @@ __all__ = [
     "parse_saved",
     "rank_bytes",
     "replayed_groups",
+    "used_group_filter",
     "weight_indexes",
     "without_model",
 ]

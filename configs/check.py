@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.derived import (
     WITH_CRITIC,
+    WITHOUT_ADVANTAGES,
     draws_by_weight,
     groups_of_a_step,
     has_critic,
@@ -104,7 +105,6 @@ TEMPLATES = (  # the files in actors/templates
     "think",
     "webshop",
 )
-WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 DR_GRPO = "sequence_mean_token_sum_norm"  # its aggregation
 HEAD_SIZE = 32  # of the tiny model; the smallest that vLLM has kernels for
 
@@ -188,6 +188,11 @@ def _checked_environments(config: Config) -> list[Config]:
                     raise ConfigError(f"{key}.weight={value} must be above 0; or leave {name} out")
             elif part in SECTIONS and isinstance(value, dict):
                 _check_section(f"{key}.{part}", value, section=part)
+            elif part in SECTIONS:
+                raise ConfigError(
+                    f"{key}.{part}={value} is no section; write its settings, for example "
+                    f"{key}.env.name={value if part == 'env' else 'sokoban'}"
+                )
             else:
                 raise ConfigError(f"{key}.{part} is none of weight, env and prompt")
         template = given.get("prompt", {}).get("template", "think")
@@ -605,10 +610,10 @@ def _check_endpoint(config: Config) -> None:
 
 def _check_url(key: str, url: str) -> None:
     if "@" in url:  # a password would be written into the run directory
-        own = ", and name a variable with the key: endpoint.api_key_env"
-        raise ConfigError(
-            f"{key} has a name or password in it; leave them out{own * (key == 'endpoint.url')}"
-        )
+        remedy = "leave them out"
+        if key == "endpoint.url":
+            remedy += ", and name a variable with the key: endpoint.api_key_env"
+        raise ConfigError(f"{key} has a name or password in it; {remedy}")
     if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
         raise ConfigError(f"{key}={url!r} is no URL like http://localhost:8000/v1")
 

@@ -13,11 +13,18 @@ SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1
 
 
 WITH_CRITIC = ("turn_ppo", "ppo")  # estimators
+WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 
 
 def has_critic(config: Config) -> bool:
     """Return whether the run trains a critic, whose values its advantages are computed from."""
     return config.algorithm.estimator in WITH_CRITIC
+
+
+def used_group_filter(config: Config) -> str:
+    """Return the filter of groups: "none", whatever is set, for a loss that reads no advantages."""
+    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
+    return config.algorithm.group_filter if reads_advantages else "none"
 
 
 def is_served(teacher: str) -> bool:

@@ -25,7 +25,7 @@ from printable import did_you_mean, one_line
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-# What stands below them is not ours; configs/check.py looks at `environments`.
+# The keys below these are not ours. configs/check.py checks `environments`.
 FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
 # Settings of older versions, and what holds now.
 REMOVED = {
@@ -51,8 +51,8 @@ PARSE_ERRORS = (
 )
 # TypeError: a list where a section is wanted
 MERGE_ERRORS = (OmegaConfBaseException, TypeError)
-# Settings that may change between two starts of one run, besides `alarms` and `supervision`:
-# place, devices, end, deadlines and retention. Any other change would make it another run.
+# Settings that may change between two starts of one run, besides `alarms` and `supervision`. Any
+# other change would make it another run.
 MAY_CHANGE = {
     "run_dir",
     "trackers",
@@ -397,6 +397,14 @@ def _check_keys(settings: DictConfig) -> None:
             )
     for key in LIST_SETTINGS:
         check_is_list(key, OmegaConf.select(settings, key))
+    environments = settings.get("environments", DictConfig({}))
+    if not isinstance(environments, DictConfig) or not all(
+        isinstance(one, DictConfig) for one in environments.values()
+    ):
+        raise ConfigError(
+            "environments holds a section for each environment, under a name of your own: "
+            "environments={rooms: {weight: 1, env: {name: sokoban}}}"
+        )
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[str]:

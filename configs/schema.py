@@ -54,7 +54,7 @@ class PromptConfig:
     # where the action stands in a response: "tags", "upstream" (as in the authors' code), "text"
     # (the whole response)
     parser: str = "tags"
-    # which actions are invalid: "form" (the parser finds none, as in the paper), "environment"
+    # invalid actions: "form" (the parser finds none, as in the paper), "environment"
     # (also truncated responses and actions that the environment does not understand),
     # "admissible" (also actions that are not in the environment's list)
     invalid: str = "environment"
@@ -153,14 +153,14 @@ class AlgorithmConfig:
     # "mean_std", "mean" or "leave_one_out"; read by gigpo, grpo, hgpo, graphgpo, g2po and gagpo
     normalise: str = "mean_std"
     invalid_penalty: float = 0.1  # subtracted from the return and the score of an invalid step
-    # which groups are trained on: those whose "advantages" are not all 0, whose "rewards" differ
+    # groups to train on: those whose "advantages" are not all 0, whose "rewards" differ
     # (penalties ignored), whose "returns" differ (undiscounted, penalties ignored; DAPO), or all
     # of them with "none" (as in the authors' code)
     group_filter: str = "advantages"
     # at most so many more groups are claimed for a batch, in place of those that the filter leaves
     # out; 0 trains on smaller batches
     refill_groups: int = 0
-    # which steps share a state: equal "state", "state_and_actions" (admissible actions too),
+    # steps that share a state: equal "state", "state_and_actions" (admissible actions too),
     # equal "suffix" of states, "similar" texts, "similar_greedy" (as in the authors' code)
     anchor: str = "state"
 
@@ -213,7 +213,8 @@ class LossConfig:
 class CriticConfig:
     """Set the network that values states, for the estimators turn_ppo and ppo.
 
-    Everything else is as in `learner`: its optimizer, its updates and their rows, its devices.
+    Its learning rate is constant. Everything else is as in `learner`: its optimizer, its updates
+    and their rows, its devices.
     """
 
     # a Hugging Face directory with the policy's tokenizer, such as a smaller model of its family;
@@ -230,10 +231,11 @@ class CriticConfig:
 class LearnerConfig:
     steps: int = 100  # learner steps of the run
     groups_per_step: int = 8  # groups of one batch
-    learning_rate: float = 1e-6  # at its highest, after the warm-up
-    # "constant", or "linear": down to a tenth at the last step; both after the warm-up
+    learning_rate: float = 1e-6  # of both schedules at full height
+    # "constant", or "linear": from the first update down to a tenth at the last one
     schedule: str = "constant"
-    warmup_updates: int = 0  # optimizer updates until the full learning rate
+    # optimizer updates that multiply the schedule by a factor that rises to 1
+    warmup_updates: int = 0
     # optimizer updates per learner step, on parts of its rows of equal size
     updates_per_step: int = 1
     # rows (steps) per optimizer update, as verl's mini-batches; the last update of a learner step
@@ -259,7 +261,7 @@ class LearnerConfig:
     # on a GPU, only operations that give the same bits every time, which are slower; replay then
     # compares bit for bit, as it always does on a CPU
     deterministic: bool = False
-    # learner steps whose checkpoints are never removed; 0: the newest two are kept only
+    # the checkpoint of every so many learner steps is never removed; 0 keeps only the newest two
     keep_every: int = 0
     # newest published weights to keep on disk; a checkpoint has a copy of its own
     keep_versions: int = 4
@@ -382,7 +384,7 @@ class Config:
     # "RUN@where", an SQL condition on trajectories. One matching trajectory selects its group.
     # Or files of chats to clone, .jsonl or .parquet
     source: list[str] = field(default_factory=list)
-    # who shows the metrics: any of "tensorboard", "wandb", "trackio", "mlflow"
+    # where the metrics are shown: any of "tensorboard", "wandb", "trackio", "mlflow"
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     metrics_port: int = 0  # for Prometheus, on 127.0.0.1; 0 for none
     env: EnvConfig = field(default_factory=EnvConfig)

@@ -27,8 +27,7 @@ from store import Catalog, KnownResults, WholeGroup
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# What a weight may use: these columns, and those of READY_MADE_WEIGHTS. docs/tasks.md describes
-# them.
+# Columns that a weight may use, beside those of READY_MADE_WEIGHTS. docs/tasks.md describes them.
 COLUMNS = (
     "task_id",
     "n_groups",

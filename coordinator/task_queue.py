@@ -63,8 +63,9 @@ def training_is_due(config: Config, catalog: Catalog, *, last_step: int) -> bool
 def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -> int:
     """Return how many groups may be leased now, so that none is too old when it is consumed.
 
-    Let B = groups_per_step and S = max_staleness. A group is *outstanding* from its lease until the
-    learner step that trains on it has published its weights (it is open, complete or claimed).
+    Let B = groups_per_step and S = max_staleness. A group is *outstanding* (open, complete or
+    claimed) from its lease until its batch is settled, after the weights of that learner step were
+    published.
     A claimed group that teaches nothing is not, once its batch asks for another in its place.
 
     A worker starts a group on weights at least as new as v, the newest version at the time of the

@@ -3,7 +3,7 @@
 Four loops run at the same time, each in processes of its own:
 
 worker       consumes leases, produces committed trajectories; waits for admission (the learner
-             unblocks it by publishing weights)
+             unblocks it by settling a batch, once its weights are published)
 learner      consumes batches of complete groups, produces numbered weights; waits for groups (the
              workers unblock it by committing)
 coordinator  consumes calls, produces leases and batches; never waits

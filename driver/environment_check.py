@@ -1,4 +1,4 @@
-"""Check of the environment before a start: its tasks are listed, and it is started once."""
+"""Check the environment before a start: list its tasks, and start it once."""
 
 from __future__ import annotations
 

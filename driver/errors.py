@@ -1,4 +1,4 @@
-"""Errors that end a run, and the one-line cause of an error from another process."""
+"""Define the errors that end a run, and find the cause of an error from another process."""
 
 from __future__ import annotations
 

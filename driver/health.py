@@ -1,4 +1,4 @@
-"""Rules of supervision: when a component is lost, and how often it is started again."""
+"""Decide when a component is lost, and how often it is started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that talks to the Hugging Face Hub: `python -m driver.hub_process REQUEST`.
+"""Talk to the Hugging Face Hub in a process of its own: `python -m driver.hub_process REQUEST`.
 
 It prints an `Answer` as one line of JSON. When its parent writes GO, it downloads the files and
 prints another. A process, because a download in a thread would survive Ctrl-C.

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: both become a KeyboardInterrupt, which a block of code may hold back."""
+"""Turn SIGINT and SIGTERM into a KeyboardInterrupt, which a block of code may hold back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a run: a directory, or a Hugging Face repository that is downloaded.
+"""Find the model of a run: a directory, or a Hugging Face repository that is downloaded.
 
     config = with_model(config, console)      # model.path is a directory from here on
 

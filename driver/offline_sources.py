@@ -1,4 +1,4 @@
-"""The sources of offline training: their checks, groups and base policy.
+"""Check the sources of offline training, import their groups, and copy their base policy.
 
 A source is a run or a data set, `source=RUN[@where]`, also a URI of one, or a file of chats,
 `source=chats.jsonl`.

@@ -1,4 +1,4 @@
-"""Checks before a start: the run directory, the GPUs, the disk; and making the run directory."""
+"""Check the run directory, the GPUs and the disk before a start, and make the run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray processes of a run: the coordinator, and starting and killing a worker or the learner."""
+"""Start and kill the Ray processes of a run: the coordinator, the workers and the learner."""
 
 from __future__ import annotations
 

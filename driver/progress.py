@@ -1,4 +1,4 @@
-"""Progress on the screen: a live table in a terminal, a line now and then elsewhere, and notices.
+"""Show progress on the screen: a live table in a terminal, some lines elsewhere, and notices.
 
 While processes start or stop there are no figures; `said_while` shows what is waited for.
 """
@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from analysis import duration, speed_limit
-from configs import Config, is_offline
+from analysis import duration, speed_limit, success_metric
+from configs import Config
 from coordinator import Status
 from driver.health import STARVING_S
 from driver.screen import Screen
@@ -105,13 +105,12 @@ class Progress:
 
     def _figures(self, status: Status) -> list[tuple[str, str]]:
         metrics, counts = status.metrics, status.counts
-        success = "offline/success" if is_offline(self.config) else "train/success"
         return [
             ("step", f"{status.learner_step}/{self.config.learner.steps}"),
             ("elapsed", duration(time.monotonic() - self.started_s)),
             ("left", self._time_left(status)),
             ("version", str(status.version)),
-            ("success", _metric(metrics, success, form="{:.2f}")),
+            ("success", _metric(metrics, success_metric(self.config), form="{:.2f}")),
             ("held-out", _metric(metrics, "heldout/success", form="{:.2f}")),
             ("staleness", _metric(metrics, "staleness/max", form="{:.0f}")),
             ("queue", f"{counts.complete} ready, {counts.open} playing"),

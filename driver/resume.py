@@ -1,4 +1,4 @@
-"""Settings of a run that goes on, and of a fork; making the fork.
+"""Load the settings of a run that goes on, and of a fork; make the fork.
 
     gigpo train --resume RUN [key=value ...]
     gigpo train --resume s3://bucket/run [run_dir=DIR] [key=value ...]
@@ -86,18 +86,23 @@ def bring(
 
     Return its directory, which is run_dir or runs/NAME, and the other overrides. Raises StoreError.
     """
-    given = [text for text in overrides if text.startswith("run_dir=")]
-    others = [text for text in overrides if text not in given]
-    parts = urllib.parse.urlsplit(uri)
-    root = RUNS / (PurePosixPath(parts.path).name or parts.netloc)
-    if given:
-        root = Path(given[-1].removeprefix("run_dir="))
+    root, others = directory_of(uri, overrides)
     if not store.is_brought(uri, root):
         say(f"bringing {uri} to {root}")
         report = store.bring_run(uri, root, trusts=trusts)
         for line in (*report.recovered, *(f"lost: {line}" for line in report.lost)):
             say(line)
-    return root, tuple(others)
+    return root, others
+
+
+def directory_of(uri: str, overrides: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+    """Return where the run at `uri` goes on, run_dir or runs/NAME, and the other overrides."""
+    given = [text for text in overrides if text.startswith("run_dir=")]
+    others = tuple(text for text in overrides if text not in given)
+    if given:
+        return Path(given[-1].removeprefix("run_dir=")), others
+    parts = urllib.parse.urlsplit(uri)
+    return RUNS / (PurePosixPath(parts.path).name or parts.netloc), others
 
 
 def remember(config: Config) -> None:

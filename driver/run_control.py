@@ -1,4 +1,4 @@
-"""Control of a run from another process: its status, its end, its number of workers.
+"""Control a run from another process: its status, its end, its number of workers.
 
 gigpo status RUN             progress, and the state of every component
 gigpo stop RUN               end it in order, and remove what a killed one left

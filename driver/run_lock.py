@@ -1,4 +1,4 @@
-"""One driver per run: the record of the driver process, and the removal of its leftovers.
+"""Allow one driver per run: record the driver process, and remove the leftovers of a dead one.
 
 Every process of a run has RUN_MARK with the run's directory in its environment. The mark tells its
 leftovers from everything else on the machine.

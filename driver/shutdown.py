@@ -1,4 +1,4 @@
-"""The orderly end of a run: every process finishes its work, the learner with a checkpoint."""
+"""End a run in order: every process finishes its work, the learner with a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor starts, watches, restarts and stops the processes of a run.
+"""Start, watch, restart and stop the processes of a run.
 
     with Supervisor(config, model_path, learns=True, say=print, say_stopping=print) as supervisor:
         supervisor.train(progress.show)

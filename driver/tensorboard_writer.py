@@ -1,4 +1,4 @@
-"""TensorBoard files of a run: each row of the metrics table once, at its learner step.
+"""Write TensorBoard files of a run: each row of the metrics table once, at its learner step.
 
 The files are a copy of the table. A start writes them anew, and so does a roll-back: they equal the
 table again, whatever was killed when. Files that cannot be written never end a run. Only the

@@ -50,7 +50,7 @@ def webhook_url(config: Config) -> str:
         is_usable = bool(parts.hostname) and parts.port != 0
     except ValueError:  # its text quotes the URL
         is_usable = False
-    # What urllib cannot send, it quotes in its error.
+    # Checked here, because urllib's error quotes a URL that it cannot send.
     if not is_usable or parts.username is not None or not re.fullmatch(r"[!-~]+", url):
         raise ConfigError(
             f"alarms.webhook_env={name}: the URL in this environment variable cannot be used; it "

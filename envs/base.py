@@ -1,4 +1,4 @@
-"""The contracts of environments and agent programs, and the records that they exchange.
+"""Define the contracts of environments and agent programs, and the records that they exchange.
 
 An environment is stepped by the system, which calls the model between steps:
 

@@ -1,4 +1,4 @@
-"""Errors of environments and agent programs, and one-line descriptions of them.
+"""Define errors of environments and agent programs, and describe any error in one line.
 
 describe_error(error, called=environment.step)  # "ValueError: no such lamp, at lamps.py:22 in step"
 where_raised(error, called=environment.step)    # "lamps.py:22 in step", in the author's file

@@ -13,7 +13,6 @@ from .corrections import TokenTis as TokenTis
 from .diagnostics import anchor_size_histogram as anchor_size_histogram
 from .diagnostics import anchor_size_shares as anchor_size_shares
 from .diagnostics import ess as ess
-from .diagnostics import singleton_fraction as singleton_fraction
 from .diagnostics import step_variance_share as step_variance_share
 from .diagnostics import token_diagnostics as token_diagnostics
 from .group_filter import GROUP_FILTERS as GROUP_FILTERS

@@ -133,11 +133,6 @@ def anchor_size_shares(advantages: pa.Table) -> dict[str, float]:
     }
 
 
-def singleton_fraction(advantages: pa.Table) -> float:
-    """Return the fraction of steps that are alone in their anchor group; 0 without steps."""
-    return anchor_size_shares(advantages)["size_1"]
-
-
 def step_variance_share(advantages: pa.Table) -> float:
     """Return Var(A - A_E) / (Var(A_E) + Var(A - A_E)) over steps, in [0, 1].
 

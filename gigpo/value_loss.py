@@ -1,4 +1,4 @@
-"""The critic's loss: PPO's squared error with clipped values (arXiv 1707.06347, as in verl)."""
+"""Compute the critic's loss: PPO's clipped squared error (arXiv 1707.06347, as in verl)."""
 
 from __future__ import annotations
 

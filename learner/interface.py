@@ -1,4 +1,4 @@
-"""Names that the driver shares with the learner: its setup, and the errors that end a run.
+"""Define what the driver shares with the learner: its setup, and the errors that end a run.
 
 Nothing heavy is imported here. torch, DeepSpeed and transformers cost seconds of CPU, which only
 the learner's own process pays.

@@ -1,4 +1,4 @@
-"""The learner's Ray actor, which imports torch in its own process only."""
+"""Run the learner in a Ray actor, and import torch in that process only."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from .errors import LockedError as LockedError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
 from .exchange.bring import bring_run as bring_run
+from .exchange.bring import has_begun as has_begun
 from .exchange.bring import is_brought as is_brought
 from .exchange.bring import is_uri as is_uri
 from .exchange.bring import run_at as run_at

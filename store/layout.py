@@ -24,7 +24,8 @@ from store.untrusted import file_access as beneath
 from store.untrusted import json_values
 from store.untrusted.signatures import SIGNED, sign_run, state_directory
 
-# Of a run and of every file in it. A change that this version would misread needs another name.
+# Format of a run and of every file in it. A change that this version would misread needs another
+# name.
 FORMAT = "async-gigpo/2"
 # In a directory that is still being made from another run, or brought from a storage.
 UNFINISHED_FORK = "fork.unfinished"
@@ -208,6 +209,14 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
     return info
 
 
+def is_unused(storage: Storage) -> bool:
+    """Return whether no run has begun in a storage.
+
+    run.json and the home are also left by a start that did not get further.
+    """
+    return all(file.path in ("run.json", homes.HOME) for file in storage.files(""))
+
+
 class _Below:
     """Give a path below the root of the layout whose attribute it is."""
 
@@ -363,8 +372,7 @@ class RunLayout:
             )
 
     def _take_storage(self, run_json: bytes) -> None:
-        # These are left by a start that did not get further.
-        if any(file.path not in ("run.json", homes.HOME) for file in self.storage.files("")):
+        if not is_unused(self.storage):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
                 "its own, or go on with that one: gigpo train --resume "

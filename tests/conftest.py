@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Share fixtures between test files, and keep the tests away from the user's own runs and keys."""
 
 from __future__ import annotations
 

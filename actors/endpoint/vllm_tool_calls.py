@@ -32,8 +32,8 @@ FAMILIES = (
     "pythonic",
 )
 PROBE_CHARACTERS = 2**16  # more than any template writes around one tool
-# Of a reply that is parsed. The regular expressions of some parsers take cubic time, on the event
-# loop: of deepseek_v3 0.1 s for 512 marks, 11 s for 2,048.
+# A reply with more marks is not parsed. The regular expressions of some parsers take cubic time, on
+# the event loop: those of deepseek_v3 take 0.1 s for 512 marks and 11 s for 2,048.
 MAX_MARKS = 512
 PROBED = ToolCall(id="123456789", name="probed_tool", arguments='{"number": 7}')
 PROBE: Tools = (

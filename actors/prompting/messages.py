@@ -1,4 +1,4 @@
-"""Messages of a chat, as the OpenAI API has them, and their form for chat templates."""
+"""Define the messages of a chat, as in the OpenAI API, and convert them for chat templates."""
 
 from __future__ import annotations
 

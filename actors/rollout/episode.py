@@ -234,7 +234,7 @@ async def _take_step(
     answer = form.parse(completion.token_ids)
     transition = await environment.step(answer.action)
     is_last = number + 1 >= rules.max_steps
-    step = step_of(
+    finished = step_of(
         completion,
         number=number,
         prompt=prompt,
@@ -245,9 +245,6 @@ async def _take_step(
         ),
         t_start_us=started_us,
         gen_us=round((answered - started) * 1e6),
-    )
-    finished = replace(
-        step,
         reward=transition.reward * rules.win_reward,
         terminated=transition.terminated,
         truncated=not transition.terminated and (transition.truncated or is_last),
@@ -285,8 +282,12 @@ def step_of(
     is_valid: bool,
     t_start_us: int,
     gen_us: int,
+    reward: float = 0.0,
+    terminated: bool = False,
+    truncated: bool = False,
+    env_us: int = 0,
 ) -> Step:
-    """Return a step as known before the environment acts: no reward, no end, no `env_us`."""
+    """Return a step. What the environment adds may be left out until it has acted."""
     anchor = _anchor(observation)
     return Step(
         step_index=number,
@@ -303,13 +304,13 @@ def step_of(
         state_hash=state_hash(anchor),
         admissible_actions=observation.actions,
         action_text=action,
-        reward=0.0,
+        reward=reward,
         is_action_valid=is_valid,
-        terminated=False,
-        truncated=False,
+        terminated=terminated,
+        truncated=truncated,
         t_start_us=t_start_us,
         gen_us=gen_us,
-        env_us=0,
+        env_us=env_us,
         images=tuple(
             StepImage(height=image.shape[0], width=image.shape[1], pixels=image.tobytes())
             for image in prompt.images

@@ -58,7 +58,7 @@ class Difference:
     """The mean of a measure over trajectories, or a task's share of the groups, on both sides."""
 
     dropped: float
-    # of the kept units of the same strata; each stratum has its weight among the dropped
+    # mean or share of kept units in the same strata; a stratum weighs as much as among the dropped
     kept: float
     p: float  # two-sided, of this comparison alone
 

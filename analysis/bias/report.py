@@ -96,7 +96,8 @@ class Kind:
     name: str
     n_groups: int  # with a trajectory in the run
     n_trajectories: int
-    # of MEASURES, per trajectory; unfinished episodes have the first two; () without trajectories
+    # means per trajectory, in the order of MEASURES; unfinished episodes have the first two; ()
+    # without trajectories
     means: tuple[float, ...]
     n_tasks: int
 

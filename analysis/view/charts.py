@@ -1,4 +1,4 @@
-"""Charts with one look, for light and dark pages: lines with an interval, bars, steps.
+"""Draw charts with one look, for light and dark pages: lines with an interval, bars, steps.
 
     show=partial(lines, x="learner_step", y=["success"], low="low", high="high")
 

@@ -1,4 +1,4 @@
-"""Evaluations of held-out tasks: the query of all rounds, and the success of each."""
+"""Query all evaluations on held-out tasks, and compute the success of each round."""
 
 from __future__ import annotations
 

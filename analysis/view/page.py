@@ -1,4 +1,4 @@
-"""A page: its address, the question that it answers, and the function that makes its panels."""
+"""Define a page: its address, the question that it answers, the function that makes its panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colours of advantages: orange below zero, blue above; colour-blind people can tell them apart."""
+"""Colour advantages: orange below zero, blue above; colour-blind people can tell them apart."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ query, also after its reader was closed.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -235,7 +234,7 @@ class Snapshots:
 
     def _refresh(self) -> None:
         """Look for a newer snapshot every few seconds while somebody looks, until `close`."""
-        caught_up_at, used_s = -math.inf, 0.0
+        caught_up_at, used_s = time.monotonic(), _cpu_s()  # `__init__` opened the newest
         while not self._is_closed.wait(self._refresh_s):
             now = time.monotonic()
             since_s = now - caught_up_at

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from gpu_proof.shapes import ModelShape, Proof
 
 INITIAL_STD = 0.02
-# Of logits. Random weights as they are made give nearly equal logits, which no trained model has.
+# Spread of the logits. Untouched random weights give nearly equal logits, unlike any trained model.
 LOGITS_STD = 4.0
 MAX_POSITIONS = 32_768
 

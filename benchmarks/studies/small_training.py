@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from benchmarks.studies.small_world import World, play, success_of
 from configs import Config, has_critic
-from gigpo import OF_TOKENS, AdvantageSettings, compute_advantages, filtered_groups
+from gigpo import TOKEN_LEVEL, AdvantageSettings, compute_advantages, filtered_groups
 from learner.data.batch_loader import cut_updates
 from learner.data.values import critic_values, with_token_advantages, with_token_values
 from learner.training.engine import Engine
@@ -76,7 +76,7 @@ def _train(
     filtered = filtered_groups(advantages, group_filter=config.algorithm.group_filter)
     for name in ("advantage", "anchor_size", *(["value_target"] if critic else [])):
         rows = rows.append_column(name, advantages[name])
-    if settings.estimator in OF_TOKENS:
+    if settings.estimator in TOKEN_LEVEL:
         rows = with_token_values(rows, values_N)
         rows = with_token_advantages(rows, gae_lambda=settings.gae_lambda)
     uids = pa.array(list(filtered), rows.schema.field("group_uid").type)

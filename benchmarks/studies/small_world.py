@@ -302,6 +302,7 @@ def play(
             seen = world.observations[episode.situation]
             is_known = (episode.situation, answer.action) in leads_to
             after = leads_to.get((episode.situation, answer.action), episode.situation)
+            is_last = len(episode.steps) + 1 == world.max_steps
             step = step_of(
                 replace(completion, version_min=version, version_max=version),
                 number=len(episode.steps),
@@ -311,17 +312,12 @@ def play(
                 is_valid=answer.well_formed and completion.finish_reason == "stop" and is_known,
                 t_start_us=1,
                 gen_us=1,
+                reward=WIN_REWARD * (after == WON),
+                terminated=after == WON,
+                truncated=after != WON and is_last,
             )
-            is_last = len(episode.steps) + 1 == world.max_steps
             episode.situation = after
-            episode.steps.append(
-                replace(
-                    step,
-                    reward=WIN_REWARD * (after == WON),
-                    terminated=after == WON,
-                    truncated=after != WON and is_last,
-                )
-            )
+            episode.steps.append(step)
     return to_table(
         [
             trajectory_of(

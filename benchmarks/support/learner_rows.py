@@ -37,7 +37,7 @@ LONG_PROMPTS, LONG_RESPONSES = (300, 0.7, 64, 2048), (60, 0.8, 8, 512)
 # leave nothing else to save either, as every token but the first is a response's and needs the
 # output layer.
 ROW_TOKENS, MEAN_RESPONSE_TOKENS = 56, 6
-# Of that run too: the first prompt, the mean response, an observation, and the steps of an episode.
+# Sizes of that run too: the first prompt, an observation, and the steps of an episode.
 FIRST_PROMPT_TOKENS = 45
 OBSERVATION_TOKENS = 20
 EPISODE_STEPS = 11
@@ -112,7 +112,7 @@ def _table(
     rng: np.random.Generator,
     vocabulary: int,
 ) -> pa.Table:
-    # of a policy near the random model's: some ratios are clipped, and most are not
+    # Log-probabilities near the random model's: some ratios are clipped, and most are not.
     behaviour = [
         (rng.normal(0.0, 0.1, len(ids)) - np.log(vocabulary)).astype(np.float32)
         for ids in responses

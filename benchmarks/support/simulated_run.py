@@ -29,7 +29,7 @@ from tests.support.simulation import (
     SimulatedWorker,
 )
 
-# of new weights; tens of milliseconds for a small model (benchmarks/generation.py)
+# Time to load new weights: tens of milliseconds for a small model (benchmarks/generation.py).
 LOADING = Delay(median_s=0.02, sigma=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, trackio and MLflow behind one interface.
+"""Put Weights & Biases, trackio and MLflow behind one interface.
 
     tracker = TRACKERS["wandb"](setup)
     tracker.log(7, {"train/success": 0.5})
@@ -157,7 +157,7 @@ TRACKERS: Mapping[str, Callable[[TrackerSetup], Tracker]] = {
     "trackio": TrackioTracker,
     "mlflow": MlflowTracker,
 }
-# What pip installs for each.
+# Packages that pip installs for each.
 PACKAGES = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),

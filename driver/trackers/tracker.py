@@ -38,11 +38,11 @@ POLL_S = 0.05
 READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
 FAULT_CHARACTERS = 300
-# What stands in these settings is not ours: any text in them may hold a key.
+# The content of these settings is not ours: any text in them may hold a key.
 FREE_KEYS = ("env.options", "environments", "endpoint.body")
 SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header|pin", re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Of a URL: a name and a password; and a query and a fragment, which may hold a key.
+# Parts of a URL that may hold a key: a name and a password; a query and a fragment.
 IN_A_URL = re.compile(r"(://)[^/?#\s]*@")
 BEHIND_A_URL = re.compile(r"(://[^?#\s]*)[?#]\S*")
 HIDDEN = "(not shown)"

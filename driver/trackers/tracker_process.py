@@ -1,4 +1,4 @@
-"""The process of one tracker: `python -m driver.trackers.tracker_process NAME`.
+"""Run one tracker in a process of its own: `python -m driver.trackers.tracker_process NAME`.
 
 The first line on its standard input is the setup, each other has a learner step and its values. The
 end of the input ends it. Its standard output says in lines of JSON that it is ready, and what

@@ -1,4 +1,4 @@
-"""Parts that several adapters share: options, tasks by seed, optional packages, late closing."""
+"""Share parts between adapters: options, tasks by seed, optional packages, late closing."""
 
 from __future__ import annotations
 

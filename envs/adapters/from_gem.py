@@ -1,4 +1,4 @@
-r"""Environments of GEM (gem-llm), whose observations and actions are text.
+r"""Adapt environments of GEM (gem-llm), whose observations and actions are text.
 
 Options:
     id, kwargs    arguments of `gem.make`

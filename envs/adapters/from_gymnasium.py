@@ -1,4 +1,4 @@
-"""Gymnasium environments whose actions are discrete, each with a name, or text.
+"""Adapt Gymnasium environments whose actions are discrete, each with a name, or text.
 
 Options:
     id, kwargs    arguments of `gymnasium.make`

@@ -1,4 +1,4 @@
-"""Environments on an OpenEnv server, through its WebSocket. A session is one environment.
+"""Adapt environments on an OpenEnv server, through its WebSocket. A session is one environment.
 
 Options:
     url

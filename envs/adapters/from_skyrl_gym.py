@@ -1,4 +1,4 @@
-"""Environments of SkyRL-gym. A task is a row of a data set: a chat to begin with, and the solution.
+"""Adapt environments of SkyRL-gym. A task is a row of a data set: a first chat, and the solution.
 
 Options:
     id, env_config  arguments of `skyrl_gym.make`

@@ -1,4 +1,4 @@
-"""Environment managers of verl-agent, with a batch of one.
+"""Adapt environment managers of verl-agent, with a batch of one.
 
 Options:
     manager    "module:function", called with a seed and `kwargs`; returns an EnvironmentManagerBase

@@ -1,4 +1,4 @@
-"""Gymnasium's FrozenLake and Taxi in words: functions for `render` and `task_kwargs`."""
+"""Describe Gymnasium's FrozenLake and Taxi in words: functions for `render` and `task_kwargs`."""
 
 from __future__ import annotations
 

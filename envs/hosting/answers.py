@@ -1,4 +1,4 @@
-"""Requests to an environment object, and its answers with the state that it is in then.
+"""Prepare requests to an environment object, and record its answers with its state.
 
 action = prepared(environment, argument)
 answer = answer_of(environment, "step", environment.step(action))

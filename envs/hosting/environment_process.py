@@ -1,4 +1,4 @@
-"""A child process that holds environment objects: the parent's handle, and the child's loop.
+"""Hold environment objects in a child process: the parent's handle, and the child's loop.
 
 The child answers requests in the order in which they arrive. It ends when its parent closes the
 socket, and with its parent in any case (`child_process.py`).

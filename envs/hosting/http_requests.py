@@ -205,7 +205,7 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Those of uvloop, which a worker's event loop may be, have its methods but not its type.
+        # A worker's event loop may be uvloop's. Its transports have the methods but not the type.
         self._transport = cast(asyncio.Transport, transport)
         # `pause_writing` comes with the first byte that the client's machine does not take, and
         # `resume_writing` with the last.

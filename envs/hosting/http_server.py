@@ -50,7 +50,7 @@ NO_KEY = (
     "no API key: export {0}=SECRET, here and where the run is started; "
     "python -c 'import secrets; print(secrets.token_hex(16))' makes a secret"
 )
-# Of one action. A reply has some thousands. An episode keeps its actions, to repeat them.
+# Bound of one action. A reply has some thousands. An episode keeps its actions, to repeat them.
 MAX_ACTION_CHARACTERS = 1_000_000
 SHOWN_CHARACTERS = 200  # of a client's text in an error
 

@@ -1,4 +1,4 @@
-"""A corpus of passages with an index over it: BM25, or one of your own.
+"""Read a corpus of passages, and index it: with BM25, or with an index of your own.
 
 A line of the corpus file is a JSON object: Search-R1's `{"id", "contents"}`, or
 `{"id", "title", "text"}`. The file may be compressed, as `.jsonl.xz` or `.jsonl.gz`.

@@ -25,11 +25,11 @@ from envs.options import load_target
 from envs.search.corpus import Corpus, Hit, bm25_index, read_passages
 from printable import ArgumentParser, printable, protect_terminal
 
-# of one request
+# Bounds of one request.
 MAX_QUERIES, MAX_TOPK = 4096, 1000
 MAX_HITS = 100_000  # queries times topk
-# Of the passages in an answer, which stays in memory until the client has read it. 512 queries of a
-# batch with three passages for each have about 1.5 million.
+# Bound of the passages in an answer, which stays in memory until the client has read it. A batch of
+# 512 queries with three passages each has about 1.5 million.
 MAX_ANSWER_CHARACTERS = 16_000_000
 
 

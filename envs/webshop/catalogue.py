@@ -1,4 +1,4 @@
-"""The products of WebShop's own files, cleaned as WebShop cleans them.
+"""Read the products of WebShop's own files, cleaned as WebShop cleans them.
 
     catalogue = open_catalogue(Path("data"), "small")  # 1,000 products, parsed in 0.1 s
     catalogue[17].name
@@ -41,7 +41,7 @@ COLUMNS = ("starts", "low", "high", "asks", "n_synthetic", "n_human")
 class Instruction:
     text: str
     attributes: tuple[str, ...]
-    # of a crowd worker; a synthetic instruction is combined with each choice of options
+    # chosen by a crowd worker; a synthetic instruction is combined with each choice of options
     options: tuple[str, ...]
 
 

@@ -1,4 +1,4 @@
-"""The goals of WebShop's shoppers, with its prices, order and splits, fixed by one seed.
+"""Make the goals of WebShop's shoppers, with its prices, order and splits, fixed by one seed.
 
 A synthetic instruction gives one goal for each choice of its product's options. A crowd worker's
 instruction is one goal. Prices are drawn first: one for each product with a range, then the most

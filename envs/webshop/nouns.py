@@ -1,4 +1,4 @@
-"""The nouns of a product's name. WebShop tags them with spaCy at every purchase.
+"""Find the nouns of a product's name. WebShop tags them with spaCy at every purchase.
 
 Here tags are made beforehand. This package has them for the 1,000 products: the positions of the
 nouns in each name, by the name's hash. `python -m envs.webshop nouns` makes those of another

@@ -1,4 +1,4 @@
-"""The shop's pages: the visible texts of WebShop's HTML, and the names of its buttons.
+"""Make the shop's pages: the visible texts of WebShop's HTML, and the names of its buttons.
 
 page = item_page(product)
 " [SEP] ".join(page.texts)  # every page but the last begins with the instruction before them

@@ -1,4 +1,4 @@
-"""The score of a purchase, 0 to 1, as in WebShop (Yao et al. 2022, arXiv 2207.01206, section 3.1):
+"""Score a purchase from 0 to 1, as in WebShop (Yao et al. 2022, arXiv 2207.01206, section 3.1):
 
 score = type * (attributes found + options found + [price within the limit])
              / (attributes + options + 1)

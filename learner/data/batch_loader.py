@@ -1,4 +1,4 @@
-"""From a claimed batch of groups to tensors: read, verify, compute advantages, select, pack.
+"""Turn a claimed batch of groups into tensors: read, verify, compute advantages, select, pack.
 
     batch = loader.claim(7)
     prepared = prepare_batch(loader, batch, version=7, learner_step=8, more=None)
@@ -23,13 +23,13 @@ import pyarrow.compute as pc
 import torch
 
 from configs import (
-    WITHOUT_ADVANTAGES,
     Config,
     ConfigError,
     LearnerConfig,
     ReplayConfig,
     groups_of_a_step,
     is_served,
+    used_group_filter,
 )
 from gigpo import (
     TOKEN_LEVEL,
@@ -47,7 +47,7 @@ from learner.data.values import (
     with_token_values,
 )
 from printable import one_line
-from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, read_segments
+from store import IMPORTED, SEGMENT_SCHEMA, Batch, RunLayout, is_trusted, read_segments
 
 OFFLINE_STALENESS = -1  # an offline row's versions are another run's, so there is none to count
 ADVANTAGE_COLUMNS = {
@@ -79,6 +79,7 @@ class BatchLoader:
     n_live: int  # groups of a batch that this run plays
     refill_groups: int  # at most so many more of them, in place of filtered ones
     layout: RunLayout
+    is_own: bool  # this user made or trusts the run; a stranger's can be replayed
     advantages: AdvantageSettings
     # Groups whose episodes do not differ in it are left out; "none" keeps all groups.
     group_filter: str
@@ -168,7 +169,8 @@ def make_loader(
 ) -> BatchLoader:
     """Read the settings of a loader from a checked config.
 
-    Raises TeacherError for a teacher behind a server that cannot be used.
+    Raises TeacherError for a teacher behind a server that cannot be used, StoreError for a key of
+    this user that others can read.
     """
     ask_teacher = None
     if is_served(config.loss.teacher):
@@ -176,15 +178,15 @@ def make_loader(
         from learner.data.served_teacher import ServedTeacher
 
         ask_teacher = ServedTeacher(config.loss.teacher).with_logprobs
-    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
     return BatchLoader(
         claim=claim,
         refill=refill,
         n_live=groups_of_a_step(config)[0],
         refill_groups=config.algorithm.refill_groups,
         layout=layout,
+        is_own=is_trusted(layout.root),
         advantages=AdvantageSettings.of(config.algorithm),
-        group_filter=config.algorithm.group_filter if reads_advantages else "none",
+        group_filter=used_group_filter(config),
         train_on=config.offline.train_on,
         learner=config.learner,
         replay=config.replay,
@@ -275,7 +277,8 @@ def n_wanted(loader: BatchLoader, batch: Batch, filtered: Collection[bytes]) -> 
 
 def _read(loader: BatchLoader, batch: Batch, *, times: LoadTimes) -> pa.Table:
     with times.timed("read_s"):
-        return in_batch_order(read_segments(loader.layout, batch.segments), batch)
+        rows = read_segments(loader.layout, batch.segments, is_own=loader.is_own)
+        return in_batch_order(rows, batch)
 
 
 def _replay(

@@ -1,4 +1,4 @@
-"""From rows with advantages to tensors: the input of one forward pass of the learner.
+"""Turn rows with advantages into tensors: the input of one forward pass of the learner.
 
     for part in split_updates(rows, updates=2, rows_per_update=0, seed=learner_step):
         batches = micro_batches(part, micro_batch_tokens=16384, ranks=2)

@@ -24,7 +24,7 @@ from printable import UserError, one_line
 REQUESTS = 16  # at once; the server makes batches of them
 ATTEMPTS = 8  # of one request, while the server is busy or starts again: about half a minute
 TIMEOUT_S = 300.0  # for one attempt
-# What the client would take from the environment, for openai.com.
+# Headers that the client would fill from the environment. They are meant for openai.com.
 WITHHELD = ("Authorization", "OpenAI-Organization", "OpenAI-Project")
 
 

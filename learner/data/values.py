@@ -1,4 +1,4 @@
-"""A critic's values of a batch, of rows and of response tokens, and the tokens' advantages.
+"""Compute a critic's values of rows and response tokens, and the tokens' advantages.
 
     values_R, values_N = critic_values(rows, ranks.values, learner=config.learner)
     rows = with_token_values(rows, values_N)                # for an estimator of TOKEN_LEVEL

@@ -1,4 +1,4 @@
-"""A private Ray: a directory for its sockets, logs and token that no other user can enter.
+"""Keep Ray private: its sockets, logs and token lie where no other user can enter.
 
     directory = make_ray_directory(run)
     with ray_token(directory):                # a Ray started inside answers only to this token

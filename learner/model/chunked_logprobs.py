@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of response tokens, without all their logits in memory.
+"""Compute log-probabilities and entropies of response tokens without all logits in memory.
 
     output = OutputLayer(causal_lm.get_output_embeddings(), temperature=1.0)
     logprobs_N, entropy_N = output(hidden_NH, response_ids_N)

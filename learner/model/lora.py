@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): two small matrices per linear layer.
+"""Train low-rank adapters (Hu et al. 2021, arXiv 2106.09685): two small matrices per linear layer.
 
     add_adapters(causal_lm, rank=16, alpha=32.0)   # y = W x + (alpha / rank) B A x
     for name, tensor in merged(causal_lm): ...     # the same policy as plain weights

@@ -1,4 +1,4 @@
-"""Causal attention within each of several sequences that lie end to end.
+"""Compute causal attention within each of several sequences that lie end to end.
 
     use_packed_attention(causal_lm)
     hidden_TH = packed_hidden(causal_lm, input_ids_T=..., position_ids_T=..., bounds_S1=...)

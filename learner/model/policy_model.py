@@ -1,4 +1,4 @@
-"""The policy in training: a Hugging Face causal language model or vision model.
+"""Define the policy in training: a Hugging Face causal language model or vision model.
 
     policy = load_policy(path, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     logprobs_N, entropy_N = policy(batch)

@@ -1,4 +1,4 @@
-"""A base policy without a download: a tokenizer for game text, and a small random Qwen2.
+"""Make a base policy without a download: a tokenizer for game text, and a small random Qwen2.
 
     tokenizer = train_tokenizer(texts, vocabulary_size=1024)
     make_tiny_model(run_dir / "base", tokenizer=tokenizer, config=config.model.tiny, seed=0)

@@ -1,4 +1,4 @@
-"""Vision models in the learner: images in a packed forward pass, and the names of their weights.
+"""Train vision models: add images to a packed forward pass, and name the weights to publish.
 
     vision = load_vision(path, config)                  # None: a model of text alone
     packed = vision.packed(causal_lm, batch)            # `embedded` of `packed_hidden`

@@ -42,8 +42,10 @@ def collapse_alarms(
     values = {START_LENGTH: start_length}
     began: list[str] = []
     ended: list[str] = []
+    if config.loss.policy == "behaviour_cloning":
+        return Alarms(values=values, began=began, ended=ended)
     checks = _checks(metrics, start_length=start_length, learner_step=learner_step, config=config)
-    for name, beyond, figure, bound in [] if config.loss.policy == "behaviour_cloning" else checks:
+    for name, beyond, figure, bound in checks:
         was_on = before.get(name, 0.0) > 0.0
         is_on = was_on if beyond is None else beyond
         values[name] = float(is_on)

@@ -1,4 +1,4 @@
-"""The critic: a value of the state that each step was taken in, and its own optimizer.
+"""Train the critic: it values the state before each step, and has its own optimizer.
 
     critic = Critic(
         model_path=base, model=config.model, critic=config.critic, learner=config.learner,
@@ -61,7 +61,8 @@ class CriticStats:
     loss: float
     grad_norm: float  # 2-norm before clipping
     value_mean: float  # before the update, in units of returns
-    # of the targets' variance, by the values before the update, at most 1; None: all targets equal
+    # share of the targets' variance that the values before the update explain, at most 1; None: all
+    # targets are equal
     explained_variance: float | None
     clip_fraction: float  # values that moved by more than `critic.clip`, and have no gradient
     skipped: bool  # the loss or the gradient was not finite, so the weights did not change

@@ -1,4 +1,4 @@
-"""Figures of an optimizer update, and those of a learner step under their names in the store.
+"""Compute the figures of an optimizer update, and name those of a learner step for the store.
 
     passes = [Pass(loss=..., values_6N=token_values(...)), ...]    # this rank's micro-batches
     everyone = gathered(passes, batches, ranks=2)                  # all, on every rank
@@ -24,7 +24,6 @@ from gigpo import (
     Terms,
     Tokens,
     anchor_size_shares,
-    singleton_fraction,
     step_variance_share,
     token_diagnostics,
 )
@@ -133,11 +132,11 @@ def finite_or_inf(value: float) -> float:
 class StepTimes:
     """Seconds that the loop spent in a learner step, which ends when its weights are published.
 
-    A checkpoint is saved after that, so its time is in the next step. The preparing thread's
-    seconds are in `PreparedBatch`.
+    A checkpoint is copied after that, so its time is in the next step. The preparing thread's
+    seconds are in `PreparedBatch`; those of the writing thread are in none.
     """
 
-    checkpoint_s: float = 0.0  # of the step before, if one was saved
+    checkpoint_s: float = 0.0  # to copy that of the step before, if one was due
     groups_wait_s: float = 0.0  # until workers had committed the groups
     batch_wait_s: float = 0.0  # for reading, advantages and packing after that
     publish_s: float = 0.0  # until the coordinator knew of the weights
@@ -208,7 +207,6 @@ def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[s
         "groups/filtered": float(len(batch.filtered)),
         "groups/trained": float(len(batch.batch.groups) - len(batch.filtered)),
         "groups/offline": float(len(batch.batch.groups) - len(live)),
-        "anchor/singleton_fraction": singleton_fraction(batch.rows),
         "anchor/step_variance_share": step_variance_share(batch.rows),
     }
     for name, share in anchor_size_shares(batch.rows).items():

@@ -24,7 +24,7 @@ from store.segments import SegmentMeta
 
 COMPONENT = "catalog"
 WINS = Path(__file__).with_name("wins.sql").read_text()
-# Of a row `l` of batch_group.
+# A condition on a row `l` of batch_group.
 _IS_REPLAYED = (
     """(l.use > 1 AND (SELECT source FROM grp WHERE grp.group_uid = l.group_uid) IS NULL)"""
 )

@@ -421,7 +421,7 @@ def outstanding(tx: Transaction) -> int:
     """Return the training groups handed out and not yet trained on, which admission bounds.
 
     Groups of a claimed batch that are known to teach nothing are not among them: see `refill` in
-    batches.py. Without such groups it equals `counts().outstanding`. It reads indexes only.
+    batches.py. It reads indexes only.
     """
     query = """SELECT (SELECT count(*) FROM grp
                        WHERE split = 'train' AND state IN ('open', 'complete', 'claimed'))

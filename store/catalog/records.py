@@ -1,4 +1,4 @@
-"""The types that the catalog takes and returns. They cross process borders, so all are frozen."""
+"""Define the types that the catalog takes and returns. They cross processes, so all are frozen."""
 
 from __future__ import annotations
 
@@ -168,11 +168,6 @@ class Counts:
     filtered: int
     trajectories: int
     steps: int
-
-    @property
-    def outstanding(self) -> int:
-        """Return the groups handed out and not yet trained on. Admission bounds them."""
-        return self.open + self.complete + self.claimed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,8 +34,8 @@ CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
 }
 SCHEMA_READ_S = 5.0  # ours is read in a millisecond
 STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
-# Of a statement to ours, in bytes. Comments may make it longer, and each that is opened is looked
-# through to the statement's end.
+# Length of a stranger's statement over ours, in bytes. Comments may make it longer, and each
+# comment is searched to the statement's end.
 MAX_RATIO = 4
 SHOWN_CHARACTERS = 60  # of a name that a stranger chose
 

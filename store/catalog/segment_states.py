@@ -15,7 +15,7 @@ from store.errors import StoreError
 from store.layout import SEGMENT_PATH, checked_name
 from store.segments import SegmentMeta, TrajectoryMeta
 
-# Of a segment, as the catalog and SegmentMeta name them.
+# Columns of a segment that have the same names in the catalog and in SegmentMeta.
 COLUMNS = ("segment_id", "path", "digest", "n_steps", "n_bytes", "worker")
 # Groups whose rows the learner may still ask for. Offline groups always are, because the number of
 # their uses may be raised. A roll-back, which is rare, makes more groups available.

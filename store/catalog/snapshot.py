@@ -82,7 +82,7 @@ class Export:
     # the rows that were true at lsn :until, and those that changed after :since if it is named;
     # it gives `columns`, in this order
     query: str
-    # what was true at :until, where `query` cannot tell; empty: the table has no history
+    # the rows that were true at :until, where `query` cannot tell; empty: the table has no history
     as_of: str | None = None
 
     @property
@@ -127,10 +127,10 @@ EXPORTS: Mapping[str, Export] = {
             SELECT group_uid, state, reason, lsn, at_us FROM group_state
             WHERE lsn > :since AND lsn <= :until ORDER BY seq""",
     ),
-    # As of a moment in a refill its filtered groups are shown as claimed: when they were filtered
-    # is recorded when the batch is settled. The versions of an offline group are another run's: it
-    # has no staleness here. A replayed group has none either, because max_staleness does not bound
-    # its age.
+    # At an lsn within a refill the filtered groups are shown as claimed: the time of filtering is
+    # recorded only when the batch is settled. The versions of an offline group are another run's:
+    # it has no staleness here. A replayed group has none either, because max_staleness does not
+    # bound its age.
     "lineage": Export(
         columns="""learner_step int64, batch_id int64, batch_state text, outcome text, live bool,
             group_uid uid, task_id text, version_min int64, version_max int64, version_in int64,

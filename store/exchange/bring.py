@@ -27,6 +27,7 @@ from store.layout import (
     UNFINISHED_FORK,
     RunInfo,
     RunLayout,
+    is_unused,
     parse_run_json,
 )
 from store.maintenance.rebuild import Report, rebuild
@@ -83,6 +84,11 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
         raise
     (root / UNFINISHED_FORK).unlink()
     return report
+
+
+def has_begun(uri: str) -> bool:
+    """Return whether there is a run at `uri` to go on with. Raises StoreError."""
+    return not is_unused(open_storage(uri))
 
 
 def is_brought(uri: str, root: Path) -> bool:

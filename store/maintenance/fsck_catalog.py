@@ -121,7 +121,8 @@ RULES = {
         WHERE coalesce(g.weight, g.success_before, g.weighed_lsn) IS NOT NULL
             AND (g.split <> 'train' OR g.weight IS NULL OR NOT g.weight >= 0 OR s.lsn IS NULL
                  OR g.opened_lsn NOT BETWEEN s.lsn + 1 AND s.next_lsn)""",
-    # Of a task that lost trajectories, groups may have been completed again, later and otherwise.
+    # Groups of a task that lost trajectories may have been completed again, later and with other
+    # results.
     "success_before": """
         WITH events AS (
             SELECT group_uid, task_id, completed_lsn AS lsn, 0 AS is_draw, ordinal,

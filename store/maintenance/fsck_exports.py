@@ -1,4 +1,4 @@
-"""fsck of what outside readers see: the manifest, open.sql, the exported tables and their rows.
+"""Check what outside readers see: the manifest, open.sql, the exported tables and their rows.
 
 The exported tables are a second copy of the catalog's rows. A row that did not change since the
 export is the same in both. Where they differ, one of them was changed behind the store's back.

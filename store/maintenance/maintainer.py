@@ -19,8 +19,8 @@ from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 COMPONENT = "maintainer"
 # Orphans were written before the catalog was opened, so there is no hurry.
 ORPHANS_EVERY_S = 600.0
-# Of a catalog whose run has its files in a remote storage. A backup reads the whole catalog, so a
-# large one is backed up less often: the pause is that many times as long as it took.
+# Backups of the catalog of a run whose files are in a remote storage. A backup reads the whole
+# catalog, so the pause is BACKUP_PAUSE times as long as the backup took.
 BACKUP_EVERY_S = 60.0
 BACKUP_PAUSE = 20.0
 PATIENCE = 10  # pauses between two tries; each try reads and encodes a merge again

@@ -33,7 +33,7 @@ BATCH_BYTES = 1 << 27  # of values that one batch may repeat
 # 8 bytes at least in the file.
 MIN_ELEMENTS, ELEMENT_BYTES = 1000, 8
 MAX_ELEMENTS = 1_000_000  # Arrow's own limit
-# What Arrow keeps for each value of a list: the value, and two levels while it decodes.
+# Bytes that Arrow keeps for each value of a list: the value, and two levels while it decodes.
 LIST_VALUE_BYTES = 8 + 4
 FIXED_BYTES = 32
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from store.errors import UnsafePathError
 from store.hashing import HASH_BYTES
 
-# Of run.json, config.yaml, driver.json. A run has some kilobytes. JSON takes 30 times its size.
+# Bound of run.json, config.yaml and driver.json. A run has some kilobytes. Decoded JSON takes 30
+# times its size.
 MAX_TEXT_BYTES = 4 << 20
 # A manifest names every file of a run: 200,000 of them. DuckDB reads no larger JSON object. Decoded
 # it takes 25 times its size.

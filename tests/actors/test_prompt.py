@@ -174,6 +174,17 @@ def test_the_scripted_answer_parses_back_to_its_action(
     assert made.parse(ids) == Answer(action=action, well_formed=True)
 
 
+@pytest.mark.parametrize("parser", ["tags", "text"])
+def test_the_token_that_ends_a_reply_is_no_part_of_an_action_without_tags(
+    form: Form, parser: str
+) -> None:
+    made = form(parser=parser)
+    token_ids = made.tokenizer.encode("go east", add_special_tokens=False)
+    assert made.parse([*token_ids, made.tokenizer.eos_token_id]) == Answer(
+        action="go east", well_formed=parser == "text"
+    )
+
+
 def test_braces_in_game_text_are_text() -> None:
     text = render(
         TEMPLATES["compact"], Observation(text="{step} {x}", objective="{y}"), history=[], kept=0

@@ -195,6 +195,40 @@ def test_a_prompt_that_waits_for_others_is_not_late(monkeypatch: pytest.MonkeyPa
     assert asyncio.run(made()) == [False] * 21
 
 
+def test_prompts_of_one_moment_are_made_in_one_go_and_each_caller_gets_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = prompt_thread.PromptThread()
+    batches: list[int] = []
+    make_all = prompts._make_all
+
+    def noted(batch: Any, *rest: Any) -> None:
+        batches.append(len(batch))
+        make_all(batch, *rest)
+
+    monkeypatch.setattr(prompts, "_make_all", noted)
+
+    def prompt(number: int) -> int:
+        if number == 1:
+            raise ValueError("no room")
+        return number
+
+    async def made() -> list[Any]:
+        asked = [
+            asyncio.ensure_future(
+                prompts.make(lambda number=number: prompt(number), tokenizer=tokenizer(), label="x")
+            )
+            for number in range(4)
+        ]
+        await asyncio.sleep(0)
+        asked[-1].cancel()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, second, third, fourth = asyncio.run(made())
+    assert (first, third, batches) == (0, 2, [4])
+    assert isinstance(second, ValueError) and isinstance(fourth, asyncio.CancelledError)
+
+
 @pytest.mark.parametrize("most_characters", [LONG_CHARACTERS, 20], ids=["long", "short"])
 def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name(
     looping: Looping, most_characters: int

@@ -204,7 +204,7 @@ def test_the_state_after_several_calls_is_all_their_answers() -> None:
 
 
 def test_an_mcp_client_passes_calls_on_to_its_server() -> None:
-    """As docs/agent_programs.md does it."""
+    """Pass an agent's tool calls to an MCP server, as docs/agent_programs.md shows."""
     mcp = pytest.importorskip("mcp")
     from mcp.server.mcpserver import MCPServer
 

@@ -13,7 +13,7 @@ from actors.inference.vllm_preemptions import PreemptionCounter
 from configs import ConfigError
 
 VLLMS = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
-# As `engine_environment` has vLLM write it; the first record is of an engine before.
+# Logs in the form that `engine_environment` asks for. The first record is an older engine's.
 BEFORE = """2026-11-22 18:00:00,000 7 ERROR vllm.v1.engine.core: EngineCore failed to start.
 KeyError: 'older'
 """

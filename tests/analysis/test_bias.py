@@ -140,7 +140,7 @@ class Run:
         return [group for group, _ in opened]
 
     def extra(self, catalog: Catalog, group: Group, n_steps: int) -> None:
-        """As the coordinator enters it."""
+        """Import one extra episode of a group, as the coordinator does."""
         alone = uid(group.traj_uids[0], "extra", n_steps)
         one = replace(
             played(group, 0, n_steps=n_steps, paid=1.0),
@@ -379,8 +379,8 @@ def test_members_of_a_group_are_not_independent(tmp_path: Path) -> None:
         if row.measure == "n_steps"
     )
     assert row.difference.dropped - row.difference.kept > 3
-    # Of the C(11, 5) = 462 choices of five, 81 have four or five of the six long groups and 81 at
-    # most one.
+    # There are C(11, 5) = 462 choices of five: 81 have four or five of the six long groups, and 81
+    # have at most one.
     assert 0.1 < row.difference.p < 0.5
     (alone,) = differences_of_means(
         units(np.repeat([*stale, *trained], 12), n_dropped=60), seed=0, permutations=500
@@ -447,8 +447,8 @@ def test_each_is_compared_within_its_stratum_and_a_stratum_of_one_side_says_noth
     (difference,) = differences_of_means(given, seed=0, permutations=99)
     assert difference.dropped == pytest.approx(31 / 3)
     assert difference.kept == pytest.approx((2 + 2 + 10) / 3)
-    # What differs between strata alone is no difference: 50 against 1, because most of the dropped
-    # are of stratum 1.
+    # A difference between strata does not count: 50 against 1, because most of the dropped are of
+    # stratum 1.
     level = units([1, 50, 50, 50, 1, 1, 1, 50], n_dropped=4, stratum=[0, 1, 1, 1, 0, 0, 0, 1])
     (none,) = differences_of_means(level, seed=0, permutations=99)
     assert (none.dropped - none.kept, none.p) == (0.0, 1.0)

@@ -19,7 +19,7 @@ from analysis import audit
 from analysis import setting_comparison as comparison
 from cli.__main__ import main
 from cli.output_file import write_new_file
-from configs import AlgorithmConfig, Config
+from configs import AlgorithmConfig, Config, LossConfig
 from gigpo import (
     PUBLISHED_SETTINGS,
     WHITENED,
@@ -139,8 +139,9 @@ def test_two_settings_stand_side_by_side(
 def test_what_is_whitened_is_so_over_each_batch_that_was_trained_on(
     run: Path, tmp_path: Path, estimator: str, steps_per_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the run did; groups that no batch has had apart, held-out ones not at all. However little
-    is read at once.
+    """Whiten the groups of each batch together, and those without a batch apart from the others.
+
+    Held-out groups are left out. The number of steps that are read at once changes nothing.
     """
     monkeypatch.setattr(audit, "STEPS_PER_READ", steps_per_read)
     rows = rows_of(run, tmp_path, f"estimator={estimator}", "--against")
@@ -509,6 +510,14 @@ def test_steps_by_the_size_of_their_anchor_group(
         and "steps by the size of their anchor group │ 1: 0.0%" in said
         and "2 to 3: 100.0%" in said
     )
+
+
+@pytest.mark.parametrize("policy", ["ppo_clip", "behaviour_cloning", "distillation"])
+def test_no_group_is_left_out_of_a_run_whose_loss_reads_no_advantages(policy: str) -> None:
+    config = Config(loss=LossConfig(policy=policy))
+    used = audit.Setting.of(config).group_filter
+    assert used == (config.algorithm.group_filter if policy == "ppo_clip" else "none")
+    assert config.algorithm.group_filter != "none"
 
 
 def test_a_run_has_the_published_settings_unless_it_says_otherwise() -> None:

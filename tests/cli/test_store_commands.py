@@ -1,5 +1,6 @@
-"""What the command line and the reader say to wrong arguments, to what cannot be answered and to
-what is not all.
+"""Check how commands answer wrong arguments, unreadable files and a lack of descriptors.
+
+Check also the printed form of values of every type.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from coordinator.task_order import COLUMNS, draw_order, weigh
 from coordinator.task_queue import EnvironmentOrder
 from envs import list_tasks
 from store import (
+    CheckpointRecord,
     RunLayout,
     VersionRecord,
     export,
@@ -111,9 +112,12 @@ class Run:
             version_in=newest.version,
             metrics={},
         )
-        self.coordinator.checkpoint(
-            learner_step, path=f"checkpoints/step{learner_step:06}", version=newest.version + 1
+        record = CheckpointRecord(
+            learner_step=learner_step,
+            path=f"checkpoints/step{learner_step:06}",
+            version=newest.version + 1,
         )
+        self.coordinator.checkpoint(record, lsn=self.coordinator.export_now())
 
     def go_on(self, *, first_step: int, last_step: int) -> None:
         for learner_step in range(first_step, last_step + 1):
@@ -290,9 +294,11 @@ def test_if_no_task_has_a_weight_all_are_drawn(tmp_path: Path) -> None:
 
 
 def test_the_weights_band_and_variance_by_hand() -> None:
-    """Of 10 tasks, rows in another order: one never handed out; one handed out three times that
-    brought no result; three with a result, of which two are outside the band, and one of these
-    waited for more than 40 groups.
+    """Weigh 5 of 10 tasks, whose rows are not in the tasks' order.
+
+    Task 0 was never handed out. Task 1 was handed out three times without a result. Tasks 2 to 4
+    have a result. Tasks 3 and 4 are outside the band, and task 4 has waited for more than 40
+    groups.
     """
     known = pa.table(
         {
@@ -309,7 +315,7 @@ def test_the_weights_band_and_variance_by_hand() -> None:
 
 
 def test_tasks_are_drawn_in_proportion_to_their_weights() -> None:
-    """Of 4,000 draws the first is task i with probability w_i / sum(w), within four sigma."""
+    """Check that task i comes first with probability w_i / sum(w): 4,000 draws, four sigma."""
     weights = np.array([0.0, 1.0, 3.0, 6.0])
     n = 4000
     firsts = Counter(int(draw_order(weights, seed=str(seed))[0]) for seed in range(n))

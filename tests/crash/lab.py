@@ -76,8 +76,8 @@ class Failed(Exception):
     """The traceback of a process that was to reach its end."""
 
 
-# What must be true of what a crash left in a directory, given the diary; the first crashes are
-# looked at more thoroughly.
+# Checks the directory that a crash left, given the diary. The first crashes are checked more
+# thoroughly.
 Verify = Callable[[Path, Sequence[Line], bool], list[str]]
 
 

@@ -29,11 +29,11 @@ from tests.crash.repairs import damage, mended, published
 KILLS = 40
 AT_THE_END = 10  # of the crashes come when all was acknowledged
 SEED = 40_000
-# What a safeguard may turn into: anything else means that the mutation did not even run.
+# Errors that a mutation may cause. Any other means that the mutation did not even run.
 RED = ("AssertionError", "store.errors.", "sqlite3.")
 
-# What power is lost in: what is recorded, what must be true afterwards, and how often; unmutated
-# all are survived.
+# Programs that lose power: what is recorded, the check afterwards, and the number of losses.
+# Unmutated they survive all.
 RECORDED: dict[str, tuple[str, Verify, int]] = {
     "workload": (WORKLOAD, the_run_is_whole, 80),
     "killed": (WORKLOAD, the_run_is_whole, 10),

@@ -22,7 +22,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# What a call does to files -> its number. A call of the last kind would not be understood: it is an
+# Effect of a call on files -> its numbers. A call of the last kind would not be understood: it is an
 # error, not overlooked.
 NUMBERS: dict[str, dict[str, tuple[int, ...]]] = {
     "x86_64": {

@@ -215,8 +215,8 @@ def keep_up(layout: RunLayout, catalog: Catalog, diary: Diary, *, opened_us: int
     diary.phase("retention")
     newest = catalog.latest_version()
     assert newest is not None
-    # What the first rounds sampled was written by versions up to EXPIRED_ROUNDS; how many came
-    # since depends on the crashes.
+    # The first rounds were sampled by versions up to EXPIRED_ROUNDS. The number of versions since
+    # then depends on the crashes.
     expire_old(catalog, layout, keep_days=None, keep_versions=newest.version - EXPIRED_ROUNDS)
     diary.done("retention")
     diary.phase("sweep")

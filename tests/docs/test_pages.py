@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from store import FORMAT
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 NAMED = re.compile(r"`(tests/[a-z_/]+\.py)::(test_\w+)`")
@@ -63,6 +65,11 @@ def test_the_example_of_anchor_states_gives_the_output_below_it() -> None:
     figure = (DOCS / "figures/anchors.svg").read_text()
     for value in ("+2.23", "+1.44", "-5.91"):
         assert value in output and value.replace("-", "−") in figure
+
+
+def test_the_page_about_the_store_names_the_format() -> None:
+    named = re.findall("`(async-gigpo/[0-9]+)`", (DOCS / "store.md").read_text())
+    assert named == [FORMAT]
 
 
 def test_the_site_shows_every_page() -> None:

@@ -1,5 +1,6 @@
-"""Who is named for waiting, and what is written of who left. The rest of supervision is in
-test_heartbeat.py.
+"""Test which waits the driver names, and how a component that left is recorded.
+
+tests/coordinator/test_heartbeats.py tests the rest of supervision.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def test_a_long_learner_step_is_named_but_not_each_where_all_are_long() -> None:
 
 
 def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> None:
-    table_of = SimpleNamespace(config=configs.Config(), title="training", figures=lambda status: [])
+    table_of = SimpleNamespace(config=configs.Config(), title="training")
 
     def shown(**components: Component) -> str:
         output = StringIO()

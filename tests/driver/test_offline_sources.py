@@ -1,6 +1,4 @@
-"""What a run takes over from its sources besides groups: a base policy, and nothing whose tokens
-mean something else.
-"""
+"""Test what a run takes from its sources: groups, chats, and a base policy with the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said before a run starts, and what is shown while held-out tasks are played."""
+"""Test the checks and messages before a run starts, and the progress of an evaluation."""
 
 from __future__ import annotations
 

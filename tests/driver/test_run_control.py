@@ -476,7 +476,7 @@ def test_a_driver_that_says_nothing_more_is_given_up(
 
 
 def test_a_second_stop_is_no_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which would end the run at once, not in order."""
+    """Send no second SIGTERM: it would end the run at once, not in order."""
     ending = Ending(monkeypatch, tmp_path / "run", ["waiting for learner", "still"])
     runs.say_stopping(tmp_path / "run", "stopping")
     runs.stop(tmp_path / "run", Console(file=StringIO()))

@@ -1,5 +1,6 @@
-"""What the driver makes of errors, of a stop, and of a process that finds no place: what it says,
-and who is to blame.
+"""Test how the supervisor handles errors, restarts and stops, and which cause it names.
+
+Test also how Ray is started, and the error of a process for which the machine has no room.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ CONFIG = configs.from_yaml("{learner: {step_timeout_s: 500}}")
 
 
 def as_ray_passes_it_on(error: BaseException) -> RayTaskError:
-    """What `ray.get` raises of a call that raised `error`."""
+    """Return the error that `ray.get` raises for a call that raised `error`."""
     told = "".join(traceback.format_exception(error))
     return RayTaskError(
         "f", told, error, proctitle="ray::A", pid=1, ip="127.0.0.1"
@@ -61,7 +62,7 @@ def as_ray_passes_it_on(error: BaseException) -> RayTaskError:
 
 
 def of_init(error: BaseException) -> ActorDiedError:
-    """What `ray.get` raises of any call to an actor whose `__init__` raised `error`."""
+    """Return the error that `ray.get` raises for an actor whose `__init__` raised `error`."""
     told = "".join(traceback.format_exception(error))
     return ActorDiedError.from_task_error(
         RayTaskError("__init__", told, error, proctitle="ray::A", pid=1, ip="127.0.0.1")
@@ -80,7 +81,7 @@ def raised_by(call: Callable[[], object]) -> Exception:
 
 
 class UntalkativeTokenizer:
-    """Of a base model: without a chat template."""
+    """Stand for the tokenizer of a base model, which has no chat template."""
 
     eos_token_id = 0
 

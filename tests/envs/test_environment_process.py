@@ -1,6 +1,4 @@
-"""What is left of environments: in their process when episodes end in any way, and of the process
-when it or its owner ends.
-"""
+"""Test the processes of environments: how they start, hang and end, and that none is left over."""
 
 from __future__ import annotations
 

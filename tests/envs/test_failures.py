@@ -132,7 +132,7 @@ def trouble_line(what: str) -> int:
     return line_of(f'if what == "{what}"')
 
 
-# What is done -> what is said of it, and what the log has.
+# Trouble -> its error, and a text of the log.
 TROUBLES = {
     "raise": ("KeyError: 'door', at {place}", "Traceback"),
     "sysexit": ("SystemExit: enough, at {place}", "Traceback"),

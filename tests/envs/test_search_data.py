@@ -16,9 +16,9 @@ from envs.search.corpus import bm25_corpus, json_lines
 from envs.search.world import normalise
 
 SEVEN = ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]
-# Of an engine that shares no code with ours, bm25s 0.3.16 with PyStemmer 3.1.0 and the same k1 0.9
-# and b 0.4, with the question as the only search: over all questions of which the corpus has an
-# answer, and over at most 150 of each set.
+# Results of an engine that shares no code with ours: bm25s 0.3.16 with PyStemmer 3.1.0 and the same
+# k1 0.9 and b 0.4, with the question as the only search. First over all questions of which the
+# corpus has an answer, then over at most 150 of each set.
 OF_ALL = {
     "nq": 0.708,
     "triviaqa": 0.763,

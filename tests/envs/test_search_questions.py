@@ -1,4 +1,4 @@
-"""Which questions there are, and which of them are held out."""
+"""Test how questions are read from files, and which of them are held out."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ from gigpo import (
     anchor_size_histogram,
     anchor_size_shares,
     ess,
-    singleton_fraction,
     step_variance_share,
     token_diagnostics,
 )
@@ -570,8 +569,6 @@ def test_anchor_diagnostics():
     )
     assert anchor_size_histogram(table) == {1: 2, 2: 2, 4: 4}
     assert anchor_size_histogram(table.slice(1, 4)) == {1: 1, 2: 2, 4: 1}, "of a part too"
-    assert singleton_fraction(table) == 0.25
-    assert singleton_fraction(table.slice(0, 0)) == 0.0
     assert step_variance_share(table) == pytest.approx(2 / 3)
     zeros = pa.array([0.0] * 8)
     flat = table.set_column(1, "episode_advantage", zeros).set_column(2, "advantage", zeros)

@@ -174,7 +174,7 @@ def assert_close(
 def test_every_estimator_equals_the_definitions(estimator):
     for number, s in enumerate(settings_of(estimator)):
         rng = random.Random(f"{estimator} {number}")
-        # What is whitened over a batch is one case a batch, so there are many small ones.
+        # An estimator that whitens over a batch has one case per batch, so there are many small ones.
         batches, groups = (BATCHES // 8, 2) if estimator in WHITENED else (1, CASES // 8)
         for _ in range(batches):
             rows = random_rows(rng, groups=groups)

@@ -131,8 +131,7 @@ def test_after_too_many_bad_updates_the_error_ends_with_the_query_that_shows_the
         f"learner step {step}, update 1" for step in (2, 4, 5, 6)
     ]
     assert "of 8 rows these are not finite: group " in events[0][0]
-    # What was trained until then is settled; the batch of the last is not, and the next start has
-    # it again.
+    # The batches before the last are settled. The last is not, and the next start has it again.
     assert rows(
         Path(config.run_dir), "SELECT max(learner_step) FROM lineage WHERE batch_state = 'trained'"
     ) == [(5,)]

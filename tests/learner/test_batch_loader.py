@@ -1,4 +1,4 @@
-"""From a claimed batch to updates: which rows, in which order, with which staleness."""
+"""Test the way from a claimed batch to updates: the rows, their order and their staleness."""
 
 from __future__ import annotations
 

@@ -431,6 +431,10 @@ def test_warm_up_counts_optimizer_updates(make_engine: MakeEngine) -> None:
     # as if it had been so from the start: it jumps from 0.1 to its own line
     longer = dataclasses.replace(falling, steps=4)
     assert scheduled(longer, n_updates=4) == pytest.approx(1.0 - 0.9 * 4 / 7)
+    both = dataclasses.replace(falling, warmup_updates=2)
+    assert [scheduled(both, n_updates=n) / scheduled(falling, n_updates=n) for n in range(4)] == [
+        *(0.5, 1.0, 1.0, 1.0)
+    ]
     engine = make_engine(learner=dataclasses.replace(LEARNER, warmup_updates=2))
     batches = cut(random_rows(), CUT)
     assert [engine.update(batches).learning_rate for _ in range(3)] == [0.005, 0.01, 0.01]

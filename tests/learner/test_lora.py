@@ -176,7 +176,7 @@ def test_without_the_adapters_it_is_the_base_model_bit_for_bit_and_then_itself_a
 def test_a_reference_pass_before_the_backward_pass_does_not_change_the_gradient(
     qwen2: Path,
 ) -> None:
-    """As a KL loss does it: the policy forward, the reference forward, then the policy backward."""
+    """Run the passes in the order of a KL loss: policy, reference, then the policy backward."""
     gradients = []
     for with_reference in (False, True):
         model = adapted(qwen2)

@@ -186,7 +186,7 @@ def test_a_row_weighs_the_same_in_a_smaller_update() -> None:
 
 
 tokens = st.lists(st.integers(1, 3), min_size=1, max_size=6)
-# Of each step: whether its prompt repeats all before it, what its prompt adds, its response.
+# Per step: whether its prompt repeats all tokens before it, the tokens that it adds, its response.
 trajectories = st.lists(
     st.lists(
         st.tuples(st.booleans(), tokens, st.lists(st.integers(1, 3), max_size=4)),

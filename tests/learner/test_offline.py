@@ -256,7 +256,7 @@ def test_a_run_ends_in_order_where_its_groups_are_used_up_and_goes_on_with_more_
     assert learner.run() == 2, "five groups are two batches of two"
     (notice,) = coordinator.status().notices.values()
     assert "learner step 2 of 9" in notice and "offline.uses=1" in notice
-    assert coordinator.lease("w") is None and coordinator.status().counts.outstanding == 0
+    assert coordinator.lease("w") is None and coordinator.catalog.outstanding() == 0
     coordinator.close()
     more = replace(config, offline=replace(config.offline, uses=3))
     assert configs.forbidden_changes(config, more) == []

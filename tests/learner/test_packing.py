@@ -1,4 +1,4 @@
-"""Which rows become one sequence, and which sequences one micro-batch."""
+"""Test which rows are merged into one sequence, and which sequences into one micro-batch."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ def test_sequences_fill_as_few_micro_batches_as_the_budget_allows() -> None:
 
 
 def test_the_square_of_a_length_counts() -> None:
-    """Of two equal sums of tokens the one with the longer sequence costs more, so it comes
-    first.
-    """
+    """Put the micro-batch with the longer sequence first: at an equal sum it costs more."""
     assert costs(np.array([12 * 1024]))[0] == 2 * 12 * 1024
     assert [list(b) for b in pack(np.array([2, 2, 3, 1]), micro_batch_tokens=4, ranks=1)] == [
         [2, 3],

@@ -162,8 +162,9 @@ def plain(model: PreTrainedModel, rows: pa.Table) -> tuple[torch.Tensor, torch.T
 
 
 def gradient(policy: PolicyModel, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
-    """Of a sum over all response tokens, of log-probabilities and entropies, each token of the
-    table with its own factor.
+    """Return each parameter's gradient of a weighted sum over all response tokens.
+
+    The sum adds log-probabilities and 0.3 entropies. Each token of the table has its own factor.
     """
     policy.zero_grad()
     n_tokens = sum(batch.n_response_tokens for batch in batches)
@@ -457,8 +458,8 @@ def test_attention_with_more_to_it_is_refused() -> None:
 
 def test_a_model_that_mixes_sequences_by_itself_is_found_out_when_it_is_loaded() -> None:
     model = random_model(CONFIGS["llama"])
-    # As a short convolution would: each token takes something from the one before it, whose
-    # sequence ever it is of.
+    # Like a short convolution: each token takes something from the one before it, also from another
+    # sequence.
     pad = torch.nn.functional.pad
     model.model.layers[0].mlp.register_forward_hook(
         lambda _module, _inputs, out: out + pad(out, (0, 0, 1, 0))[:, :-1]
@@ -550,11 +551,9 @@ def test_a_last_layer_that_computes_something_else_is_left_alone() -> None:
 
 Changed = Callable[[torch.nn.Module, torch.Tensor], Any]
 OTHER_LAST_LAYERS: dict[str, Changed] = {
-    # As a mixture of experts gives its router's logits too: what the usual last layer does with it
-    # raises.
+    # Like a mixture of experts, which returns its router's logits too: the usual last layer raises.
     "two results": lambda mlp, hidden: (mlp(hidden), None),
-    # As if experts had room for a number of tokens: the same at all positions, and another function
-    # at some of them.
+    # Like experts with room for a number of tokens: another function if only some positions are given.
     "by the number of tokens": lambda mlp, hidden: mlp(hidden) * (1.0 + 0.1 * hidden.shape[1]),
     "not without tokens": lambda mlp, hidden: mlp(hidden) + 0.0 * hidden.max(),
 }

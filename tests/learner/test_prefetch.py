@@ -7,16 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import Config
 from coordinator import Coordinator
-from learner.data.batch_loader import PreparedBatch, make_loader
+from learner.data.batch_loader import PreparedBatch, make_loader, prepare_batch
 from learner.data.prefetch import Prefetch
-from store import DigestError, RunLayout, VersionRecord
+from store import CheckpointRecord, DigestError, RunLayout, VersionRecord, segments
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
@@ -31,6 +33,7 @@ from tests.support.learner_loop import (
     play_all,
 )
 from tests.support.run_views import connect
+from tests.support.store_samples import in_play
 
 DEADLINE_S = 20.0
 
@@ -128,7 +131,8 @@ def play_and_crash(config: Config, choices: list[int], data: st.DataObject) -> N
                 batch.batch_id, learner_step=step, filtered={}, version_in=version - 1, metrics={}
             )
             if step % 2 == 0:
-                coordinator.checkpoint(step, path="nowhere", version=version)
+                record = CheckpointRecord(learner_step=step, path="nowhere", version=version)
+                coordinator.checkpoint(record, lsn=coordinator.export_now())
                 saved = step
         elif choice == 5:
             before = coordinator.catalog.counts()
@@ -142,7 +146,7 @@ def play_and_crash(config: Config, choices: list[int], data: st.DataObject) -> N
             assert point.latest_version == version
             held, claimed, step, version = [], [], saved, version + 1
             publish(coordinator, version, step)
-        assert coordinator.catalog.counts().outstanding <= (
+        assert in_play(coordinator.catalog.counts()) <= (
             config.max_staleness + 1
         ) * GROUPS_PER_STEP + step_backs(coordinator)
     coordinator.close()
@@ -241,7 +245,7 @@ def test_closing_ends_the_thread_while_it_waits_and_what_it_claimed_can_be_given
     assert coordinator.catalog.counts().claimed == 2
     assert coordinator.release_claims(0) == 2
     counts = coordinator.catalog.counts()
-    assert (counts.claimed, counts.complete, counts.outstanding) == (0, 4, 4)
+    assert (counts.claimed, counts.complete, in_play(counts)) == (0, 4, 4)
     assert coordinator.release_claims(0) == 0
 
 
@@ -260,6 +264,35 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(
         batches.start(version=0, learner_step=1)
         with pytest.raises(DigestError, match="its bytes changed on disk"):
             batches.take(timeout_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_pages_of_another_users_run_are_counted_before_they_are_decoded(
+    is_own: bool,
+    tmp_path: Path,
+    closing: list[Coordinator],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`gigpo replay` reads runs of others too."""
+    coordinator = open_coordinator(make_config(tmp_path / "run", max_staleness=1))
+    closing.append(coordinator)
+    publish(coordinator, 0, 0)
+    play_all(coordinator)
+    if not is_own:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
+    counted: list[str] = []
+    read_table = segments.read_table
+
+    def noted(*arguments: Any, name: str, **others: Any) -> pa.Table:
+        counted.append(name)
+        return read_table(*arguments, name=name, **others)
+
+    monkeypatch.setattr(segments, "read_table", noted)
+    loader = loader_of(coordinator)
+    batch = loader.claim(0)
+    assert batch is not None
+    prepared = prepare_batch(loader, batch, version=0, learner_step=1, more=None)
+    assert prepared.n_rows > 0 and len(counted) == (0 if is_own else len(batch.segments))
 
 
 def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_ready_yet(

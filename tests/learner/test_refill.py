@@ -29,6 +29,7 @@ from tests.support.learner_loop import (
     play,
 )
 from tests.support.run_views import connect
+from tests.support.store_samples import in_play
 
 DEADLINE_S = 20.0
 STEPS = 3
@@ -177,7 +178,7 @@ def test_killed_while_a_batch_is_refilled_nothing_is_lost(
         train(monkeypatch, config, coordinator, play_until_killed)
     before = coordinator.catalog.counts()
     assert before.claimed >= GROUPS_PER_STEP
-    assert coordinator.catalog.outstanding() < before.outstanding, "others are played instead"
+    assert coordinator.catalog.outstanding() < in_play(before), "others are played instead"
     assert check(coordinator.layout, level=CATALOG) == []
     coordinator.close()
     seen = rows(run, "SELECT DISTINCT batch_state, outcome FROM lineage WHERE live")
@@ -190,7 +191,7 @@ def test_killed_while_a_batch_is_refilled_nothing_is_lost(
     assert rolled_back.groups == before.claimed
     assert (after.claimed, after.complete) == (0, before.claimed + before.complete)
     assert after.trajectories == before.trajectories
-    assert again.catalog.outstanding() == after.outstanding
+    assert again.catalog.outstanding() == in_play(after)
     assert train(monkeypatch, config, again, play_half) == STEPS
     again.close()
     assert [trained for _, trained, _ in rows(run, BATCHES)] == [GROUPS_PER_STEP] * STEPS

@@ -64,7 +64,7 @@ def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
 
 
 def explained(run: Path, learner_step: int, **learner: object) -> tuple[Explanation, Replayed]:
-    """What a learner step is said to learn, and the step."""
+    """Return the explanation of a learner step, and the step replayed."""
     said: list[Explanation] = []
     config = config_of(run, steps=STEPS, **learner)
     layout = RunLayout.open(run)

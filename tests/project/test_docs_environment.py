@@ -101,9 +101,7 @@ def test_the_environment_plays_as_its_rules_say(lamps: Path) -> None:
 
 
 def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
-    """What a worker and the learner do with it, in this process: a scripted policy's moves, which a
-    tiny model learns.
-    """
+    """Play groups with a scripted policy, and train a tiny model on them, all in this process."""
     config = configs.load(
         ROOT / "configs/key_room.yaml", [f"env.name={NAME}", "env.options={}", "env.max_steps=8"]
     )

@@ -44,7 +44,7 @@ def test_the_documented_command_has_tasks_and_all_its_options(
 def test_a_missing_option_is_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the documentation says it."""
+    """Check that the error is the one that the documentation shows."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     others = [text for text in OVERRIDES if not text.startswith("env.options=")]
     given = [str(ROOT / CONFIG), *others, f"run_dir={tmp_path / 'run'}"]

@@ -1,5 +1,6 @@
-"""What a run survives, and how it ends where it cannot: every component killed, stopped, or
-answering nonsense.
+"""Test what a run survives, and how it ends otherwise.
+
+Components are killed and stopped, environments fail, and the disk is full.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class Variant:
     zero_stage: int
     lora_rank: int
     critic: CriticConfig | None
-    # Of the engine, its updates and the base model's weights: that the variant is not the plain one
-    # under another name.
+    # Takes the engine, its updates and the base model's weights. Returns whether the variant took
+    # effect, and is not the plain one under another name.
     shows: Callable[[Engine, Sequence[UpdateStats], dict[str, torch.Tensor]], bool]
 
 
@@ -418,7 +418,7 @@ def packed(rows: pa.Table, *, ranks: int) -> list[MicroBatch]:
 
 
 def as_rows(choices: Sequence[Choice]) -> pa.Table:
-    """What the learner reads of a row, for each choice once."""
+    """Return a table with one row per choice, in the columns that the learner reads."""
     answers = [list(choice.answer_ids) for choice in choices]
     return pa.table(
         {

@@ -64,9 +64,7 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """What was there before a run: children of ours, and shared memory that no living process
-    uses.
-    """
+    """Record what there was before a run: our child processes, and unused shared memory."""
 
     pids: frozenset[int]
     shared_memory: frozenset[str]
@@ -80,15 +78,14 @@ class Before:
 
 
 def left_since(before: Before, driver: int) -> list[str]:
-    """Of Ray's sessions only those of our driver's number: another run on the same machine is not
-    our litter.
-    """
+    """Return the processes, the shared memory and the Ray sessions that a run left behind."""
+    # Only sessions with our driver's process id: others belong to other runs on this machine.
     sessions = [path.name for path in Path("/tmp").glob(f"{RAY_DIRECTORY}{driver}-*")]
     return [*map(str, Before.now().pids - before.pids), *litter(before.shared_memory), *sessions]
 
 
 def left_sockets(run: Path) -> list[Path]:
-    """Of the run's engines, outside of the directory of its Ray, with which they are removed."""
+    """Return engine sockets outside Ray's directory. Those inside are removed with it."""
     return [path for path in (run.parent / "tmp").rglob("*") if path.is_socket()]
 
 

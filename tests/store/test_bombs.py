@@ -160,12 +160,17 @@ def test_a_small_file_that_stands_for_gigabytes_is_one_line(
     assert "Traceback" not in done.stderr
 
 
-def test_a_learner_does_not_decode_it(bombed: tuple[RunLayout, SegmentMeta]) -> None:
+def test_its_rows_are_not_decoded(bombed: tuple[RunLayout, SegmentMeta]) -> None:
     layout, meta = bombed
     path = next(layout.root.rglob(f"{meta.segment_id}.parquet"))  # in quarantine after a rebuild
     here = dataclasses.replace(meta, path=layout.relative(path))
     with pytest.raises(FormatError, match="stands for more than .* no run wrote it"):
         read_segment(layout, here)
+
+
+def test_the_rows_are_the_same_whether_they_are_counted_or_not(tmp_path: Path) -> None:
+    layout, meta = run_with(tmp_path / "run", lambda _, meta: meta)
+    assert read_segment(layout, meta, is_own=True).equals(read_segment(layout, meta))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def make_directory(layout: RunLayout, path: str, content: bytes) -> Path:
 
 
 def lose_the_owner(catalog: Catalog) -> None:
-    """As kill -9: no last backup."""
+    """Close the database without the last backup, like kill -9."""
     catalog._database.close()
 
 
@@ -119,8 +119,10 @@ def uri_of(layout: RunLayout) -> str:
 
 
 def test_a_run_goes_on_from_its_storage_alone(lost: RunLayout, tmp_path: Path) -> None:
-    """What was settled or committed before the last backup is as it was; what is newer is found
-    from the segments.
+    """Bring a run whose last backup is old.
+
+    The backup restores what was settled or committed before it. Newer trajectories are found from
+    the segments.
     """
     shutil.rmtree(lost.root)
     root = tmp_path / "elsewhere" / "run"
@@ -167,7 +169,7 @@ def test_a_run_goes_on_from_its_storage_alone(lost: RunLayout, tmp_path: Path) -
 def test_only_files_that_are_newer_than_the_backup_are_read(
     lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run in an object store, the others may be many gigabytes."""
+    """Read no older segment: in an object store they may be many gigabytes."""
     read: list[str] = []
     plain = type(lost.storage).read
 

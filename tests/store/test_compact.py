@@ -121,7 +121,7 @@ def events(layout: RunLayout, catalog: Catalog, component: str) -> list[tuple[st
     return [(row["what"], row["detail"]) for row in rows if row["component"] == component]
 
 
-# What is merged.
+# The choice of files to merge.
 
 
 @pytest.mark.parametrize(

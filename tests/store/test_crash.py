@@ -12,8 +12,8 @@ from tests.crash.checks import broken_promises, end_state, read_diary
 from tests.crash.lab import kill_and_retry, phases, record, run_workload, scratch, workers
 
 POINTS = int(os.environ.get("STORE_CRASH_POINTS", "12"))
-# What the workload does; each is hit. The first eight are what the store promises, the others what
-# a run needs besides.
+# Phases of the workload; each is hit. The store promises the first eight; a run needs the others
+# besides.
 PHASES = ("write", "commit", "claim", "settle", "manifest", "compaction", "retention", "recovery")
 OTHER_PHASES = ("sweep", "open", "ledger", "create")
 KILLED_AGAIN_EVERY = 4  # of the points: the first start afterwards is killed too, while it recovers

@@ -199,7 +199,7 @@ def test_an_import_is_seen_and_never_played_or_trained_on(tmp_path: Path) -> Non
             "n"
         ].to_pylist() == [3]
     with Catalog.open(target) as catalog:
-        assert catalog.counts().outstanding == 1  # its own
+        assert catalog.outstanding() == 1  # its own
         assert catalog.counts().trajectories == 2
         assert catalog.lease_open_group(worker="w0", lease_s=60.0) is None
         assert catalog.claim(n_groups=2, current_version=0, max_staleness=9) is None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,6 +22,7 @@ from store import (
     RunLayout,
     StepImage,
     StoreError,
+    hashing,
     read_segment,
     state_hash,
     to_table,
@@ -119,6 +121,22 @@ def test_many_combining_marks_take_no_quadratic_time(marks: str) -> None:
     """Sorted by insertion they would take hours."""
     text = "a" + "".join(mark * 2_000_000 for mark in marks)
     assert state_hash(text) != state_hash(text + "b")
+
+
+@given(st.text("e\u0301\u0f73中", max_size=200), st.integers(0, 40))
+def test_marks_are_found_wherever_they_stand(before: str, n_marks: int) -> None:
+    text = before + "\u0301" * n_marks + "e"
+    longest = max(len(found) for found in re.findall("[\u0301\u0f73]*", text))
+    assert hashing._has_many_marks(text) == (longest > hashing.MOST_MARKS)
+
+
+def test_no_marks_are_looked_for_in_a_very_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take seconds with the interpreter's lock, and heartbeats wait."""
+    monkeypatch.delattr(hashing, "_has_many_marks")
+    text = "中" * hashing.MOST_NORMALISED
+    assert state_hash(text + "e\u0301") != state_hash(text + "\u00e9")
+    with pytest.raises(NameError):
+        state_hash("中")
 
 
 def test_a_state_hash_sees_unicode_forms_and_line_ends_as_one() -> None:

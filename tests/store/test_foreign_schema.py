@@ -77,7 +77,7 @@ FOREIGN = {  # the schema, and what the error names
         "view '\\x1b[2Jxxx",
     ),
 }
-# What no statement can make: SQLite cannot read it either.
+# Schemas that no statement can make: SQLite cannot read them either.
 UNREADABLE = {
     "no text": "UPDATE sqlite_schema SET sql = NULL WHERE name = 'grp_by_state'",
     "no UTF-8": "UPDATE sqlite_schema SET sql = CAST(sql || x'ff' AS TEXT) WHERE name = 'event'",

@@ -392,7 +392,7 @@ def test_a_file_that_is_put_back_late_or_damaged_does_not_count(layout: RunLayou
 
 
 def rewrite_anew(path: Path, data: bytes) -> None:
-    """As a restore from a backup does: with its old time."""
+    """Write the file with its old time, as a restore from a backup does."""
     path.write_bytes(data)
     os.utime(path, (0, 0))
 

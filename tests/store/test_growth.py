@@ -278,7 +278,7 @@ def test_files_are_merged_one_after_another_and_the_live_ones_listed_once(
         policy = CompactionPolicy(fan_in=2, max_live_files=2, min_file_bytes=1 << 20)
         results = list(merges(catalog, layout, policy=policy, skip=()))
         assert len(listed) == 1 and len(results) > 5
-        # What is left is what one who lists them anew before each merge would leave.
+        # The same files are left as if they were listed anew before each merge.
         assert choose(real(), policy=policy, skip=()) == ()
         assert len(real()) <= 2
         export(catalog, layout)

@@ -41,7 +41,7 @@ from tests.support.store_model import (
     new_run,
 )
 from tests.support.store_runs import compact_once
-from tests.support.store_samples import from_table, make_trajectory, open_task_group
+from tests.support.store_samples import from_table, in_play, make_trajectory, open_task_group
 
 # `make test-crash` has 500
 EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "50")), 12
@@ -415,7 +415,7 @@ class StoreMachine(RuleBasedStateMachine):
             for trajectory in meta.trajectories if allowed else ():
                 self.model.groups[trajectory.group_uid].expired.add(trajectory.member)
 
-    # What holds after every rule.
+    # Invariants: they hold after every rule.
 
     def live(self) -> tuple[SegmentMeta, ...]:
         return self.catalog.segment_metas(
@@ -441,7 +441,7 @@ class StoreMachine(RuleBasedStateMachine):
     def states_counts_and_claims_agree(self) -> None:
         counts = self.catalog.counts()
         assert counts == self.model.counts(self.run.clock_us)
-        assert self.catalog.outstanding() == counts.outstanding - len(self.model.set_aside)
+        assert self.catalog.outstanding() == in_play(counts) - len(self.model.set_aside)
         with self.catalog._database.transaction() as tx:
             assert {
                 group_uid: tuple(rest) for group_uid, *rest in tx.rows(STATES)

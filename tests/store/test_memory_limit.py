@@ -103,10 +103,12 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("500\n")
     (old / "memory.usage_in_bytes").write_text("520\n")
-    (old / "memory.stat").write_text("total_inactive_file 0\n")
     own.write_text("5:memory:/docker\n4:cpu:/docker\n")
     assert memory_limit._free_in_groups(groups, own) == [0], "it uses more than its limit"
     assert memory_limit._free_in_groups(groups, tmp_path / "none") == []
+    (groups / "memory").rename(groups / "cpu,memory")
+    own.write_text("5:cpu,memory:/docker\n")
+    assert memory_limit._free_in_groups(groups, own) == [0], "mounted together, without statistics"
 
 
 def test_a_limit_that_the_caller_set_stays(foreign: RunLayout) -> None:

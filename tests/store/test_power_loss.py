@@ -62,7 +62,7 @@ def test_nothing_acknowledged_is_lost_torn_or_doubled_when_the_power_goes(
 
 
 def states(*calls: FileCall) -> set[tuple[tuple[str, bytes | None], ...]]:
-    """What may be left of a disk after these calls, found in many tries."""
+    """Return the states that a power loss after these calls may leave, found in 300 tries."""
     disk = Disk(ROOT, {})
     for call in calls:
         disk.apply(call)

@@ -184,7 +184,7 @@ def test_the_kernel_alone_keeps_every_statement_in(
     before = best_world.fingerprint()
     answers = []
     with best_world.open() as reader:
-        # Those that switch something on come last: DuckDB then fails at that in every later query.
+        # Statements that switch something on come last: DuckDB fails at it in every later query.
         for statement in sorted(
             [*WRITING, *READING, *LEAKING], key=lambda statement: "enable_" in statement
         ):

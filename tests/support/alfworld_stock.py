@@ -68,8 +68,9 @@ def _listed(state: Any) -> tuple[str, ...]:
 
 
 def _drawn(seen: Observation, draw: random.Random) -> str:
-    """Of all kinds: most of what is listed only goes somewhere or examines something."""
+    """Return one listed command, or sometimes nonsense."""
     assert seen.actions
+    # Most commands only go somewhere or examine something; half of the draws leave those out.
     acts = [command for command in seen.actions if not command.startswith(("go to", "examine"))]
     return draw.choice(
         NONSENSE if draw.random() < 0.1 else acts if draw.random() < 0.5 else seen.actions

@@ -151,9 +151,8 @@ class FaultRun:
         return trained_step(self.run) if (self.run / "manifest.json").exists() else 0
 
     def tell(self, fault: str) -> None:
-        """Of one piece: a step that read the file while it was still empty would fail in another
-        way.
-        """
+        """Write the fault into the file that the environment reads."""
+        # Renamed into place: a step that read an empty file would fail in another way.
         whole = self.fault.with_suffix(".whole")
         whole.write_text(fault)
         whole.replace(self.fault)

@@ -44,7 +44,7 @@ class Env: ...
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """What surrounds the crafted run: files of the reader that no command may change or show."""
+    """Surround the crafted run with the reader's own files. No command may change or show them."""
 
     base: Path
 

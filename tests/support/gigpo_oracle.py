@@ -445,8 +445,9 @@ def whitened_rows(estimate: dict) -> dict:
 
 
 def value_targets(rows: Sequence[Row], s: AdvantageSettings) -> list[float]:
-    """What a critic learns, by its definition: the mean of all n-step returns, each decayed by
-    lambda.
+    """Return a critic's targets, by definition: the mean of all n-step returns.
+
+    Lambda decays the weight of each return.
     """
     trajectories, _ = by_trajectory_and_group(rows)
     targets = []

@@ -177,7 +177,7 @@ DEEP = [
     "SELECT 1" + " UNION ALL SELECT 1" * 20_000,
     "SELECT '" + '{"a":' * 100_000 + "'::JSON->'a'",
 ]
-# What a locked-in process tries without any SQL: it prints what it could.
+# A program that a locked-in process runs, without any SQL. It prints what it could do.
 LOCKED_IN = """
 import os, socket, sys
 from pathlib import Path
@@ -227,7 +227,7 @@ class World:
         )
 
     def fingerprint(self) -> str:
-        """Of every name, size, time and byte; the readers' own pins left out."""
+        """Return a digest of every name, mode, size, time and byte, without the readers' pins."""
         digest = hashlib.sha256()
         for path in sorted([*self.layout.root.rglob("*"), *self.canary.rglob("*")]):
             if path.is_relative_to(self.layout.readers):

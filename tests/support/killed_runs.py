@@ -233,7 +233,7 @@ def write_world(home: Path) -> None:
 
 
 def expected_tasks(config: Config, n: int) -> list[tuple[int, str]]:
-    """What a run dispatches, whatever happens to it."""
+    """Return the tasks that a run must dispatch, whatever happens to it."""
     tasks = list_tasks("key_room", config.env.options)["train"]  # those of the faulty world
     return [
         (ordinal, tasks[task_index(ordinal, len(tasks), seed=config.seed)].id)

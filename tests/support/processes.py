@@ -48,8 +48,9 @@ def wait_until_gone(pid: int) -> None:
 
 
 def children(word: str, *, of: int | None = None, recursive: bool = False) -> list[psutil.Process]:
-    """What process `of`, this one if None, has started with `word` in its command; none that has
-    ended.
+    """Return the living children of process `of` with `word` in their command.
+
+    None stands for this process.
     """
     found = []
     for child in psutil.Process(of).children(recursive=recursive):
@@ -73,7 +74,7 @@ def unused_shared_memory() -> frozenset[str]:
 
 
 def litter(before: frozenset[str]) -> frozenset[str]:
-    """What is unused that was not before, and still is a moment later."""
+    """Return shared memory that became unused since `before`, and still is a moment later."""
     found = unused_shared_memory() - before
     if found:
         time.sleep(LOOK_AGAIN_S)

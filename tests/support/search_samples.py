@@ -1,4 +1,4 @@
-"""What the tests of the search world share."""
+"""Share tasks and files between the tests of the search environment."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def a_retired_file(layout: RunLayout) -> str:
 
 
 def replace(layout: RunLayout, path: str, data: bytes) -> None:
-    """As if the worker had committed this."""
+    """Replace a segment and its digest in the catalog, as if a worker had committed it."""
     rewrite(layout.root / path, data)
     digest, n_bytes = file_digest(data), len(data)
     edit(f"UPDATE segment SET digest = '{digest}', n_bytes = {n_bytes} WHERE path = '{path}'")(

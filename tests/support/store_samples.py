@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from store import (
     Catalog,
+    Counts,
     FinalObservation,
     Group,
     RunLayout,
@@ -53,6 +54,11 @@ def make_step(index: int, *, n_steps: int, version: int, **changes: object) -> S
         "images": (StepImage(height=1, width=2, pixels=bytes([index] * 6)),) if index == 1 else (),
     }
     return Step(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def in_play(counts: Counts) -> int:
+    """Return the groups that were handed out and not yet trained on."""
+    return counts.open + counts.complete + counts.claimed
 
 
 END = FinalObservation(

@@ -21,7 +21,7 @@ class PlainModel:
         self.model = AutoModelForCausalLM.from_pretrained(path)
 
     def logprobs(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Of each token after the first, given those before it."""
+        """Return the log-probability of each token after the first, given the tokens before it."""
         ids_T = torch.tensor(token_ids)
         with torch.no_grad():
             logits_TV = self.model(ids_T[None]).logits[0, :-1]
@@ -32,7 +32,7 @@ class PlainModel:
 def plain_logprobs(
     path: Path, rows: pa.Table, *, temperature: float = 1.0
 ) -> dict[int, list[float]]:
-    """Of each row's response tokens."""
+    """Return the log-probabilities of each row's response tokens, by the row's number."""
     model, found = PlainModel(path), {}
     pairs = zip(rows["prompt_ids"].to_pylist(), rows["response_ids"].to_pylist(), strict=True)
     for row, (prompt, response) in enumerate(pairs):

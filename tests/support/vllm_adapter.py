@@ -1,5 +1,4 @@
-"""What vLLM generates with a LoRA adapter and without it, in a process of its own, which is how it
-likes to start.
+"""Generate with vLLM, with a LoRA adapter and without it, in a process of its own.
 
 python -m tests.support.vllm_adapter MODEL ADAPTER       # last line: JSON, prompt ids, then (token
 ids, log-probabilities) twice

@@ -1,4 +1,4 @@
-"""One anchor state: all actions that a group took in the same state, and which of them paid.
+"""Show one anchor state: all actions that a group took in the same state, and which of them paid.
 
 GiGPO's step advantages compare the steps of one group that were taken in the same state. This page
 shows the comparison: each visit is a dot, placed by the return that followed it.

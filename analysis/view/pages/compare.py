@@ -1,4 +1,4 @@
-"""Two runs side by side: which one learns better, at what cost, and on which tasks?
+"""Show two runs side by side: which one learns better, at what cost, and on which tasks?
 
 Every query is asked of both runs. The first run is the one that the other pages show, the second
 the one named by `with` in the address.
@@ -448,7 +448,8 @@ def _columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
 
 
 def _add_tips(drawn: Any, marks: Any, name: str, label: str, value: str) -> None:
-    # As a column: Bokeh reads this text as a template, and somebody else may have named the run.
+    # The name is a column, because Bokeh reads the tooltip as a template, and a stranger may have
+    # named the run.
     columns = marks.data_source.data
     columns["run"] = [name] * len(columns["success"])
     tips = [

@@ -1,4 +1,4 @@
-"""The funnel: what became of the groups that were handed out, and why."""
+"""Show the funnel: what became of the groups that were handed out, and why."""
 
 from __future__ import annotations
 

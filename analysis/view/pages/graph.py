@@ -1,4 +1,4 @@
-"""The state graph: where the episodes of a group went, and which ways paid.
+"""Show the state graph: where the episodes of a group went, and which ways paid.
 
 States are nodes, merged over the episodes; actions are edges. A node's colour is the mean return
 that followed from there, an edge's colour the mean step advantage of what was done.

@@ -1,4 +1,4 @@
-"""One group: its episodes side by side, step by step, coloured by their advantages."""
+"""Show one group: its episodes side by side, step by step, coloured by their advantages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FROM steps AS s JOIN terms AS a USING (traj_uid, step_index)
 WHERE s.state_hash IS NOT NULL
 GROUP BY s.state_hash ORDER BY spread DESC, visits DESC LIMIT 50
 """
-# Of a stale or abandoned group most attempts may have given no episode.
+# Most attempts of a stale or abandoned group may have given no episode.
 UNFINISHED = """
 SELECT number AS attempt, why, n_steps AS steps, n_response_tokens AS tokens, worker, version,
        begun_at, ended_at

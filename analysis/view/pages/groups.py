@@ -1,4 +1,4 @@
-"""A list of groups: those in a state, of a split or a task, of some versions."""
+"""List groups: all of a state, a split, a task or a range of versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lineage: which weights wrote a row, which file holds it, what it trained, and where that went.
+"""Show lineage: the weights that wrote a row, its file, what it trained, and where that went.
 
     weights -> rows -> files -> learner step -> published weights -> checkpoint
 
@@ -124,7 +124,7 @@ SELECT stage, kind, name, title, digest, happened_at, detail,
 FROM boxes QUALIFY row_number() OVER (PARTITION BY stage ORDER BY place) <= $boxes
 ORDER BY stage, place
 """
-# Of a copy that does not count only the file is known.
+# Only the file of a copy that does not count is known.
 EPISODES = """
 WITH held AS (
     SELECT member AS episode, traj_uid, count(*) AS steps, min(version_min) AS version_min,

@@ -1,4 +1,4 @@
-"""The run at a glance: is it learning, what limits its speed, is anything wrong?"""
+"""Show the run at a glance: is it learning, what limits its speed, is anything wrong?"""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ ALARM_MEANS = {
     "mismatch_kl": "actors and learner compute different probabilities for the same tokens",
     "length": "responses became much longer or shorter than at the start",
 }
-# What failed or was given up. Groups that became too old are counted in the funnel.
+# Failures, and groups that were given up. The funnel counts groups that became too old.
 HAPPENED = """
     SELECT logged_at, component, what, detail FROM events
     WHERE what NOT IN ('weights loaded', 'merged', 'stale', 'group given up')

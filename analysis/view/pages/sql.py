@@ -1,4 +1,4 @@
-"""Any SELECT: as a table, as a chart, as a file."""
+"""Show the answer of any SELECT: as a table, as a chart, as a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The staleness map: how far behind the learner the weights were that played each group.
+"""Show the staleness map: how far behind the learner the weights of each group were.
 
 A group is a mark: across, the learner step that consumed it; up, the oldest version that played it.
 On the diagonal a group was played by the weights that were trained on it. The bound is
@@ -244,7 +244,7 @@ def show_map(asked: PageRequest, table: pa.Table, *, bound: int, behind: bool) -
         drawn.add_tools(
             HoverTool(renderers=[marks], tooltips=tips),
         )
-    # Of several such tools Bokeh obeys the first alone.
+    # One tool for all marks: Bokeh obeys only the first of several.
     drawn.add_tools(TapTool(renderers=linked, callback=OpenURL(url="@link", same_tab=True)))
     drawn.yaxis.axis_label = "versions behind" if behind else "policy version"
     drawn.yaxis.formatter = NumeralTickFormatter(format="0")

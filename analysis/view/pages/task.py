@@ -1,4 +1,4 @@
-"""One task under successive policy versions: when it was first won, and how it was last lost.
+"""Show one task under successive policy versions: when it was first won, how it was last lost.
 
 Without a task in the address: all tasks, those that are still lost first. Everything but the two
 transcripts comes from the small table of groups.

@@ -1,4 +1,4 @@
-"""The timeline: what each part of the run did at each moment, so that waits and overlap are seen.
+"""Show the timeline: what each part of the run did at each moment, with waits and overlap.
 
 Steps are read of one window only. The groups that were open in it say which versions played it, and
 these spare the other files.
@@ -433,7 +433,7 @@ def _draw_slices(drawn: Any, slices: Mapping[str, Mapping[str, list[Any]]]) -> N
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips))
         if kind in ("trains", "waits", "publishes", "saves"):
             linked.append(marks)
-    # Of several such tools Bokeh obeys the first alone.
+    # One tool for all marks: Bokeh obeys only the first of several.
     drawn.add_tools(TapTool(renderers=linked, callback=OpenURL(url="@link", same_tab=True)))
 
 

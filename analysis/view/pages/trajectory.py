@@ -1,4 +1,4 @@
-"""One episode, step by step: what the agent saw, what it wrote and did, and what that was worth.
+"""Show one episode by steps: what the agent saw, wrote and did, and what that was worth.
 
 The texts of tokens come from the run's own tokenizer. Everything else is in the panel's query.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -163,8 +164,9 @@ def test_requests_of_other_sites_are_refused(
 
 
 def test_an_address_with_an_lsn_shows_the_same_rows_again(
-    layout: RunLayout, tmp_path: Path
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("analysis.view.snapshots.CPU_SHARE", math.inf)
     copy = copy_run(layout, tmp_path / "copy")
     app = make_app([copy.root], token=TOKEN, refresh_s=0.2)
     with TestClient(app, base_url="http://127.0.0.1") as client:
