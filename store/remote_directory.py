@@ -105,7 +105,7 @@ def local_directory(layout: RunLayout, path: str) -> Path:
 def remove_copy(layout: RunLayout, path: str) -> None:
     """Remove a directory of this machine that is whole in a remote storage.
 
-    `local_directory` then fetches it. Raises as that.
+    `local_directory` then fetches it. Raises StoreError.
     """
     here = layout.root / checked_name(path, PUBLISHED_PATH, where=str(layout.catalog))
     if is_published(layout, path):
