@@ -51,6 +51,8 @@ ENGINE_BYTES = 2 * GIB  # of an engine beside weights and cache: activations, ca
 WORKER_S = 0.0007  # of a worker's event loop for an agent step
 ENVIRONMENT_S = 0.003  # of an environment process for an agent step
 COORDINATOR_S = 0.00022  # of the coordinator for an agent step
+COPIED_BYTES_PER_S = 20e9  # from the device to pinned memory
+HASHED_BYTES_PER_S = 8e9
 WRITTEN_BYTES_PER_S = 1.25e9
 LOADED_BYTES_PER_S = 4e9
 # Means, as fractions of the limits in the settings. With ALFWorld's limits of 2,048 and 512 tokens
@@ -72,8 +74,9 @@ ASSUMED = (
     "no prefix is shared between steps, but with prompt.style=chat (docs/performance.md)",
     "an agent step costs a worker's event loop 0.7 ms and the coordinator 0.22 ms (measured with "
     "the quick start), an environment process 3 ms (not measured)",
-    "weights are written at 1.25 GB/s and loaded at 4 GB/s (docs/gpu.md, not measured); the upload "
-    "to store.uri, communication between ranks and evaluations are left out",
+    "weights are copied at 20 GB/s, hashed at 8, written behind the next step at 1.25 and loaded "
+    "at 4 (docs/gpu.md, not measured)",
+    "left out: the upload to store.uri, communication between ranks, evaluations",
     "processes that share a GPU get their fraction of its speed (not measured)",
     "activations: what the layers keep, counted in configs/estimate.py (not measured)",
 )
@@ -148,14 +151,16 @@ class Estimate:
     n_trained: float
     play_s: float  # of a learner step, with the engines' pause for new weights
     train_s: float
-    publish_s: float
-    checkpoint_s: float  # its part of a learner step
+    publish_s: float  # to copy and hash a version
+    checkpoint_s: float  # to copy one, its part of a learner step
+    write_s: float  # to write both, behind the next learner step
     is_synchronous: bool
     faults: list[str]  # what does not fit
 
     @property
     def learn_s(self) -> float:
-        return self.train_s + self.publish_s + self.checkpoint_s
+        """Return the learner's time for a step. It waits until the files before are written."""
+        return max(self.train_s + self.publish_s + self.checkpoint_s, self.write_s)
 
     @property
     def step_s(self) -> float:
@@ -299,8 +304,9 @@ def estimate_run(config: Config) -> Estimate:
     of_group = config.algorithm.group_size * lengths.steps
     n_trained = (n_live + n_offline + replayed_groups(config)) * of_group
     n_played = n_live * (config.algorithm.group_size + config.actors.extra_members) * lengths.steps
-    n_written = version_bytes(config)
-    pause_s = n_written / max(1, round(config.actors.gpus_per_worker)) / LOADED_BYTES_PER_S
+    version = version_bytes(config)
+    checkpoint = checkpoint_bytes(config) / config.learner.checkpoint_every
+    pause_s = version / max(1, round(config.actors.gpus_per_worker)) / LOADED_BYTES_PER_S
     return Estimate(
         lengths=lengths,
         engine=engine,
@@ -312,10 +318,9 @@ def estimate_run(config: Config) -> Estimate:
         n_trained=n_trained,
         play_s=n_played / min(limits.values()) + pause_s if limits else 0.0,
         train_s=n_trained / train_steps_per_s,
-        publish_s=n_written / WRITTEN_BYTES_PER_S,
-        checkpoint_s=(
-            checkpoint_bytes(config) / WRITTEN_BYTES_PER_S / config.learner.checkpoint_every
-        ),
+        publish_s=version / COPIED_BYTES_PER_S + version / HASHED_BYTES_PER_S,
+        checkpoint_s=checkpoint / config.learner.ranks / COPIED_BYTES_PER_S,
+        write_s=(version + checkpoint) / WRITTEN_BYTES_PER_S,
         is_synchronous=config.max_staleness == 0 and not is_offline(config),
         faults=faults,
     )
@@ -484,7 +489,7 @@ def _rate_lines(config: Config, estimate: Estimate) -> list[str]:
         f"  learner step  {_number(estimate.n_trained)} agent steps in {_number(step_s)} s: "
         f"{_number(estimate.play_s)} s to play, {_number(estimate.train_s)} s to train, "
         f"{_number(estimate.publish_s)} s to publish, {_number(estimate.checkpoint_s)} s for "
-        "checkpoints",
+        f"checkpoints; {_number(estimate.write_s)} s to write files beside it",
         f"  together      {_number(rate)} agent steps/s, {_number(rate * trained_tokens)} tokens/s"
         + (f"; {_number(cores)} CPU cores for workers and environments" if cores else ""),
         f"  waits         {_waits(config, estimate)}",
