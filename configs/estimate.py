@@ -74,6 +74,7 @@ ASSUMED = (
     "the quick start), an environment process 3 ms (not measured)",
     "weights are written at 1.25 GB/s and loaded at 4 GB/s (docs/gpu.md, not measured); the upload "
     "to store.uri, communication between ranks and evaluations are left out",
+    "processes that share a GPU get their fraction of its speed (not measured)",
     "activations: what the layers keep, counted in configs/estimate.py (not measured)",
 )
 
@@ -125,6 +126,7 @@ class EngineEstimate:
     cache_bytes: float
     cache_tokens: float  # of all its GPUs together
     requests: float  # that it works on at once
+    requests_limit: str  # what allows no more
     prefill_s: float  # of one agent step, as the next
     decode_s: float
 
@@ -276,6 +278,12 @@ def estimate_run(config: Config) -> Estimate:
                 f"an engine has {engine.cache_bytes / GIB:.1f} GiB for its cache, too little for "
                 "one request; set actors.gpus_per_worker=2, or more"
             )
+        taken, part = engine.weights_bytes + engine.cache_bytes + ENGINE_BYTES, _part(config)
+        if taken > part:
+            faults.append(
+                f"an engine needs {taken / GIB:.1f} GiB of {part / GIB:.1f}; set a smaller "
+                "actors.kv_cache_gib, or a larger actors.gpus_per_worker"
+            )
     state = rank_bytes(config, parameters=parameters) + teacher_bytes(config)
     activations = activation_bytes(config, shape)
     there = GPU_BYTES * min(1.0, config.learner.gpus_per_rank)
@@ -319,6 +327,11 @@ def _is_on_gpus(config: Config) -> bool:
     return config.learner.gpus_per_rank > 0 and (has_engines or not n_workers(config))
 
 
+def _part(config: Config) -> float:
+    """Return the bytes of each GPU of an engine that are the engine's."""
+    return GPU_BYTES * min(1.0, config.actors.gpus_per_worker)
+
+
 def _engine(config: Config, shape: Shape, lengths: Lengths, *, parameters: float) -> EngineEstimate:
     """Return the estimate of one engine, on one GPU, several, or a part of one.
 
@@ -334,11 +347,13 @@ def _engine(config: Config, shape: Shape, lengths: Lengths, *, parameters: float
         cache = max(0.0, actors.gpu_memory_utilization * GPU_BYTES - weights - ENGINE_BYTES)
     of_token = 2 * shape.layers * shape.key_values * width
     cache_tokens = cache * n_gpus / of_token
-    requests = min(
-        actors.groups_in_flight * group_size,
-        _admitted_groups(config) * group_size / actors.workers,
-        max(1.0, cache_tokens / (lengths.prompt + lengths.response)),
-    )
+    allowed = {
+        "actors.groups_in_flight": actors.groups_in_flight * group_size,
+        "admission": _admitted_groups(config) * group_size / actors.workers,
+        "the cache": max(1.0, cache_tokens / (lengths.prompt + lengths.response)),
+    }
+    requests_limit = min(allowed, key=allowed.__getitem__)
+    requests = allowed[requests_limit]
     flops = GPU_FLOPS[config.model.dtype] * REACHED * n_gpus * share
     read = weights + requests * (lengths.prompt + lengths.response / 2) * of_token / n_gpus
     pass_s = max(PASS_S, read / (GPU_BYTES_PER_S * REACHED * share))
@@ -347,6 +362,7 @@ def _engine(config: Config, shape: Shape, lengths: Lengths, *, parameters: float
         cache_bytes=cache,
         cache_tokens=cache_tokens,
         requests=requests,
+        requests_limit=requests_limit,
         prefill_s=2 * parameters * lengths.new_prompt / flops,
         decode_s=lengths.response * pass_s / requests,
     )
@@ -449,7 +465,7 @@ def _engine_lines(config: Config, engine: EngineEstimate, lengths: Lengths) -> l
         f"  engine GPU    {engine.weights_bytes / GIB:.1f} GiB weights; "
         f"{engine.cache_bytes / GIB:.1f} GiB KV cache, for {_number(engine.cache_tokens)} tokens "
         f"in {counted(max(1, round(config.actors.gpus_per_worker)), 'GPU')}; "
-        f"{_number(engine.requests)} requests at once",
+        f"{_number(engine.requests)} requests at once, limited by {engine.requests_limit}",
         f"  generation    {config.actors.workers} x {_number(engine.steps_per_s)} agent steps/s, "
         f"{_number(engine.steps_per_s * lengths.response)} tokens/s each: "
         f"{engine.prefill_s * 1000:.1f} ms for a prompt of {_number(lengths.new_prompt)} tokens, "

@@ -51,7 +51,7 @@ def test_the_engine_of_alfworld_is_worked_out_by_hand() -> None:
     assert engine.cache_bytes == pytest.approx(68e9 - 3e9 - 2 * 2**30)
     # two heads of 128 keys and values, in 28 layers, of 2 bytes: 28,672 bytes a token
     assert engine.cache_tokens == pytest.approx((65e9 - 2 * 2**30) / 28_672)
-    assert engine.requests == 24 * 8
+    assert (engine.requests, engine.requests_limit) == (24 * 8, "actors.groups_in_flight")
     # 2 x 1.5e9 x 1,024 operations at 40 % of 989 TFLOP/s: 7.77 ms
     assert engine.prefill_s == pytest.approx(3e9 * 1024 / 395.6e12)
     # a pass reads 3 GB and 192 x 1,075.2 x 28,672 bytes, 8.92 GB, at 1.34 TB/s: 6.66 ms
@@ -72,7 +72,8 @@ def test_the_learner_step_of_alfworld_is_worked_out_by_hand() -> None:
     # the learner is the slower side: engines wait
     assert estimate.step_s == estimate.learn_s == pytest.approx(136.7 + 2.4 + 2.88, rel=0.001)
     synchronous = estimate_run(alfworld("max_staleness=0"))
-    assert synchronous.engine is not None and synchronous.engine.requests == 16 * 8  # admitted
+    assert synchronous.engine is not None and synchronous.engine.requests == 16 * 8
+    assert synchronous.engine.requests_limit == "admission"
     assert synchronous.step_s == synchronous.learn_s + synchronous.play_s > estimate.step_s
 
 
@@ -156,6 +157,18 @@ def test_a_shared_gpu_gives_each_side_its_part() -> None:
     (fault,) = half.faults
     assert "of 37.3; set a smaller learner.micro_batch_tokens" in fault
     assert f"does not fit  {fault}" in describe_estimate(shared)
+
+
+def test_an_engine_that_needs_more_than_its_part_is_said() -> None:
+    """1.5B parameters are 2.8 GiB, and 2 GiB come on top: 29.8 GiB, 0.4 of a GPU, hold 25 more."""
+    for cache_gib, fits in ((24.9, True), (25.1, False)):
+        one = alfworld(
+            "actors.gpus_per_worker=0.4",
+            f"actors.kv_cache_gib={cache_gib}",
+            "learner.gpus_per_rank=0.6",
+            "learner.micro_batch_tokens=8192",
+        )
+        assert (estimate_run(one).faults == []) == fits
 
 
 def test_a_model_that_an_engine_has_no_room_for_is_said() -> None:
