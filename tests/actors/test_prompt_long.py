@@ -209,7 +209,7 @@ def test_prompts_of_one_moment_are_made_in_one_go_and_each_caller_gets_its_own(
     monkeypatch.setattr(prompts, "_make_all", noted)
 
     class Panic(BaseException):
-        """As Rust's tokenizer raises it."""
+        """Stand in for an error of the tokenizer, which is written in Rust."""
 
     def prompt(number: int) -> int:
         if number == 1:
