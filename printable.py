@@ -48,17 +48,37 @@ UNSAFE = re.compile(f"[{OBEYED}{HIDDEN}]")
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 
 
-def shell_word(text: object) -> str:
-    """Return the text quoted for a shell. Hidden characters are escapes, as bash and zsh take.
+def shell_word(text: object, *, lines: bool = False) -> str:
+    """Return the text quoted for a shell. Hidden characters are escapes that bash and zsh read.
 
     >>> print("gigpo fetch", shell_word("s3://bucket/run?region=x&rm"), "DIR")
     gigpo fetch 's3://bucket/run?region=x&rm' DIR
+
+    Spaces beside each other, and all other white space, are escapes too: a message in one line has
+    only single spaces. `lines`: they stay, and line feeds as well, in a text with lines of its own.
     """
     word = str(text)
-    if not UNSAFE.search(word.replace("\n", "")):
+    if lines:
+        is_plain = not UNSAFE.search(word.replace("\n", ""))
+    else:
+        is_plain = not UNSAFE.search(word) and word == one_line(word)
+    if is_plain:
         return shlex.quote(word)
-    word = word.replace("\\", "\\\\").replace("'", "\\'")
-    return "$'" + UNSAFE.sub(lambda found: f"\\U{ord(found[0]):08x}", word) + "'"
+    return "$'" + "".join(_shell_escape(each, lines=lines) for each in word) + "'"
+
+
+def _shell_escape(character: str, *, lines: bool) -> str:
+    if character == "\\":
+        return "\\\\"
+    if character == "'":
+        return "\\047"  # other shells than bash would end the word at \'
+    if "\udc80" <= character <= "\udcff":  # a byte of a file's name that is no UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    if lines and character in " \n":
+        return character
+    if UNSAFE.match(character) or character.isspace():
+        return f"\\U{ord(character):08x}"
+    return character
 
 
 def printable(text: object, *, lines: bool = False) -> str:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make the virtual environment. make calls this with PYTHON, VENV and EXTRA (cpu or cuda).
-# $VENV/setup.log has the full output.
+# $VENV/setup.log has the full output. GPU_CHECK=no is for an image that is built without a GPU.
 set -eu
 
 log="$VENV/setup.log"
@@ -15,7 +15,8 @@ fail() {
     echo "$("$PYTHON" --version) is not 3.11, 3.12 or 3.13; name another with PYTHON=..." >&2
     exit 1
 }
-[ "$EXTRA" = cpu ] || sh gpu_check.sh before
+check_gpu() { [ "$EXTRA" = cpu ] || [ "${GPU_CHECK:-}" = no ] || sh gpu_check.sh "$1"; }
+check_gpu before
 if [ "$EXTRA" = cpu ] && command -v nvidia-smi >/dev/null 2>&1 && ! nvidia-smi -L >/dev/null 2>&1; then
     echo "nvidia-smi does not run, so the CPU build is set up"
     echo "to use the GPU, mend its driver, then: make clean setup"
@@ -39,5 +40,5 @@ if [ "$EXTRA" = cpu ]; then
     pip uninstall -y torchvision torchaudio torchcodec || fail "pip could not remove torchvision"
 fi
 "$VENV/bin/python" -c 'import torch, transformers, vllm, deepspeed, ray, duckdb' >>"$log" 2>&1 || fail "an import failed"
-[ "$EXTRA" = cpu ] || sh gpu_check.sh after
+check_gpu after
 echo "set-up done: $VENV/bin/gigpo --help lists the commands"

@@ -224,6 +224,7 @@ class Worker:
             self.engine,
             layout,
             newest=self.coordinator.newest_version,
+            is_written=self.coordinator.is_written,
             record=self.coordinator.record,
             update_lock=self.coordinator.weight_update if is_async else nullcontext,
             rendezvous=self.coordinator.rendezvous if is_broadcast else None,

@@ -13,8 +13,10 @@ EPILOG = """\b
 Examples:
   gigpo train configs/quickstart.yaml run_dir=runs/mine seed=1
   gigpo train configs/quickstart.yaml --dry-run
+  gigpo train configs/alfworld_qwen2.5_1.5b.yaml --dry-run --plan
   gigpo train --resume runs/mine learner.steps=200
   gigpo train --resume s3://bucket/run
+  gigpo train configs/quickstart.yaml --resume s3://bucket/run --trust
   gigpo train --fork runs/mine@20 run_dir=runs/gentler learner.learning_rate=1e-4
   gigpo train configs/quickstart.yaml run_dir=runs/offline source=runs/mine
 """
@@ -44,6 +46,11 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Show what a start would do, and start nothing.")
 @all_option
+@click.option(
+    "--plan",
+    is_flag=True,
+    help="With --dry-run: estimate memory of each GPU, tokens/s, and what will wait for what.",
+)
 @trust_option
 def train(
     *,
@@ -55,29 +62,34 @@ def train(
     as_json: bool,
     dry_run: bool,
     all_settings: bool,
+    plan: bool,
     trust: bool,
 ) -> None:
     """Train an agent, or go on with a run.
 
     CONFIG is a YAML file, e.g. configs/quickstart.yaml; KEY=VALUE changes its settings. The same
     command goes on with a run that was stopped or killed. So does --resume RUN, which needs no
-    config.
+    config. CONFIG --resume URI begins a run in that storage, or goes on with the one that is there.
     """
     if not (config or resume or fork):
         raise click.UsageError(NEEDS)
     if all_settings and not dry_run:
         raise click.UsageError(ALL_NEEDS)
+    if plan and not dry_run:
+        raise click.UsageError("--plan starts nothing; give it with --dry-run")
     if resume and fork:
         raise click.UsageError("--resume and --fork exclude each other; give one of them")
     if quiet and as_json:
         raise click.UsageError("--quiet and --json exclude each other; give one of them")
     if dry_run and (quiet or as_json):
         raise click.UsageError("--dry-run only shows; leave --quiet and --json out")
-    if (resume or fork) and config:  # then the first word is a setting too
-        settings = (config, *settings)
 
     import driver
-    from store import is_uri
+    from store import has_begun, is_uri
+
+    begins = bool(resume and is_uri(resume) and config and "=" not in config)
+    if (resume or fork) and config and not begins:  # then the first word is a setting too
+        settings = (config, *settings)
 
     driver.Interrupt().listen()
     if as_json:
@@ -89,8 +101,12 @@ def train(
     if resume and is_uri(resume):
         if dry_run:
             raise click.UsageError("--dry-run brings no run here; give it with the run's directory")
-        run, settings = driver.bring(resume, settings, trusts=trust, say=screen.console.print)
-        resolved = driver.settings_to_resume(run, settings, trusts=trust)
+        if begins and not has_begun(resume):
+            assert config is not None
+            resolved = driver.settings_to_begin(config, resume, settings, trusts=trust)
+        else:
+            run, settings = driver.bring(resume, settings, trusts=trust, say=screen.console.print)
+            resolved = driver.settings_to_resume(run, settings, trusts=trust)
     elif resume:
         resolved = driver.settings_to_resume(Path(resume), settings, trusts=trust)
     elif fork:
@@ -99,6 +115,6 @@ def train(
         assert config is not None
         resolved = driver.settings_to_train(config, settings, trusts=trust)
     if dry_run:
-        driver.dry_run(resolved, screen, all_settings=all_settings)
+        driver.dry_run(resolved, screen, all_settings=all_settings, estimates=plan)
     else:
         driver.train(resolved, screen, fork_of=fork or "")

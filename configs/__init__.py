@@ -6,6 +6,7 @@ load.py             YAML files, `base` files and key=value overrides -> Config, 
 per_environment.py  the settings of each environment of a run
 derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
 plan.py             placement, memory and disk of a run
+estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
 model_server.py     a model server that is not trusted: what it is sent, and a bounded answer
@@ -36,6 +37,7 @@ from configs.derived import (
     replayed_groups,
     used_group_filter,
 )
+from configs.estimate import describe_estimate
 from configs.load import (
     as_yaml,
     differences,
@@ -115,6 +117,7 @@ __all__ = [
     "check_model_directory",
     "check_model_path",
     "cloning_config",
+    "describe_estimate",
     "describe_plan",
     "describe_readers",
     "differences",

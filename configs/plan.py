@@ -1,4 +1,4 @@
-"""Say what a config will do: who runs where and how much memory and disk that takes."""
+"""Say what a config will do: which processes run where, and their memory and disk."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def describe_plan(config: Config) -> str:
     learner = config.learner
     billions = model_billions(config)
     gpus = gpus_needed(config, learns=True)
-    rank_gib = (rank_bytes(config, parameters=billions * 1e9) + _teacher_bytes(config)) / GIB
+    rank_gib = (rank_bytes(config, parameters=billions * 1e9) + teacher_bytes(config)) / GIB
     others = ["reference"] * keeps_reference(config) + ["teacher"] * _has_teacher(config)
     gradients = " and ".join(["weights, gradients, optimizer", *others])
     if has_critic(config):
-        gradients += f", and the same of a critic of {_critic_parameters(config) / 1e9:.3g} billion"
+        gradients += f", and the same of a critic of {critic_parameters(config) / 1e9:.3g} billion"
     lines = [
         "",
         f"placement ({counted(gpus, 'GPU')} in all)",
@@ -56,9 +56,11 @@ def describe_plan(config: Config) -> str:
         f"  each engine  {_engine_line(config, billions)}",
         f"  each rank    {rank_gib:.1f} GiB {gradients}; activations on top, "
         f"for micro-batches of {learner.micro_batch_tokens} tokens",
+        f"  copies       {copies_bytes(config) / GIB:.1f} GiB of main memory on rank 0, of what is "
+        "written while it trains",
         "disk (run_dir)",
-        f"  checkpoints  {_n_checkpoints(config)} x {_checkpoint_bytes(config) / GIB:.1f} GiB",
-        f"  weights      {_n_versions(config)} versions x {_version_bytes(config) / GIB:.1f} GiB; "
+        f"  checkpoints  {_n_checkpoints(config)} x {checkpoint_bytes(config) / GIB:.1f} GiB",
+        f"  weights      {_n_versions(config)} versions x {version_bytes(config) / GIB:.1f} GiB; "
         "trajectories come on top",
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
         f"episodes x at most {most_steps(config)} steps",
@@ -113,8 +115,8 @@ def _engine_line(config: Config, billions: float) -> str:
 
 def disk_bytes(config: Config) -> float:
     """Return the size of checkpoints and published weights on the disk of the run directory."""
-    weights = 0.0 if config.store.uri else _n_versions(config) * _version_bytes(config)
-    return _n_checkpoints(config) * _checkpoint_bytes(config) + weights
+    weights = 0.0 if config.store.uri else _n_versions(config) * version_bytes(config)
+    return _n_checkpoints(config) * checkpoint_bytes(config) + weights
 
 
 def _n_checkpoints(config: Config) -> int:
@@ -129,16 +131,22 @@ def _n_versions(config: Config) -> int:
     return config.learner.keep_versions + 1
 
 
-def _checkpoint_bytes(config: Config) -> float:
+def checkpoint_bytes(config: Config) -> float:
     """Return the size of float32 master weights and moments. Adapters count as nothing."""
     if config.model.lora_rank:
         return 0.0
-    parameters = model_billions(config) * 1e9 + _critic_parameters(config)
+    parameters = model_billions(config) * 1e9 + critic_parameters(config)
     return parameters * (MASTER_BYTES + MOMENT_BYTES)
 
 
-def _version_bytes(config: Config) -> float:
+def version_bytes(config: Config) -> float:
+    """Return the size of published weights, which are whole also with adapters."""
     return model_billions(config) * 1e9 * BYTES[config.model.dtype]
+
+
+def copies_bytes(config: Config) -> float:
+    """Return the main memory of rank 0 for what is written behind a learner step."""
+    return version_bytes(config) + checkpoint_bytes(config) / config.learner.ranks
 
 
 def _count(gpus: float) -> str:
@@ -161,7 +169,7 @@ def rank_bytes(config: Config, *, parameters: float) -> float:
     30 GB, and a buffer of 2 GB. A critic takes as much for its own parameters.
     """
     reference = parameters * BYTES[config.model.dtype] * keeps_reference(config)
-    critic = _trained_bytes(config, parameters=_critic_parameters(config))
+    critic = _trained_bytes(config, parameters=critic_parameters(config))
     return _trained_bytes(config, parameters=parameters) + reference + critic
 
 
@@ -193,7 +201,7 @@ def keeps_reference(config: Config) -> bool:
     return bool(config.loss.kl_coef) and not config.model.lora_rank
 
 
-def _critic_parameters(config: Config) -> float:
+def critic_parameters(config: Config) -> float:
     """Return the number of the critic's parameters, 0 without one."""
     if not has_critic(config):
         return 0.0
@@ -205,7 +213,8 @@ def model_billions(config: Config) -> float:
     """Return the billions of parameters, counted from a local directory or read from the name."""
     if not config.model.path:
         tiny = config.model.tiny
-        layer_parameters = 13 * tiny.hidden_size**2
+        # four square matrices of the attention, three of the feed-forward layer twice as large
+        layer_parameters = 10 * tiny.hidden_size**2
         return (tiny.vocabulary_size * tiny.hidden_size + tiny.layers * layer_parameters) / 1e9
     directory = Path(config.model.path)
     if directory.is_dir():
@@ -220,7 +229,8 @@ def model_billions(config: Config) -> float:
 
 
 def _billions_in(directory: Path) -> float:
-    dtype = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
+    content = json.loads((directory / "config.json").read_text())
+    dtype = str(content.get("dtype", content.get("torch_dtype", "bfloat16")))  # the older name
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return size / BYTES.get(dtype, 2) / 1e9
 
@@ -230,7 +240,7 @@ def _has_teacher(config: Config) -> bool:
     return bool(config.loss.teacher) and not is_served(config.loss.teacher)
 
 
-def _teacher_bytes(config: Config) -> float:
+def teacher_bytes(config: Config) -> float:
     """Return the bytes of the teacher's weights, which each rank holds whole."""
     if not _has_teacher(config):
         return 0.0

@@ -1,7 +1,7 @@
 """Call the coordinator, from workers, the learner and the driver.
 
     coordinator = CoordinatorClient(handle, component="worker-0")
-    lease = await coordinator.lease()            # in an event loop
+    lease = await coordinator.lease(serves=3)    # in an event loop
     batch = coordinator.claim(version).get()     # in a thread
 
 Every method sends its call at once and returns a `Reply`. The coordinator answers in milliseconds,
@@ -104,19 +104,19 @@ class CoordinatorClient:
     def status(self) -> Reply[Status]:
         return self._call(Coordinator.status)
 
-    def publish(self, version: VersionRecord) -> Reply[None]:
-        return self._call(Coordinator.publish, version)
-
     def newest_version(self) -> Reply[VersionRecord | None]:
         return self._call(Coordinator.newest_version)
+
+    def is_written(self, version: int) -> Reply[bool]:
+        return self._call(Coordinator.is_written, version)
 
     def checkpoints(self) -> Reply[tuple[CheckpointRecord, ...]]:
         return self._call(Coordinator.checkpoints)
 
     # workers
 
-    def lease(self) -> Reply[Lease | None]:
-        return self._call(Coordinator.lease, self.component)
+    def lease(self, serves: int | None) -> Reply[Lease | None]:
+        return self._call(Coordinator.lease, self.component, serves)
 
     def commit(self, segment: SegmentMeta, epoch: int) -> Reply[CommitResult]:
         return self._call(Coordinator.commit, segment, epoch)
@@ -202,16 +202,25 @@ class CoordinatorClient:
             values=values,
         )
 
+    def announce(self, version: VersionRecord) -> Reply[None]:
+        return self._call(Coordinator.announce, version)
+
+    def written(self, version: int) -> Reply[None]:
+        return self._call(Coordinator.written, version)
+
     def export_now(self) -> Reply[int]:
         return self._call(Coordinator.export_now)
 
-    def checkpoint(self, learner_step: int, *, path: str, version: int) -> Reply[bool]:
-        return self._call(Coordinator.checkpoint, learner_step, path=path, version=version)
+    def checkpoint(self, record: CheckpointRecord, *, lsn: int) -> Reply[bool]:
+        return self._call(Coordinator.checkpoint, record, lsn=lsn)
 
     # the driver
 
     def capture_output(self) -> Reply[None]:
         return self._call(Coordinator.capture_output)
+
+    def publish(self, version: VersionRecord) -> Reply[None]:
+        return self._call(Coordinator.publish, version)
 
     def evaluate(self, version: int, episodes_per_task: int) -> Reply[None]:
         return self._call(Coordinator.evaluate, version, episodes_per_task)

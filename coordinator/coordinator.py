@@ -91,6 +91,10 @@ class Coordinator:
         self._suspects = Suspects(self.catalog.times_lost())
         self._n_answers = self._n_remembered = 0  # of environments, since the last learner step
         self._rendezvous: str | None = None  # a restarted learner states a new one
+        # The newest version while its files are being written. After a restart, until the learner
+        # has found them whole or published another.
+        newest = self.catalog.latest_version() if learns else None
+        self._unwritten = None if newest is None else newest.version
         self._n_abandoned = 0  # groups in a row
         self._n_notices = 0
         self._is_closed = False
@@ -129,24 +133,32 @@ class Coordinator:
         """Return the newest version. Writes nothing: workers ask many times a second."""
         return self.catalog.latest_version()
 
+    def is_written(self, version: int) -> bool:
+        """Return False while the newest version's files are not known to be there."""
+        return version != self._unwritten
+
     def checkpoints(self) -> tuple[CheckpointRecord, ...]:
         """Return the checkpoints on disk that a learner may start from, newest first."""
         return self.catalog.live_checkpoints()[::-1]
 
     # workers
 
-    def lease(self, worker: str) -> Lease | None:
+    def lease(self, worker: str, serves: int | None = None) -> Lease | None:
         """Lease the next group: unfinished groups first, then a new task.
 
-        Returns None while admission is closed. Raises StoreError if the maintainer has failed; the
-        worker passes it on, and the run ends.
+        `serves` is the version of the worker's policy, None for one that never changes. Returns
+        None while admission is closed, and while the newest version is not written yet and the
+        worker serves another. Raises StoreError if the maintainer has failed; the worker passes it
+        on, and the run ends.
         """
         self.maintainer.check()
         self._heartbeats.touch(worker)
         self._exporter.when_due()
         with self.catalog.unsynced():
             version = self.catalog.latest_version()  # None before the first weights are published
-            group = None if version is None else self._next_group(worker)
+            group = None
+            if version is not None and self._can_serve(version.version, serves):
+                group = self._next_group(worker)
         if version is None or group is None:
             return None
         played_by = self.config.evaluation if group.split == "heldout" else self.config.actors
@@ -159,6 +171,10 @@ class Coordinator:
         )
         self._leases.begin(lease)
         return lease
+
+    def _can_serve(self, newest: int, serves: int | None) -> bool:
+        """Return whether a worker has the newest version, or can load its files."""
+        return serves is None or serves >= newest or self.is_written(newest)
 
     def _next_group(self, worker: str) -> Group | None:
         """Lease a group in the catalog. Suspects are played last, each alone on its worker."""
@@ -380,8 +396,12 @@ class Coordinator:
             learner_step=learner_step, policy_version=version_in, values=metrics
         )
 
-    def publish(self, version: VersionRecord) -> None:
-        """Make a version the newest one, and open its evaluation round if one is due."""
+    def announce(self, version: VersionRecord) -> None:
+        """Make a version the newest one, and open its evaluation round if one is due.
+
+        Its files are not there yet. `written` says when they are.
+        """
+        self._unwritten = version.version
         self.catalog.record_version(
             version=version.version,
             path=version.path,
@@ -392,13 +412,28 @@ class Coordinator:
         if due is not None:
             self.evaluate(due, self.config.evaluation.episodes_per_task)
 
+    def written(self, version: int) -> None:
+        """Note that the files of an announced version are there, for engines that ask."""
+        if self._unwritten == version:
+            self._unwritten = None
+
+    def publish(self, version: VersionRecord) -> None:
+        """Announce a version whose files are there."""
+        self.announce(version)
+        self.written(version.version)
+
     def export_now(self) -> int:
         """Export for outside readers. Return the catalog's lsn that they see from now on."""
         return export(self.catalog, self.layout)
 
-    def checkpoint(self, learner_step: int, *, path: str, version: int) -> bool:
-        """Record a checkpoint that was written. Return whether the backup knows it too."""
-        return self.catalog.record_checkpoint(learner_step=learner_step, path=path, version=version)
+    def checkpoint(self, record: CheckpointRecord, *, lsn: int) -> bool:
+        """Record a checkpoint that was written. Return whether the backup knows it too.
+
+        `lsn` is from `export_now` when it was copied: a fork of it begins there.
+        """
+        return self.catalog.record_checkpoint(
+            learner_step=record.learner_step, path=record.path, version=record.version, lsn=lsn
+        )
 
     # driver
 

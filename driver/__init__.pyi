@@ -6,6 +6,7 @@ from .run_control import status as status
 from .run_control import stop as stop
 from .screen import Screen as Screen
 from .train_run import dry_run as dry_run
+from .train_run import settings_to_begin as settings_to_begin
 from .train_run import settings_to_fork as settings_to_fork
 from .train_run import settings_to_resume as settings_to_resume
 from .train_run import settings_to_train as settings_to_train

@@ -97,6 +97,16 @@ def on_the_drivers_node() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
+def cpus_of_a_process() -> int:
+    """Return how many CPUs a worker and the learner ask Ray for.
+
+    Ray starts an actor that asks for nothing on a random node of a cluster, also on a head that is
+    to have no work (`ray start --num-cpus=0`). The CPUs of a private Ray are the number of
+    processes that it starts beforehand.
+    """
+    return 1 if os.environ.get("RAY_ADDRESS") else 0
+
+
 def _join(variables: dict[str, str]) -> None:
     """Join the cluster that RAY_ADDRESS names, or keep the connection that this process has.
 

@@ -43,12 +43,14 @@ from driver.screen import shown_in
 from driver.supervisor import Supervisor
 from driver.trackers.follow import follow_metrics
 from driver.trackers.tracker import check_trackers
+from printable import shell_word
 from store import (
     RunLayout,
     StoreError,
     VersionRecord,
     check_unowned,
     files_digest,
+    is_published,
     open_run,
     parse_run_step,
     trust,
@@ -284,7 +286,10 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
             Progress(config, title="evaluating", screen=shown_in(console)) as progress,
         ):
             show: Callable[[Status], None] = progress.show_evaluation
-            has_weights = supervisor.status().version >= 0
+            newest = supervisor.status().version
+            has_weights = newest >= 0
+            if has_weights:
+                check_written(layout, newest)
             if config.endpoint.url:
                 if not has_weights:
                     supervisor.publish(endpoint_as_version_zero(layout, config))
@@ -293,6 +298,17 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
                     supervisor.publish(model_as_version_zero(layout, Path(model_path)))
                 show = metrics.after(show)
             supervisor.evaluate(config.evaluation.final_episodes_per_task, figures.after(show))
+
+
+def check_written(layout: RunLayout, version: int) -> None:
+    """Raise StoreError if the learner was killed before it had written its newest version."""
+    directory = layout.weights_dir(version)
+    if not directory.is_dir() and not is_published(layout, layout.relative(directory)):
+        raise StoreError(
+            f"version {version} of {layout.root} was announced, and its learner ended before the "
+            f"files were written; go on with it: gigpo train --resume {shell_word(layout.root)}, "
+            "or evaluate an older version: give run_dir=NEW"
+        )
 
 
 def model_as_version_zero(layout: RunLayout, model: Path) -> VersionRecord:

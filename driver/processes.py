@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from actors import WorkerActor, WorkerSetup
 from configs import Config, n_workers
 from coordinator import CoordinatorActor, CoordinatorClient, CoordinatorSilent, Reply
-from driver.cluster import on_the_drivers_node
+from driver.cluster import cpus_of_a_process, on_the_drivers_node
 from driver.errors import DIED, ComponentFailed, cause_of, describe_cause
 from envs import log_hint
 from learner import LearnerActor, LearnerSetup
@@ -48,7 +48,7 @@ class ManagedProcess:
 
 def start(name: str, *, config: Config, model_path: str, coordinator: Any) -> ManagedProcess:
     """Ask Ray for a process and for its `start`; return at once."""
-    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus(name, config)}
+    options: dict[str, Any] = {"num_cpus": cpus_of_a_process(), "num_gpus": gpus(name, config)}
     if name == LEARNER:
         setup = LearnerSetup(config=config, model_path=model_path)
         # Two calls at a time: `stop` comes beside `run`.
@@ -83,17 +83,18 @@ def has_process(process: ManagedProcess) -> bool:
 
 
 def why_unplaced(name: str, config: Config) -> str:
-    """Return the GPUs that a process asks for and the GPUs that are free, in one line."""
-    wanted = gpus(name, config)
+    """Return what a process asks Ray for and how much of it is free, in one line."""
+    setting = "learner.gpus_per_rank" if name == LEARNER else "actors.gpus_per_worker"
+    what, wanted = f"GPUs on one node ({setting})", gpus(name, config)
+    if not wanted:
+        what, wanted = "CPUs", cpus_of_a_process()
     if not wanted:
         return "Ray has not started a process for it; is the machine out of memory or processes?"
-    free = ray.available_resources().get("GPU", 0)
-    total = ray.cluster_resources().get("GPU", 0)
-    setting = "learner.gpus_per_rank" if name == LEARNER else "actors.gpus_per_worker"
+    free = ray.available_resources().get(what[:3], 0)
+    total = ray.cluster_resources().get(what[:3], 0)
     return (
-        f"it asks for {wanted:g} GPUs on one node ({setting}), and of the {total:g} of the cluster "
-        f"{free:g} are free; free some, add a node, or ask for fewer actors.workers or "
-        "learner.ranks"
+        f"it asks for {wanted:g} {what}, and of the {total:g} of the cluster {free:g} are free; "
+        "free some, add a node, or ask for fewer actors.workers or learner.ranks"
     )
 
 

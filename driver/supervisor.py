@@ -167,10 +167,11 @@ class Supervisor:
         status = self.status()
         for name, why in self.monitor.silent(status.components).items():
             process = self.processes.get(name)
-            if process is not None and process.call is not None:  # an idle learner may be silent
-                self._lost(process, why)
-            elif process is None and name not in self.due:
+            if process is None or not (process.has_started or processes.has_process(process)):
+                # Of one that was lost, perhaps with a node that came back.
                 self._remove(name, "a last sign of life came after it was gone")
+            elif process.call is not None:  # an idle learner may be silent
+                self._lost(process, why)
         for name, why in self.monitor.starving(status.components).items():
             counts = status.counts
             self._notice(

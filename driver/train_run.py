@@ -1,9 +1,9 @@
 """Train a run from its settings to its last learner step and its held-out evaluation.
 
-`settings_to_train` reads the settings of a new run, `settings_to_resume` those of a run that goes
-on, `settings_to_fork` those of a new run from another's checkpoint. `train` makes what is missing
-(a download, games, a base policy), starts the processes, waits and stops them. `dry_run` only shows
-what `train` would do.
+`settings_to_train` and `settings_to_begin` read the settings of a new run, `settings_to_resume`
+those of a run that goes on, `settings_to_fork` those of a new run from another's checkpoint.
+`train` makes what is missing (a download, games, a base policy), starts the processes, waits and
+stops them. `dry_run` only shows what `train` would do.
 """
 
 from __future__ import annotations
@@ -59,11 +59,31 @@ def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: boo
     """
     config = configs.load(config_file, overrides)
     if trusts:
-        run = Path(config.run_dir)
-        there = [run] if RunLayout.exists(run) else []
-        for trusted in [*there, *offline_sources.source_runs(config)] or [run]:
-            trust(trusted)
+        for run in _runs_named(config) or [Path(config.run_dir)]:
+            trust(run)
     return _checked(config)
+
+
+def settings_to_begin(
+    config_file: str, uri: str, overrides: Sequence[str], *, trusts: bool
+) -> Config:
+    """Return the settings of a new run whose store.uri is `uri`. Raises as `settings_to_train`.
+
+    Its directory is the one in which `gigpo train --resume URI` would go on. `trusts` is needed
+    there, and says nothing about a run that is not made yet.
+    """
+    root, others = resume.directory_of(uri, overrides)
+    config = configs.load(config_file, [*others, f"store.uri={uri}", f"run_dir={root}"])
+    if trusts:
+        for run in _runs_named(config):
+            trust(run)
+    return _checked(config)
+
+
+def _runs_named(config: Config) -> list[Path]:
+    """Return the runs that exist among run_dir and the sources."""
+    there = [Path(config.run_dir)] if RunLayout.exists(Path(config.run_dir)) else []
+    return [*there, *offline_sources.source_runs(config)]
 
 
 def settings_to_resume(run: Path, overrides: Sequence[str], *, trusts: bool) -> Config:
@@ -78,9 +98,9 @@ def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> 
     if trusts:
         trust(resume.parse_fork(source)[0])
     config = _checked(resume.load_fork(source, overrides))
-    run, learner_step = resume.parse_fork(source)
     if not RunLayout.exists(Path(config.run_dir)):
-        check_fork(RunLayout.open(run), Path(config.run_dir), learner_step=learner_step)
+        run, learner_step = resume.source_of_fork(source)
+        check_fork(run, Path(config.run_dir), learner_step=learner_step)
     return config
 
 
@@ -100,11 +120,12 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def dry_run(config: Config, screen: Screen, *, all_settings: bool) -> None:
+def dry_run(config: Config, screen: Screen, *, all_settings: bool, estimates: bool) -> None:
     """Show what `train` would do and what is missing on this machine. Make nothing.
 
-    Show the settings that differ from the defaults, or all of them if `all_settings`. Raise the
-    errors of `train`, as far as they are known here.
+    Show the settings that differ from the defaults, or all of them if `all_settings`. If
+    `estimates`, show how fast the run would be. Raise the errors of `train`, as far as they are
+    known here.
     """
     console = screen.console
     config, missing, needs = try_model(config)
@@ -113,6 +134,8 @@ def dry_run(config: Config, screen: Screen, *, all_settings: bool) -> None:
         offline_sources.check_vocabularies(config)
     settings = configs.as_yaml(config) if all_settings else configs.differences(config)
     console.print(settings + configs.describe_plan(config))
+    if estimates:
+        console.print(configs.describe_estimate(config))
     missing += missing_gpus(config) + disk_faults([run_need(config), *needs])
     if not configs.is_offline(config):
         missing += try_tasks(config, console)

@@ -28,10 +28,10 @@ model/
   lora.py              adds adapters, and merges them
   tiny_model.py        makes a base policy without a download
 publishing/
-  publish.py           writes weights as files
+  publish.py           copies weights, and writes them as files
   broadcast_sender.py  sends weights to engines
   export.py            exports a run's policy for other programs
-checkpoint.py          saves and loads everything that a restart needs
+checkpoint.py          copies, writes and loads everything that a restart needs
 restore_report.py      describes what a restart kept and lost
 distributed/
   deepspeed_setup.py   starts DeepSpeed and joins the ranks
@@ -39,6 +39,7 @@ distributed/
   private_ray.py       starts a Ray for one user
 files/
   atomic_directory.py  makes a directory visible when it is whole
+  write_behind.py      writes in a thread, behind the next learner step
 replay.py              trains recorded learner steps again, bit for bit
 explain.py             computes each group's gradient in a learner step
 

@@ -1,13 +1,14 @@
 """Save and restore everything a run needs to continue bit for bit.
 
-    save_checkpoint(
-        engine, Path("checkpoints/step000010"), learner_step=10, version=11, lsn=420
-    )
+    copy = copy_checkpoint(engine, learner_step=10, version=11, lsn=420)
+    # from here on the engine may train
+    write_checkpoint(copy, Path("checkpoints/step000010"), others=others)
     point = load_checkpoint(engine, Path("checkpoints/step000010"))  # point.learner_step == 10
 
-All ranks call these together. A checkpoint does not depend on the ZeRO stage or on the number of
-ranks, so a run may continue with others. It is a directory that appears whole or not at all. Its
-files, for each KIND of master, exp_avg and exp_avg_sq (`optimizer_state.py`):
+All ranks copy and load together. They write without a collective, so a thread may write while
+training goes on. A checkpoint does not depend on the ZeRO stage or on the number of ranks, so a run
+may continue with others. It is a directory that appears whole or not at all. Its files, for each
+KIND of master, exp_avg and exp_avg_sq (`optimizer_state.py`):
 
     KIND-rank00000.safetensors   float32 tensors by parameter name; rank r of R writes
                                  parameters r, r + R, r + 2 R, ...
@@ -25,7 +26,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from learner.distributed.deepspeed_setup import from_all_ranks
@@ -87,6 +87,9 @@ class Files:
     digest: str  # BLAKE3 of all of them, in order
 
 
+FilesOfRank = Callable[[], list[Files]]  # waits for another rank
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomStates:
     """Random states of one process, as JSON: nothing of ours is pickled to disk.
@@ -122,27 +125,76 @@ class Content:
         return {name: shape for name, shape in named if not name.startswith(CRITIC)}
 
 
-def save_checkpoint(
-    engine: Engine, dest: Path, *, learner_step: int, version: int, lsn: int
-) -> None:
-    """Write a checkpoint. It is on disk when rank 0 returns, and invisible before.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Copies of one rank's parameters of one kind, in main memory."""
 
-    The other ranks return when all files are written. No collective waits for an fsync, which may
-    take any time, so a slow disk cannot exceed the group's time-out. Raises OSError, naming `dest`,
-    if the disk fails: nothing is left of it, and older checkpoints stay.
-    """
+    kind: str
+    stem: str  # begins the names of their files
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointCopy:
+    """Everything that one rank writes of a checkpoint. Training does not change it."""
+
+    content: Content  # of the whole checkpoint, without files
+    shares: Sequence[Share]
+
+
+def copy_checkpoint(engine: Engine, *, learner_step: int, version: int, lsn: int) -> CheckpointCopy:
+    """Copy this rank's part of a checkpoint into main memory. All ranks call it together."""
     point = CheckpointPoint(
         learner_step=learner_step, version=version, n_updates=engine.n_updates, lsn=lsn
     )
-    if engine.rank == 0:
-        with atomic_directory(dest) as unfinished:
-            content = _write_rank_files(engine, directory=unfinished, point=point)
-            (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
-    else:
-        with names_the_disk(dest):
-            _write_rank_files(
-                engine, directory=dest.with_name(dest.name + UNFINISHED_SUFFIX), point=point
-            )
+    trained = _trained(engine)
+    shares = [_copy_share(engine, one, kind=kind) for one in trained for kind in KINDS]
+    adam_steps = [read_steps(one.deepspeed, one.parameters) for one in trained]
+    parameters = trained[0].parameters
+    content = Content(
+        format_version=FORMAT_VERSION,
+        point=point,
+        dtype=str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+        zero_stage=engine.learner.zero_stage,
+        adam_steps=adam_steps[0],
+        parameters={
+            f"{one.prefix}{name}": shape_of(parameter)
+            for one in trained
+            for name, parameter in one.parameters.items()
+        },
+        files=[],
+        random_states=from_all_ranks(random_states(), ranks=engine.ranks),
+        critic_adam_steps=sum(adam_steps[1:]),
+    )
+    return CheckpointCopy(content=content, shares=shares)
+
+
+def write_checkpoint(
+    copy: CheckpointCopy, dest: Path, *, others: Callable[[], Sequence[FilesOfRank]]
+) -> None:
+    """Write a checkpoint, on rank 0. It is on disk when this returns, and invisible before.
+
+    `others` has each other rank begin `write_files`, and returns a function for each that waits for
+    its answer. Raises OSError, naming `dest`, if the disk fails: nothing is left of it, and older
+    checkpoints stay.
+    """
+    with atomic_directory(dest) as unfinished:
+        answers = others()
+        files = write_files(copy, dest)
+        for answer in answers:
+            files += answer()
+        content = replace(copy.content, files=files)
+        (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
+
+
+def write_files(copy: CheckpointCopy, dest: Path) -> list[Files]:
+    """Write the files of one rank into the unfinished directory of `dest`, which rank 0 has made.
+
+    Raises OSError naming `dest`.
+    """
+    directory = dest.with_name(dest.name + UNFINISHED_SUFFIX)
+    with names_the_disk(dest):
+        return [_write_share(share, directory) for share in copy.shares]
 
 
 def load_checkpoint(engine: Engine, source: Path) -> CheckpointPoint:
@@ -283,35 +335,6 @@ def _parse_content(record: dict[str, Any]) -> Content:
     return Content(**record | {"point": point, "files": files, "random_states": states})
 
 
-def _write_rank_files(engine: Engine, *, directory: Path, point: CheckpointPoint) -> Content:
-    """Write this rank's files. Return the content of the whole checkpoint."""
-    dist.barrier()  # rank 0 has made the directory
-    trained = _trained(engine)
-    mine = [
-        _write_kind(engine, one, directory=directory, kind=kind)
-        for one in trained
-        for kind in KINDS
-    ]
-    adam_steps = [read_steps(one.deepspeed, one.parameters) for one in trained]
-    parameters = trained[0].parameters
-    per_rank = from_all_ranks((mine, random_states()), ranks=engine.ranks)
-    return Content(
-        format_version=FORMAT_VERSION,
-        point=point,
-        dtype=str(next(iter(parameters.values())).dtype).removeprefix("torch."),
-        zero_stage=engine.learner.zero_stage,
-        adam_steps=adam_steps[0],
-        parameters={
-            f"{one.prefix}{name}": shape_of(parameter)
-            for one in trained
-            for name, parameter in one.parameters.items()
-        },
-        files=[files for files_of_rank, _ in per_rank for files in files_of_rank],
-        random_states=[states for _, states in per_rank],
-        critic_adam_steps=sum(adam_steps[1:]),
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trained:
     """One network with an optimizer: the policy's, and the critic's."""
@@ -338,13 +361,21 @@ def _with_prefix(
     return saved(f"{prefix}{name}", kind)
 
 
-def _write_kind(engine: Engine, trained: _Trained, *, directory: Path, kind: str) -> Files:
-    read = read_state(trained.deepspeed, trained.parameters, kind=kind)
-    gathered = ((f"{trained.prefix}{name}", tensor) for name, tensor in read)
+def _copy_share(engine: Engine, trained: _Trained, *, kind: str) -> Share:
+    gathered = read_state(trained.deepspeed, trained.parameters, kind=kind)
+    tensors = {
+        f"{trained.prefix}{name}": torch.empty_like(tensor, device="cpu").copy_(tensor)
+        for name, tensor in islice(gathered, engine.rank, None, engine.ranks)
+    }
     stem = f"{trained.prefix.replace('.', '_')}{kind}-rank{engine.rank:05d}"
-    share = islice(gathered, engine.rank, None, engine.ranks)
-    shards = write_shards(share, directory, stem=stem, shard_bytes=SHARD_BYTES, send=None)
-    return Files(kind=kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
+    return Share(kind=kind, stem=stem, tensors=tensors)
+
+
+def _write_share(share: Share, directory: Path) -> Files:
+    shards = write_shards(
+        share.tensors.items(), directory, stem=share.stem, shard_bytes=SHARD_BYTES, send=None
+    )
+    return Files(kind=share.kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
 
 
 def _find_fault(source: Path, content: Content, *, share: slice) -> str | None:

@@ -1,4 +1,8 @@
-"""The learner's loop: take a batch, train, publish weights, settle the batch, save a checkpoint."""
+"""The learner's loop: take a batch, train, publish weights, settle the batch, save a checkpoint.
+
+Publishing and saving copy what is to be written into main memory. A thread writes the files behind
+the next learner step (`files/write_behind.py`), at most one version and one checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,16 @@ from ray.actor import ActorHandle
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline
 from coordinator import CoordinatorClient, Heartbeat
 from gigpo import prepare_advantages
-from learner.checkpoint import CheckpointError, kept_checkpoints, prune_checkpoints
+from learner.checkpoint import (
+    CheckpointError,
+    kept_checkpoints,
+    prune_checkpoints,
+    read_content,
+)
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
-from learner.files.atomic_directory import prune_oldest
+from learner.files.atomic_directory import prune_oldest, sync_whole
+from learner.files.write_behind import WriteBehind
 from learner.interface import (
     LEARNER_STEP,
     CollapseError,
@@ -50,6 +60,7 @@ from store import (
     local_model,
     prune_published,
     publish_directory,
+    remove_copy,
     weight_files,
 )
 
@@ -64,9 +75,10 @@ class Learner:
     """A model in training and its position in the run. The constructor restores or begins the run.
 
     The coordinator undoes everything after the newest checkpoint at a restart. So a crash between
-    any two calls of the loop is harmless: claimed and settled batches are available again, and the
-    checkpoint's weights are published under a new number. Groups too old for that number become
-    stale and stay in the store. A damaged checkpoint is skipped for the one before it.
+    any two calls of the loop, or while files are written behind it, is harmless: claimed and
+    settled batches are available again, and the checkpoint's weights are published under a new
+    number. Groups too old for that number become stale and stay in the store. A damaged checkpoint
+    is skipped for the one before it.
     """
 
     def __init__(
@@ -86,6 +98,7 @@ class Learner:
             refill=lambda batch_id, **wanted: self.coordinator.refill(batch_id, **wanted).get(),
         )
         self.heart = Heartbeat(self.coordinator.heartbeat)
+        self.behind = WriteBehind()
         with ExitStack() as after_failure:
             after_failure.callback(self.heart.close)
             self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
@@ -93,6 +106,7 @@ class Learner:
             model_path = local_model(self.layout, setup.model_path)
             self.ranks = RankGroup(self.config, model_path=model_path)
             after_failure.callback(self.ranks.close)
+            after_failure.callback(self.behind.close)
             if has_critic(self.config):
                 self.loader = replace(self.loader, values=self.ranks.values)
             self.restored = self._restore()
@@ -108,24 +122,26 @@ class Learner:
         `learner.step_timeout_s` the driver kills and restarts this process.
         """
         clock, alarms = StepClock(), list[str]()
-        with closing(Prefetch(self.loader)) as prefetch:
-            for batch in self._batches(prefetch, clock):
-                updates, critic = self._train(batch)
-                self.step += 1
-                # Settling lets workers begin new groups, so the new weights must be there before.
-                with clock.timed("publish_s"):
-                    self._publish(self.version + 1)
-                alarms = self._settle(batch, updates=updates, critic=critic, times=clock.end_step())
-                if self.step % self.config.learner.checkpoint_every == 0:
-                    with clock.timed("checkpoint_s"):
-                        self._save_checkpoint()
-                if alarms and self.config.alarms.stop:
-                    break
-            self._promise(self.config.learner.step_timeout_s)  # to read, and to save a checkpoint
-        if prefetch.under_way:
-            self.coordinator.release_claims(self.step).get()
-        if self.step != self.saved_step:
-            self._save_checkpoint()
+        with self.behind.finishing():
+            with closing(Prefetch(self.loader)) as prefetch:
+                for batch in self._batches(prefetch, clock):
+                    updates, critic = self._train(batch)
+                    self.step += 1
+                    # Settling lets workers begin new groups, so new weights are announced before.
+                    with clock.timed("publish_s"):
+                        self._publish(self.version + 1)
+                    times = clock.end_step()
+                    alarms = self._settle(batch, updates=updates, critic=critic, times=times)
+                    if self.step % self.config.learner.checkpoint_every == 0:
+                        with clock.timed("checkpoint_s"):
+                            self._save_checkpoint()
+                    if alarms and self.config.alarms.stop:
+                        break
+                self._promise(self.config.learner.step_timeout_s)  # to read, and to write
+            if prefetch.under_way:
+                self.coordinator.release_claims(self.step).get()
+            if self.step != self.saved_step:
+                self._save_checkpoint()
         self._promise(NO_DEADLINE)  # only `close` is left
         if alarms and self.config.alarms.stop and self.step < self.last_step:
             raise CollapseError(
@@ -137,6 +153,7 @@ class Learner:
     def close(self) -> None:
         """Free the devices and end the other ranks."""
         self.heart.close()
+        self.behind.close()
         self.ranks.close()
 
     def _restore(self) -> str:
@@ -159,6 +176,7 @@ class Learner:
         is_newest = checkpoint is not None and checkpoint.version == point.latest_version
         if is_newest and self._newest_weights_are_whole():
             self.version = point.latest_version
+            self.coordinator.written(self.version).get()
         else:  # version numbers are never used twice
             self._publish(point.latest_version + 1)
         instead = f"going on from learner step {self.step} instead"
@@ -192,6 +210,8 @@ class Learner:
     def _load_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Load a checkpoint, fetched first if it is only in the storage. Raises CheckpointError."""
         try:
+            if not self._is_here(checkpoint):
+                remove_copy(self.layout, checkpoint.path)
             directory = local_directory(self.layout, checkpoint.path)
         except UnavailableError:
             raise
@@ -205,6 +225,17 @@ class Learner:
                 f"{directory} has the weights of version {point.version}, the catalog says "
                 f"{checkpoint.version}; use an older checkpoint"
             )
+
+    def _is_here(self, checkpoint: CheckpointRecord) -> bool:
+        """Return whether the checkpoint on this node is the one that the catalog names.
+
+        A learner that was on this node before, and then on another, left an older one of its name.
+        """
+        try:
+            there = read_content(self.layout.root / checkpoint.path)
+        except CheckpointError:
+            return False
+        return there.point.version == checkpoint.version
 
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
@@ -242,6 +273,7 @@ class Learner:
         )
         is_reading = False
         while not self.stopping.is_set():
+            self.behind.check()  # engines wait for weights that cannot be written
             batch = prefetch.take(timeout_s=POLL_S)
             if batch is not None:
                 clock.waited_for_batch(since_s=started_s, groups_at_s=batch.claimed_at_s)
@@ -293,22 +325,34 @@ class Learner:
         return updates, critic
 
     def _publish(self, version: int) -> None:
-        """Write the weights, then announce them: an announced version is whole for every reader.
+        """Announce the weights under their number, and have them written behind the next step.
 
-        A power cut before the next checkpoint may tear it. The next start detects that and
-        publishes the checkpoint's weights under a new number.
+        Until they are written, engines are told to wait for them. If this process ends before, the
+        number is not used again, and a restart publishes its checkpoint's weights under the next.
         """
-        directory, keep = self.layout.weights_dir(version), self.config.learner.keep_versions
-        digest = self.ranks.publish(directory)
-        publish_directory(self.layout, directory)
+        self.behind.wait()  # at most one version is unwritten
+        digest = self.ranks.copy_weights()
         record = VersionRecord(
             version=version,
-            path=self.layout.relative(directory),
+            path=self.layout.relative(self.layout.weights_dir(version)),
             digest=digest,
             learner_step=self.step,
         )
-        self.coordinator.publish(record).get()
+        self.coordinator.announce(record).get()
         self.version = version
+        self.behind.start(partial(self._write_weights, version))
+
+    def _write_weights(self, version: int) -> None:
+        """Write the announced weights: they are whole for every reader as soon as one sees them.
+
+        A power cut before the next checkpoint may tear them. The next start detects that and
+        publishes the checkpoint's weights under a new number.
+        """
+        directory, keep = self.layout.weights_dir(version), self.config.learner.keep_versions
+        self.ranks.write_weights(directory)
+        publish_directory(self.layout, directory)
+        self.coordinator.written(version).get()
+        sync_whole(directory)
         prune_oldest(self.layout.weights, keep=keep)
         prune_published(self.layout, self.layout.weights, kept=lambda names: names[-keep:])
 
@@ -350,18 +394,30 @@ class Learner:
         )
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint, announce it, and remove the ones that no rule keeps."""
-        directory = self.layout.checkpoint_dir(self.step)
+        """Copy the learner's state, and have it written behind the next step."""
         lsn = self.coordinator.export_now().get()
-        self.ranks.save_checkpoint(directory, learner_step=self.step, version=self.version, lsn=lsn)
-        publish_directory(self.layout, directory)
-        path = self.layout.relative(directory)
-        is_backed_up = self.coordinator.checkpoint(self.step, path=path, version=self.version).get()
+        record = CheckpointRecord(
+            learner_step=self.step,
+            path=self.layout.relative(self.layout.checkpoint_dir(self.step)),
+            version=self.version,
+        )
+        self.ranks.copy_checkpoint(learner_step=self.step, version=self.version, lsn=lsn)
         self.saved_step = self.step
+        self.behind.start(partial(self._write_checkpoint, record, lsn=lsn))
+
+    def _write_checkpoint(self, record: CheckpointRecord, *, lsn: int) -> None:
+        """Write a checkpoint, announce it, and remove the ones that no rule keeps.
+
+        Its weights, which a restart may need, are on disk already: they were written before.
+        """
+        directory = self.layout.root / record.path
+        self.ranks.write_checkpoint(directory)
+        publish_directory(self.layout, directory)
+        is_backed_up = self.coordinator.checkpoint(record, lsn=lsn).get()
         announced = self.coordinator.checkpoints().get()
         kept = partial(
             kept_checkpoints,
-            live={Path(record.path).name for record in announced},
+            live={Path(one.path).name for one in announced},
             keep=KEPT_CHECKPOINTS,
             keep_every=self.config.learner.keep_every,
         )

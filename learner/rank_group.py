@@ -2,12 +2,14 @@
 
     ranks = RankGroup(config, model_path="runs/default/base")   # starts learner.ranks - 1 actors
     stats = ranks.train(updates)
-    digest = ranks.publish(directory)
+    digest = ranks.copy_weights()
+    ranks.write_weights(directory)      # in a thread, while the next call of `train` runs
     ranks.close()
 
-Each method first calls the other ranks, then does the same work here, and returns when all ranks
-are done. Their output is in logs/learner-rank<r>.log. If a rank dies or fails the method raises
-RankError, also where the remaining ranks would wait for it.
+Methods that train, copy or save first call the other ranks, then do the same work here, and return
+when all ranks are done. The two that write may run in a thread beside the others. The output of the
+other ranks is in logs/learner-rank<r>.log. If a rank dies or fails the method raises RankError,
+also where the remaining ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -25,14 +27,22 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from configs import Config, has_critic
 from coordinator import capture_output
-from learner.checkpoint import CheckpointPoint, load_checkpoint, save_checkpoint
+from learner.checkpoint import (
+    CheckpointCopy,
+    CheckpointPoint,
+    Files,
+    FilesOfRank,
+    copy_checkpoint,
+    load_checkpoint,
+    write_checkpoint,
+    write_files,
+)
 from learner.data.batch_loader import PreparedBatch
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
-from learner.files.atomic_directory import BackgroundFsync
 from learner.interface import RankError
 from learner.publishing.broadcast_sender import Broadcast
-from learner.publishing.publish import publish_weights
+from learner.publishing.publish import WeightsCopy
 from learner.training.critic import CriticStats
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
@@ -44,6 +54,8 @@ WATCH_S = 0.2  # between two checks of the other ranks while this one works
 # After one rank's failure: time for the others to fail, and for Ray to notice a death. Only then
 # can the cause be told from its consequences.
 FAILURE_S = 5.0
+
+WRITING = "writing"  # Ray's name for the thread of a rank that writes while the rank trains
 
 Answer = TypeVar("Answer")
 
@@ -59,7 +71,9 @@ class RankGroup:
         """Start all ranks and load the model. Raises RankError if one does not start."""
         self.layout = RunLayout.open(Path(config.run_dir))
         self.model_path = model_path
-        self._fsync = BackgroundFsync()  # for published weights
+        self._write_timeout_s = config.learner.step_timeout_s
+        self._weights = WeightsCopy()
+        self._checkpoint: CheckpointCopy | None = None  # until it is written
         options = {"num_cpus": 0, "num_gpus": config.learner.gpus_per_rank}
         self.peers = [
             _RemoteRankActor.options(**options).remote(config, model_path=model_path, rank=rank)
@@ -100,33 +114,38 @@ class RankGroup:
         given = ray.put(micro_batches) if self.peers else None
         return self._run_on_all(lambda: self.engine.values(micro_batches), Engine.values, given)
 
-    def publish(self, directory: Path) -> str:
-        """Write the current weights, send them to the engines, and return their digest.
+    def copy_weights(self) -> str:
+        """Copy the current weights into main memory. Return the digest that their files will have.
 
-        The next checkpoint waits until they are on disk. See `publish_weights`.
+        `write_weights` has to be done with the version before.
         """
+        return self._run_on_all(lambda: self._weights.take(self.engine.weights()), gather_weights)
+
+    def write_weights(self, directory: Path) -> None:
+        """Write the copied weights, and send them to the engines. See `WeightsCopy.write`."""
         with self.broadcast.round() if self.broadcast is not None else nullcontext() as send:
-            return self._run_on_all(
-                lambda: publish_weights(
-                    self.engine.weights(),
-                    directory,
-                    source_dir=self.model_path,
-                    fsync=self._fsync,
-                    send=send,
-                ),
-                gather_weights,
-            )
+            self._weights.write(directory, source_dir=self.model_path, send=send)
 
-    def save_checkpoint(
-        self, directory: Path, *, learner_step: int, version: int, lsn: int
-    ) -> None:
-        """Save a checkpoint and return when it is on disk, with all weights published before it.
+    def copy_checkpoint(self, *, learner_step: int, version: int, lsn: int) -> None:
+        """Copy everything that a checkpoint needs into main memory, on each rank its own part."""
+        copy = partial(copy_checkpoint, learner_step=learner_step, version=version, lsn=lsn)
+        self._checkpoint = self._wait_for_all(
+            [peer.copy_checkpoint.remote(copy) for peer in self.peers], lambda: copy(self.engine)
+        )
 
-        A run that restarts from it may need those weights. Raises OSError if the disk failed.
-        """
-        save = partial(save_checkpoint, learner_step=learner_step, version=version, lsn=lsn)
-        self._run_on_all(lambda: save(self.engine, directory), save, directory)
-        self._fsync.wait()
+    def write_checkpoint(self, directory: Path) -> None:
+        """Write the copied checkpoint, and free the copy. See `learner.checkpoint`."""
+        copy, self._checkpoint = self._checkpoint, None
+        assert copy is not None, "copy first"
+
+        def others() -> list[FilesOfRank]:
+            calls = [peer.write_files.remote(directory) for peer in self.peers]
+            return [
+                partial(self._answer, call, rank=rank, timeout_s=self._write_timeout_s)
+                for rank, call in enumerate(calls, start=1)
+            ]
+
+        write_checkpoint(copy, directory, others=others)
 
     def load_checkpoint(self, directory: Path) -> CheckpointPoint:
         return self._run_on_all(
@@ -219,6 +238,7 @@ class RemoteRank:
         self.config = config
         self.model_path = model_path
         self.rank = rank
+        self._checkpoint: CheckpointCopy | None = None
         capture_output(RunLayout.open(Path(config.run_dir)).logs / f"{log_name(rank)}.log")
 
     def node(self) -> str:
@@ -233,8 +253,18 @@ class RemoteRank:
         """Call `function(engine, *arguments)`; rank 0 alone needs the result."""
         function(self.engine, *arguments)
 
+    def copy_checkpoint(self, copy: Callable[[Engine], CheckpointCopy]) -> None:
+        self._checkpoint = copy(self.engine)
 
-_RemoteRankActor: Any = ray.remote(RemoteRank)
+    @ray.method(concurrency_group=WRITING)
+    def write_files(self, dest: Path) -> list[Files]:
+        """Write the copied part of a checkpoint while other calls run, and free the copy."""
+        copy, self._checkpoint = self._checkpoint, None
+        assert copy is not None, "copy first"
+        return write_files(copy, dest)
+
+
+_RemoteRankActor: Any = ray.remote(concurrency_groups={WRITING: 1})(RemoteRank)
 
 
 def gather_weights(engine: Engine) -> None:

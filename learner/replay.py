@@ -196,7 +196,7 @@ def replayed(
             step = Replayed(
                 learner_step=learner_step,
                 published=recorded.published,
-                digest=_digest(ranks, scratch),
+                digest=ranks.copy_weights(),
                 changed={name: (was, here) for name, (was, here) in pairs.items() if was != here},
                 n_figures=len(compared),
                 what=f"{what}, updates {len(updates)}",
@@ -297,7 +297,7 @@ def _restored(
         learner_step, version = kept[0].learner_step, kept[0].version
         source = f"the checkpoint of learner step {learner_step}"
     published = published_version(layout, version)
-    digest = _digest(ranks, scratch)
+    digest = ranks.copy_weights()
     same = "are" if digest == published.digest else "are NOT"
     note = nondeterminism_note(ranks.engine.learner)
     return Replayed(
@@ -320,14 +320,6 @@ def _load(layout: RunLayout, ranks: RankGroup, *, record: CheckpointRecord) -> N
             f"version {point.version}, the catalog has {record.learner_step} and {record.version}: "
             "move it away to begin at an older one"
         )
-
-
-def _digest(ranks: RankGroup, scratch: Path) -> str:
-    """Return the digest that the current weights have when they are published."""
-    directory = scratch / "weights"
-    digest = ranks.publish(directory)
-    shutil.rmtree(directory)
-    return digest
 
 
 def _difference(step: Replayed, *, config: Config, layout: RunLayout) -> str:

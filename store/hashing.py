@@ -16,9 +16,12 @@ from pathlib import Path
 from blake3 import blake3
 
 MOST_MARKS = 30
-PLANES_WITH_MARKS = (0x300, 0x20000)
+# Looking for marks takes 0.2 us a character, with the interpreter's lock: heartbeats wait for it.
+MOST_NORMALISED = 1 << 20  # characters
+MARKS_FROM_TO = (0x300, 0x20000)
 HASH_BYTES = 16  # 1e10 states collide with probability 1.5e-19
 # Part of every state hash, so that a new canonical form never matches an old hash.
+# No release hashed texts without the two limits above, so they are part of version 1.
 CANONICALISER_VERSION = 1
 _STATE_TAG = b"anchor-%d" % CANONICALISER_VERSION
 _UID_TAG = b"uid-1"
@@ -27,28 +30,37 @@ _UID_TAG = b"uid-1"
 def canonical(text: str) -> str:
     """Return the text that is hashed: Unicode NFC with LF line ends. Nothing else is changed.
 
-    A text with more than 30 combining marks in a row, as no language has, keeps its form.
+    A text with more than 30 combining marks in a row, as no language has, keeps its form, and so
+    does one of more than a million characters.
 
     >>> canonical("cafe\\u0301\\r\\n") == "caf\\u00e9\\n"
     True
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     # Python sorts marks in quadratic time, with the interpreter's lock: 3 s for 80,000 of them.
-    if text.isascii() or _many_marks().search(text):
+    if text.isascii() or len(text) > MOST_NORMALISED or _has_many_marks(text):
         return text
     return unicodedata.normalize("NFC", text)
 
 
+def _has_many_marks(text: str) -> bool:
+    """Return whether more marks follow each other than Unicode's Stream-Safe Text Format allows."""
+    mark, many_marks = _mark_patterns()
+    # So many in a row have one at a multiple of their number.
+    return bool(mark.search(text[:: MOST_MARKS + 1]) and many_marks.search(text))
+
+
 @functools.cache
-def _many_marks() -> re.Pattern[str]:
-    """Match more marks in a row than the Stream-Safe Text Format of Unicode allows (UAX 15)."""
-    characters = map(chr, range(*PLANES_WITH_MARKS))
+def _mark_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Match a mark, and more in a row than UAX 15 allows."""
+    characters = map(chr, range(*MARKS_FROM_TO))
     marks = [
         each
         for each in characters
         if all(map(unicodedata.combining, unicodedata.normalize("NFD", each)))
     ]
-    return re.compile(f"[{''.join(marks)}]{{{MOST_MARKS + 1}}}")
+    mark = f"[{''.join(marks)}]"
+    return re.compile(mark), re.compile(f"{mark}{{{MOST_MARKS + 1}}}")
 
 
 def state_hash(text: str) -> bytes:

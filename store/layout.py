@@ -209,6 +209,14 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
     return info
 
 
+def is_unused(storage: Storage) -> bool:
+    """Return whether no run has begun in a storage.
+
+    run.json and the home are also left by a start that did not get further.
+    """
+    return all(file.path in ("run.json", homes.HOME) for file in storage.files(""))
+
+
 class _Below:
     """Give a path below the root of the layout whose attribute it is."""
 
@@ -364,8 +372,7 @@ class RunLayout:
             )
 
     def _take_storage(self, run_json: bytes) -> None:
-        # These are left by a start that did not get further.
-        if any(file.path not in ("run.json", homes.HOME) for file in self.storage.files("")):
+        if not is_unused(self.storage):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
                 "its own, or go on with that one: gigpo train --resume "
@@ -383,7 +390,7 @@ class RunLayout:
     def check_home(self) -> None:
         """Raise FencedError if the run was brought to another directory, where it goes on."""
         if self.info.storage_uri is not None:
-            homes.check(self.root, self.storage)
+            homes.check(self.root, self.info.storage_uri)
 
     @property
     def run_directory(self) -> Path:

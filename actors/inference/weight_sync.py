@@ -1,7 +1,8 @@
 """Keep one engine on the newest published weights, and record each load in the store.
 
-    sync = WeightSync(engine, layout, newest=..., record=..., update_lock=..., rendezvous=..., ...)
+    sync = WeightSync(engine, layout, newest=..., is_written=..., record=..., update_lock=..., ...)
     await sync.sync(version)     # returns with that version or a newer one, or refuses it
+    sync.version                 # is older while the learner has not written the files yet
 
 Events, with a JSON object as detail; "digest" is of the bytes that the engine read:
 
@@ -50,6 +51,7 @@ class WeightSync:
         layout: RunLayout,
         *,
         newest: Callable[[], Awaitable[VersionRecord | None]],
+        is_written: Callable[[int], Awaitable[bool]],
         record: Callable[[str, str], Awaitable[None]],
         update_lock: Callable[[], AbstractAsyncContextManager[None]],
         rendezvous: Callable[[], Awaitable[str | None]] | None,
@@ -59,7 +61,7 @@ class WeightSync:
         self._engine = engine
         self._layout = layout
         self._max_staleness = max_staleness
-        self._newest, self._record = newest, record
+        self._newest, self._is_written, self._record = newest, is_written, record
         self._update_lock, self._rendezvous = update_lock, rendezvous
         self._has_joined = False  # the engine receives what the learner sends
         self._one_load = asyncio.Lock()
@@ -72,6 +74,8 @@ class WeightSync:
     async def sync(self, version: VersionRecord) -> None:
         """Make the engine serve `version` or a newer one; generation pauses for the copy only.
 
+        Returns at once, with the engine on its old version, if the version was not sent to this
+        engine and its files are not written yet.
         Missing or damaged weights leave the engine on its old version, until the next version comes
         or another try succeeds. Raises StoreError if the old version is too old to be trained on,
         and EngineLostError if the engine is gone.
@@ -81,7 +85,8 @@ class WeightSync:
                 if version.version <= self.version or self._was_refused_lately(version):
                     return
                 try:
-                    await self._load(version)
+                    if not await self._load(version):
+                        return
                 except Superseded as superseded:
                     self._may_skip = False
                     version = superseded.newest
@@ -93,7 +98,8 @@ class WeightSync:
                     # The learner removed the files because it has published newer ones.
                     version = newest
 
-    async def _load(self, version: VersionRecord) -> None:
+    async def _load(self, version: VersionRecord) -> bool:
+        """Load a version, and return True; False if it is not there yet."""
         load, fetch_ms = None, 0.0
         if self._has_joined:
             async with self._turn(version):
@@ -101,6 +107,8 @@ class WeightSync:
                     version=version.version, digest=version.digest
                 )
         if load is None:
+            if not await self._is_written(version.version):
+                return False
             load, fetch_ms = await self._load_files(version)
         self.version, self._may_skip = version.version, True
         detail = {"version": version.version, "digest": load.file_digest, "received": load.received}
@@ -112,6 +120,7 @@ class WeightSync:
         if self._rendezvous is not None and (address := await self._rendezvous()) is not None:
             await self._engine.join_broadcast(address)
             self._has_joined = True
+        return True
 
     async def _load_files(self, version: VersionRecord) -> tuple[WeightLoad, float]:
         """Load the version's files; return also the milliseconds that fetching them took."""
@@ -129,7 +138,11 @@ class WeightSync:
         """Hold the lock on weight updates. Raises Superseded if the wait for it was too long."""
         async with self._update_lock():
             newest = await self._newest() if self._may_skip else None
-            if newest is not None and newest.version > version.version:
+            if (
+                newest is not None
+                and newest.version > version.version
+                and await self._is_written(newest.version)
+            ):
                 raise Superseded(newest)
             yield
 

@@ -218,7 +218,7 @@ class PromptForm:
         return None and the smallest number of tokens that it can have.
         """
         seen = _observation_at(turn, newest=observation, history=history)
-        text = render_next(self.template, seen, step=turn + 1)
+        text = self._without_image_word(render_next(self.template, seen, step=turn + 1))
         if not self._is_countable(text):
             return None, self._least_tokens(text)
         token_ids = self._chat.continued(text, after=history[turn - 1].response_ids)
@@ -274,9 +274,16 @@ class PromptForm:
         most = self._max_characters + 1
         if any(len(turn.observation) > most for turn in history[len(history) - kept :]):
             history = [replace(turn, observation=turn.observation[:most]) for turn in history]
-        message = render(self.template, observation, history=history, kept=kept)
-        # An environment or an action may contain the image token's text; only images may.
-        return message.replace(self._image_word, "") if self._image_word else message
+        return self._without_image_word(
+            render(self.template, observation, history=history, kept=kept)
+        )
+
+    def _without_image_word(self, message: str) -> str:
+        """Put a space in place of the image token's text, which only images may stand for.
+
+        What is left and right of it might make the same text again.
+        """
+        return message.replace(self._image_word, " ") if self._image_word else message
 
     def _tokenised(self, message: str, observation: Observation) -> tuple[int, ...]:
         token_ids = self._chat.begun(message, n_images=len(observation.images))

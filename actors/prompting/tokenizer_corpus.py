@@ -21,6 +21,7 @@ from envs import (
 )
 
 MAX_SAMPLED_TASKS = 1000  # more add hardly any new words, and each one costs a reset
+MAX_CHARACTERS = 100_000  # of a message: a word of millions of letters would take minutes
 
 
 def sample_chats(config: Config, *, log: Path | None = None) -> list[str]:
@@ -65,7 +66,9 @@ async def _play(
             )
         action = observation.demonstrated or draw.choice(observation.actions)
         message = _message(config.prompt, template, observation=observation, history=history)
-        texts.append(message + answer_text(template, action, parser=config.prompt.parser))
+        texts.append(
+            message[:MAX_CHARACTERS] + answer_text(template, action, parser=config.prompt.parser)
+        )
         history.append(Turn(observation=observation.text, action=action))
         transition = await environment.step(action)
         observation, over = transition.observation, transition.terminated or transition.truncated

@@ -33,8 +33,13 @@ REPORT_AFTER_S = 5.0  # a wait is reported once it lasts longer
 
 
 class Weights(Protocol):
+    version: int  # that the policy serves
+
     async def sync(self, version: VersionRecord) -> None:
-        """Return when the policy has `version` or a newer one, or has refused it."""
+        """Return when the policy has `version` or a newer one, or has refused it.
+
+        Returns at once if the version is not written yet.
+        """
 
 
 class RolloutRunner:
@@ -76,8 +81,8 @@ class RolloutRunner:
         """Lease groups and start one task for each; the task plays and commits its group.
 
         Consumes leases and published versions. Produces committed groups. Waits for a running group
-        to end while the engine is busy, and for admission while no group is free; the learner
-        unblocks admission when it trains.
+        to end while the engine is busy, for weights that are not written yet, and for admission
+        while no group is free; the learner unblocks both when it writes and trains.
         """
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow_versions())
@@ -86,7 +91,7 @@ class RolloutRunner:
                 n_episodes = sum(len(group.numbers) for group in self._groups.values())
                 if n_episodes >= self.concurrency.episodes:
                     await self._changed.wait()
-                elif (lease := await self.coordinator.lease()) is None:
+                elif (lease := await self.coordinator.lease(self._serves())) is None:
                     self._note_idle()
                     await self._wait_for_lease()
                 else:
@@ -111,7 +116,10 @@ class RolloutRunner:
     def waiting(self) -> tuple[str, float] | None:
         """Return the longest wait and its seconds, if it is worth a report; None while working."""
         if self._idle_since_s is not None:
-            return "admission", asyncio.get_running_loop().time() - self._idle_since_s
+            serves = self._serves()
+            is_late = serves is not None and serves < self._newest
+            reason = f"the weights of version {self._newest}" if is_late else "admission"
+            return reason, asyncio.get_running_loop().time() - self._idle_since_s
         reason, seconds = self.pending.oldest() or ("", 0.0)
         return (reason, seconds) if seconds > REPORT_AFTER_S else None
 
@@ -178,8 +186,16 @@ class RolloutRunner:
             return
         # First, so that their requests need not be carried over to the new weights.
         self._give_up_too_old(newest.version)
+        before = self._weights.version
         with self.pending.on(f"the weights of version {newest.version}"):
             await self._weights.sync(newest)
+        if self._weights.version > before:  # a lease may have waited for it
+            self._lease_poll_s = LEASE_POLL_S
+            self._changed.set()
+
+    def _serves(self) -> int | None:
+        """Return the version that the policy serves; None if it never changes."""
+        return None if self._weights is None else self._weights.version
 
     def _give_up_too_old(self, newest: int) -> None:
         """Cancel the groups that are too old for any learner step to train on."""

@@ -144,7 +144,7 @@ def render_placeholder(panel: Panel, address: str) -> Markup:
 def command(query: str, *, run: str, lsn: int | None) -> str:
     """Return the command that asks the same in a shell."""
     at = "" if lsn is None else f" --as-of {lsn}"
-    return f"gigpo sql {shell_word(run)}{at} {shell_word(query.strip())}"
+    return f"gigpo sql {shell_word(run)}{at} {shell_word(query.strip(), lines=True)}"
 
 
 def show_rows(

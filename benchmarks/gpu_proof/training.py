@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from learner.checkpoint import load_checkpoint, save_checkpoint
+from learner.checkpoint import copy_checkpoint, load_checkpoint, write_checkpoint
 from learner.data.micro_batch import MicroBatch
 
 from gpu_proof.engines import copied_weights, distance, make_engine
@@ -78,7 +78,8 @@ def _go_on(proof: Proof, case: Case) -> None:
     engine = make_engine(proof, proof.shapes.trained, **case.settings)
     engine.train([batches] * UPDATES)
     path = proof.work / "checkpoint"  # replaced by the next case
-    save_checkpoint(engine, path, learner_step=1, version=1, lsn=0)
+    copy = copy_checkpoint(engine, learner_step=1, version=1, lsn=0)
+    write_checkpoint(copy, path, others=list)
     saved = copied_weights(engine)
     engine.train([batches])
     expected = copied_weights(engine)

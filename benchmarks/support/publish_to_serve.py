@@ -19,8 +19,8 @@ from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import Prompt
 from configs import ActorsConfig, LearnerConfig, LossConfig, ModelConfig
-from learner.files.atomic_directory import BackgroundFsync, prune_oldest
-from learner.publishing.publish import publish_weights
+from learner.files.atomic_directory import prune_oldest, sync_whole
+from learner.publishing.publish import WeightsCopy
 from learner.training.engine import Engine
 
 PROMPT_TOKENS = 16
@@ -102,19 +102,19 @@ def _learn(base: Path, connection: Connection) -> None:
         temperature=1.0,
         seed=0,
     )
-    behind = BackgroundFsync()
+    copy = WeightsCopy()
     last: Path | None = None
     while True:
         path = connection.recv()
         if path is None:
-            behind.wait()
             for parameter in engine.policy.parameters():
                 parameter.data.mul_(CHANGE)
             if last is not None:
+                sync_whole(last)
                 prune_oldest(last.parent, keep=KEEP_VERSIONS)
             connection.send("")
         else:
-            connection.send(
-                publish_weights(engine.weights(), path, source_dir=base, fsync=behind, send=None)
-            )
+            digest = copy.take(engine.weights())
+            copy.write(path, source_dir=base, send=None)
+            connection.send(digest)
             last = path

@@ -7,10 +7,9 @@
     with new_directory(Path("my-model")) as unfinished: ...
     # the same in a place that a person chose: it removes nothing that it did not make
 
-    background = BackgroundFsync()
-    with background.visible_whole(Path("weights/v000008")) as unfinished: ...
+    with visible_whole(Path("weights/v000008")) as unfinished: ...
     # from here on it is whole for every reader
-    background.wait()    # from here on it survives a power cut
+    sync_whole(Path("weights/v000008"))    # from here on it survives a power cut
 
     prune_oldest(Path("weights"), keep=4)
 
@@ -24,8 +23,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
@@ -104,38 +102,29 @@ def _unfinished(dest: Path) -> Iterator[Path]:
             raise
 
 
-class BackgroundFsync:
-    """Make directories visible before they are on disk, and fsync them in a thread."""
+@contextmanager
+def visible_whole(dest: Path) -> Iterator[Path]:
+    """Yield a directory to fill. One rename makes it visible, whole for every reader.
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        self._syncing: list[tuple[Path, Future[None]]] = []
+    Unlike with `atomic_directory`, a power cut before `sync_whole` may leave empty or torn files.
+    """
+    with _unfinished(dest) as unfinished:
+        yield unfinished
+        _show(unfinished, dest)
+        _remove_replaced(dest)
 
-    @contextmanager
-    def visible_whole(self, dest: Path) -> Iterator[Path]:
-        """Yield a directory to fill. One rename makes it visible, whole for every reader.
 
-        Unlike with `atomic_directory`, a power cut before `wait` returns may leave empty or torn
-        files.
-        """
-        with _unfinished(dest) as unfinished:
-            yield unfinished
-            _show(unfinished, dest)
-            _remove_replaced(dest)
-        self._syncing.append((dest, self._thread.submit(_sync_whole, dest)))
-
-    def wait(self) -> None:
-        """Return when every directory is on disk or removed. Raises OSError naming a lost one."""
-        while self._syncing:
-            dest, syncing = self._syncing.pop(0)
-            try:
-                syncing.result()
-            except OSError as error:
-                text = (
-                    f"{dest} may be lost at a power cut ({error.strerror}); look at the disk, then "
-                    "start the run again"
-                )
-                raise OSError(error.errno, text) from error
+def sync_whole(dest: Path) -> None:
+    """Return when a visible directory is on disk. Raises OSError naming it if the disk fails."""
+    try:
+        _sync_files(dest)
+        _sync_name(dest)
+    except OSError as error:
+        text = (
+            f"{dest} may be lost at a power cut ({error.strerror}); look at the disk, then start "
+            "the run again"
+        )
+        raise OSError(error.errno, text) from error
 
 
 def prune_oldest(parent: Path, *, keep: int) -> list[str]:
@@ -168,12 +157,6 @@ def _remove_replaced(dest: Path) -> None:
     replaced = dest.with_name(dest.name + REPLACED_SUFFIX)
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def _sync_whole(directory: Path) -> None:
-    with suppress(FileNotFoundError):  # it was pruned meanwhile
-        _sync_files(directory)
-        _sync_name(directory)
 
 
 def _sync_name(dest: Path) -> None:

@@ -2,7 +2,7 @@
 
     broadcast = Broadcast(host)            # engines join at `broadcast.address` at any time
     with broadcast.round() as send:        # to the engines that have joined by now
-        publish_weights(..., send=send)
+        copy.write(..., send=send)
 
 The files remain the record. An engine that was not there, or received other bytes than the digest
 says, loads the files. So no engine can fail a round. One that does not answer within READY_S is

@@ -1,9 +1,10 @@
 """Write numbered weights: complete Hugging Face directories that appear whole or not at all.
 
     digest = write_weights(engine.weights(), Path("policy"), source_dir=base)
-    digest = publish_weights(
-        engine.weights(), Path("weights/v000008"), source_dir=base, fsync=fsync, send=None
-    )
+
+    copy = WeightsCopy()
+    digest = copy.take(engine.weights())    # from here on the engine may train
+    copy.write(Path("weights/v000008"), source_dir=base, send=None)
 
 The digest is BLAKE3, in hex, of the weight files in order as if they were one: `cat
 model*.safetensors | b3sum`. No other cryptographic hash here is as fast as writing: SHA-256 would
@@ -24,11 +25,7 @@ import torch
 from blake3 import blake3
 
 from configs import check_model_directory
-from learner.files.atomic_directory import (
-    BackgroundFsync,
-    atomic_directory,
-    new_directory,
-)
+from learner.files.atomic_directory import atomic_directory, new_directory, visible_whole
 from store import SAFETENSORS_DTYPES, StoreError, TensorEntry, encode_safetensors_head
 
 SHARD_BYTES = 4 * 2**30  # of one file; the tensors of no more than one are held at a time
@@ -56,22 +53,57 @@ def write_weights(
         return _write(weights, unfinished, source_dir=Path(source_dir), send=None)
 
 
-def publish_weights(
-    weights: Iterable[tuple[str, torch.Tensor]],
-    dest: Path,
-    *,
-    source_dir: Path | str,
-    fsync: BackgroundFsync,
-    send: Send | None,
-) -> str:
-    """Write a model directory like `write_weights`, without waiting for the disk.
+class WeightsCopy:
+    """Hold a copy of the newest weights in main memory, to be written while training goes on."""
 
-    It is whole for every reader as soon as it is visible, also if this process is killed. It
-    survives a power cut after `fsync.wait()`. `send`, from `Broadcast.round`, gets its weight
-    files.
-    """
-    with fsync.visible_whole(dest) as unfinished:
-        return _write(weights, unfinished, source_dir=Path(source_dir), send=send)
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}  # kept: new memory costs more than the copying
+        self._digest = ""
+
+    def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """Copy the weights over those of the version before. Return the digest of their files."""
+        for name, tensor in weights:
+            if name not in self._tensors:
+                self._tensors[name] = host_memory(tensor)
+            self._tensors[name].copy_(tensor)
+        self._digest = weights_digest(self._tensors.items())
+        return self._digest
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the size of the copy, which is that of the files without their heads."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def write(self, dest: Path, *, source_dir: Path | str, send: Send | None) -> None:
+        """Write a model directory like `write_weights`, without waiting for the disk.
+
+        It is whole for every reader as soon as it is visible, also if this process is killed. It
+        survives a power cut after `sync_whole`. `send`, from `Broadcast.round`, gets its weight
+        files. Raises StoreError if the copy was changed since `take`.
+        """
+        with visible_whole(dest) as unfinished:
+            digest = _write(
+                self._tensors.items(), unfinished, source_dir=Path(source_dir), send=send
+            )
+            if digest != self._digest:
+                raise StoreError(
+                    f"{dest} was announced with digest {self._digest}, its files have {digest}: "
+                    "this machine's memory is not sound; start the run again"
+                )
+
+
+def host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return unset main memory for a copy of `tensor`. It is pinned for a tensor on a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the digest that `write_weights` gives for these weights."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for part in _parts(weights, shard_bytes=SHARD_BYTES):
+        for piece in _pieces(part):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
@@ -144,7 +176,7 @@ def write_shards(
 ) -> Shards:
     """Write the tensors in files of at most `shard_bytes`, or of one larger tensor. Send each file.
 
-    A tensor is kept, without a copy, until its file is full: it must not change before. Five
+    A tensor is kept, without a copy, until its file is written: it must not change before. Five
     tensors of 4 bytes each, with 8 bytes a file: {a, b} {c, d} {e}, in stem-00001-of-00003 and so
     on.
     """
@@ -200,14 +232,7 @@ def _write_shard(
     safetensors' own writer does not expose the bytes, so hashing would be a second pass over the
     file.
     """
-    # As safetensors sorts them: with the widest types first every tensor is aligned to its type.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    pieces = [memoryview(bytearray(encode_safetensors_head(_entries(ordered))))]
-    pieces += [
-        memoryview(tensor.view(-1).view(torch.uint8).numpy())
-        for tensor in ordered.values()
-        if tensor.numel()
-    ]
+    pieces = _pieces(tensors)
     # Writing, hashing and sending all release the GIL.
     with (
         path.open("wb", buffering=0) as file,
@@ -223,6 +248,19 @@ def _write_shard(
                 written += file.write(piece[written:])
         for future in beside:
             future.result()
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> list[memoryview]:
+    """Return the bytes of one file: its head, and each tensor that is not empty."""
+    # As safetensors sorts them: with the widest types first every tensor is aligned to its type.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    head = memoryview(bytearray(encode_safetensors_head(_entries(ordered))))
+    bodies = [
+        memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        for tensor in ordered.values()
+        if tensor.numel()
+    ]
+    return [head, *bodies]
 
 
 def _entries(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:

@@ -255,11 +255,11 @@ class Engine:
         """Yield (Hugging Face name, tensor) of every weight once, with adapters merged.
 
         A tied output layer has no entry. All ranks iterate to the end together; at ZeRO 3 each
-        weight is gathered when its turn comes. On rank 0 they are on the CPU, and may be the
-        model's own storage: use them before the next update.
+        weight is gathered when its turn comes. They are on the engine's device, and may be the
+        model's own storage: use each before the next one.
         """
         for name, tensor in merged(self.policy.causal_lm):
-            yield self.names.get(name, name), tensor.cpu() if self.rank == 0 else tensor
+            yield self.names.get(name, name), tensor
 
     def close(self) -> None:
         """Free DeepSpeed's memory. The process group stays for the next engine of this process."""

@@ -132,11 +132,11 @@ def finite_or_inf(value: float) -> float:
 class StepTimes:
     """Seconds that the loop spent in a learner step, which ends when its weights are published.
 
-    A checkpoint is saved after that, so its time is in the next step. The preparing thread's
-    seconds are in `PreparedBatch`.
+    A checkpoint is copied after that, so its time is in the next step. The preparing thread's
+    seconds are in `PreparedBatch`; those of the writing thread are in none.
     """
 
-    checkpoint_s: float = 0.0  # of the step before, if one was saved
+    checkpoint_s: float = 0.0  # to copy that of the step before, if one was due
     groups_wait_s: float = 0.0  # until workers had committed the groups
     batch_wait_s: float = 0.0  # for reading, advantages and packing after that
     publish_s: float = 0.0  # until the coordinator knew of the weights

@@ -49,11 +49,16 @@ def checked_version(row: sqlite3.Row) -> VersionRecord:
     return VersionRecord(**row)
 
 
-def record_checkpoint(tx: Transaction, *, learner_step: int, path: str, version: int) -> None:
-    """Record a checkpoint that is complete on disk. A restart begins there from now on."""
+def record_checkpoint(
+    tx: Transaction, *, learner_step: int, path: str, version: int, lsn: int | None
+) -> None:
+    """Record a checkpoint that is complete on disk. A restart begins there from now on.
+
+    It has everything up to `lsn`; None: up to this transaction.
+    """
     tx.insert(
         "checkpoint",
-        lsn=tx.lsn,
+        lsn=tx.lsn if lsn is None else lsn,
         learner_step=learner_step,
         path=path,
         version=version,

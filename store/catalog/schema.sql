@@ -225,6 +225,8 @@ CREATE TABLE IF NOT EXISTS version (
 
 CREATE INDEX IF NOT EXISTS version_by_step ON version (learner_step, lsn);
 
+-- The lsn of a checkpoint is that of the catalog when it was copied. The row comes when it is
+-- written, with a changed_lsn of that time.
 CREATE TABLE IF NOT EXISTS checkpoint (
     lsn INTEGER PRIMARY KEY,
     learner_step INTEGER NOT NULL,

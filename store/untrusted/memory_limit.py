@@ -81,9 +81,10 @@ def _free_in_groups(root: Path, own: Path) -> list[int]:
     with suppress(OSError, ValueError):
         for line in own.read_text().splitlines():
             _, controllers, name = line.split(":", maxsplit=2)
-            if controllers == "memory":
+            if "memory" in controllers.split(","):
                 most, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-                group = root / "memory"
+                together = root / controllers  # several controllers may share a mount
+                group = together if together.is_dir() else root / "memory"
             elif not controllers:
                 most, used, group = "memory.max", "memory.current", root
             else:
@@ -98,9 +99,11 @@ def _free_in_groups(root: Path, own: Path) -> list[int]:
 
 
 def _cached_files(group: Path) -> int:
-    """Return the bytes of a group's page cache that the kernel gives back first."""
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    """Return the bytes of a group's page cache that the kernel gives back first, 0 if unknown."""
+    with suppress(OSError, ValueError):
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return 0
 
 
 def _along(top: Path, name: str) -> Iterator[Path]:

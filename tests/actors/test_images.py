@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from actors.policy import Completion
 from actors.prompting.images import ImageForm, load_image_form
 from actors.prompting.prompt import PromptForm
+from actors.prompting.template import Turn
 from actors.rollout.episode import step_of
 from configs import PromptConfig
 from envs import Observation
@@ -69,6 +70,23 @@ def test_several_images_have_their_places_one_after_the_other(images: ImageForm)
     assert images.spans(images.expanded((pad, pad), (one, two)), (one, two)) == [(0, 1), (1, 2)]
     with pytest.raises(ValueError, match="makes 0 image tokens of 1 images"):
         images.expanded((5, 6), (one,))
+
+
+def test_a_text_cannot_spell_the_image_token(vision_base: Path, images: ImageForm) -> None:
+    """Neither at once, nor by what is left when it was taken out of the middle."""
+    form = form_of(vision_base, images)
+    word = form.tokenizer.decode([images.image_token_id], skip_special_tokens=False)
+    half = len(word) // 2
+    for text in (word, word[:half] + word + word[half:]):
+        shown = form.prompt(replace(SEEN, text=f"a {text} b"), [])
+        assert images.spans(shown.token_ids, shown.images) == [(2, 6)]
+        words = form.prompt(replace(SEEN, text=f"a {text} b", images=()), [])
+        assert images.image_token_id not in words.token_ids
+    chat = form_of(vision_base, images, style="chat")
+    seen = replace(SEEN, text=word, images=())
+    first = chat.prompt(seen, [])
+    turn = Turn(observation=word, action="up", prompt=first, response_ids=(5,))
+    assert images.image_token_id not in chat.prompt(seen, [turn]).token_ids
 
 
 def test_what_has_no_place_in_a_prompt_is_refused(vision_base: Path, images: ImageForm) -> None:

@@ -34,6 +34,7 @@ class Stage:
     runner: RolloutRunner
     playing: dict[tuple[bytes, int], asyncio.Future[None]] = field(default_factory=dict)
     loads: list[int] = field(default_factory=list)
+    version: int = -1  # that it serves
 
     async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
         number = ids.member
@@ -59,7 +60,9 @@ class Stage:
         )
 
     async def sync(self, version: VersionRecord) -> None:
-        self.loads.append(version.version)
+        if self.coordinator.is_written(version.version):
+            self.loads.append(version.version)
+            self.version = version.version
 
     def end(self, *numbers: int) -> None:
         """End these numbers in every group."""
@@ -198,6 +201,23 @@ def test_what_is_too_old_to_be_trained_on_is_given_up_and_makes_room(tmp_path: P
         stage.end(0, 1)
         await asyncio.sleep(1.0)
         assert stage.sql("SELECT DISTINCT version_min FROM trajectories") == [(2,)]
+
+    on_stage(tmp_path, body)
+
+
+def test_it_leases_no_group_for_weights_that_are_not_written_yet(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        stage.coordinator.announce(
+            VersionRecord(version=1, path="weights/v1", digest="d", learner_step=1)
+        )
+        stage.end(0, 1)
+        await asyncio.sleep(REPORT_AFTER_S)
+        assert stage.playing == {} and set(stage.loads) == {0}
+        reason, seconds = stage.runner.waiting() or ("", 0.0)
+        assert reason == "the weights of version 1" and seconds > 0.0
+        stage.coordinator.written(1)
+        await asyncio.sleep(1.0)
+        assert len(stage.playing) == 2 and stage.loads[-1] == 1
 
     on_stage(tmp_path, body)
 

@@ -39,9 +39,8 @@ from configs import ActorsConfig
 from driver.run_lock import has_ended
 from learner import write_weights
 from learner.distributed.deepspeed_setup import LOOPBACK
-from learner.files.atomic_directory import BackgroundFsync
 from learner.publishing.broadcast_sender import Broadcast
-from learner.publishing.publish import publish_weights
+from learner.publishing.publish import WeightsCopy
 from store import (
     Catalog,
     RunLayout,
@@ -543,6 +542,9 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
         async def newest() -> VersionRecord | None:
             return catalog.latest_version()
 
+        async def is_written(version: int) -> bool:
+            return True
+
         async def record(what: str, detail: str) -> None:
             catalog.log(component="worker-0", what=what, detail=detail)
 
@@ -565,6 +567,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             served.policy,
             layout,
             newest=newest,
+            is_written=is_written,
             record=record,
             update_lock=contextlib.nullcontext,
             rendezvous=rendezvous,
@@ -597,21 +600,15 @@ def test_weights_that_the_learner_sends_are_served_without_a_file(
     served: Served, tmp_path: Path
 ) -> None:
     """Weights that were sent to others only are not loaded; running requests go on."""
-    sender, behind = Broadcast(LOOPBACK), BackgroundFsync()
+    sender, copy = Broadcast(LOOPBACK), WeightsCopy()
     first = served.policy.version + 1
 
     def send(name: str) -> str:
         tensors = load_file(served.directories[name] / "model.safetensors")
+        digest = copy.take(tensors.items())
         with sender.round() as to_engines:
-            digest = publish_weights(
-                tensors.items(),
-                tmp_path / name,
-                source_dir=served.directories["base"],
-                fsync=behind,
-                send=to_engines,
-            )
+            copy.write(tmp_path / name, source_dir=served.directories["base"], send=to_engines)
         shutil.rmtree(tmp_path / name)
-        behind.wait()
         return digest
 
     async def run() -> tuple[WeightLoad | None, WeightLoad | None, list[Completion]]:

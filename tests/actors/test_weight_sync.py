@@ -78,10 +78,12 @@ class Run:
         self.catalog = Catalog.open(self.layout)
         self.engine = Engine()
         self.address: str | None = None
+        self.unwritten: list[int] = []
         self.weights = WeightSync(
             self.engine,  # type: ignore[arg-type]
             self.layout,
             newest=self.newest,
+            is_written=self.is_written,
             record=self.record,
             update_lock=contextlib.nullcontext,
             rendezvous=self.rendezvous,
@@ -90,6 +92,9 @@ class Run:
 
     async def newest(self) -> VersionRecord | None:
         return self.catalog.latest_version()
+
+    async def is_written(self, version: int) -> bool:
+        return version not in self.unwritten
 
     async def rendezvous(self) -> str | None:
         return self.address
@@ -161,6 +166,32 @@ def test_weights_that_were_sent_need_no_file_and_those_that_were_not_do(run: Run
     run.serve(run.publish(3, whole=False))
     (refusal,) = run.events(REFUSED)
     assert refusal["version"] == 3
+
+
+def test_weights_that_are_not_written_yet_are_waited_for_and_not_refused(run: Run) -> None:
+    run.address = "127.0.0.1:1"
+    run.serve(run.publish(0))
+    first, run.unwritten = run.publish(1, whole=False), [1]
+    run.serve(first)
+    assert run.weights.version == 0
+    run.engine.sent.append("digest 1")  # it arrives before the files do
+    run.serve(first)
+    assert run.weights.version == 1
+    second, run.unwritten = run.publish(2), [2]
+    run.serve(second)
+    assert run.weights.version == 1
+    run.unwritten = []
+    run.serve(second)
+    assert run.engine.served == [0, 1, 2]
+    assert run.events(REFUSED) == []
+
+
+def test_a_version_that_is_not_written_yet_supersedes_no_other(run: Run) -> None:
+    first = run.publish(1)
+    run.publish(2, whole=False)
+    run.unwritten = [2]
+    run.serve(first)
+    assert run.engine.served == [1]
 
 
 def test_damaged_weights_are_refused_once_and_the_next_ones_are_served(run: Run) -> None:

@@ -21,6 +21,7 @@ from coordinator.task_order import COLUMNS, draw_order, weigh
 from coordinator.task_queue import EnvironmentOrder
 from envs import list_tasks
 from store import (
+    CheckpointRecord,
     RunLayout,
     VersionRecord,
     export,
@@ -111,9 +112,12 @@ class Run:
             version_in=newest.version,
             metrics={},
         )
-        self.coordinator.checkpoint(
-            learner_step, path=f"checkpoints/step{learner_step:06}", version=newest.version + 1
+        record = CheckpointRecord(
+            learner_step=learner_step,
+            path=f"checkpoints/step{learner_step:06}",
+            version=newest.version + 1,
         )
+        self.coordinator.checkpoint(record, lsn=self.coordinator.export_now())
 
     def go_on(self, *, first_step: int, last_step: int) -> None:
         for learner_step in range(first_step, last_step + 1):

@@ -81,22 +81,21 @@ def publish(root: str, diary_path: str) -> None:
     """
     diary = Diary(Path(diary_path))
     directories = _directories()
-    behind = directories.BackgroundFsync()
     for parent in ("", "weights", "checkpoints"):
         make_directory(Path(root) / parent, beneath=Path(root))
     versions: list[str] = []
     for name in (*PUBLISHED[:2], PUBLISHED[1], PUBLISHED[2], *PUBLISHED[2:]):
         diary.phase(name)
         is_version = name.startswith("weights")
-        with (behind.visible_whole if is_version else directories.atomic_directory)(
-            Path(root) / name
-        ) as directory:
+        dest = Path(root) / name
+        shown = directories.visible_whole if is_version else directories.atomic_directory
+        with shown(dest) as directory:
             for file, data in WEIGHTS.items():
                 (directory / file).write_bytes(data)
         if is_version:
+            directories.sync_whole(dest)
             versions.append(name)
         else:
-            behind.wait()
             diary.done("checkpoint", names=[name, *versions])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import configs
+import driver
 from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
@@ -200,6 +201,48 @@ def test_a_run_is_brought_from_its_uri_with_its_settings(
     elsewhere = ["run_dir=another/place", *given]
     assert resume.bring(uri, elsewhere, trusts=False, say=said.append)[0] == Path("another/place")
     assert resume.load(Path("another/place"), []).seed == 5
+
+
+def test_one_command_begins_a_run_in_a_storage_or_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Give it again on an empty disk, as a cluster does that does not know how far the run is."""
+    monkeypatch.chdir(tmp_path)
+    started: list[Config] = []
+    monkeypatch.setattr(driver, "train", lambda config, *_, **__: started.append(config))
+    monkeypatch.setattr(driver.Interrupt, "listen", lambda interrupt: None)
+    uri = (tmp_path / "storage" / "mine").as_uri()
+    key_room = str(ROOT / "configs/key_room.yaml")
+    given = ["train", key_room, "--resume", uri, "--trust", "seed=3"]
+    assert main(given) == 0
+    (config,) = started
+    assert (config.run_dir, config.store.uri, config.seed) == ("runs/mine", uri, 3)
+    assert not Path("runs").exists()  # nothing was brought
+
+    # killed as soon as the storage was taken: it begins again
+    storage = Path("storage/mine")
+    storage.mkdir(parents=True)
+    for name in ("run.json", "home.json"):
+        (storage / name).write_text("{}")
+    assert main(given) == 0 and len(started) == 2
+    shutil.rmtree(storage)
+
+    layout = RunLayout.create(
+        Path(config.run_dir), config_yaml=configs.as_yaml(config), storage_uri=uri
+    )
+    write_open_sql(layout, macros=[], max_staleness=config.max_staleness)
+    resume.remember(config)
+    capsys.readouterr()
+    for brings in (False, True):  # the same disk, then an empty one
+        if brings:
+            shutil.rmtree("runs")
+        assert main([*given, "learner.steps=9"]) == 0
+        assert (f"bringing {uri} to runs/mine" in capsys.readouterr().out) == brings
+        assert (started[-1].seed, started[-1].learner.steps) == (3, 9)
+    # of a run in a directory the config is a word too many, as before
+    assert main(["train", key_room, "--resume", "runs/mine"]) == 2
+    assert "is not key=value" in capsys.readouterr().err
+    assert len(started) == 4
 
 
 def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) -> None:

@@ -38,9 +38,10 @@ from configs import PromptConfig
 from coordinator import Component, Coordinator
 from driver import processes, shutdown
 from driver import supervisor as supervisor_module
-from driver.cluster import DRIVER_DIRECTORY, ray_cluster
+from driver.cluster import DRIVER_DIRECTORY, cpus_of_a_process, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
-from driver.processes import LEARNER, ManagedProcess
+from driver.health import LOOKS
+from driver.processes import LEARNER, ManagedProcess, why_unplaced
 from driver.run_lock import RUN_MARK, has_mark
 from driver.shutdown import outcome, stop_in_order
 from driver.supervisor import Supervisor
@@ -547,6 +548,25 @@ def test_who_does_not_stop_is_named_and_not_closed_beside_its_work(
     assert late.handle.asked == stuck.handle.asked == failed.handle.asked == ["stop"]
 
 
+def test_a_lost_workers_last_heartbeat_is_not_held_against_the_one_after_it(
+    session: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was cut off, and came back. The new one has no place yet."""
+    monkeypatch.setattr(supervisor_module, "POLL_S", 0.0)
+    monkeypatch.setattr(processes, "has_process", lambda process: False)
+    new = process("worker-0", is_placed=True)
+    session.processes = {"worker-0": new}
+    coordinator: Any = session.coordinator
+    coordinator.components = {"worker-0": Component(waiting_on=None, waits_s=0.0, silent_s=99.0)}
+    monkeypatch.setattr(
+        Calls, "status", lambda self: SimpleNamespace(components=self.components, counts=None)
+    )
+    for _ in range(LOOKS):
+        session._watch_once(lambda status: None)
+    assert session.processes == {"worker-0": new} and not session.due
+    assert coordinator.told == [("gone", "a last sign of life came after it was gone")]
+
+
 def test_a_learner_nobody_hears_of_is_not_waited_for(world: World, said: list[str]) -> None:
     coordinator = Calls()
     coordinator.components = {LEARNER: Component(waiting_on=None, waits_s=0.0, silent_s=99.0)}
@@ -881,3 +901,15 @@ def test_a_process_without_a_place_is_named_with_what_it_asks_for(
     session._look_for_place(unplaced)
     ((what, detail),) = session.coordinator.told  # type: ignore[attr-defined]
     assert what == "no place" and "it asks for 1 GPUs" in detail
+
+
+def test_in_a_joined_cluster_a_process_without_a_gpu_asks_for_a_cpu(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So none is put on a head that has none. In a private Ray more may be started later."""
+    config = configs.from_yaml("{}")
+    assert cpus_of_a_process() == 0
+    assert why_unplaced("worker-0", config).startswith("Ray has not started a process")
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    assert cpus_of_a_process() == 1
+    assert why_unplaced("worker-0", config).startswith("it asks for 1 CPUs, and of the 1 of the")

@@ -30,7 +30,6 @@ from learner.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
     read_content,
-    save_checkpoint,
     saved_tensors,
 )
 from learner.data.micro_batch import MicroBatch
@@ -42,7 +41,7 @@ from learner.model.policy_model import load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
 from store import files_digest
-from tests.support.engine_samples import copied, cut, make_base, random_rows
+from tests.support.engine_samples import copied, cut, make_base, random_rows, save_checkpoint
 from tests.support.store_damage import mounted
 
 CHECKPOINT = (
@@ -494,7 +493,7 @@ def test_an_interrupted_save_is_never_seen(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("learner.checkpoint.random_states", killed)
+    monkeypatch.setattr("learner.checkpoint.asdict", killed)
     with pytest.raises(KeyboardInterrupt):
         save(engine, tmp_path / "step000001")
     monkeypatch.undo()

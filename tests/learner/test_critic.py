@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from configs import Config, CriticConfig, LearnerConfig, LossConfig, ModelConfig
-from learner.checkpoint import CheckpointError, load_checkpoint, read_content, save_checkpoint
+from learner.checkpoint import CheckpointError, load_checkpoint, read_content
 from learner.data.micro_batch import MicroBatch, first_tokens, micro_batches
 from learner.data.values import critic_values
 from learner.distributed.optimizer_state import MASTER, read_state, trainable
@@ -27,6 +27,7 @@ from tests.support.engine_samples import (
     history_rows,
     make_base,
     random_rows,
+    save_checkpoint,
     with_places,
 )
 from tests.support.learner_samples import one_step_each

@@ -20,7 +20,6 @@ import configs
 from actors.inference.engine_process import engine_environment
 from cli.__main__ import main
 from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
-from learner.checkpoint import save_checkpoint
 from learner.distributed.deepspeed_setup import initialize, join_ranks
 from learner.distributed.optimizer_state import trainable
 from learner.files.atomic_directory import prune_oldest
@@ -29,7 +28,7 @@ from learner.model.policy_model import load_policy
 from learner.publishing.publish import write_weights
 from learner.training.engine import Engine
 from store import Catalog, RunLayout, export, files_digest, write_open_sql
-from tests.support.engine_samples import copied, cut, make_base, random_rows
+from tests.support.engine_samples import copied, cut, make_base, random_rows, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, torch.Tensor]

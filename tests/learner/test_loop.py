@@ -4,6 +4,7 @@ after a restart.
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import shutil
@@ -133,13 +134,13 @@ def test_the_last_checkpoint_has_a_deadline(
         make_config(tmp_path / "run", max_staleness=1, steps=2, step_timeout_s=STEP_TIMEOUT_S),
     )
     promised: list[tuple[str | None, float]] = []
-    save = StandIn.save_checkpoint
+    write = StandIn.write_checkpoint
 
-    def noting(stand_in: StandIn, directory: Path, **point: int) -> None:
+    def noting(stand_in: StandIn, directory: Path) -> None:
         promised.append(loop.heart.promised[-1])
-        save(stand_in, directory, **point)
+        write(stand_in, directory)
 
-    monkeypatch.setattr(StandIn, "save_checkpoint", noting)
+    monkeypatch.setattr(StandIn, "write_checkpoint", noting)
     loop.learner.run()
     loop.coordinator.close()
     assert promised == [(None, STEP_TIMEOUT_S)]
@@ -192,12 +193,12 @@ def test_to_close_beside_a_run_waits_for_its_checkpoint(
     config = make_config(tmp_path / "run", max_staleness=1, steps=100)
     coordinator = open_coordinator(config)
     steps, closed = 0, []
-    save = StandIn.save_checkpoint
+    write = StandIn.write_checkpoint
 
-    def save_slowly(stand_in: StandIn, directory: Path, **point: int) -> None:
+    def write_slowly(stand_in: StandIn, directory: Path) -> None:
         closer.join(timeout=0.2)  # it would end within this time if it did not wait
         closed.append(stand_in.closed)
-        save(stand_in, directory, **point)
+        write(stand_in, directory)
 
     def close_at_the_second(stand_in: StandIn, updates: Any) -> Any:
         nonlocal steps
@@ -208,7 +209,7 @@ def test_to_close_beside_a_run_waits_for_its_checkpoint(
                 time.sleep(0.001)
         return good(updates)
 
-    monkeypatch.setattr(StandIn, "save_checkpoint", save_slowly)
+    monkeypatch.setattr(StandIn, "write_checkpoint", write_slowly)
     monkeypatch.setattr("learner.ray_actor.capture_output", lambda path: None)
     patch_learner(monkeypatch, close_at_the_second)
     setup = LearnerSetup(config=config, model_path="unused")
@@ -227,7 +228,7 @@ def test_to_close_beside_a_run_waits_for_its_checkpoint(
 def test_publishing_and_checkpoints_are_in_the_time_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on 2 s for training, 3 s for publishing, and 5 s for a checkpoint."""
+    """By a clock that goes on 2 s for training, 3 s for copying weights, and 5 s for a checkpoint."""
     now = [0.0]
 
     def spending(what: Any, seconds: float) -> Any:
@@ -240,8 +241,8 @@ def test_publishing_and_checkpoints_are_in_the_time_of_a_step(
     monkeypatch.setattr(
         "learner.training.step_metrics.time", SimpleNamespace(monotonic=lambda: now[0])
     )
-    monkeypatch.setattr(StandIn, "publish", spending(StandIn.publish, 3.0))
-    monkeypatch.setattr(StandIn, "save_checkpoint", spending(StandIn.save_checkpoint, 5.0))
+    monkeypatch.setattr(StandIn, "copy_weights", spending(StandIn.copy_weights, 3.0))
+    monkeypatch.setattr(StandIn, "copy_checkpoint", spending(StandIn.copy_checkpoint, 5.0))
     run = tmp_path / "run"
     loop = Loop(
         monkeypatch,
@@ -255,6 +256,41 @@ def test_publishing_and_checkpoints_are_in_the_time_of_a_step(
     assert metrics(run, "time/step_s") == [5.0, 5.0, 10.0]
     tokens = metrics(run, "tokens/generated_per_s")
     assert tokens[2] == pytest.approx(tokens[0] / 2)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_weights_that_cannot_be_written_end_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    """Also while the loop waits for groups, which no engine can play without them."""
+    write, may_fail = StandIn.write_weights, threading.Event()
+
+    def failing(stand_in: StandIn, directory: Path) -> None:
+        if directory.name == "v000002":
+            assert may_fail.wait(DEADLINE_S)
+            raise OSError(errno.ENOSPC, f"cannot write {directory}: No space left on device")
+        write(stand_in, directory)
+
+    monkeypatch.setattr(StandIn, "write_weights", failing)
+    run = tmp_path / "run"
+    loop = Loop(monkeypatch, make_config(run, max_staleness=max_staleness, steps=9))
+
+    def play_what_is_written(coordinator: Coordinator) -> None:
+        newest = coordinator.newest_version()
+        if newest is not None and newest.version == 2:
+            assert coordinator.lease("w", serves=1) is None
+            may_fail.set()
+        else:
+            play_all(coordinator)
+
+    handle: Any = loop.learner.coordinator._handle
+    handle.playing = play_what_is_written
+    with pytest.raises(OSError, match="cannot write .*v000002: No space left on device"):
+        loop.learner.run()
+    assert not loop.coordinator.is_written(2)
+    assert loop.coordinator.checkpoints() == ()
+    loop.learner.close()
+    loop.coordinator.close()
 
 
 def test_bad_updates_in_a_row_are_counted_across_a_restart(
@@ -299,11 +335,15 @@ def test_batches_without_a_signal_in_a_row_are_counted_across_a_restart(
     again.coordinator.close()
 
 
-@pytest.mark.parametrize(("uploaded", "step"), [("whole", 2), ("half", 1), ("another", 1)])
+@pytest.mark.parametrize(
+    ("uploaded", "step"), [("whole", 2), ("half", 1), ("another", 1), ("older one here", 2)]
+)
 def test_a_learner_whose_disk_is_lost_goes_on_from_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploaded: str, step: int
 ) -> None:
-    """From the newest checkpoint that is whole there, and that the catalog's backup knows."""
+    """From the newest checkpoint that is whole there, and that the catalog's backup knows. One of
+    its name that is on this disk, from another way there, is replaced.
+    """
     run, uri = tmp_path / "run", (tmp_path / "storage").as_uri()
     config = make_config(run, max_staleness=0, steps=3, checkpoint_every=1, keep_versions=2)
     layout = RunLayout.create(run, config_yaml=configs.as_yaml(config), storage_uri=uri)
@@ -327,6 +367,10 @@ def test_a_learner_whose_disk_is_lost_goes_on_from_the_storage(
         layout.storage.write("checkpoints/step000002/point.json", other)
     shutil.rmtree(run)
     bring_run(uri, run, trusts=False)
+    if uploaded == "older one here":
+        here = layout.checkpoint_dir(2)
+        here.mkdir()
+        (here / "point.json").write_bytes(point.replace(b'"version": 2', b'"version": 7'))
     again = Loop(monkeypatch, config)
     assert f"continues at learner step {step} as version 3" in again.learner.restored
     assert again.learner.run() == 3

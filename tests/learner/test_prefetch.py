@@ -18,7 +18,7 @@ from configs import Config
 from coordinator import Coordinator
 from learner.data.batch_loader import PreparedBatch, make_loader, prepare_batch
 from learner.data.prefetch import Prefetch
-from store import DigestError, RunLayout, VersionRecord, segments
+from store import CheckpointRecord, DigestError, RunLayout, VersionRecord, segments
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
     GROUPS_PER_STEP,
@@ -131,7 +131,8 @@ def play_and_crash(config: Config, choices: list[int], data: st.DataObject) -> N
                 batch.batch_id, learner_step=step, filtered={}, version_in=version - 1, metrics={}
             )
             if step % 2 == 0:
-                coordinator.checkpoint(step, path="nowhere", version=version)
+                record = CheckpointRecord(learner_step=step, path="nowhere", version=version)
+                coordinator.checkpoint(record, lsn=coordinator.export_now())
                 saved = step
         elif choice == 5:
             before = coordinator.catalog.counts()

@@ -17,22 +17,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import TinyModelConfig
 from learner.files.atomic_directory import (
-    BackgroundFsync,
     atomic_directory,
     new_directory,
     prune_oldest,
+    sync_whole,
 )
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.publishing import publish
 from learner.publishing.publish import (
     DTYPE_NAMES,
+    WeightsCopy,
     copy_weights,
-    publish_weights,
     write_shards,
     write_weights,
 )
-from store import files_digest, weight_files
+from store import StoreError, files_digest, weight_files
 
 
 @pytest.fixture(scope="module")
@@ -212,49 +212,82 @@ def test_a_new_directory_replaces_and_removes_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine.old", "mine.tmp"]
 
 
-def test_published_weights_are_synced_behind(
+def test_a_copy_is_written_while_the_weights_change(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    """Every version has the weights, and the digest, of the moment at which it was copied."""
+    copy, digests = WeightsCopy(), []
+    for version in range(3):
+        digests.append(copy.take(weights(policy)))
+        expected = {name: tensor.clone() for name, tensor in weights(policy)}
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.125)
+        copy.write(tmp_path / f"v{version}", source_dir=base, send=None)
+        assert digests[-1] == files_digest([tmp_path / f"v{version}" / "model.safetensors"])
+        written = load_file(tmp_path / f"v{version}" / "model.safetensors")
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert len({*digests}) == 3
+    write_weights(expected.items(), tmp_path / "same", source_dir=base)
+    same = {path.name: path.read_bytes() for path in (tmp_path / "same").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "v2").iterdir()} == same
+
+
+def test_a_copy_in_several_files_has_their_digest(
     base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file, the directory and its name, once `wait` has returned; also if some are removed
-    before.
-    """
+    monkeypatch.setattr(publish, "SHARD_BYTES", 20_000)
+    copy = WeightsCopy()
+    digest = copy.take(weights(policy))
+    copy.write(tmp_path / "v", source_dir=base, send=None)
+    assert len(weight_files(tmp_path / "v")) > 2
+    assert digest == files_digest(weight_files(tmp_path / "v"))
+
+
+def test_a_copy_that_changed_is_not_published(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    copy = WeightsCopy()
+    copy.take(weights(policy))
+    next(iter(copy._tensors.values())).view(-1)[0] += 1.0
+    with pytest.raises(StoreError, match="v000001 was announced with digest .* is not sound"):
+        copy.write(tmp_path / "v000001", source_dir=base, send=None)
+    assert not (tmp_path / "v000001").exists()
+
+
+def test_published_weights_are_synced(
+    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, the directory and its name."""
     synced: set[str] = set()
 
     def noting(descriptor: int) -> None:
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     monkeypatch.setattr(os, "fsync", noting)
-    behind = BackgroundFsync()
-    for version in range(5):
-        publish_weights(
-            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, fsync=behind, send=None
-        )
-        prune_oldest(tmp_path, keep=2)
-    behind.wait()
-    left = [tmp_path, *tmp_path.rglob("*")]
-    assert len(left) == 1 + 2 * (1 + len(list(base.iterdir())))
-    assert {str(path) for path in left} <= synced
+    copy = WeightsCopy()
+    copy.take(weights(policy))
+    copy.write(tmp_path / "v000001", source_dir=base, send=None)
+    sync_whole(tmp_path / "v000001")
+    written = [tmp_path, *tmp_path.rglob("*")]
+    assert len(written) == 2 + len(list(base.iterdir()))
+    assert {str(path) for path in written} <= synced
 
 
 def test_a_disk_that_fails_is_told_with_the_version_it_failed_for(
-    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(descriptor: int) -> None:
-        if "v000001" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EIO, "Input/output error")
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", failing)
-    behind = BackgroundFsync()
-    for version in range(3):
-        publish_weights(
-            weights(policy), tmp_path / f"v{version:06d}", source_dir=base, fsync=behind, send=None
-        )
+    (tmp_path / "v000001").mkdir()
     with pytest.raises(
         OSError,
         match=r"v000001 may be lost at a power cut \(Input/output error\); look at the disk",
     ):
-        behind.wait()
-    behind.wait()
+        sync_whole(tmp_path / "v000001")
 
 
 TENSORS = st.lists(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from configs import Config, LearnerConfig, ModelConfig
 from learner import RankError
 from learner.checkpoint import load_checkpoint
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks, join_ranks
+from learner.files.write_behind import WriteBehind
 from learner.rank_group import RankDiedError, RankGroup, gather_weights
 from learner.training.engine import Engine
 from learner.training.step_metrics import Pass, UpdateStats, gathered
@@ -326,6 +328,14 @@ class Held(RankGroup):
         """
         self._run_on_all(lambda: self.engine.train(updates), Engine.train, [[]])
 
+    def trained_while_written(self, directory: Path, updates: Any) -> Any:
+        """Copy a checkpoint, and write it in a thread once the next update has begun."""
+        self.copy_checkpoint(learner_step=1, version=1, lsn=5)
+        behind = WriteBehind()
+        with behind.finishing():
+            behind.start(partial(self.write_checkpoint, directory))
+            return self.train(updates)
+
     def address(self) -> str:
         assert self.broadcast is not None
         return self.broadcast.address
@@ -370,7 +380,8 @@ def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local
     receiver = Receiver(ray.get(ranks.address.remote(), timeout=DEADLINE_S))
     while not ray.get(ranks.n_joined.remote(), timeout=DEADLINE_S):
         time.sleep(0.01)
-    digest = ray.get(ranks.publish.remote(tmp_path / "v1"), timeout=DEADLINE_S)
+    digest = ray.get(ranks.copy_weights.remote(), timeout=DEADLINE_S)
+    ray.get(ranks.write_weights.remote(tmp_path / "v1"), timeout=DEADLINE_S)
     published, weights = (
         load_file(tmp_path / "v1" / "model.safetensors"),
         ray.get(ranks.weights.remote(), timeout=DEADLINE_S),
@@ -408,11 +419,7 @@ def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local
     engine.close()
     assert (layout.logs / "learner-rank1.log").exists()
 
-    ray.get(
-        ranks.save_checkpoint.remote(tmp_path / "c", learner_step=1, version=1, lsn=5),
-        timeout=DEADLINE_S,
-    )
-    after = ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
+    after = ray.get(ranks.trained_while_written.remote(tmp_path / "c", parts), timeout=DEADLINE_S)
     assert (
         ray.get(ranks.load_checkpoint.remote(tmp_path / "c"), timeout=DEADLINE_S).learner_step == 1
     )

@@ -26,7 +26,7 @@ from configs import Config
 from driver.progress import Progress, said_with_spinner
 from driver.screen import shown_in
 from gigpo import PUBLISHED_SETTINGS, advantages_macro
-from printable import plain_console, printable, printable_json
+from printable import one_line, plain_console, printable, printable_json, shell_word
 from store import Catalog, Group, RunLayout, export, write_open_sql, write_segment
 from store.maintenance.finding import Finding
 from tests.support.store_samples import make_step, make_trajectory
@@ -243,6 +243,35 @@ def test_csv_is_exact_in_a_file_and_harmless_in_a_terminal() -> None:
         [ALL, json.dumps([ALL], ensure_ascii=False)],
         ["two\nlines", "[]"],
     ]
+
+
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "runs/a b",
+        "it's",
+        "a  b",
+        " a\u00a0b\u3000c ",
+        "two\nlines",
+        "caf\udce9",
+        "\x1b[31m'; touch PWNED #",
+        "\x1b\\'$(touch PWNED)`touch PWNED`",
+        "\u202eabc\u200b0a",
+        "",
+    ],
+)
+def test_a_quoted_word_is_one_word_of_a_shell(word: str, lines: bool, tmp_path: Path) -> None:
+    """An error is shown in one line: the word must not change by it. No shell runs a part of it."""
+    quoted = shell_word(word, lines=lines)
+    if not lines:
+        assert one_line(f"x {quoted} y") == f"x {quoted} y"
+    command = f"printf %s {quoted}"
+    for shell in ("bash", "sh"):
+        done = subprocess.run([shell, "-c", command], cwd=tmp_path, capture_output=True)
+        if shell == "bash":
+            assert done.stdout == word.encode("utf-8", "surrogateescape")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_can_be_read_stays() -> None:

@@ -129,7 +129,25 @@ def test_set_up_checks_before_it_installs_anything(
     assert ("driver is 470.1" in done.stderr) == checked and ("makes " in done.stderr) != checked
 
 
-@pytest.mark.parametrize("target", ["test", "test-slow", "test-faults", "test-crash", "bench"])
+def test_an_image_is_set_up_without_a_gpu(tmp_path: Path) -> None:
+    """deploy/Dockerfile: nothing is asked of the driver, so set-up comes to its first program."""
+    machine = Machine(tmp_path)
+    machine.add("nvidia-smi", "exit 9")
+    machine.add("python", 'case "$1" in -m) exit 7 ;; esac')
+    environ = {
+        "PATH": f"{machine.bin}:/bin:/usr/bin",
+        "PYTHON": str(machine.bin / "python"),
+        "VENV": str(tmp_path / "new"),
+        "EXTRA": "cuda",
+    }
+    for more, status in (({}, 1), ({"GPU_CHECK": "no"}, 7)):
+        done = subprocess.run(["/bin/sh", "setup.sh"], cwd=ROOT, env=environ | more, check=False)
+        assert done.returncode == status
+
+
+@pytest.mark.parametrize(
+    "target", ["test", "test-slow", "test-faults", "test-cluster", "test-crash", "bench"]
+)
 def test_on_a_gpu_machine_tests_and_benchmarks_have_the_cpu_build(
     target: str, machine: Machine
 ) -> None:

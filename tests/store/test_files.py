@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -21,7 +23,9 @@ from store import (
     RunLayout,
     StepImage,
     StoreError,
+    hashing,
     read_segment,
+    segments,
     state_hash,
     to_table,
     uid,
@@ -108,6 +112,17 @@ def test_a_malformed_step_is_refused_with_its_value(
         to_table([bad])
 
 
+@pytest.mark.parametrize(("n_repeats", "compression"), [(1, "LZ4"), (2_000, "ZSTD")])
+def test_small_files_are_compressed_with_lz4(
+    trajectories: list, n_repeats: int, compression: str
+) -> None:
+    table = pa.concat_tables([to_table(trajectories[:1])] * n_repeats)
+    assert (table.nbytes < segments.SMALL_BYTES) == (n_repeats == 1)
+    file = pq.ParquetFile(pa.BufferReader(segments.encode(table, metadata={})))
+    columns = [file.metadata.row_group(0).column(n) for n in range(file.metadata.num_columns)]
+    assert {column.compression for column in columns} == {compression}
+
+
 def test_a_final_anchor_needs_its_hash(trajectories: list) -> None:
     final = dataclasses.replace(trajectories[0].final_observation, state_hash=None)
     with pytest.raises(StoreError, match="final observation: anchor_text and state_hash go to"):
@@ -119,6 +134,22 @@ def test_many_combining_marks_take_no_quadratic_time(marks: str) -> None:
     """Sorted by insertion they would take hours."""
     text = "a" + "".join(mark * 2_000_000 for mark in marks)
     assert state_hash(text) != state_hash(text + "b")
+
+
+@given(st.text("e\u0301\u0f73中", max_size=200), st.integers(0, 40))
+def test_marks_are_found_wherever_they_stand(before: str, n_marks: int) -> None:
+    text = before + "\u0301" * n_marks + "e"
+    longest = max(len(found) for found in re.findall("[\u0301\u0f73]*", text))
+    assert hashing._has_many_marks(text) == (longest > hashing.MOST_MARKS)
+
+
+def test_no_marks_are_looked_for_in_a_very_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take seconds with the interpreter's lock, and heartbeats wait."""
+    monkeypatch.delattr(hashing, "_has_many_marks")
+    text = "中" * hashing.MOST_NORMALISED
+    assert state_hash(text + "e\u0301") != state_hash(text + "\u00e9")
+    with pytest.raises(NameError):
+        state_hash("中")
 
 
 def test_a_state_hash_sees_unicode_forms_and_line_ends_as_one() -> None:

@@ -108,13 +108,16 @@ class Life:
             values={"loss": self.random.random()},
         )
 
-    def checkpoint(self) -> None:
-        directory = self.layout.checkpoint_dir(self.step)
+    def checkpoint(self, *, meanwhile: int) -> None:
+        """Copy a checkpoint, and write it behind so many events."""
+        lsn = export(self.catalog, self.layout)
+        step, version = self.step, self.version
+        self.live(meanwhile)
+        directory = self.layout.checkpoint_dir(step)
         directory.mkdir(exist_ok=True)
         (directory / "checkpoint.json").write_text("{}")
-        self.catalog.record_checkpoint(
-            learner_step=self.step, path=self.layout.relative(directory), version=self.version
-        )
+        path = self.layout.relative(directory)
+        self.catalog.record_checkpoint(learner_step=step, path=path, version=version, lsn=lsn)
 
     def live(self, events: int) -> None:
         for _ in range(events):
@@ -142,9 +145,9 @@ def test_a_fork_is_the_run_as_it_was_at_the_checkpoint(tmp_path: Path, seed: int
     life = Life(tmp_path / "run", seed=seed)
     while life.step < 2:
         life.live(5)
-    life.checkpoint()
     step = life.step
     shutil.copytree(life.layout.root, tmp_path / "then")
+    life.checkpoint(meanwhile=10 * (seed % 2))
     life.live(40)
     if life.random.random() < 0.5:  # it went back there once
         life.catalog.roll_back(step)
@@ -172,7 +175,7 @@ def run(tmp_path: Path) -> Life:
             play(life.layout, life.catalog, open_train_group(life.catalog, None))
         life.random = random.Random(0)  # a batch is not left alone
         life.learn()
-        life.checkpoint()
+        life.checkpoint(meanwhile=0)
     export(life.catalog, life.layout)
     assert life.step == 2
     return life

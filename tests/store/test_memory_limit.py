@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cli.__main__ import main
 from cli.arguments import RunPath
 from store import RunLayout, StoreError, limited_memory, sign_run
 from store.errors import is_out_of_memory
@@ -89,6 +90,21 @@ def test_only_runs_of_others_are_limited(foreign: RunLayout) -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
+def test_a_dataset_is_imported_within_the_limit_also_from_a_uri(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def noted(*_: object) -> None:
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA))
+        raise StoreError("that is enough")
+
+    monkeypatch.setattr("store.import_selection", noted)
+    for source in (str(tmp_path), tmp_path.as_uri()):
+        assert main(["import", str(layout.root), source]) == 2
+    assert len(limits) == 2 and resource.getrlimit(resource.RLIMIT_DATA) not in limits
+
+
 def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
     groups, own = tmp_path / "cgroup", tmp_path / "own"
     inner = groups / "pod" / "training"
@@ -103,10 +119,12 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("500\n")
     (old / "memory.usage_in_bytes").write_text("520\n")
-    (old / "memory.stat").write_text("total_inactive_file 0\n")
     own.write_text("5:memory:/docker\n4:cpu:/docker\n")
     assert memory_limit._free_in_groups(groups, own) == [0], "it uses more than its limit"
     assert memory_limit._free_in_groups(groups, tmp_path / "none") == []
+    (groups / "memory").rename(groups / "cpu,memory")
+    own.write_text("5:cpu,memory:/docker\n")
+    assert memory_limit._free_in_groups(groups, own) == [0], "mounted together, without statistics"
 
 
 def test_a_limit_that_the_caller_set_stays(foreign: RunLayout) -> None:

@@ -4,15 +4,18 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 from deepspeed.utils import safe_get_full_optimizer_state
 
 from configs import TinyModelConfig
+from learner.checkpoint import Files, copy_checkpoint, write_checkpoint, write_files
 from learner.data.micro_batch import MicroBatch, micro_batches
-from learner.distributed.deepspeed_setup import ADAM_BETAS, ADAM_EPSILON
+from learner.distributed.deepspeed_setup import ADAM_BETAS, ADAM_EPSILON, from_all_ranks
 from learner.distributed.optimizer_state import trainable
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
@@ -162,3 +165,30 @@ def gradient(engine: Engine) -> dict[str, torch.Tensor]:
             moment = engine.deepspeed.optimizer.state[parameter]["exp_avg"]
         found[name] = moment.detach().clone() / (1.0 - ADAM_BETAS[0])
     return found
+
+
+def save_checkpoint(
+    engine: Engine, dest: Path, *, learner_step: int, version: int, lsn: int
+) -> None:
+    """Copy and write a checkpoint, on all ranks together, without Ray.
+
+    Other ranks than 0 return when all files are written, and do not wait for the disk.
+    """
+    copy = copy_checkpoint(engine, learner_step=learner_step, version=version, lsn=lsn)
+    if engine.ranks == 1:
+        write_checkpoint(copy, dest, others=list)
+        return
+
+    def of_others() -> list[Files]:
+        _, *others = from_all_ranks(list[Files](), ranks=engine.ranks)
+        return [files for of_rank in others for files in of_rank]
+
+    def others() -> list[Callable[[], list[Files]]]:
+        dist.barrier()  # the directory is there
+        return [of_others]
+
+    if engine.rank == 0:
+        write_checkpoint(copy, dest, others=others)
+    else:
+        dist.barrier()
+        from_all_ranks(write_files(copy, dest), ranks=engine.ranks)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 import configs
 from configs import Config
@@ -21,12 +22,12 @@ from learner import Learner, LearnerSetup
 from learner.checkpoint import CheckpointError, CheckpointPoint
 from learner.data.batch_loader import BatchLoader, make_loader
 from learner.data.micro_batch import MicroBatch
+from learner.files.atomic_directory import atomic_directory, visible_whole
 from learner.training.step_metrics import UpdateStats
 from store import (
     RunLayout,
     Step,
     Trajectory,
-    files_digest,
     state_hash,
     write_open_sql,
     write_segment,
@@ -191,19 +192,22 @@ class StandIn:
         self.n_updates += len(updates)
         return self.stats(updates)
 
-    def publish(self, directory: Path) -> str:
-        directory.mkdir()
-        (directory / WEIGHTS_FILE).write_text(str(self.n_updates))
-        return files_digest([directory / WEIGHTS_FILE])
+    def copy_weights(self) -> str:
+        self.weights = str(self.n_updates)
+        return blake3(self.weights.encode()).hexdigest()
 
-    def save_checkpoint(
-        self, directory: Path, *, learner_step: int, version: int, lsn: int
-    ) -> None:
-        directory.mkdir(exist_ok=True)
-        point = CheckpointPoint(
+    def write_weights(self, directory: Path) -> None:
+        with visible_whole(directory) as unfinished:
+            (unfinished / WEIGHTS_FILE).write_text(self.weights)
+
+    def copy_checkpoint(self, *, learner_step: int, version: int, lsn: int) -> None:
+        self.point = CheckpointPoint(
             learner_step=learner_step, version=version, n_updates=self.n_updates, lsn=lsn
         )
-        (directory / "point.json").write_text(json.dumps(asdict(point)))
+
+    def write_checkpoint(self, directory: Path) -> None:
+        with atomic_directory(directory) as unfinished:
+            (unfinished / "point.json").write_text(json.dumps(asdict(self.point)))
 
     def load_checkpoint(self, directory: Path) -> CheckpointPoint:
         text = (directory / "point.json").read_text()

@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 
 from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig
-from learner.checkpoint import load_checkpoint, save_checkpoint
+from learner.checkpoint import load_checkpoint
 from learner.data.micro_batch import MicroBatch
 from learner.data.values import critic_values
 from learner.distributed import deepspeed_setup
@@ -39,6 +39,7 @@ from tests.support.engine_samples import (
     gradient,
     history_rows,
     random_rows,
+    save_checkpoint,
     with_places,
 )
 from tests.support.sizes import IN_FULL

@@ -30,7 +30,7 @@ from actors.rollout.runner import CALLS_PER_S, RolloutRunner
 from configs import Config
 from coordinator import CoordinatorClient, Lease
 from envs import Environment, Observation, PendingOperations, Task, Transition
-from store import Batch, RunLayout, Trajectory, Unfinished, VersionRecord
+from store import Batch, CheckpointRecord, RunLayout, Trajectory, Unfinished, VersionRecord
 
 HEARTBEAT_S = 1.0
 CLAIM_POLL_S = 0.05
@@ -301,9 +301,13 @@ class SimulatedLearner:
             values={},
         )
         if self.step % self.config.learner.checkpoint_every == 0:
-            await self.coordinator.checkpoint(
-                self.step, path=f"checkpoints/step{self.step}", version=self.version
+            lsn = await self.coordinator.export_now()
+            record = CheckpointRecord(
+                learner_step=self.step,
+                path=f"checkpoints/step{self.step}",
+                version=self.version,
             )
+            await self.coordinator.checkpoint(record, lsn=lsn)
 
     async def _publish(self, version: int) -> None:
         record = VersionRecord(

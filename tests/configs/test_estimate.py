@@ -1,0 +1,251 @@
+"""The estimate of `--dry-run --plan`, against numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import configs
+from cli.__main__ import main
+from configs import Config, ConfigError
+from configs.estimate import (
+    ASSUMED,
+    CHUNK_TOKENS,
+    GIB,
+    SHAPES,
+    Shape,
+    activation_bytes,
+    better_split,
+    describe_estimate,
+    estimate_run,
+    mean_lengths,
+    model_shape,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+ALFWORLD = ROOT / "configs/alfworld_qwen2.5_1.5b.yaml"
+ON_GPUS = [
+    path
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if configs.load(path).learner.gpus_per_rank
+]
+
+
+def alfworld(*overrides: str) -> Config:
+    return configs.load(ALFWORLD, list(overrides))
+
+
+def test_the_engine_of_alfworld_is_worked_out_by_hand() -> None:
+    """1.5e9 parameters of 2 bytes; prompts of 1,024 tokens, answers of 102.4, 25 agent steps."""
+    estimate = estimate_run(alfworld())
+    engine = estimate.engine
+    assert engine is not None
+    assert asdict(estimate.lengths) == pytest.approx(
+        {"prompt": 1024, "new_prompt": 1024, "response": 102.4, "steps": 25}
+    )
+    # 0.85 x 80 GB, less 3 GB of weights and 2 GiB
+    assert engine.cache_bytes == pytest.approx(68e9 - 3e9 - 2 * 2**30)
+    # two heads of 128 keys and values, in 28 layers, of 2 bytes: 28,672 bytes a token
+    assert engine.cache_tokens == pytest.approx((65e9 - 2 * 2**30) / 28_672)
+    assert (engine.requests, engine.requests_limit) == (24 * 8, "actors.groups_in_flight")
+    # 2 x 1.5e9 x 1,024 operations at 40 % of 989 TFLOP/s: 7.77 ms
+    assert engine.prefill_s == pytest.approx(3e9 * 1024 / 395.6e12)
+    # a pass reads 3 GB and 192 x 1,075.2 x 28,672 bytes, 8.92 GB, at 1.34 TB/s: 6.66 ms
+    pass_s = (3e9 + 192 * 1075.2 * 28_672) / 1.34e12
+    assert engine.decode_s == pytest.approx(102.4 * pass_s / 192) and pass_s > 0.005
+    assert engine.steps_per_s == pytest.approx(88.4, rel=0.001)
+
+
+def test_the_learner_step_of_alfworld_is_worked_out_by_hand() -> None:
+    """16 groups of 8 episodes of 25 steps. Checkpointed layers and the reference: 10 N a token."""
+    estimate = estimate_run(alfworld())
+    assert estimate.n_trained == estimate.n_played == 3200
+    assert estimate.train_steps_per_s == pytest.approx(395.6e12 / (15e9 * 1126.4))
+    assert estimate.train_s == pytest.approx(136.7, rel=0.001)
+    # a version is copied and hashed, a checkpoint of 18 GB copied every fifth step
+    assert estimate.publish_s == pytest.approx(3e9 / 20e9 + 3e9 / 8e9)
+    assert estimate.checkpoint_s == pytest.approx(18e9 / 20e9 / 5)
+    assert estimate.write_s == pytest.approx((3e9 + 18e9 / 5) / 1.25e9)
+    assert estimate.play_s == pytest.approx(3200 / 88.4 + 3e9 / 4e9, rel=0.001)
+    # the learner is the slower side: engines wait
+    assert estimate.step_s == estimate.learn_s == pytest.approx(136.7 + 0.525 + 0.18, rel=0.001)
+    synchronous = estimate_run(alfworld("max_staleness=0"))
+    assert synchronous.engine is not None and synchronous.engine.requests == 16 * 8
+    assert synchronous.engine.requests_limit == "admission"
+    assert synchronous.step_s == synchronous.learn_s + synchronous.play_s > estimate.step_s
+
+
+def test_files_that_are_written_slower_than_a_step_trains_hold_it_up() -> None:
+    """48 ranks train 3,200 agent steps in 2.8 s, and 6.6 GB take 5.3 s to write."""
+    estimate = estimate_run(alfworld("learner.ranks=48"))
+    assert estimate.train_s < 3 and estimate.learn_s == pytest.approx(6.6e9 / 1.25e9)
+
+
+def test_the_activations_of_a_micro_batch_are_worked_out_by_hand() -> None:
+    config = alfworld("learner.micro_batch_tokens=1000")
+    shape = SHAPES["Qwen2.5-1.5B"]
+    of_layer = 2 * (8 * 1536 + 2 * 256 + 4 * 8960) + 8 * 1536
+    assert of_layer == 109_568
+    output = 512 * 4 * 4 * 151_936 + 4 * 151_936 * 1536
+    checkpointed = 1000 * (28 * 2 * 1536 + 2 * of_layer) + output
+    assert activation_bytes(config, shape) == pytest.approx(checkpointed)
+    whole = alfworld("learner.micro_batch_tokens=1000", "model.gradient_checkpointing=false")
+    assert activation_bytes(whole, shape) == pytest.approx(1000 * 29 * of_layer + output)
+    adapters = alfworld("learner.micro_batch_tokens=1000", "model.lora_rank=8", "loss.kl_coef=0")
+    assert activation_bytes(adapters, shape) == pytest.approx(checkpointed - 4 * 151_936 * 1536)
+
+
+def test_the_chunks_of_the_output_layer_are_those_of_the_learner() -> None:
+    source = (ROOT / "learner/model/chunked_logprobs.py").read_text()
+    assert f"\nCHUNK_TOKENS = {CHUNK_TOKENS}\n" in source
+
+
+@pytest.mark.parametrize(("name", "column"), [("Qwen2.5-1.5B", 0), ("SmolLM2-135M", 1)])
+def test_the_estimate_agrees_with_the_arithmetic_of_docs_performance(
+    name: str, column: int
+) -> None:
+    """Prompts of 1,000 tokens and answers of 100, no prefix shared, 256 requests."""
+    text = (ROOT / "docs/performance.md").read_text()
+
+    def in_the_table(row: str) -> float:
+        (cells,) = re.findall(
+            rf"^\| {row} \|[^|]*\| ([\d,]+) per GPU \| ([\d,]+) per GPU \|", text, re.M
+        )
+        return float(cells[column].replace(",", ""))
+
+    config = alfworld(
+        f"model.path=org/{name}",
+        "model.gradient_checkpointing=false",
+        "loss.kl_coef=0",
+        "prompt.max_prompt_tokens=2000",
+        "actors.max_response_tokens=500",
+        "actors.groups_in_flight=32",
+    )
+    estimate = estimate_run(config)
+    assert estimate.engine is not None and estimate.engine.requests == 256
+    assert 1 / estimate.engine.prefill_s == pytest.approx(in_the_table("prefill"), rel=0.03)
+    assert estimate.engine.steps_per_s == pytest.approx(
+        in_the_table("generation together"), rel=0.05
+    )
+    training = in_the_table("training, forward and backward")
+    assert estimate.train_steps_per_s == pytest.approx(training, rel=0.02)
+
+
+def test_whatever_is_slowest_is_named_with_who_waits() -> None:
+    assert "the limit is: learner" in describe_estimate(alfworld())
+    many = alfworld("learner.ranks=6")
+    assert "the learner, " in (shown := describe_estimate(many)) and "limit is: engines" in shown
+    slow = alfworld("learner.ranks=30", "actors.workers=10", "env.processes=1")
+    estimate = estimate_run(slow)
+    assert estimate.limits["environment processes"] == pytest.approx(10 / 0.003)
+    assert estimate.limits["workers' event loops"] == pytest.approx(10 / 0.0007)
+    assert estimate.slowest == "engines"
+    assert "each other (max_staleness=0)" in describe_estimate(alfworld("max_staleness=0"))
+    offline = replace(alfworld(), source=["runs/other"])
+    assert "nothing is played" in describe_estimate(offline)
+
+
+def test_two_gpus_of_an_engine_halve_its_weights_and_share_its_work() -> None:
+    one, two = (estimate_run(alfworld(f"actors.gpus_per_worker={n}")).engine for n in (1, 2))
+    assert one is not None and two is not None
+    assert two.weights_bytes == one.weights_bytes / 2
+    assert two.prefill_s == pytest.approx(one.prefill_s / 2)
+    assert two.cache_tokens > 2 * one.cache_tokens
+
+
+def test_a_shared_gpu_gives_each_side_its_part() -> None:
+    shared = alfworld("actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5")
+    whole, half = estimate_run(alfworld()), estimate_run(shared)
+    assert half.train_steps_per_s == pytest.approx(whole.train_steps_per_s / 2)
+    assert half.engine is not None and half.engine.cache_bytes == GIB  # actors.kv_cache_gib
+    (fault,) = half.faults
+    assert "of 37.3; set a smaller learner.micro_batch_tokens" in fault
+    assert f"does not fit  {fault}" in describe_estimate(shared)
+
+
+def test_an_engine_that_needs_more_than_its_part_is_said() -> None:
+    """1.5B parameters are 2.8 GiB, and 2 GiB come on top: 29.8 GiB, 0.4 of a GPU, hold 25 more."""
+    for cache_gib, fits in ((24.9, True), (25.1, False)):
+        one = alfworld(
+            "actors.gpus_per_worker=0.4",
+            f"actors.kv_cache_gib={cache_gib}",
+            "learner.gpus_per_rank=0.6",
+            "learner.micro_batch_tokens=8192",
+        )
+        assert (estimate_run(one).faults == []) == fits
+
+
+def test_a_model_that_an_engine_has_no_room_for_is_said() -> None:
+    large = alfworld("model.path=org/Qwen2.5-7B", "actors.gpu_memory_utilization=0.2")
+    assert any("too little for one request" in fault for fault in estimate_run(large).faults)
+
+
+def test_a_growing_conversation_computes_each_prompt_once() -> None:
+    chat = mean_lengths(alfworld("prompt.style=chat"))
+    assert (chat.prompt, chat.new_prompt) == (1024, pytest.approx(1024 / 25))
+
+
+def test_the_lengths_of_several_environments_are_weighted() -> None:
+    given = "environments={a: {weight: 3, env: {max_steps: 10}}, b: {env: {max_steps: 30}}}"
+    both = configs.load(ROOT / "configs/key_room.yaml", [given])
+    assert mean_lengths(both).steps == 0.75 * 5 + 0.25 * 15
+
+
+def test_a_better_division_of_the_gpus_is_found_and_is_better() -> None:
+    """One engine feeds 88.4 / 23.4 = 3.8 ranks, so 8 GPUs are divided into 2 and 6."""
+    uneven = alfworld("actors.workers=6", "learner.ranks=2")
+    split = better_split(uneven)
+    assert split is not None
+    better, factor = split
+    assert (better.actors.workers, better.learner.ranks) == (2, 6)
+    assert factor == pytest.approx(estimate_run(uneven).step_s / estimate_run(better).step_s)
+    assert "actors.workers=2 learner.ranks=6" in describe_estimate(uneven)
+    assert better_split(better) is None
+    assert better_split(alfworld("actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5")) is None
+
+
+def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
+    sizes = {
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 100,
+        "vocab_size": 500,
+    }
+    wanted = Shape(layers=3, hidden=64, key_values=32, feed_forward=100, vocabulary=500)
+    for content in (sizes, {"text_config": sizes}, {**sizes, "head_dim": 16}):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert model_shape(alfworld(f"model.path={tmp_path}")) == wanted
+    for broken in ("[]", '{"hidden_size": 64}', "nonsense"):
+        (tmp_path / "config.json").write_text(broken)
+        with pytest.raises(ConfigError, match="does not say the sizes"):
+            model_shape(alfworld(f"model.path={tmp_path}"))
+    with pytest.raises(ConfigError, match=r"knows the sizes of SmolLM2-135M"):
+        model_shape(alfworld("model.path=org/Other-3B"))
+    assert model_shape(alfworld("model.path=Qwen/Qwen2.5-VL-3B-Instruct")).layers == 36
+
+
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+def test_every_config_for_gpus_fits_and_has_an_estimate(path: Path) -> None:
+    shown = describe_estimate(configs.load(path))
+    assert "does not fit" not in shown and "learner step" in shown
+    assert all(line in shown for line in ASSUMED)
+
+
+def test_the_command_shows_it_and_needs_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    given = ["train", str(ALFWORLD), f"run_dir={tmp_path / 'run'}", "--plan"]
+    assert main([*given, "--dry-run"]) == 0
+    assert "estimate for 2 GPUs of the kind H100 SXM" in capsys.readouterr().out
+    assert main(given) == 2
+    assert "--plan starts nothing; give it with --dry-run" in capsys.readouterr().err
+    cpu = ["train", str(ROOT / "configs/key_room.yaml"), f"run_dir={tmp_path / 'run'}"]
+    assert main([*cpu, "--plan", "--dry-run"]) == 0
+    assert "estimate: none, because" in capsys.readouterr().out
