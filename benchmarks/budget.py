@@ -41,6 +41,7 @@ from store import now_us
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 2  # learner steps
+MOST_STEPS = 1000  # a run that ends by itself could not be looked at any more
 MS_PER_S, US_PER_S = 1e3, 1e6
 ALFWORLD_PACKAGES = ("alfworld", "fast_downward")
 SHOWN_MS = 0.005  # a group that costs less is not shown
@@ -133,6 +134,7 @@ def measure(
         "model.path": policy,
         "max_staleness": max_staleness,
         "evaluation.every": 0,
+        "learner.steps": MOST_STEPS,
         "seed": 0,
     }
     with tempfile.TemporaryDirectory() as name:

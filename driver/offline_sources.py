@@ -200,7 +200,7 @@ def check_vocabularies(config: Config) -> None:
     if is_served(config.loss.teacher):
         from learner import ServedTeacher  # here: it loads torch
 
-        ServedTeacher(config.loss.teacher).logprobs(np.zeros(2, np.int64))
+        ServedTeacher(config.loss.teacher).logprobs([np.zeros(2, np.int64)])
     model = config.model.path
     for key, path in (("loss.teacher", config.loss.teacher), ("critic.path", config.critic.path)):
         if not (path and model) or is_served(path):
