@@ -11,7 +11,7 @@ EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 GPUS := $(if $(filter cuda,$(EXTRA)),actors.gpus_per_worker=0.5 learner.gpus_per_rank=0.5)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-faults test-crash check format bench docs gpu-proof gpu-proof-wheels clean
+.PHONY: help setup train test test-slow test-faults test-cluster test-crash check format bench docs gpu-proof gpu-proof-wheels clean
 
 help:
 	@echo "make setup      make the virtual environment, with the gigpo program"
@@ -19,6 +19,7 @@ help:
 	@echo "make test       check format and types, run the tests"
 	@echo "make test-slow  tests that take minutes: a pretrained model, all cases of shortened tests"
 	@echo "make test-faults  real runs in which every component is killed, stopped or answers nonsense"
+	@echo "make test-cluster  a run over nodes with disks of their own, which are lost one after the other"
 	@echo "make test-crash the store's crash tests at full length"
 	@echo "make docs       the documentation as a site: site/index.html"
 	@echo "make bench      every benchmark in its quick form"
@@ -35,13 +36,13 @@ train: setup
 	$(VENV)/bin/gigpo train configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
 
 # Tests and benchmarks download no model.
-test test-slow test-faults test-crash bench: export HF_HUB_OFFLINE = 1
+test test-slow test-faults test-cluster test-crash bench: export HF_HUB_OFFLINE = 1
 # They start hundreds of processes, and without byte code each compiles all that it imports.
-test test-slow test-faults test-crash bench: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-faults test-cluster test-crash bench: export PYTHONDONTWRITEBYTECODE =
 
 ifeq ($(EXTRA),cuda)
 # Tests and benchmarks start CPU engines, and vLLM's CUDA build has none.
-test test-slow test-faults test-crash bench:
+test test-slow test-faults test-cluster test-crash bench:
 	$(MAKE) $@ EXTRA=cpu VENV=$(VENV)-cpu
 else
 # xdist would begin with the files that have most tests; tests/conftest.py begins with those that
@@ -57,6 +58,9 @@ test-slow: setup
 
 test-faults: setup
 	$(PY) -m pytest -s tests/runs/test_faults.py tests/runs/test_two_engines.py
+
+test-cluster: setup
+	$(PY) -m pytest -s tests/runs/test_lost_nodes.py
 
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \

@@ -49,7 +49,7 @@ FORMAT_WARNING = warnings.formatwarning  # Python's own
 
 
 def shell_word(text: object, *, lines: bool = False) -> str:
-    """Return the text quoted for a shell. Hidden characters are escapes, as bash and zsh take.
+    """Return the text quoted for a shell. Hidden characters are escapes that bash and zsh read.
 
     >>> print("gigpo fetch", shell_word("s3://bucket/run?region=x&rm"), "DIR")
     gigpo fetch 's3://bucket/run?region=x&rm' DIR

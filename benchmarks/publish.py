@@ -36,8 +36,8 @@ from support.tiny_model import make_random_tiny
 
 from configs import TinyModelConfig
 
-# 17 layers of 13 x 768^2 parameters, and the embedding.
-MODEL = TinyModelConfig(vocabulary_size=4096, hidden_size=768, layers=17)
+# 22 layers of 10 x 768^2 parameters, and the embedding: 133 million.
+MODEL = TinyModelConfig(vocabulary_size=4096, hidden_size=768, layers=22)
 LEARNER_IDLE_S = 0.3
 REQUIRED = {"learner_idle_s": f"< {LEARNER_IDLE_S}"}
 

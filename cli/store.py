@@ -213,9 +213,10 @@ def import_(run: Path, source: str) -> None:
     trajectories keep their uids; they are never played, trained on or counted as outstanding.
     Trajectories that the run has stay as they are.
     """
-    from store import import_selection
+    from store import import_selection, limited_memory
 
-    report = import_selection(run, source)
+    with limited_memory([Path(source)]):  # also of a URI, which no argument's type counts
+        report = import_selection(run, source)
     say(
         f"{report.n_trajectories:,} trajectories, {report.n_steps:,} steps are new; "
         f"{report.n_known:,} were known"

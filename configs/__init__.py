@@ -9,6 +9,7 @@ plan.py             placement, memory and disk of a run
 estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
+model_server.py     a model server that is not trusted: what it is sent, and a bounded answer
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
 """
 
@@ -56,6 +57,7 @@ from configs.model_directory import (
     model_type,
     weight_indexes,
 )
+from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import (
     BUCKET_ELEMENTS,
@@ -88,6 +90,7 @@ __all__ = [
     "GIB",
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
+    "MAX_ANSWER_BYTES",
     "SAFE_LOADING",
     "VISION_MODEL_TYPES",
     "WITH_STEP_TERM",
@@ -108,6 +111,7 @@ __all__ = [
     "TasksConfig",
     "TinyModelConfig",
     "as_yaml",
+    "bound_answer",
     "check",
     "check_is_list",
     "check_model_directory",
@@ -132,6 +136,7 @@ __all__ = [
     "has_effect",
     "is_offline",
     "is_served",
+    "json_of",
     "load",
     "load_safely",
     "load_saved",
@@ -139,7 +144,9 @@ __all__ = [
     "model_type",
     "most_updates",
     "n_workers",
+    "own_headers",
     "parse_saved",
+    "quoted",
     "rank_bytes",
     "replayed_groups",
     "used_group_filter",

@@ -1,4 +1,4 @@
-"""Say what a config will do: who runs where and how much memory and disk that takes."""
+"""Say what a config will do: which processes run where, and their memory and disk."""
 
 from __future__ import annotations
 
@@ -213,7 +213,8 @@ def model_billions(config: Config) -> float:
     """Return the billions of parameters, counted from a local directory or read from the name."""
     if not config.model.path:
         tiny = config.model.tiny
-        layer_parameters = 13 * tiny.hidden_size**2
+        # four square matrices of the attention, three of the feed-forward layer twice as large
+        layer_parameters = 10 * tiny.hidden_size**2
         return (tiny.vocabulary_size * tiny.hidden_size + tiny.layers * layer_parameters) / 1e9
     directory = Path(config.model.path)
     if directory.is_dir():
@@ -228,7 +229,8 @@ def model_billions(config: Config) -> float:
 
 
 def _billions_in(directory: Path) -> float:
-    dtype = str(json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16"))
+    content = json.loads((directory / "config.json").read_text())
+    dtype = str(content.get("dtype", content.get("torch_dtype", "bfloat16")))  # the older name
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return size / BYTES.get(dtype, 2) / 1e9
 

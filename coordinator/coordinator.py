@@ -134,7 +134,7 @@ class Coordinator:
         return self.catalog.latest_version()
 
     def is_written(self, version: int) -> bool:
-        """Return whether a version's files are there: False means not yet."""
+        """Return False while the newest version's files are not known to be there."""
         return version != self._unwritten
 
     def checkpoints(self) -> tuple[CheckpointRecord, ...]:
@@ -413,7 +413,7 @@ class Coordinator:
             self.evaluate(due, self.config.evaluation.episodes_per_task)
 
     def written(self, version: int) -> None:
-        """Tell engines that the files of an announced version are there."""
+        """Note that the files of an announced version are there, for engines that ask."""
         if self._unwritten == version:
             self._unwritten = None
 

@@ -3,7 +3,8 @@
 Four loops run at the same time, each in processes of its own:
 
 worker       consumes leases, produces committed trajectories; waits for admission (the learner
-             unblocks it by settling a batch, once its weights are published)
+             unblocks it by settling a batch, once its weights are announced), and for new
+             weights to be written (a thread of the learner unblocks it)
 learner      consumes batches of complete groups, produces numbered weights; waits for groups (the
              workers unblock it by committing)
 coordinator  consumes calls, produces leases and batches; never waits

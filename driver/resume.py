@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -65,8 +64,9 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     Raises ConfigError, FormatError if there is no run, StoreError for a stranger's run that is not
     trusted.
     """
-    layout = RunLayout.open(run)
-    check_trusted(run)
+    with store.limited_memory([run]):  # an error quotes the settings of a stranger's run
+        layout = RunLayout.open(run)
+        check_trusted(run)
     if any(text.partition("=")[0] == "run_dir" for text in overrides):
         raise ConfigError(
             f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory "
@@ -96,12 +96,16 @@ def bring(
 
 
 def directory_of(uri: str, overrides: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
-    """Return where the run at `uri` goes on, run_dir or runs/NAME, and the other overrides."""
+    """Return where the run at `uri` goes on, run_dir or runs/NAME, and the other overrides.
+
+    Raises StoreError for a text that is no URI.
+    """
+    parts = store.split_uri(uri)
+    assert parts is not None, "it is no path"
     given = [text for text in overrides if text.startswith("run_dir=")]
     others = tuple(text for text in overrides if text not in given)
     if given:
         return Path(given[-1].removeprefix("run_dir=")), others
-    parts = urllib.parse.urlsplit(uri)
     return RUNS / (PurePosixPath(parts.path).name or parts.netloc), others
 
 
@@ -216,11 +220,11 @@ def make_fork(source: str, config: Config) -> None:
     If the other run has removed the weights that workers begin with, they are made from its
     checkpoint.
     """
-    run, learner_step = parse_fork(source)
     root = Path(config.run_dir)
     if not RunLayout.exists(root):
+        run, learner_step = source_of_fork(source)
         store.fork(
-            RunLayout.open(run),
+            run,
             root,
             learner_step=learner_step,
             config_yaml=configs.as_yaml(config),
@@ -265,6 +269,16 @@ def parse_fork(source: str) -> tuple[Path, int]:
             f"--fork {source}: give a run and one of its learner steps, e.g. runs/a@40"
         )
     return store.run_at(source.rpartition("@")[0]), step
+
+
+def source_of_fork(source: str) -> tuple[RunLayout, int]:
+    """Return the run and the step of RUN@STEP; the run with its catalog, also of a URI.
+
+    Raises StoreError, for a stranger's run too.
+    """
+    run, step = parse_fork(source)
+    store.bring_catalog(source.rpartition("@")[0])
+    return RunLayout.open(run), step
 
 
 def _check_is_the_fork(layout: RunLayout, source: str) -> None:

@@ -98,9 +98,9 @@ def settings_to_fork(source: str, overrides: Sequence[str], *, trusts: bool) -> 
     if trusts:
         trust(resume.parse_fork(source)[0])
     config = _checked(resume.load_fork(source, overrides))
-    run, learner_step = resume.parse_fork(source)
     if not RunLayout.exists(Path(config.run_dir)):
-        check_fork(RunLayout.open(run), Path(config.run_dir), learner_step=learner_step)
+        run, learner_step = resume.source_of_fork(source)
+        check_fork(run, Path(config.run_dir), learner_step=learner_step)
     return config
 
 

@@ -175,8 +175,8 @@ def write_checkpoint(
     """Write a checkpoint, on rank 0. It is on disk when this returns, and invisible before.
 
     `others` has each other rank begin `write_files`, and returns a function for each that waits for
-    its answer. Raises OSError, naming `dest`, if the disk fails: nothing
-    is left of it, and older checkpoints stay.
+    its answer. Raises OSError, naming `dest`, if the disk fails: nothing is left of it, and older
+    checkpoints stay.
     """
     with atomic_directory(dest) as unfinished:
         answers = others()

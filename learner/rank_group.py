@@ -6,10 +6,10 @@
     ranks.write_weights(directory)      # in a thread, while the next call of `train` runs
     ranks.close()
 
-Each method first calls the other ranks, then does the same work here, and returns when all ranks
-are done. The two that write may run in a thread beside the others. The output of the other ranks is
-in logs/learner-rank<r>.log. If a rank dies or fails the method raises RankError, also where the
-remaining ranks would wait for it.
+Methods that train, copy or save first call the other ranks, then do the same work here, and return
+when all ranks are done. The two that write may run in a thread beside the others. The output of the
+other ranks is in logs/learner-rank<r>.log. If a rank dies or fails the method raises RankError,
+also where the remaining ranks would wait for it.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from .errors import FormatError as FormatError
 from .errors import LockedError as LockedError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
+from .exchange.bring import bring_catalog as bring_catalog
 from .exchange.bring import bring_run as bring_run
 from .exchange.bring import has_begun as has_begun
 from .exchange.bring import is_brought as is_brought
@@ -106,6 +107,7 @@ from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment
 from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment
+from .storage import split_uri as split_uri
 from .untrusted.file_access import is_directory as is_directory
 from .untrusted.file_access import open_file as open_file
 from .untrusted.json_values import entries as entries

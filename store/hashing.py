@@ -18,9 +18,10 @@ from blake3 import blake3
 MOST_MARKS = 30
 # Looking for marks takes 0.2 us a character, with the interpreter's lock: heartbeats wait for it.
 MOST_NORMALISED = 1 << 20  # characters
-PLANES_WITH_MARKS = (0x300, 0x20000)
+MARKS_FROM_TO = (0x300, 0x20000)
 HASH_BYTES = 16  # 1e10 states collide with probability 1.5e-19
 # Part of every state hash, so that a new canonical form never matches an old hash.
+# No release hashed texts without the two limits above, so they are part of version 1.
 CANONICALISER_VERSION = 1
 _STATE_TAG = b"anchor-%d" % CANONICALISER_VERSION
 _UID_TAG = b"uid-1"
@@ -52,7 +53,7 @@ def _has_many_marks(text: str) -> bool:
 @functools.cache
 def _mark_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Match a mark, and more in a row than UAX 15 allows."""
-    characters = map(chr, range(*PLANES_WITH_MARKS))
+    characters = map(chr, range(*MARKS_FROM_TO))
     marks = [
         each
         for each in characters

@@ -1,7 +1,8 @@
 """Know the home of a run whose files are in a storage: the one directory that goes on with it.
 
-    take(root, storage)     # by who makes the run, or brings it to an empty disk
-    check(root, storage)    # by who is about to own the run, and by its owner again and again
+    take(root, storage)         # by who makes the run
+    with taken(root, storage):  # by who brings it to an empty disk
+    check(root, uri)            # by who is about to own the run, and by its owner again and again
 
 HOME has the same token in the directory and in the storage. Who brings the run to another disk
 writes a new one. The owner on the old disk, if it is alive or comes back, finds that and stops:
@@ -14,12 +15,14 @@ from __future__ import annotations
 import json
 import socket
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
-from store.storage import Storage
+from store.storage import Storage, open_storage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes
 
@@ -36,27 +39,56 @@ def take(root: Path, storage: Storage) -> None:
     storage.write(HOME, data)
 
 
-def check(root: Path, storage: Storage) -> None:
-    """Raise FencedError if another directory is the home by now.
+@contextmanager
+def taken(root: Path, storage: Storage) -> Iterator[None]:
+    """Make `root` the home. If the block fails, make the one before it the home again.
+
+    Raises StoreError. `root` stays the home if the storage does not answer then.
+    """
+    before = _there(storage)
+    try:
+        take(root, storage)
+        yield
+    except BaseException:
+        with suppress(OSError, StoreError):
+            if _there(storage) == _here(root):  # and no third directory is by now
+                if before is None:
+                    storage.remove(HOME)
+                else:
+                    storage.write(HOME, before)
+        raise
+
+
+def check(root: Path, uri: str) -> None:
+    """Raise FencedError if another directory is the home of the run at `uri` by now.
 
     A run that was made before there were homes has none. Raises UnavailableError.
     """
-    try:
-        there: bytes = storage.read(HOME, at_most=MAX_TEXT_BYTES).to_pybytes()
-    except UnavailableError:
-        raise
-    except StoreError:
-        return
-    try:
-        here = read_bytes(root / HOME, root=root, at_most=MAX_TEXT_BYTES)
-    except FileNotFoundError:
-        here = b""
-    if here != there:
+    there = _there(open_storage(uri))
+    if there is not None and there != _here(root):
         raise FencedError(
             f"the run of {root} was brought to {_where(there)} and goes on there; stop this one. "
             "To bring it back to this machine, stop that one: gigpo train --resume "
-            f"{shell_word(storage.locate(''))} run_dir=NEW"
+            f"{shell_word(uri)} run_dir=NEW"
         )
+
+
+def _there(storage: Storage) -> bytes | None:
+    """Return HOME of the storage, None if it has none. Raises UnavailableError."""
+    try:
+        data: bytes = storage.read(HOME, at_most=MAX_TEXT_BYTES).to_pybytes()
+    except UnavailableError:
+        raise
+    except StoreError:
+        return None
+    return data
+
+
+def _here(root: Path) -> bytes:
+    try:
+        return read_bytes(root / HOME, root=root, at_most=MAX_TEXT_BYTES)
+    except FileNotFoundError:
+        return b""
 
 
 def _where(data: bytes) -> str:

@@ -390,7 +390,7 @@ class RunLayout:
     def check_home(self) -> None:
         """Raise FencedError if the run was brought to another directory, where it goes on."""
         if self.info.storage_uri is not None:
-            homes.check(self.root, self.storage)
+            homes.check(self.root, self.info.storage_uri)
 
     @property
     def run_directory(self) -> Path:

@@ -20,7 +20,7 @@ from store.errors import StoreError
 from store.layout import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, RunLayout, checked_name
 from store.storage import LocalStorage
 from store.untrusted import json_values
-from store.untrusted.file_access import is_directory, remove_tree
+from store.untrusted.file_access import MAX_TEXT_BYTES, is_directory, remove_tree
 
 # Names the files and their sizes. It is written last and removed first.
 MARKER = "complete.json"
@@ -105,7 +105,7 @@ def local_directory(layout: RunLayout, path: str) -> Path:
 def remove_copy(layout: RunLayout, path: str) -> None:
     """Remove a directory of this machine that is whole in a remote storage.
 
-    `local_directory` then fetches it. Raises as that.
+    `local_directory` then fetches it. Raises StoreError.
     """
     here = layout.root / checked_name(path, PUBLISHED_PATH, where=str(layout.catalog))
     if is_published(layout, path):
@@ -149,7 +149,8 @@ def _sizes(layout: RunLayout, path: str) -> dict[str, int]:
     """Return the files of a published directory with their sizes. Raises StoreError."""
     name = layout.storage.locate(f"{path}/{MARKER}")
     try:
-        sizes = json_values.parse_object(layout.storage.read(f"{path}/{MARKER}").to_pybytes())
+        marker = layout.storage.read(f"{path}/{MARKER}", at_most=MAX_TEXT_BYTES)
+        sizes = json_values.parse_object(marker.to_pybytes())
         if all(map(FILE_NAME.fullmatch, sizes)):
             return {file: json_values.integer(sizes, file) for file in sizes}
     except ValueError as error:

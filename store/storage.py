@@ -7,6 +7,7 @@ RemoteStorage  an object store: s3://bucket/run?region=eu-central-1, also gs:// 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import stat
 import threading
@@ -22,7 +23,7 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from printable import one_line
+from printable import REASON_CHARACTERS, one_line
 from store.atomic_write import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
 from store.errors import StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
@@ -81,14 +82,27 @@ class Storage(Protocol):
         """Return the file's name for people: a path or a URI."""
 
 
+def split_uri(where: str) -> urllib.parse.SplitResult | None:
+    """Return the parts of a storage's URI, None for a path. Raises StoreError for neither."""
+    try:
+        os.fsencode(where)  # JSON may hold half of a character
+        return urllib.parse.urlsplit(where) if "://" in where else None
+    except ValueError as error:
+        raise StoreError(
+            f"storage {where!r:.200} is no URI ({one_line(error)[:REASON_CHARACTERS]}); give one "
+            "like s3://bucket/run"
+        ) from error
+
+
 @functools.cache
 def open_storage(where: str) -> Storage:
     """Return the storage of a URI or path, one client for the whole process. Do not contact it yet.
 
-    Raises StoreError for a scheme whose writes are not atomic, and for a URI with credentials.
+    Raises StoreError for a scheme whose writes are not atomic, for a URI with credentials, and for
+    a text that is no URI.
     """
-    parts = urllib.parse.urlsplit(where)
-    if "://" not in where:
+    parts = split_uri(where)
+    if parts is None:
         return LocalStorage(Path(where).absolute())
     if parts.username or parts.password or re.search(r"access_key|secret|token", parts.query):
         raise StoreError(

@@ -16,7 +16,6 @@ redirect is followed, which would carry the prompt to another server.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -26,20 +25,24 @@ from actors.concurrency import RequestGate
 from actors.inference.codepoint_tokenizer import ids_of, messages_of
 from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
-from configs import Config, EndpointConfig
+from configs import (
+    MAX_ANSWER_BYTES,
+    Config,
+    EndpointConfig,
+    bound_answer,
+    json_of,
+    own_headers,
+    quoted,
+)
 from envs import PendingOperations
-from printable import UserError, did_you_mean, one_line
-from store import valid_text
+from printable import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import httpx2
     import openai
 
 CONNECT_TIMEOUT_S = 20.0
-# hundreds of times the longest reply that is asked for
-MAX_ANSWER_BYTES = 16 * 2**20
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")  # of a request; endpoint.body may set them
-MAX_QUOTED_CHARACTERS = 300  # of an answer, in an error
 MAX_NAMES_SHOWN = 10  # of the server's models
 RETRIED, NOT_RETRIED = 502, 400  # statuses for unusable answers; the client retries the first
 
@@ -64,20 +67,16 @@ class ChatPolicy:
         self._key = api_key(config.endpoint)
         self._gate = RequestGate(config.endpoint.requests)
         self.waits = PendingOperations()
-        # Omit what the client takes from the environment for openai.com.
-        omitted = ["OpenAI-Organization", "OpenAI-Project"]
-        if not self._key:
-            omitted.append("Authorization")
-        self._options: Any = {"headers": dict.fromkeys(omitted, openai.Omit())}
         self._client = openai.AsyncOpenAI(
             base_url=config.endpoint.url,
             api_key=self._key or "none",
             max_retries=config.endpoint.attempts - 1,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),
             http_client=openai.DefaultAsyncHttpxClient(
-                follow_redirects=False, event_hooks={"response": [_check]}
+                follow_redirects=False, event_hooks={"response": [bound_answer, _check]}
             ),
         )
+        self._options: Any = {"headers": own_headers(self._client, key=self._key)}
 
     async def generate(self, prompt: Prompt, *, seed: int, temperature: float) -> Completion:
         """Return the server's reply. Raises EndpointFailed."""
@@ -152,7 +151,7 @@ class ChatPolicy:
             raise self._failed(why) from None
         except OpenAIError as error:
             raise self._failed(_reason(error, attempts=client.max_retries + 1)) from error
-        return reply_of(_json(response.content), stop=self._stop)
+        return reply_of(json_of(response.content), stop=self._stop)
 
     async def _models(self) -> list[str]:
         """Return the names of the server's models; none if it does not tell.
@@ -167,7 +166,7 @@ class ChatPolicy:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 response = await client.get("/models", cast_to=Response, options=self._options)
-            return sorted(str(model["id"]) for model in _json(response.content)["data"])
+            return sorted(str(model["id"]) for model in json_of(response.content)["data"])
         except APIConnectionError as error:
             raise self._failed(_reason(error, attempts=1)) from error
         except APIStatusError as error:
@@ -242,22 +241,15 @@ def with_stop_text(
 
 
 async def _check(response: httpx2.Response) -> None:
-    """Read a bounded answer, before the client sees it, and give an unusable one an error status.
+    """Give an unusable answer an error status, before the client sees it.
 
     The status decides whether the client repeats the request. The reason is kept in `_fault`.
     """
-    # The client would build a request to the new address, and fail if it is none.
-    response.headers.pop("location", None)
-    body = bytearray()
-    async for piece in response.aiter_bytes():
-        body += piece
-        if len(body) > MAX_ANSWER_BYTES:
-            await response.aclose()
-            break
-    status, fault = _judge(response.status_code, bytes(body), method=response.request.method)
+    status, fault = _judge(response.status_code, response.content, method=response.request.method)
     _fault.set(fault)
     response.status_code = status
-    response._content = b"" if fault else bytes(body)  # as `aread` does, which has no limit
+    if fault:
+        response._content = b""
 
 
 def _judge(status: int, body: bytes, *, method: str) -> tuple[int, str]:
@@ -270,21 +262,21 @@ def _judge(status: int, body: bytes, *, method: str) -> tuple[int, str]:
             f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB; endpoint.url must be a server "
             "of chat completions"
         )
-    answer = _json(body)
+    answer = json_of(body)
     error = answer.get("error") if isinstance(answer, dict) else None
     if status == 200 and error:  # some routers report errors so
         code = error.get("code") if isinstance(error, dict) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
     if status != 200:
         message = error.get("message") if isinstance(error, dict) else error
-        return status, f"answered {status}: {_quote(message or body)}"
+        return status, f"answered {status}: {quoted(message or body)}"
     if answer is None:
-        return NOT_RETRIED, f"answered what is no JSON: {_quote(body)}"
+        return NOT_RETRIED, f"answered what is no JSON: {quoted(body)}"
     if method == "POST":
         try:
             reply_of(answer, stop=())
         except (LookupError, TypeError, AttributeError):
-            return RETRIED, f"answered what is no chat completion: {_quote(body)}"
+            return RETRIED, f"answered what is no chat completion: {quoted(body)}"
     return status, ""
 
 
@@ -294,30 +286,9 @@ def _reason(error: Exception, *, attempts: int) -> str:
 
     if not isinstance(error, openai.APIStatusError):
         cause = error.__cause__ or error
-        reason = f"cannot be reached ({_quote(str(cause)) or type(cause).__name__})"
+        reason = f"cannot be reached ({quoted(str(cause)) or type(cause).__name__})"
     else:
         reason = _fault.get()
         if error.status_code not in (408, 409, 429) and error.status_code < 500:
             return reason
     return f"{reason} ({attempts} attempts)" if attempts > 1 else reason
-
-
-def _json(data: bytes) -> Any:
-    """Return the value of a JSON text, with lone surrogates replaced; None if it cannot be read."""
-    text = data.decode(errors="replace")
-    try:
-        value = json.loads(text)
-        if "\\ud" in text.lower():  # the only way to write a lone surrogate
-            value = json.loads(valid_text(json.dumps(value, ensure_ascii=False)))
-    except (ValueError, RecursionError):
-        return None
-    return value
-
-
-def _quote(said: object) -> str:
-    """Return a server's words in one line of bounded length."""
-    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-    line = one_line(text)
-    if len(line) > MAX_QUOTED_CHARACTERS:
-        return f"{line[:MAX_QUOTED_CHARACTERS]} ..."
-    return line

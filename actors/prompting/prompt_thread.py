@@ -20,7 +20,7 @@ from actors.prompting.chat_template import Tokenizer, model_setting
 # For one prompt. The largest budgets take tens of seconds, because a prompt is tokenised again for
 # every cut that is tried.
 PROMPT_TIMEOUT_S = 300.0
-KEPT_BACK_S = 0.01  # a prompt waits at most so long for others that are made in the same go
+KEPT_BACK_S = 0.01  # after it finished prompts of a go are handed out, with the one in the making
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class PromptThread:
             self._current = (time.monotonic(), wanted)
             try:
                 made.append((wanted, None if wanted.made.cancelled() else wanted.prompt()))
-            except Exception as error:  # noqa: BLE001 - its caller gets it
+            except BaseException as error:  # noqa: BLE001 - its caller gets it, also a panic in Rust
                 made.append((wanted, error))
             finally:
                 self._current = None
@@ -126,7 +126,7 @@ def _deliver(made: Sequence[tuple[_Wanted, Any]], ended: asyncio.Future[None] | 
     for wanted, result in made:
         if wanted.made.done():
             continue
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             wanted.made.set_exception(result)
         else:
             wanted.made.set_result(result)

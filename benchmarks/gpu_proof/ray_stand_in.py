@@ -1,13 +1,16 @@
 """Stand in for Ray where it is not installed, so that the learner's modules can be imported.
 
 The proof starts no actor. The learner's package only names Ray at import: `ray.remote` around a
-class, `ActorHandle` in annotations, three exceptions in `except` clauses.
+class, `ray.method` around a method, `ActorHandle` in annotations, three exceptions in `except`
+clauses.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 
 class ActorHandle:
@@ -26,9 +29,14 @@ class RayTaskError(RayError):
     """Take the place of `ray.exceptions.RayTaskError`; nothing raises it."""
 
 
-def remote(actor_class: type) -> type:
+def remote(actor_class: Any = None, **options: object) -> Any:
     """Return the class unchanged; without Ray it cannot become an actor."""
-    return actor_class
+    return remote if actor_class is None else actor_class
+
+
+def method(**options: object) -> Callable[[Any], Any]:
+    """Return a decorator that leaves a method unchanged."""
+    return lambda decorated: decorated
 
 
 def install() -> bool:
@@ -45,7 +53,7 @@ def install() -> bool:
         ModuleType("ray.actor"),
         ModuleType("ray.exceptions"),
     )
-    vars(ray).update(remote=remote, actor=actor, exceptions=exceptions)
+    vars(ray).update(remote=remote, method=method, actor=actor, exceptions=exceptions)
     vars(actor).update(ActorHandle=ActorHandle)
     vars(exceptions).update(
         RayError=RayError, GetTimeoutError=GetTimeoutError, RayTaskError=RayTaskError

@@ -5,27 +5,31 @@
 
 A request to `/completions` has token ids as its prompt, with `echo`, `logprobs` and `max_tokens=0`:
 nothing is generated, and the answer has a log-probability for each token of the prompt. vLLM's
-server answers so, at temperature 1. Steps that continue one another are one request.
+server answers so, at temperature 1. Steps that continue one another are one request. The server is
+not trusted: an answer of another form is an error, and so is one without end.
 """
 
 from __future__ import annotations
 
-import math
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import sys
+from collections.abc import Sequence
 from typing import Any
 
+import httpx2
 import numpy as np
 import openai
 import pyarrow as pa
 
+from configs import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
 from learner.data.micro_batch import lists, sequences
-from printable import UserError, one_line
+from printable import UserError
 
 REQUESTS = 16  # at once; the server makes batches of them
 ATTEMPTS = 8  # of one request, while the server is busy or starts again: about half a minute
 TIMEOUT_S = 300.0  # for one attempt
-# Headers that the client would fill from the environment. They are meant for openai.com.
-WITHHELD = ("Authorization", "OpenAI-Organization", "OpenAI-Project")
+# Log-probabilities are at most 0, but for rounding. JSON has larger numbers than float64.
+LEAST, MOST = -sys.float_info.max, 1e-3
 
 
 class TeacherError(UserError, RuntimeError):
@@ -38,48 +42,15 @@ class ServedTeacher:
     def __init__(self, url: str) -> None:
         """Find the server's one model. Raises TeacherError."""
         self._url = url
-        self._client = openai.OpenAI(
-            base_url=url,
-            api_key="none",
-            max_retries=ATTEMPTS - 1,
-            timeout=TIMEOUT_S,
-            http_client=openai.DefaultHttpxClient(follow_redirects=False),
-        )
-        self._headers: Any = dict.fromkeys(WITHHELD, openai.Omit())
-        try:
-            models = [model.id for model in self._client.models.list(extra_headers=self._headers)]
-        except openai.OpenAIError as error:
-            raise self._failed(f"did not answer: {one_line(error)}") from error
-        if len(models) != 1:
-            raise self._failed(f"serves {len(models)} models; give it the teacher alone")
-        (self._model,) = models
+        self._model = asyncio.run(self._find_model())
 
-    def logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return log q of each token after the first, given those before it: float64 [T - 1].
+    def logprobs(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return log q of each token after the first, given those before it.
 
-        Natural logarithms. Raises TeacherError.
+        Takes token ids int [T] and returns float64 [T - 1], for each prompt. Natural logarithms.
+        Raises TeacherError.
         """
-        try:
-            answer = self._client.completions.create(
-                model=self._model,
-                prompt=token_ids.tolist(),
-                echo=True,
-                logprobs=0,
-                max_tokens=0,
-                extra_headers=self._headers,
-            )
-            found = answer.choices[0].logprobs.token_logprobs[1:]  # type: ignore[union-attr, index]
-            logprobs = np.array(found, np.float64)
-        except openai.OpenAIError as error:
-            raise self._failed(f"refused tokens: {one_line(error)}") from error
-        except (AttributeError, IndexError, TypeError, ValueError):
-            raise self._failed("does not echo tokens with their log-probabilities") from None
-        if len(logprobs) != len(token_ids) - 1 or not math.isfinite(logprobs.sum()):
-            raise self._failed(
-                f"gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens, or one that "
-                "is not finite"
-            )
-        return logprobs
+        return asyncio.run(self._ask_all(prompts))
 
     def with_logprobs(self, rows: pa.Table) -> pa.Table:
         """Append the list column float64 teacher_logprob: log q of each response token.
@@ -91,18 +62,88 @@ class ServedTeacher:
         prompts, responses = lists(rows, "prompt_ids"), lists(rows, "response_ids")
         whole = sequences(rows, prompts=prompts, responses=responses, merge_steps=True)
         token_ids = [np.append(prompts.row(row), responses.row(row)) for row in whole.last_row_S]
-        threads = ThreadPoolExecutor(REQUESTS)
-        try:
-            answers = list(threads.map(self.logprobs, token_ids))
-        finally:
-            threads.shutdown(cancel_futures=True)
         of_row = [np.empty(0)] * len(rows)  # as of a row without a response
-        for index, logprobs in enumerate(answers):
+        for index, logprobs in enumerate(self.logprobs(token_ids)):
             for row in whole.rows_K[whole.first_S1[index] : whole.first_S1[index + 1]]:
                 first = prompts.lengths_R[row] - 1
                 of_row[row] = logprobs[first : first + responses.lengths_R[row]]
         column = pa.array(of_row, pa.list_(pa.float64()))
         return rows.append_column("teacher_logprob", column)
+
+    async def _find_model(self) -> str:
+        async with self._client() as client:
+            try:
+                response = await client.get(
+                    "/models",
+                    cast_to=httpx2.Response,
+                    options={"headers": own_headers(client, key="")},
+                )
+            except openai.OpenAIError as error:
+                raise self._failed(f"did not answer: {quoted(error)}") from error
+        try:
+            names = [str(model["id"]) for model in self._value(response)["data"]]
+        except (LookupError, TypeError):
+            raise self._failed("does not list its models; does the URL end in /v1?") from None
+        if len(names) != 1:
+            raise self._failed(f"serves {len(names)} models; give it the teacher alone")
+        return names[0]
+
+    async def _ask_all(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        gate = asyncio.Semaphore(REQUESTS)
+        async with self._client() as client:
+            return await asyncio.gather(*(self._ask(client, one, gate=gate) for one in prompts))
+
+    async def _ask(
+        self, client: openai.AsyncOpenAI, token_ids: np.ndarray, *, gate: asyncio.Semaphore
+    ) -> np.ndarray:
+        """Return log q of one sequence's tokens: float64 [T - 1]. Raises TeacherError."""
+        body = {
+            "model": self._model,
+            "prompt": token_ids.tolist(),
+            "echo": True,
+            "logprobs": 0,
+            "max_tokens": 0,
+        }
+        try:
+            async with gate:
+                response = await client.post(
+                    "/completions",
+                    body=body,
+                    cast_to=httpx2.Response,
+                    options={"headers": own_headers(client, key="")},
+                )
+        except openai.OpenAIError as error:
+            raise self._failed(f"refused tokens: {quoted(error)}") from error
+        try:
+            found = self._value(response)["choices"][0]["logprobs"]["token_logprobs"][1:]
+        except (LookupError, TypeError):
+            found = None
+        if not isinstance(found, list) or any(type(one) not in (int, float) for one in found):
+            raise self._failed("does not echo tokens with their log-probabilities")
+        if len(found) != len(token_ids) - 1 or not all(LEAST <= one <= MOST for one in found):
+            raise self._failed(
+                f"gave {len(found)} log-probabilities for {len(token_ids)} tokens, or one that is "
+                "not finite or above 0"
+            )
+        return np.array(found, np.float64)
+
+    def _client(self) -> openai.AsyncOpenAI:
+        """Return a client for one event loop."""
+        return openai.AsyncOpenAI(
+            base_url=self._url,
+            api_key="none",
+            max_retries=ATTEMPTS - 1,
+            timeout=TIMEOUT_S,
+            http_client=openai.DefaultAsyncHttpxClient(
+                follow_redirects=False, event_hooks={"response": [bound_answer]}
+            ),
+        )
+
+    def _value(self, response: httpx2.Response) -> Any:
+        """Return the value of an answer's JSON; None if it cannot be read. Raises TeacherError."""
+        if len(response.content) > MAX_ANSWER_BYTES:
+            raise self._failed(f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return json_of(response.content)
 
     def _failed(self, why: str) -> TeacherError:
         return TeacherError(f"loss.teacher={self._url} {why}")

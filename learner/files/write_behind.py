@@ -6,8 +6,8 @@
         behind.start(write_files)
     # from here on all is written
 
-Work runs in the order in which it was started. After a failure nothing more runs, and each method
-raises its error.
+Work runs in the order in which it was started. After a failure nothing more runs, and all methods
+but `close` raise its error.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class WriteBehind:
     def finishing(self) -> Iterator[None]:
         """Leave the block when everything that was started is done.
 
-        Also after an error in the block, which is raised rather than one of the work: what was
-        copied before is sound.
+        An error in the block is raised after it, rather than one of the work. What was copied
+        before the error is sound, and is written.
         """
         try:
             yield

@@ -51,7 +51,9 @@ def find_version(layout: RunLayout, number: int | None) -> VersionRecord:
     if number is not None and versions.get(number) in there:
         return versions[number]
     asked = "its newest version" if number is None else f"version {number}"
-    gone = "has been removed" if number in versions else "was never published"
+    gone = "was never published"
+    if number in versions:
+        gone = "has no files: they were removed, or its learner was ended before it wrote them"
     raise ExportError(f"{asked} of {layout.root} {gone}; {_what_there_is(layout, there)}")
 
 
@@ -178,7 +180,7 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
 
 
 def _versions(layout: RunLayout) -> list[VersionRecord]:
-    """Return all versions ever published, oldest first."""
+    """Return all versions ever announced, oldest first."""
     with store.open_run(layout.root, warn=False) as reader:
         rows = reader.rows(
             "SELECT version, path, digest, learner_step FROM versions ORDER BY version"

@@ -176,7 +176,7 @@ def write_shards(
 ) -> Shards:
     """Write the tensors in files of at most `shard_bytes`, or of one larger tensor. Send each file.
 
-    A tensor is kept, without a copy, until its file is full: it must not change before. Five
+    A tensor is kept, without a copy, until its file is written: it must not change before. Five
     tensors of 4 bytes each, with 8 bytes a file: {a, b} {c, d} {e}, in stem-00001-of-00003 and so
     on.
     """

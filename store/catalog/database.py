@@ -7,7 +7,6 @@ import functools
 import os
 import sqlite3
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.hashing import valid_text
 from store.layout import RunLayout
+from store.storage import split_uri
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
@@ -430,7 +430,8 @@ def check_consent(layout: RunLayout) -> None:
     Raises StoreError.
     """
     uri = layout.info.storage_uri or ""
-    asks_network = "://" in uri and urllib.parse.urlsplit(uri).scheme != "file"
+    parts = split_uri(uri)
+    asks_network = parts is not None and parts.scheme != "file"
     if asks_network and not made_by_this_user(layout.root):
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "

@@ -4,6 +4,7 @@
     if not is_brought(uri, root):
         report = bring_run(uri, root, trusts=False)   # from now on the run goes on here
     run = run_at(uri)     # only to be read: a directory in this user's cache
+    bring_catalog(uri)    # and its catalog there, for a fork
 
 `bring_run` makes the directory the run's home. Its catalog is the newest backup, with the segment
 files that are newer. Weights and checkpoints are fetched when they are needed. Killed at any
@@ -39,7 +40,8 @@ from store.untrusted.file_access import (
     MAX_OPEN_SQL_BYTES,
     MAX_TEXT_BYTES,
 )
-from store.untrusted.signatures import SIGNED, add_signatures
+from store.untrusted.memory_limit import limited_memory
+from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED, add_signatures
 from store.untrusted.trust import check_trusted, trust
 
 RUN_JSON = "run.json"
@@ -55,7 +57,8 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
     """Make the directory `root`, in which the run at `uri` goes on. Say what was recovered.
 
     `root` must be empty, or not there. `trusts` counts the run as this user's. Raises StoreError,
-    for a stranger's run too; nothing is left at `root` then, and the run stays where it was.
+    for a stranger's run too; nothing is left at `root` then, and the run stays where it was, if the
+    storage still answers.
     """
     storage = open_storage(uri)
     info, _ = _read_run_json(storage)
@@ -68,14 +71,15 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
         layout = _bring_small_files(storage, RunLayout(root=root, info=info))
         if trusts:
             trust(root)
-        check_trusted(root)
+        with limited_memory([root]):  # an error quotes the settings of a stranger's run
+            check_trusted(root)
         for directory in (layout.segments, layout.exports, layout.weights, layout.checkpoints):
             make_directory(directory, beneath=root)
         make_directory(layout.logs, beneath=root)
-        home.take(root, storage)
-        report = rebuild(layout, only_new=True)
         if has_directory(layout, BASE_POLICY):
             local_directory(layout, BASE_POLICY)
+        with home.taken(root, storage):
+            report = rebuild(layout, only_new=True)
     except BaseException:
         with suppress(OSError, StoreError):
             _empty(root)
@@ -109,9 +113,8 @@ def is_brought(uri: str, root: Path) -> bool:
 def run_at(place: str) -> Path:
     """Return the directory of a run: `place` itself, or of a URI one in this user's cache.
 
-    That one has the run's settings and signatures, and its newest backup as the catalog. The other
-    files are read from the storage. A URI without a run is returned as it is. Each is asked once in
-    a process. Raises StoreError.
+    That one has the run's settings and signatures. The other files are read from the storage. A URI
+    without a run is returned as it is. Each is asked once in a process. Raises StoreError.
     """
     if not is_uri(place):
         return Path(place)
@@ -120,12 +123,25 @@ def run_at(place: str) -> Path:
         return Path(place)
     info, _ = _read_run_json(storage)
     root = cache_of(info.run_id, place, kind="homes")
-    layout = _bring_small_files(storage, RunLayout(root=root, info=info))
-    backup = layout.relative(layout.backup)
-    if storage.exists(backup):
-        data = storage.read(backup)
-        write_atomically(layout.catalog, memoryview(data), mode=READ_WRITE, beneath=root)
+    _bring_small_files(storage, RunLayout(root=root, info=info))
     return root
+
+
+@functools.cache
+def bring_catalog(place: str) -> None:
+    """Make the newest backup of the run at a URI the catalog of `run_at(place)`, once in a process.
+
+    Raises StoreError, for a stranger's run too: its backup may have any size.
+    """
+    root = run_at(place)
+    if not is_uri(place) or not RunLayout.exists(root):
+        return
+    check_trusted(root)
+    layout = RunLayout.open(root)
+    backup = layout.relative(layout.backup)
+    if layout.storage.exists(backup):
+        data = layout.storage.read(backup)
+        write_atomically(layout.catalog, memoryview(data), mode=READ_WRITE, beneath=root)
 
 
 def _read_run_json(storage: Storage) -> tuple[RunInfo, bytes]:
@@ -138,11 +154,11 @@ def _read_run_json(storage: Storage) -> tuple[RunInfo, bytes]:
     except StoreError as error:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
     info = parse_run_json(data, name=name)
-    recorded = open_storage(info.storage_uri).locate("") if info.storage_uri else "its directory"
-    if recorded != storage.locate(""):
+    uri = info.storage_uri
+    if not uri or open_storage(uri).locate("") != storage.locate(""):
         raise FormatError(
-            f"{name} is of a run whose files are in {recorded}; give that, or read this copy: "
-            "gigpo fetch URI DIR"
+            f"{name} is of a run whose files are in {uri or 'its directory'}; give that, or read "
+            "this copy: gigpo fetch URI DIR"
         )
     return info, data
 
@@ -151,7 +167,7 @@ def _bring_small_files(storage: Storage, layout: RunLayout) -> RunLayout:
     """Write the run's settings and signatures into `layout`, and return it."""
     root = layout.root
     _, run_json = _read_run_json(storage)
-    signed = _small(storage, SIGNED)
+    signed = _small(storage, SIGNED, at_most=MAX_SIGNED_BYTES)
     if signed is not None:
         add_signatures(root, signed)
     for name in (CONFIG_FILE, OUTSIDE_FILE):

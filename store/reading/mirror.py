@@ -113,7 +113,7 @@ def cache_of(run_id: str, uri: str, *, kind: str) -> Path:
     `kind` is "runs" for its rows, and "homes" for its settings and its catalog. Raises StoreError.
     """
     ours = user_directory("XDG_CACHE_HOME", default=".cache")
-    digest = blake2b(uri.encode(), digest_size=URI_DIGEST_BYTES).hexdigest()
+    digest = blake2b(uri.encode(errors="surrogatepass"), digest_size=URI_DIGEST_BYTES).hexdigest()
     copy = ours / kind / f"{run_id}-{digest}"
     try:
         ours.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -30,6 +31,7 @@ KEY_BYTES = 32
 KEY_NAME = "key"
 MAX_SIGNATURES = 1000  # of config.yaml: the newest starts
 MAX_SIGNED_BYTES = 1 << 20
+SIGNATURE = re.compile(r"[0-9a-f]{64}")
 
 
 def user_directory(variable: str, *, default: str) -> Path:
@@ -87,12 +89,8 @@ def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None =
 
 def add_signatures(run: Path, signed: bytes) -> None:
     """Add the signatures of another signed.json of this run. Raises StoreError."""
-    try:
-        theirs = list(json_values.texts(json_values.parse_object(signed), "signatures"))
-    except ValueError:
-        return
     ours = _signed(run)
-    _write(run, [*(one for one in theirs if one not in ours), *ours])
+    _write(run, [*(one for one in _parsed(signed) if one not in ours), *ours])
 
 
 def _write(run: Path, signatures: list[str]) -> None:
@@ -112,10 +110,18 @@ def _signature(key: bytes, *, name: str, text: bytes) -> str:
 
 def _signed(run: Path) -> list[str]:
     try:
-        text = read_bytes(run / SIGNED, root=run, at_most=MAX_SIGNED_BYTES)
-        return list(json_values.texts(json_values.parse_object(text), "signatures"))
-    except (FileNotFoundError, ValueError):
+        return _parsed(read_bytes(run / SIGNED, root=run, at_most=MAX_SIGNED_BYTES))
+    except FileNotFoundError:
         return []
+
+
+def _parsed(signed: bytes) -> list[str]:
+    """Return the signatures of a signed.json, without texts that are none."""
+    try:
+        texts = json_values.texts(json_values.parse_object(signed), "signatures")
+    except ValueError:
+        return []
+    return list(filter(SIGNATURE.fullmatch, texts))
 
 
 def _key() -> bytes | None:

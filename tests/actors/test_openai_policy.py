@@ -30,7 +30,7 @@ from actors.policy import Completion
 from actors.prompting.chat_template import Chat
 from actors.prompting.template import Turn
 from actors.rollout.episode import EpisodeRules
-from configs import Config, EndpointConfig, PromptConfig
+from configs import MAX_ANSWER_BYTES, Config, EndpointConfig, PromptConfig
 from envs import Observation
 from tests.support.chat_samples import IDS, TextPolicy, rules, served
 from tests.support.chat_server import Answer, ChatServer, chat_server, said
@@ -83,6 +83,20 @@ def in_turn(*answers: Answer) -> Callable[[dict[str, Any]], Answer]:
 
 def try_once(policy: ChatPolicy) -> Any:
     return policy.try_once(temperature=0.0)
+
+
+@pytest.mark.parametrize("key", ["", "sk-own"])
+def test_headers_of_the_environment_are_not_sent(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("x-secret", "authorization", "USER-AGENT", "Host", "Accept-Encoding")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "\n".join(f"{name}: for-openai" for name in names))
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "for-openai")
+    monkeypatch.setenv("OWN_KEY", key)
+    with chat_server(in_turn(said("wait"))) as server:
+        ask(config_of(server.url, api_key_env="OWN_KEY" if key else ""))
+        failure(config_of(server.url, model="", api_key_env="OWN_KEY" if key else ""), try_once)
+    assert server.keys == {f"Bearer {key}" if key else ""} and len(server.headers) == 2
+    assert "for-openai" not in "".join(server.headers).lower()
 
 
 def test_a_request_says_all_that_the_config_does_and_the_text_is_kept(
@@ -368,10 +382,9 @@ def test_json_nested_without_end_is_no_answer(body: str) -> None:
         assert "no JSON" in failure(config_of(server.url, attempts=1))
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_policy, "MAX_ANSWER_BYTES", 2**20)
-    with chat_server(in_turn(said("x" * 2**21))) as server:
-        assert "more than 1 MiB" in failure(config_of(server.url))
+def test_an_answer_without_end_is_not_read_to_its_end() -> None:
+    with chat_server(in_turn(said("x" * MAX_ANSWER_BYTES))) as server:
+        assert "more than 16 MiB" in failure(config_of(server.url))
 
 
 @pytest.mark.parametrize("after", ["9" * 400, "\u00b2"])

@@ -208,9 +208,14 @@ def test_prompts_of_one_moment_are_made_in_one_go_and_each_caller_gets_its_own(
 
     monkeypatch.setattr(prompts, "_make_all", noted)
 
+    class Panic(BaseException):
+        """Stand in for an error of the tokenizer, which is written in Rust."""
+
     def prompt(number: int) -> int:
         if number == 1:
             raise ValueError("no room")
+        if number == 2:
+            raise Panic
         return number
 
     async def made() -> list[Any]:
@@ -218,15 +223,16 @@ def test_prompts_of_one_moment_are_made_in_one_go_and_each_caller_gets_its_own(
             asyncio.ensure_future(
                 prompts.make(lambda number=number: prompt(number), tokenizer=tokenizer(), label="x")
             )
-            for number in range(4)
+            for number in range(5)
         ]
         await asyncio.sleep(0)
         asked[-1].cancel()
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    first, second, third, fourth = asyncio.run(made())
-    assert (first, third, batches) == (0, 2, [4])
-    assert isinstance(second, ValueError) and isinstance(fourth, asyncio.CancelledError)
+    first, second, third, fourth, fifth = asyncio.run(made())
+    assert (first, fourth, batches) == (0, 3, [5])
+    assert isinstance(second, ValueError) and isinstance(third, Panic)
+    assert isinstance(fifth, asyncio.CancelledError)
 
 
 @pytest.mark.parametrize("most_characters", [LONG_CHARACTERS, 20], ids=["long", "short"])

@@ -542,6 +542,9 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
         async def newest() -> VersionRecord | None:
             return catalog.latest_version()
 
+        async def is_written(version: int) -> bool:
+            return True
+
         async def record(what: str, detail: str) -> None:
             catalog.log(component="worker-0", what=what, detail=detail)
 
@@ -564,6 +567,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             served.policy,
             layout,
             newest=newest,
+            is_written=is_written,
             record=record,
             update_lock=contextlib.nullcontext,
             rendezvous=rendezvous,

@@ -164,9 +164,15 @@ OTHER_DURABILITY = [
             ),
             "name": ("    _fsync(dest.parent)\n", ""),
             "anything": ("        os.fsync(descriptor)\n", "        pass\n"),
-            "behind": ("self._thread.submit(_sync_whole, dest)", "self._thread.submit(int)"),
-            "behind: bytes": ("        _sync_files(directory)\n", ""),
-            "behind: name": ("        _sync_name(directory)\n", ""),
+            "version": (
+                "        _sync_files(dest)\n        _sync_name(dest)\n",
+                "        pass\n",
+            ),
+            "version: bytes": ("        _sync_files(dest)\n", ""),
+            "version: name": (
+                "        _sync_files(dest)\n        _sync_name(dest)\n",
+                "        _sync_files(dest)\n",
+            ),
         }.items()
     ),
 ]

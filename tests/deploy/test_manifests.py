@@ -107,7 +107,7 @@ def test_what_kuberay_checks_beyond_its_schema_holds() -> None:
 
 
 def test_all_pods_see_the_same_paths_and_have_the_same_image_and_user() -> None:
-    """docs/operations.md asks for model, checkout and data under equal paths."""
+    """Check that model, checkout and data are under equal paths, as docs/operations.md asks."""
     head, gpus = (group["template"]["spec"] for group in (HEAD, GPU_GROUP))
     for pod in (head, gpus):
         assert pod["securityContext"]["runAsUser"] == 1000

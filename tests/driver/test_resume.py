@@ -206,7 +206,7 @@ def test_a_run_is_brought_from_its_uri_with_its_settings(
 def test_one_command_begins_a_run_in_a_storage_or_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cluster gives it again on an empty disk, without knowing how far the run is."""
+    """Give it again on an empty disk, as a cluster does that does not know how far the run is."""
     monkeypatch.chdir(tmp_path)
     started: list[Config] = []
     monkeypatch.setattr(driver, "train", lambda config, *_, **__: started.append(config))

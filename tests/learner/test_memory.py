@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from configs import Config, LearnerConfig, LossConfig, ModelConfig, rank_bytes
+from configs import Config, LearnerConfig, LossConfig, ModelConfig, TinyModelConfig, rank_bytes
+from configs.plan import model_billions
+from learner import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
 from tests.support.engine_samples import cut, random_rows
 
@@ -48,6 +50,17 @@ def storages() -> dict[int, int]:
         for one in tensors
         if one.layout == torch.strided
     }
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_plan_counts_the_parameters_of_a_tiny_model(layers: int, tmp_path: Path) -> None:
+    tiny = TinyModelConfig(vocabulary_size=280, layers=layers)
+    tokenizer = train_tokenizer(["go north"] * 9, vocabulary_size=tiny.vocabulary_size)
+    make_tiny_model(tmp_path / "tiny", tokenizer=tokenizer, config=tiny, seed=0)
+    model = Qwen2ForCausalLM.from_pretrained(tmp_path / "tiny")
+    planned = model_billions(Config(model=ModelConfig(tiny=tiny))) * 1e9
+    # Without biases and norms.
+    assert planned == pytest.approx(model.num_parameters(), rel=0.02)
 
 
 @pytest.mark.parametrize(

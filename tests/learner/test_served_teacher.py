@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import tracemalloc
+import zlib
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +20,7 @@ import pytest
 
 import store
 from cli.__main__ import main
-from configs import LearnerConfig, LossConfig, ModelConfig
+from configs import MAX_ANSWER_BYTES, LearnerConfig, LossConfig, ModelConfig
 from learner import ServedTeacher
 from learner.data import served_teacher
 from learner.data.served_teacher import TeacherError
@@ -75,13 +77,16 @@ def update(base: Path, rows: pa.Table, *, teacher: str) -> UpdateStats:
 
 
 def test_an_update_is_that_of_the_teacher_in_the_process(base: Path, teacher: Path) -> None:
-    """Steps that continue one another are one request, and the environment's key is not sent."""
+    """Steps that continue one another are one request, and nothing of the environment is sent."""
     rows = with_an_empty_response(history_rows())
     with pytest.MonkeyPatch.context() as patch, teacher_server(teacher) as server:
-        patch.setenv("OPENAI_API_KEY", "secret")
+        for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+            patch.setenv(name, "secret")
+        patch.setenv("OPENAI_CUSTOM_HEADERS", "X-Other: secret\nauthorization: secret")
         judged = ServedTeacher(server.url).with_logprobs(rows)
     assert_judged(judged, by=teacher)
     assert len(server.asked) == 5 < len(rows) and server.keys == {""}
+    assert len(server.headers) == 6 and "secret" not in "".join(server.headers)
     here, there = (
         asdict(update(base, table, teacher=of))
         for table, of in ((rows, str(teacher)), (judged, server.url))
@@ -115,27 +120,103 @@ def test_a_run_learns_from_it_and_is_replayed(
     assert losses[1] == pytest.approx(losses[0], abs=1e-4) and losses[0][0] != losses[0][1]
 
 
+NO_ECHO = "does not echo tokens with their log-probabilities"
+NOT_GOOD = "log-probabilities for 3 tokens, or one that is not finite or above 0"
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (lambda body: echoed(None), "does not echo tokens with their log-probabilities"),
-        (lambda body: echoed([None]), "gave 0 log-probabilities for 2 tokens"),
-        (
-            lambda body: echoed([None, None]),
-            "gave 1 log-probabilities for 2 tokens, or one that is not",
-        ),
-        (lambda body: echoed([None, "much"]), "does not echo"),
-        (lambda body: (200, {"choices": []}), "does not echo"),
-        (lambda body: (400, {"error": {"message": "no\nlogprobs"}}), "refused tokens: .*logprobs"),
+        (echoed(None), NO_ECHO),
+        (echoed([None]), f"gave 0 {NOT_GOOD}"),
+        (echoed([None, None, -1.0]), NO_ECHO),
+        (echoed([None, "-1", "-2"]), NO_ECHO),
+        (echoed("n12"), NO_ECHO),
+        (echoed({"1": -1.0}), NO_ECHO),
+        (echoed([None, [-1.0, -2.0], [-3.0, -4.0]]), NO_ECHO),
+        (echoed([None, True, False]), NO_ECHO),
+        (echoed([None, 1e308, -1e308]), f"gave 2 {NOT_GOOD}"),
+        (echoed([None, 0.5, -1.0]), f"gave 2 {NOT_GOOD}"),
+        (echoed([None, float("nan"), -1.0]), f"gave 2 {NOT_GOOD}"),
+        (echoed([None, -1.0, -(10**400)]), f"gave 2 {NOT_GOOD}"),
+        (echoed([None, -1.0, 10**400]), f"gave 2 {NOT_GOOD}"),
+        ((200, {"choices": []}), NO_ECHO),
+        ((200, {"choices": "abc"}), NO_ECHO),
+        ((200, "<html>"), NO_ECHO),
+        ((200, "null"), NO_ECHO),
+        ((200, "[1]"), NO_ECHO),
+        ((200, "{"), NO_ECHO),
+        ((200, b'{"choices": "\xff"}'), NO_ECHO),
+        ((200, f'{{"choices": {DEEP}}}'), NO_ECHO),
+        ((200, f'{{"choices": {"9" * 5000}}}'), NO_ECHO),
+        ((400, {"error": {"message": "no\nlogprobs"}}), "refused tokens: .*logprobs"),
+        ((400, DEEP), "refused tokens: Error code: 400"),
+        ((307, "", {"Location": "http://[::1"}), "refused tokens: .*307"),
+        ((200, "", {"Content-Encoding": "gzip, " * 99 + "gzip"}), "refused tokens: Connection"),
     ],
 )
 def test_a_server_that_is_no_teacher_is_named(
-    answer: Callable[[object], Answer], says: str
+    answer: Answer, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with chat_server(answer, models=["teacher"]) as server:
+    monkeypatch.setattr(served_teacher, "ATTEMPTS", 1)
+    with chat_server(lambda body: answer, models=["teacher"]) as server:
         with pytest.raises(TeacherError, match=says) as error:
-            ServedTeacher(server.url).logprobs(np.array([1, 2]))
+            ServedTeacher(server.url).logprobs([np.array([1, 2, 3])] * 2)
         assert "\n" not in str(error.value) and server.url in str(error.value)
+
+
+def test_a_logarithm_rounded_above_0_and_a_whole_one_are_taken() -> None:
+    with chat_server(lambda body: echoed([None, 1e-7, -2]), models=["teacher"]) as server:
+        (found,) = ServedTeacher(server.url).logprobs([np.array([1, 2, 3])])
+    assert found.dtype == np.float64 and found.tolist() == [1e-7, -2.0]
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        "<h1>",
+        "null",
+        "[1]",
+        "{",
+        '{"data": 5}',
+        '{"data": ["a"]}',
+        '{"data": [{}]}',
+        f'{{"data": [{{"id": {"9" * 5000}}}]}}',
+        DEEP,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_server_that_lists_no_models_is_named(models: str) -> None:
+    with (
+        chat_server(lambda body: echoed(None), models=models) as server,
+        pytest.raises(TeacherError, match="does not list its models; does the URL end in /v1"),
+    ):
+        ServedTeacher(server.url)
+
+
+@pytest.mark.parametrize(
+    ("status", "sent_as", "says"),
+    [
+        (200, {"Content-Encoding": "gzip"}, "answered with more than 16 MiB"),
+        (400, {"Content-Encoding": "gzip"}, "refused tokens"),
+        # Python knows zlib as a character set of the text in an error
+        (400, {"Content-Type": "text/plain; charset=zlib"}, "refused tokens"),
+    ],
+)
+def test_a_bomb_is_not_decompressed(status: int, sent_as: dict[str, str], says: str) -> None:
+    n_bytes = 8 * MAX_ANSWER_BYTES
+    compress = gzip.compress if "Content-Encoding" in sent_as else zlib.compress
+    bomb = compress(b" " * n_bytes)
+    with chat_server(lambda body: (status, bomb, sent_as), models=["teacher"]) as server:
+        judge = ServedTeacher(server.url)
+        tracemalloc.start()
+        try:
+            with pytest.raises(TeacherError, match=says):
+                judge.logprobs([np.array([1, 2, 3])])
+            assert tracemalloc.get_traced_memory()[1] < n_bytes
+        finally:
+            tracemalloc.stop()
 
 
 def test_images_are_not_sent(teacher: Path) -> None:

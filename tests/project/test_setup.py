@@ -145,7 +145,9 @@ def test_an_image_is_set_up_without_a_gpu(tmp_path: Path) -> None:
         assert done.returncode == status
 
 
-@pytest.mark.parametrize("target", ["test", "test-slow", "test-faults", "test-crash", "bench"])
+@pytest.mark.parametrize(
+    "target", ["test", "test-slow", "test-faults", "test-cluster", "test-crash", "bench"]
+)
 def test_on_a_gpu_machine_tests_and_benchmarks_have_the_cpu_build(
     target: str, machine: Machine
 ) -> None:

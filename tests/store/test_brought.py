@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+import resource
 import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cli.__main__ import main
 from store import (
     Catalog,
     FencedError,
@@ -16,17 +21,21 @@ from store import (
     Maintainer,
     RunLayout,
     StoreError,
+    bring_catalog,
     bring_run,
+    check_trusted,
     export,
     fork,
     home,
     is_brought,
     local_directory,
     local_model,
+    made_by_this_user,
     open_run,
     publish_directory,
     run_at,
     sign_run,
+    trust,
     write_open_sql,
     write_segment,
 )
@@ -36,6 +45,9 @@ from store.layout import BASE_POLICY, UNFINISHED_FORK
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
 from store.remote_directory import has_directory, is_published, prune_published
+from store.storage import MAX_FILE_BYTES, LocalStorage
+from store.untrusted.file_access import MAX_TEXT_BYTES
+from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED
 from tests.support.store_runs import MERGE_TWO
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -216,6 +228,34 @@ def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> 
         Catalog.open(RunLayout.open(root))
 
 
+@pytest.mark.parametrize(
+    "moment", ["store.home.take", "store.maintenance.rebuild._replace_catalog"]
+)
+@pytest.mark.parametrize("has_home", [True, False])
+def test_a_run_that_could_not_be_brought_stays_where_it_was(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, has_home: bool
+) -> None:
+    """Ctrl-C while the home is taken, or when the catalog is written. A full disk is the same."""
+    if not has_home:  # as of a run that was made before there were homes
+        lost.storage.remove(home.HOME)
+    take = home.take
+
+    def interrupted(*given: Any, **_: object) -> None:
+        if moment == "store.home.take":
+            take(*given)
+        uri = re.escape(uri_of(lost))
+        with pytest.raises(FencedError, match=f"goes on there.*--resume {uri} run_dir=NEW"):
+            lost.check_home()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    assert not (tmp_path / "new").exists()
+    Catalog.open(lost).close()
+    assert lost.storage.exists(home.HOME) is has_home
+
+
 def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(
     lost: RunLayout, tmp_path: Path
 ) -> None:
@@ -321,6 +361,7 @@ def test_a_copy_of_a_storage_is_not_taken_for_the_run(lost: RunLayout, tmp_path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     bring.run_at.cache_clear()
+    bring.bring_catalog.cache_clear()
     return tmp_path / "cache"
 
 
@@ -333,6 +374,7 @@ def test_a_run_is_forked_from_its_uri(
     before = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
     own = (tmp_path / uri).as_uri() if uri else None
     root = tmp_path / "forked"
+    bring_catalog(uri_of(lost))
     source = RunLayout.open(run_at(uri_of(lost)))
     made = fork(source, root, learner_step=1, config_yaml="a: 2\n", storage_uri=own)
     assert made.info.storage_uri == own
@@ -372,6 +414,63 @@ def test_a_fork_that_was_cut_short_leaves_nothing_in_its_storage(
     assert {path.name for path in own.rglob("*.parquet")} == {
         Path(row).name for row in catalog_paths(made)
     }
+
+
+def test_of_a_strangers_run_at_a_uri_only_small_files_are_fetched_unasked(
+    lost: RunLayout,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A backup may be larger than memory. It takes no room in the storage if it is sparse."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    read: dict[str, int] = {}
+    limits = []
+    plain = LocalStorage.read
+
+    def noted(self: LocalStorage, path: str, *, at_most: int = MAX_FILE_BYTES) -> object:
+        read[path] = at_most
+        return plain(self, path, at_most=at_most)
+
+    def checked(run: Path) -> None:
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA))
+        check_trusted(run)
+
+    monkeypatch.setattr(LocalStorage, "read", noted)
+    for module in ("store.exchange.bring", "driver.resume"):
+        monkeypatch.setattr(f"{module}.check_trusted", checked)
+    new = f"run_dir={tmp_path / 'new'}"
+    for asked in (["--fork", f"{uri_of(lost)}@1", "--dry-run"], ["--resume", uri_of(lost)]):
+        assert main(["train", *asked, new]) == 2
+        assert "was not made by you on this machine" in capsys.readouterr().err
+    root = run_at(uri_of(lost))
+    with pytest.raises(StoreError, match="was not made by you"):
+        bring_catalog(uri_of(lost))
+    assert "run.json" in read and max(read.values()) <= MAX_TEXT_BYTES
+    assert resource.getrlimit(resource.RLIMIT_DATA) not in limits[:2]
+    target = RunLayout.create(tmp_path / "target", config_yaml="a: 1\n")
+    take_sources(target.root, [parse_source(uri_of(lost))], order="ordinal")
+    assert "backup/catalog.sqlite" not in read and not (root / "catalog.sqlite").exists()
+    trust(root)
+    bring_catalog(uri_of(lost))
+    assert (root / "catalog.sqlite").is_file()
+
+
+def test_signatures_of_a_storage_do_not_stay_if_they_are_no_signatures(
+    lost: RunLayout, tmp_path: Path, cache: Path
+) -> None:
+    """A larger signed.json here would be refused for ever, also when the storage is mended."""
+    good = lost.storage.read(SIGNED).to_pybytes()
+    many = [f"{i:04}" + "x" * MAX_SIGNED_BYTES for i in range(2)]
+    lost.storage.write(SIGNED, json.dumps({"signatures": many}).encode())
+    with pytest.raises(StoreError, match=r"signed.json has 2,\d+,\d+ bytes"):
+        run_at(uri_of(lost))
+    lost.storage.write(SIGNED, json.dumps({"signatures": ["x" * 900_000]}).encode())
+    assert not made_by_this_user(run_at(uri_of(lost)))
+    run_at.cache_clear()
+    lost.storage.write(SIGNED, good)
+    assert made_by_this_user(run_at(uri_of(lost)))
 
 
 def test_groups_are_taken_from_a_uri(lost: RunLayout, tmp_path: Path, cache: Path) -> None:

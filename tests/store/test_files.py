@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from store import (
     StoreError,
     hashing,
     read_segment,
+    segments,
     state_hash,
     to_table,
     uid,
@@ -108,6 +110,17 @@ def test_a_malformed_step_is_refused_with_its_value(
     )
     with pytest.raises(StoreError, match=message):
         to_table([bad])
+
+
+@pytest.mark.parametrize(("n_repeats", "compression"), [(1, "LZ4"), (2_000, "ZSTD")])
+def test_small_files_are_compressed_with_lz4(
+    trajectories: list, n_repeats: int, compression: str
+) -> None:
+    table = pa.concat_tables([to_table(trajectories[:1])] * n_repeats)
+    assert (table.nbytes < segments.SMALL_BYTES) == (n_repeats == 1)
+    file = pq.ParquetFile(pa.BufferReader(segments.encode(table, metadata={})))
+    columns = [file.metadata.row_group(0).column(n) for n in range(file.metadata.num_columns)]
+    assert {column.compression for column in columns} == {compression}
 
 
 def test_a_final_anchor_needs_its_hash(trajectories: list) -> None:

@@ -268,6 +268,22 @@ def test_the_network_is_asked_for_no_stranger(
         assert NETWORK.search(capsys.readouterr().err), command
 
 
+def test_a_text_that_is_no_uri_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = f"run_dir={tmp_path / 'new'}"
+    for command in (
+        ["train", "--resume", "s3://[x"],
+        ["train", "--resume", "s3://[x", new],
+        ["train", "--fork", "s3://[x@1", new],
+        ["fetch", "s3://[x", str(tmp_path / "new")],
+    ):
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "'s3://[x' is no URI (Invalid IPv6 URL)" in line
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_command_that_an_error_proposes_runs_no_text_of_the_run(
     sound: RunLayout, outside: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cli.__main__ import main
 from cli.arguments import RunPath
 from store import RunLayout, StoreError, limited_memory, sign_run
 from store.errors import is_out_of_memory
@@ -87,6 +88,21 @@ def test_only_runs_of_others_are_limited(foreign: RunLayout) -> None:
     sign_run(foreign.root)
     assert limit_within(foreign.root) == before[0]
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_dataset_is_imported_within_the_limit_also_from_a_uri(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def noted(*_: object) -> None:
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA))
+        raise StoreError("that is enough")
+
+    monkeypatch.setattr("store.import_selection", noted)
+    for source in (str(tmp_path), tmp_path.as_uri()):
+        assert main(["import", str(layout.root), source]) == 2
+    assert len(limits) == 2 and resource.getrlimit(resource.RLIMIT_DATA) not in limits
 
 
 def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -13,7 +14,12 @@ from pathlib import Path
 import pytest
 
 from store import RunLayout, StoreError, made_by_this_user, sign_run
-from store.untrusted.signatures import SIGNED, state_directory
+from store.untrusted.signatures import (
+    MAX_SIGNED_BYTES,
+    SIGNED,
+    add_signatures,
+    state_directory,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +80,19 @@ def test_a_signature_that_was_copied_signs_no_other_text(run: Path) -> None:
 def test_a_damaged_signature_is_none(run: Path, content: str) -> None:
     (run / SIGNED).write_text(content)
     assert not made_by_this_user(run)
+
+
+def test_texts_that_are_no_signatures_are_not_kept(run: Path) -> None:
+    """They would make signed.json larger than any that is read."""
+    good = json.loads((run / SIGNED).read_text())["signatures"]
+    fat = json.dumps(
+        {"signatures": ["\u00e4" * (MAX_SIGNED_BYTES // 3), *good]}, ensure_ascii=False
+    )
+    (run / SIGNED).write_text(fat)
+    assert made_by_this_user(run)
+    for keep in (sign_run, lambda run: add_signatures(run, fat.encode())):
+        keep(run)
+        assert json.loads((run / SIGNED).read_text())["signatures"] == good
 
 
 def test_a_config_behind_a_link_is_not_ours(run: Path) -> None:

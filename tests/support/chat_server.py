@@ -11,17 +11,21 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = tuple[int, Any] | tuple[int, Any, Mapping[str, str]]  # status, JSON, headers
+# status, JSON (a text or bytes are sent as they are), headers
+Answer = tuple[int, Any] | tuple[int, Any, Mapping[str, str]]
 
 
 class ChatServer(ThreadingHTTPServer):
+    """Names of models, or a text that is sent instead of their list."""
+
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Answer], models: list[str]) -> None:
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer], models: list[str] | str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer, self.models = answer, models
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str] = set()
+        self.headers: list[str] = []  # of all requests
         self.lock = threading.Lock()
 
     @property
@@ -37,11 +41,11 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        known = self.path == "/v1/models"
-        self._send(
-            200 if known else 404,
-            {"data": [{"id": name} for name in self.server.models]} if known else {},
-        )
+        if self.path != "/v1/models":
+            return self._send(404, {})
+        names = self.server.models
+        listed = {"data": [{"id": name} for name in names]} if isinstance(names, list) else names
+        self._send(200, listed)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -52,7 +56,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(answer[0], answer[1], *answer[2:])
 
     def _send(self, status: int, answer: object, headers: Mapping[str, str] | None = None) -> None:
-        data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        self.server.headers.append(str(self.headers))
+        if isinstance(answer, str):
+            answer = answer.encode()
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
@@ -62,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def chat_server(
-    answer: Callable[[dict[str, Any]], Answer], *, models: list[str] | None = None
+    answer: Callable[[dict[str, Any]], Answer], *, models: list[str] | str | None = None
 ) -> Iterator[ChatServer]:
     with ChatServer(answer, ["quick-7b", "slow-70b"] if models is None else models) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

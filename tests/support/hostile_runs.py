@@ -358,4 +358,7 @@ ATTACKS: Mapping[str, Attack] = {
     "run.json: a run id with a path in it": lambda layout, _: edit_json(
         layout.run_json, lambda info: info.update(run_id="../../home/planted")
     ),
+    "storage: no URI": _stored("s3://[x"),
+    "storage: half a character": _stored("file:///\ud800"),
+    "storage: a byte in a path": _stored("\udcff"),
 }

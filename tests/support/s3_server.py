@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.fs as pafs
 import pytest
 
 from store import storage
 
 BUCKET = "bucket"
 SERVER = """
-import threading
+import sys, threading
+import pyarrow.fs as pafs
 from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+host, bucket = sys.argv[1:]
+server = ThreadedMotoServer(host, 0, verbose=False)
 server.start()
-print(server.get_host_and_port()[1], flush=True)
+port = server.get_host_and_port()[1]
+made = f"s3://{bucket}?endpoint_override=http://{host}:{port}&scheme=http&region=us-east-1"
+pafs.FileSystem.from_uri(f"{made}&allow_bucket_creation=true")[0].create_dir(bucket)
+print(port, flush=True)
 threading.Event().wait()
 """
 
@@ -28,19 +32,20 @@ threading.Event().wait()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
     pid: int
+    host: str
     port: int
 
     def uri(self, name: str) -> str:
-        return f"s3://{BUCKET}/{name}?endpoint_override=http://127.0.0.1:{self.port}&scheme=http&region=us-east-1"
+        return f"s3://{BUCKET}/{name}?endpoint_override=http://{self.host}:{self.port}&scheme=http&region=us-east-1"
 
     def objects(self, name: str) -> dict[str, int]:
         return {file.path: file.n_bytes for file in storage.open_storage(self.uri(name)).files("")}
 
 
 @contextmanager
-def s3_server(log: Path) -> Iterator[Server]:
+def s3_server(log: Path, *, host: str = "127.0.0.1", enter: Sequence[str] = ()) -> Iterator[Server]:
     """Give a server on a port of its own choice, with one bucket. Its credentials come from the
-    environment, as anybody's.
+    environment, as anybody's. `enter` starts it elsewhere, in a network that has the address `host`.
     """
     with pytest.MonkeyPatch.context() as patch, log.open("wb") as output:
         for name, value in (
@@ -49,18 +54,13 @@ def s3_server(log: Path) -> Iterator[Server]:
             ("EC2_METADATA_DISABLED", "true"),
         ):
             patch.setenv(f"AWS_{name}", value)
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=output, text=True
-        )
+        command = [*enter, sys.executable, "-c", SERVER, host, BUCKET]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
         try:
             assert process.stdout is not None
             port = process.stdout.readline()
             assert port, log.read_text()
-            found = Server(pid=process.pid, port=int(port))
-            pafs.FileSystem.from_uri(f"{found.uri('')}&allow_bucket_creation=true")[0].create_dir(
-                BUCKET
-            )
-            yield found
+            yield Server(pid=process.pid, host=host, port=int(port))
         finally:
             process.kill()
             process.wait()

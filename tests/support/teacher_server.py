@@ -57,7 +57,7 @@ def teacher_server(path: Path) -> Iterator[ChatServer]:
         yield server
 
 
-def echoed(token_logprobs: Sequence[float | None] | None) -> Answer:
+def echoed(token_logprobs: object) -> Answer:
     logprobs = None if token_logprobs is None else {"token_logprobs": token_logprobs}
     choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": logprobs}
     return 200, {"id": "1", "object": "text_completion", "model": "teacher", "choices": [choice]}

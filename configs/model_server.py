@@ -1,0 +1,82 @@
+"""Ask an OpenAI-compatible server that is not trusted, through the `openai` client.
+
+    http_client = openai.DefaultAsyncHttpxClient(
+        follow_redirects=False, event_hooks={"response": [bound_answer]}
+    )
+    client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", http_client=http_client)
+    options = {"headers": own_headers(client, key=key)}     # of each request
+    response = await client.get("/models", cast_to=httpx2.Response, options=options)
+    json_of(response.content)
+
+`endpoint.url` and `loss.teacher` name such servers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from printable import one_line
+
+if TYPE_CHECKING:
+    import httpx2
+    import openai
+
+# hundreds of times the longest reply that is asked for; log-probabilities of 200,000 tokens
+MAX_ANSWER_BYTES = 16 * 2**20
+MAX_QUOTED_CHARACTERS = 300  # of an answer, in an error
+
+
+def own_headers(client: openai.AsyncOpenAI, *, key: str) -> dict[str, Any]:
+    """Return headers for a request's options that send nothing of the environment but `key`.
+
+    The client takes headers of any name from OPENAI_CUSTOM_HEADERS, and its own key, organization
+    and project, all of them meant for openai.com.
+    """
+    # Imported here: it takes more than a second, and few commands ask a server.
+    from openai import Omit
+
+    headers: dict[str, Any] = {name.lower(): Omit() for name in client.default_headers}
+    headers |= {"accept": "application/json", "content-type": "application/json"}
+    headers |= {"user-agent": client.user_agent}
+    return {**headers, "authorization": f"Bearer {key}" if key else Omit()}
+
+
+async def bound_answer(response: httpx2.Response) -> None:
+    """Read an answer before the client does, and stop when it is longer than MAX_ANSWER_BYTES.
+
+    A longer answer is kept with a little more than MAX_ANSWER_BYTES, so that its length tells.
+    """
+    # The client would build a request to the new address, and fail if it is none.
+    response.headers.pop("location", None)
+    # Among the character sets that Python knows is zlib, which has no limit.
+    response.headers.pop("content-type", None)
+    body = bytearray()
+    async for piece in response.aiter_bytes():  # decompressed, at most 1 MiB at once
+        body += piece
+        if len(body) > MAX_ANSWER_BYTES:
+            await response.aclose()
+            break
+    response._content = bytes(body)  # as `aread` does, which has no limit
+
+
+def json_of(data: bytes) -> Any:
+    """Return the value of a JSON text, with lone surrogates replaced; None if it cannot be read."""
+    text = data.decode(errors="replace")
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # the only way to write a lone surrogate
+            units = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            value = json.loads(units.decode("utf-16", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def quoted(said: object) -> str:
+    """Return a server's words in one line of bounded length."""
+    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    line = one_line(text)
+    if len(line) > MAX_QUOTED_CHARACTERS:
+        return f"{line[:MAX_QUOTED_CHARACTERS]} ..."
+    return line
