@@ -123,13 +123,14 @@ STUDY = Study(
             for staleness in STALENESS
             for name in list(CORRECTIONS)[1:]
         ),
+        ("token_tis/2", "m2po/2"),
     ),
     curve="success over learner steps",
     reading="""
         One version of staleness costs nothing that these seeds show: without a correction its mean
         success less that of staleness 0 is {none/1 - none/0[mean]}, with token_tis
-        {token_tis/1 - token_tis/0[mean]}, with m2po {m2po/1 - m2po/0[mean]}. At 2 it is {none/2 - none/0[mean]},
-        {token_tis/2 - token_tis/0[mean]} and {m2po/2 - m2po/0[mean]}. Older episodes teach slower
+        {token_tis/1 - token_tis/0[mean]}, with m2po {m2po/1 - m2po/0[mean]}. At 2 it is
+        {none/2 - none/0[mean]}, {token_tis/2 - token_tis/0[mean]} and {m2po/2 - m2po/0[mean]}. Older episodes teach slower
         with every correction: without one it is {none/4 - none/0[mean]} at 4,
         {none/8 - none/0[mean]} at 8 and {none/16 - none/0[mean]} at 16, and after the last step
         success is {none/8[final]} at 8 where it is {none/0[final]} at 0.
