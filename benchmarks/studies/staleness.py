@@ -123,16 +123,18 @@ STUDY = Study(
             for staleness in STALENESS
             for name in list(CORRECTIONS)[1:]
         ),
+        ("token_tis/2", "m2po/2"),
     ),
     curve="success over learner steps",
     reading="""
         One version of staleness costs nothing that these seeds show: without a correction its mean
         success less that of staleness 0 is {none/1 - none/0[mean]}, with token_tis
-        {token_tis/1 - token_tis/0[mean]}, with m2po {m2po/1 - m2po/0[mean]}. At 2 it is {none/2 - none/0[mean]},
-        {token_tis/2 - token_tis/0[mean]} and {m2po/2 - m2po/0[mean]}. Older episodes teach slower
-        with every correction: without one it is {none/4 - none/0[mean]} at 4,
-        {none/8 - none/0[mean]} at 8 and {none/16 - none/0[mean]} at 16, and after the last step
-        success is {none/8[final]} at 8 where it is {none/0[final]} at 0.
+        {token_tis/1 - token_tis/0[mean]}, with m2po {m2po/1 - m2po/0[mean]}. At 2 it is
+        {none/2 - none/0[mean]}, {token_tis/2 - token_tis/0[mean]} and {m2po/2 - m2po/0[mean]}.
+        Older episodes teach slower with every correction: without one it is
+        {none/4 - none/0[mean]} at 4, {none/8 - none/0[mean]} at 8 and {none/16 - none/0[mean]} at
+        16, and after the last step success is {none/8[final]} at 8 where it is {none/0[final]} at
+        0.
 
         If playing takes as long as training, staleness 1 has a mean of {none/1[equal_time]} in the
         time in which the synchronous run has {none/0[equal_time]}; at 2 it is
@@ -144,13 +146,13 @@ STUDY = Study(
         world is no reason for another default.
 
         The prediction about decoupled PPO is wrong. It fails from staleness 1 on:
-        {decoupled/1 - none/1[mean]} beside none at 1, {decoupled/8 - none/8[mean]} at 8. Its region
-        moves along with the policy, so nothing holds the policy near the one that played, and
-        the effective sample size falls to {decoupled/8[ess]}. dppo_tv, with its published numbers,
-        is behind none at 1, by {dppo_tv/1 - none/1[mean]}, and at 0 by
-        {dppo_tv/0 - none/0[mean]}. A smaller learning rate
-        or fewer updates a step may change all of this; nothing was tuned. All batches of an arm
-        have the same staleness, and the first batches of an arm are all of the first policy.
+        {decoupled/1 - none/1[mean]} beside none at 1, {decoupled/8 - none/8[mean]} at 8. Its
+        region moves along with the policy, so nothing holds the policy near the one that played,
+        and the effective sample size falls to {decoupled/8[ess]}. dppo_tv, with its published
+        numbers, is behind none at 1, by {dppo_tv/1 - none/1[mean]}, and at 0 by
+        {dppo_tv/0 - none/0[mean]}. A smaller learning rate or fewer updates a step may change all
+        of this; nothing was tuned. All batches of an arm have the same staleness, and the first
+        batches of an arm are all of the first policy.
     """,
     run_cpu_s=12,
     run=run,

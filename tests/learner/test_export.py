@@ -121,7 +121,8 @@ def test_what_is_exported_is_what_was_published(
         (
             "",
             ["--version", "0"],
-            "version 0 of RUN has been removed; there are versions 1, 2, 3 and checkpoints of "
+            "version 0 of RUN has no files: they were removed, or its learner was ended before it "
+            "wrote them; there are versions 1, 2, 3 and checkpoints of "
             "learner steps 1, 3",
         ),
         (
