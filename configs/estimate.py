@@ -443,7 +443,7 @@ def describe_estimate(config: Config) -> str:
     if not _is_on_gpus(config):
         return (
             "estimate: none, because engines and learner are not both on GPUs; on two cores the "
-            "quick start plays and trains on 459 agent steps/s (docs/performance.md)\n"
+            "quick start plays and trains on 563 agent steps/s (docs/performance.md)\n"
         )
     estimate = estimate_run(config)
     lines = [f"estimate for {counted(n_gpus, 'GPU')} of the kind {GPU}; none of it was measured"]

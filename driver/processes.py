@@ -85,16 +85,16 @@ def has_process(process: ManagedProcess) -> bool:
 def why_unplaced(name: str, config: Config) -> str:
     """Return what a process asks Ray for and how much of it is free, in one line."""
     setting = "learner.gpus_per_rank" if name == LEARNER else "actors.gpus_per_worker"
-    what, wanted = f"GPUs on one node ({setting})", gpus(name, config)
+    kind, where, wanted = "GPU", f" on one node ({setting})", gpus(name, config)
     if not wanted:
-        what, wanted = "CPUs", cpus_of_a_process()
+        kind, where, wanted = "CPU", "", float(cpus_of_a_process())
     if not wanted:
         return "Ray has not started a process for it; is the machine out of memory or processes?"
-    free = ray.available_resources().get(what[:3], 0)
-    total = ray.cluster_resources().get(what[:3], 0)
+    free = ray.available_resources().get(kind, 0)
+    total = ray.cluster_resources().get(kind, 0)
     return (
-        f"it asks for {wanted:g} {what}, and of the {total:g} of the cluster {free:g} are free; "
-        "free some, add a node, or ask for fewer actors.workers or learner.ranks"
+        f"it asks for {wanted:g} {kind}s{where}, and of the {total:g} of the cluster {free:g} are "
+        "free; free some, add a node, or ask for fewer actors.workers or learner.ranks"
     )
 
 

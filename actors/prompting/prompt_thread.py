@@ -2,8 +2,8 @@
 
 prompt = await SHORT_PROMPTS.make(lambda: form.prompt(...), tokenizer=tokenizer, label="task 7")
 
-Prompts that are asked for at the same moment are made in one go. Waking a thread, and the event
-loop again, takes longer than most prompts.
+Prompts that are asked for at the same moment are one batch. Waking a thread, and the event loop
+again, takes longer than most prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from actors.prompting.chat_template import Tokenizer, model_setting
 # For one prompt. The largest budgets take tens of seconds, because a prompt is tokenised again for
 # every cut that is tried.
 PROMPT_TIMEOUT_S = 300.0
-KEPT_BACK_S = 0.01  # after it finished prompts of a go are handed out, with the one in the making
+# When a batch has taken so long, its prompts are handed out as far as they are made.
+KEPT_BACK_S = 0.01
 
 T = TypeVar("T")
 
@@ -106,7 +107,8 @@ class PromptThread:
             self._current = (time.monotonic(), wanted)
             try:
                 made.append((wanted, None if wanted.made.cancelled() else wanted.prompt()))
-            except BaseException as error:  # noqa: BLE001 - its caller gets it, also a panic in Rust
+            # The caller gets any error, also a panic of the tokenizer, which is written in Rust.
+            except BaseException as error:  # noqa: BLE001
                 made.append((wanted, error))
             finally:
                 self._current = None

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.studies.study import Arm, Result, Study
+
+if TYPE_CHECKING:
+    from configs import LearnerConfig
 
 DISTANCES = (2, 5, 8)  # moves from the key to the door; the shortest ways have 5, 8 and 11 steps
 MAX_STEPS = {2: 16, 5: 28, 8: 40}
@@ -21,13 +25,26 @@ ESTIMATORS: dict[str, dict[str, object]] = {
 }
 
 
+def learner_config() -> LearnerConfig:
+    """Return the learner's settings, which staleness.py has too."""
+    from configs import LearnerConfig
+
+    return LearnerConfig(
+        steps=STEPS,
+        groups_per_step=GROUPS,
+        updates_per_step=UPDATES,
+        learning_rate=LEARNING_RATE,
+        weight_decay=0.0,
+    )
+
+
 def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
     import numpy as np
 
     from benchmarks.studies.corridor import Corridor
     from benchmarks.studies.small_training import learner_steps
     from benchmarks.studies.small_world import make_engine, make_worlds
-    from configs import AlgorithmConfig, Config, CriticConfig, LearnerConfig, has_critic
+    from configs import AlgorithmConfig, Config, CriticConfig, has_critic
 
     panels = [{"distance": distance} for distance in DISTANCES]
     worlds, base = make_worlds(Corridor, panels, max_steps=list(MAX_STEPS.values()), at=work)
@@ -38,13 +55,7 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
         config = Config(
             seed=seed,
             algorithm=AlgorithmConfig(group_filter="rewards", **settings),
-            learner=LearnerConfig(
-                steps=STEPS,
-                groups_per_step=GROUPS,
-                updates_per_step=UPDATES,
-                learning_rate=LEARNING_RATE,
-                weight_decay=0.0,
-            ),
+            learner=learner_config(),
             critic=CriticConfig(learning_rate=1e-3, clip=100.0, warmup_steps=2),
         )
         critic = config.critic if has_critic(config) else None

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.studies.horizon import (
+    GROUPS,
+    LEARNING_RATE,
+    MAX_STEPS,
+    STEPS,
+    UPDATES,
+    learner_config,
+)
 from benchmarks.studies.study import Arm, Result, Study
 
 STALENESS = (0, 1, 2, 4, 8, 16)
-DISTANCE, MAX_STEPS = 5, 28
-STEPS, GROUPS, UPDATES, LEARNING_RATE = 40, 8, 4, 5e-4
+DISTANCE = 5
 CORRECTIONS: dict[str, dict[str, object]] = {
     "none": {"corrections": []},
     "token_tis": {"corrections": ["token_tis"]},
@@ -25,10 +32,10 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
     from benchmarks.studies.corridor import Corridor
     from benchmarks.studies.small_training import learner_steps
     from benchmarks.studies.small_world import make_engine, make_worlds
-    from configs import AlgorithmConfig, Config, LearnerConfig, LossConfig
+    from configs import AlgorithmConfig, Config, LossConfig
 
     panels = [{"distance": DISTANCE}]
-    (world,), base = make_worlds(Corridor, panels, max_steps=[MAX_STEPS], at=work)
+    (world,), base = make_worlds(Corridor, panels, max_steps=[MAX_STEPS[DISTANCE]], at=work)
     for arm in arms:
         settings = dict(arm.settings)
         staleness = int(settings.pop("staleness"))
@@ -37,13 +44,7 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
             max_staleness=staleness,
             algorithm=AlgorithmConfig(group_filter="rewards"),
             loss=LossConfig(**settings),
-            learner=LearnerConfig(
-                steps=STEPS,
-                groups_per_step=GROUPS,
-                updates_per_step=UPDATES,
-                learning_rate=LEARNING_RATE,
-                weight_decay=0.0,
-            ),
+            learner=learner_config(),
         )
         engine = make_engine(base, learner=config.learner, loss=config.loss)
         steps = list(learner_steps(engine, world, config, lag=staleness))

@@ -28,7 +28,7 @@ from configs import check_model_directory
 from learner.files.atomic_directory import atomic_directory, new_directory, visible_whole
 from store import SAFETENSORS_DTYPES, StoreError, TensorEntry, encode_safetensors_head
 
-SHARD_BYTES = 4 * 2**30  # of one file; the tensors of no more than one are held at a time
+SHARD_BYTES = 4 * 2**30  # of one file; `write_weights` holds the tensors of one at a time
 SUFFIX = ".safetensors"
 DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in SAFETENSORS_DTYPES.items()}
 # Receives a file in pieces: its head, and each tensor that is not empty.

@@ -106,6 +106,21 @@ def test_a_gpu_that_torch_does_not_find_is_said_with_torchs_reason(machine: Mach
     assert_missing(machine.check("after"), "torch cannot be imported")
 
 
+def set_up(
+    machine: Machine, *, venv: Path, extra: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run setup.sh with the programs of the machine, and with more variables."""
+    environ = {
+        "PATH": f"{machine.bin}:/bin:/usr/bin",
+        "PYTHON": str(machine.bin / "python"),
+        "VENV": str(venv),
+        "EXTRA": extra,
+    }
+    return subprocess.run(
+        ["/bin/sh", "setup.sh"], cwd=ROOT, env=environ | more, capture_output=True, text=True
+    )
+
+
 @pytest.mark.parametrize(("extra", "checked"), [("cuda", True), ("cpu", False)])
 def test_set_up_checks_before_it_installs_anything(
     tmp_path: Path, extra: str, checked: bool
@@ -116,15 +131,7 @@ def test_set_up_checks_before_it_installs_anything(
     machine = Machine(tmp_path)
     machine.add("nvidia-smi", "echo 470.1")
     machine.add("python", 'case "$1" in -m) echo "makes $3" >&2; exit 7 ;; esac')
-    environ = {
-        "PATH": f"{machine.bin}:/bin:/usr/bin",
-        "PYTHON": str(machine.bin / "python"),
-        "EXTRA": extra,
-    }
-    environ["VENV"] = str(tmp_path / "new")
-    done = subprocess.run(
-        ["/bin/sh", "setup.sh"], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
+    done = set_up(machine, venv=tmp_path / "new", extra=extra)
     assert done.returncode == (1 if checked else 7)
     assert ("driver is 470.1" in done.stderr) == checked and ("makes " in done.stderr) != checked
 
@@ -134,14 +141,8 @@ def test_an_image_is_set_up_without_a_gpu(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.add("nvidia-smi", "exit 9")
     machine.add("python", 'case "$1" in -m) exit 7 ;; esac')
-    environ = {
-        "PATH": f"{machine.bin}:/bin:/usr/bin",
-        "PYTHON": str(machine.bin / "python"),
-        "VENV": str(tmp_path / "new"),
-        "EXTRA": "cuda",
-    }
     for more, status in (({}, 1), ({"GPU_CHECK": "no"}, 7)):
-        done = subprocess.run(["/bin/sh", "setup.sh"], cwd=ROOT, env=environ | more, check=False)
+        done = set_up(machine, venv=tmp_path / "new", extra="cuda", **more)
         assert done.returncode == status
 
 
