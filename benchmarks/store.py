@@ -100,8 +100,10 @@ class Store:
 
     def answer_one(self, request: Any) -> Any:
         if isinstance(request, Lease):
-            self.open_group()
-            return self.catalog.lease_open_group(worker=request.worker, lease_s=3_600.0)
+            # As the coordinator does: a lease that a power cut undoes is given again.
+            with self.catalog.unsynced():
+                self.open_group()
+                return self.catalog.lease_open_group(worker=request.worker, lease_s=3_600.0)
         if isinstance(request, NewGroups):
             return [self.open_group() for _ in range(request.number)]
         return self.catalog.commit(request, epoch=self.catalog.epoch)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -614,8 +615,17 @@ def _check_url(key: str, url: str) -> None:
         if key == "endpoint.url":
             remedy += ", and name a variable with the key: endpoint.api_key_env"
         raise ConfigError(f"{key} has a name or password in it; {remedy}")
-    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
+    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url) or not _has_host(url):
         raise ConfigError(f"{key}={url!r} is no URL like http://localhost:8000/v1")
+
+
+def _has_host(url: str) -> bool:
+    """Return whether a URL names a host, and a port below 65,536 if any."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an address with one bracket, or a port that is no number
+        return False
 
 
 def _check_offline(config: Config) -> None:
