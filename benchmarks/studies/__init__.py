@@ -9,7 +9,7 @@ one module with a `STUDY`, listed in NAMES:
     horizon.py              estimators, with the door at three distances
     staleness.py            old episodes, with each correction
 
-`study.py` has the records, `runner.py` runs and resumes, `worker.py` is one of several processes,
+`study.py` has the records, `runner.py` runs and resumes, in one process or several,
 `results/` keeps a line of JSON for each finished run, `intervals.py` has the bootstrap, `page.py`
 and `svg.py` make the page. `small_world.py`, `small_training.py` and `corridor.py` are a world in
 which a run takes seconds.
