@@ -246,8 +246,8 @@ STUDY = Study(
         A step's advantage from one group's episodes is a weak guess: GiGPO's correlates with the
         true one at {gigpo[correlation]}. That is more than ω = 0, by {gigpo - grpo[correlation]},
         and about as much as RLOO and REINFORCE++, which do not divide by each group's deviation:
-        GiGPO less REINFORCE++ is {gigpo - reinforce_pp[correlation]}. Within states that were met equally
-        often GiGPO is ahead of both. Its step term alone correlates as well as the sum over all
+        GiGPO less REINFORCE++ is {gigpo - reinforce_pp[correlation]}. Within states that were met
+        equally often GiGPO is ahead of both. Its step term alone correlates as well as the sum over all
         steps, and better within each class of visits: {gigpo - gigpo's step term[visits_8_31]} for
         8 to 31 visits.
 

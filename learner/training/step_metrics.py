@@ -13,7 +13,7 @@ Letters as in `micro_batch.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -198,11 +198,28 @@ def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:
 
     Statistics of FIRST_UPDATE_ONLY are taken from the first update.
     """
-    seen: dict[str, list[float]] = {}
+    records = []
     for index, update in enumerate(updates):
         record = asdict(update)
         tokens, bad_rows = record.pop("tokens"), record.pop("bad_rows")
-        for name, value in (record | tokens | {"bad_rows": len(bad_rows)}).items():
-            if index == 0 or name not in FIRST_UPDATE_ONLY:
-                seen.setdefault(f"loss/{name}", []).append(float(value))
+        figures = record | tokens | {"bad_rows": len(bad_rows)}
+        records.append(
+            {
+                f"loss/{name}": float(value)
+                for name, value in figures.items()
+                if index == 0 or name not in FIRST_UPDATE_ONLY
+            }
+        )
+    return means(records)
+
+
+def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return each figure's mean over the records that have it.
+
+    Example: {"a": 1, "b": 5} and {"a": 3} give {"a": 2, "b": 5}.
+    """
+    seen: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            seen.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in seen.items()}
