@@ -15,13 +15,10 @@ model_server.py     a model server that is not trusted: what it is sent, and a b
 
 from configs.check import (
     HEAD_SIZE,
-    WITH_STEP_TERM,
     ConfigError,
     check,
     check_is_list,
-    describe_readers,
     dotted_settings,
-    has_effect,
 )
 from configs.derived import (
     KEPT_CHECKPOINTS,
@@ -93,7 +90,6 @@ __all__ = [
     "MAX_ANSWER_BYTES",
     "SAFE_LOADING",
     "VISION_MODEL_TYPES",
-    "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
     "Config",
@@ -119,7 +115,6 @@ __all__ = [
     "cloning_config",
     "describe_estimate",
     "describe_plan",
-    "describe_readers",
     "differences",
     "disk_bytes",
     "dotted_settings",
@@ -133,7 +128,6 @@ __all__ = [
     "gpus_needed",
     "groups_of_a_step",
     "has_critic",
-    "has_effect",
     "is_offline",
     "is_served",
     "json_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,7 +31,6 @@ from configs.per_environment import (
     setting_names,
 )
 from configs.schema import (
-    AlgorithmConfig,
     Config,
     CriticConfig,
     LearnerConfig,
@@ -48,13 +47,7 @@ MAY_BE_ZERO = {
     "metrics_port": "; use 0 for no figures for Prometheus",
     "actors.gpus_per_worker": "; use 0 for a CPU engine",
     "actors.extra_members": "; use 0 for none",
-    "algorithm.gamma": "; the paper uses 0.95",
-    "algorithm.gae_lambda": "; use 0 to look one step ahead",
-    "algorithm.graph_gamma": "; GraphGPO's authors use 0.1 to 0.8",
-    "algorithm.omega": "; use 0 for no step advantage",
-    "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.refill_groups": "; use 0 to train on smaller batches",
-    "algorithm.version_window": "; use 0 to compare within one version",
     "critic.warmup_steps": "; use 0 to train the policy from the first learner step on",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
@@ -73,29 +66,10 @@ MAY_BE_ZERO = {
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
+COUNTS_OF_GROUPS = ("algorithm.group_size", "algorithm.refill_groups")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 LAST_PORT = 65535
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
-WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
-ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM, *WITH_CRITIC)
-# Setting of `algorithm` -> the choices that read it; any one of them is enough.
-READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", "turn_ppo")},
-    "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
-    "graph_gamma": {"estimator": ("graphgpo",)},
-    "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
-    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
-    "weighting": {
-        "estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo", *WITH_CRITIC))
-    },
-    "anchor": {"estimator": WITH_STEP_TERM},
-    "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
-    "similarity": {"anchor": ("similar", "similar_greedy")},
-    "anchor_versions": {"estimator": WITH_STEP_TERM},
-    "version_window": {"anchor_versions": ("window",)},
-    "refill_groups": {"group_filter": ("advantages", "rewards", "returns")},
-}
 TEMPLATES = (  # the files in actors/templates
     "alfworld",
     "compact",
@@ -126,7 +100,6 @@ def check(config: Config) -> None:
     _check_trackers(config)
     _check_algorithm(config)
     _check_critic(config)
-    _check_unread(config.algorithm)
     _check_updates(config)
     _check_precision(config)
     _check_tiny_model(config)
@@ -151,25 +124,6 @@ def dotted_settings(value: object, prefix: str = "") -> Iterator[tuple[str, obje
             yield from dotted_settings(getattr(value, item.name), f"{prefix}{item.name}.")
     else:
         yield prefix[:-1], value
-
-
-def has_effect(name: str, chosen: object) -> bool:
-    """Return whether a setting of `algorithm` has an effect with the other settings in `chosen`."""
-    choices = READERS.get(name, {})
-    return not choices or any(
-        getattr(chosen, key) in names and has_effect(key, chosen) for key, names in choices.items()
-    )
-
-
-def describe_readers(name: str, chosen: object) -> tuple[str, str]:
-    """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
-
-    >>> describe_readers("gamma", AlgorithmConfig(estimator="grpo"))
-    ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo or turn_ppo')
-    """
-    choices = READERS[name]
-    now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
-    return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
 
 
 def _checked_environments(config: Config) -> list[Config]:
@@ -225,15 +179,7 @@ def _check_section(key: str, given: Mapping[str, object], *, section: str) -> No
 
 
 def _check_choices(config: Config) -> None:
-    a = config.algorithm
-    anchors = ("state", "suffix", "similar", "similar_greedy", "state_and_actions")
     choices = {
-        "algorithm.estimator": (a.estimator, ESTIMATORS),
-        "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
-        "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
-        "algorithm.group_filter": (a.group_filter, ("advantages", "rewards", "returns", "none")),
-        "algorithm.anchor": (a.anchor, anchors),
-        "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.style": (config.prompt.style, ("window", "chat")),
         "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
         "prompt.invalid": (config.prompt.invalid, ("form", "environment", "admissible")),
@@ -253,8 +199,10 @@ def _check_choices(config: Config) -> None:
 
 def _check_numbers(config: Config) -> None:
     for key, number in dotted_settings(config):
-        # gigpo knows the bounds of the loss; -1 turns are all turns
-        has_own_bounds = key.startswith("loss.") or key == "prompt.history_length"
+        # gigpo knows the bounds of losses and advantages, and the driver asks it before a start
+        is_gigpos = key.startswith(("loss.", "algorithm.")) and key not in COUNTS_OF_GROUPS
+        # -1 turns are all turns
+        has_own_bounds = is_gigpos or key == "prompt.history_length"
         if has_own_bounds or isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if not math.isfinite(number):
@@ -344,29 +292,20 @@ def _check_trackers(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     a = config.algorithm
-    if a.gamma > 1.0:
-        raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
-    if a.gae_lambda > 1.0:
-        raise ConfigError(f"algorithm.gae_lambda={a.gae_lambda} is outside [0, 1]; PPO uses 0.95")
-    if a.graph_gamma > 1.0:
+    if a.anchor == "anchor_key":
         raise ConfigError(
-            f"algorithm.graph_gamma={a.graph_gamma} is outside [0, 1]; GraphGPO's authors use 0.1 "
-            "to 0.8"
-        )
-    if a.similarity >= 1.0:
-        raise ConfigError(
-            f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use "
-            "algorithm.anchor=state"
-        )
-    if a.estimator == "hgpo" and a.anchor != "state":
-        raise ConfigError(
-            f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use "
-            "'state'"
+            "algorithm.anchor='anchor_key' is not possible in a run, which records no such column; "
+            "use 'state' or 'similar', or compare offline with gigpo.compute_advantages"
         )
     if a.anchor_versions == "weighted":
         raise ConfigError(
             "algorithm.anchor_versions='weighted' is not possible in a run: weights need a forward "
             "pass that comes after the advantages; use 'window', or weigh offline"
+        )
+    if a.refill_groups and a.group_filter == "none":
+        raise ConfigError(
+            f"algorithm.refill_groups={a.refill_groups} does nothing with group_filter=none; leave "
+            "it out, or use group_filter=advantages or rewards or returns"
         )
     clones = config.loss.policy == "behaviour_cloning"
     reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
@@ -428,19 +367,6 @@ def _check_critic(config: Config) -> None:
             f"algorithm.group_filter={a.group_filter!r} leaves out every group of "
             "algorithm.group_size=1; use 'none' or 'advantages'"
         )
-
-
-def _check_unread(algorithm: AlgorithmConfig) -> None:
-    """Refuse a changed setting that has no effect, because it would be taken for one that has."""
-    defaults = AlgorithmConfig()
-    for key in READERS:
-        value, default = getattr(algorithm, key), getattr(defaults, key)
-        if value != default and not has_effect(key, algorithm):
-            chosen, ways = describe_readers(key, algorithm)
-            raise ConfigError(
-                f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default "
-                f"is {default}), or use {ways}"
-            )
 
 
 def _check_updates(config: Config) -> None:

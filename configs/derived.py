@@ -10,9 +10,9 @@ from configs.schema import Config, TasksConfig
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
 SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1e-4
-
-
-WITH_CRITIC = ("turn_ppo", "ppo")  # estimators
+# Estimators whose advantages are computed from a critic's values, as in gigpo/settings.py; plans of
+# memory need them here.
+WITH_CRITIC = ("turn_ppo", "ppo")
 WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 
 

@@ -133,8 +133,8 @@ class ActorsConfig:
 class AlgorithmConfig:
     """Choose how episodes become advantages. gigpo/queries/ has the formulas and their sources.
 
-    A setting that the chosen estimator and anchor do not read is refused unless it is at its
-    default.
+    gigpo/settings.py has the bounds. A setting that the chosen estimator and anchor do not read is
+    refused before a start, unless it is at its default.
     """
 
     # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import configs
 from actors import engine_fault
-from configs import Config, ConfigError
+from configs import AlgorithmConfig, Config, ConfigError
 from driver import resume, run_lock
 from driver.cluster import available_gpus, gpus_of_this_machine
 from store import (
@@ -31,6 +31,19 @@ def check_loss(config: Config) -> None:
     from learner import objective_of  # here: `gigpo status` needs no torch
 
     objective_of(config.loss)
+
+
+def check_algorithm(config: Config) -> None:
+    """Check the settings of advantages and filter, by gigpo's bounds. Raises ConfigError."""
+    # Here: `gigpo status` needs no Arrow.
+    from gigpo import AdvantageSettings, check_group_filter, check_no_unread
+
+    try:
+        check_group_filter(config.algorithm.group_filter)
+        settings = AdvantageSettings.of(config.algorithm)
+        check_no_unread(settings, defaults=AdvantageSettings.of(AlgorithmConfig()))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{error}") from None
 
 
 def check_run_dir(config: Config) -> None:

@@ -27,6 +27,7 @@ from driver.cluster import ray_cluster
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
+    check_algorithm,
     check_gpus,
     check_loss,
     check_run_dir,
@@ -111,6 +112,7 @@ def _checked(config: Config) -> Config:
             f"endpoint.url={config.endpoint.url} is for gigpo evaluate: a server gives neither its "
             "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
         )
+    check_algorithm(config)
     check_loss(config)
     if configs.draws_by_weight(config):
         check_order(config.tasks.order)

@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from printable import counted
+from printable import counted, did_you_mean
 
 GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
 
@@ -77,6 +77,7 @@ def check_group_filter(group_filter: str) -> None:
     if group_filter not in GROUP_FILTERS:
         raise ValueError(
             f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
+            f"{did_you_mean(group_filter, GROUP_FILTERS)}"
         )
 
 

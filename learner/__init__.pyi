@@ -1,6 +1,6 @@
 from .checkpoint import CheckpointError as CheckpointError
-from .data.batch_loader import check_train_on as check_train_on
 from .data.served_teacher import ServedTeacher as ServedTeacher
+from .data.training_rows import check_train_on as check_train_on
 from .distributed.private_ray import RAY_HIDES_GPUS as RAY_HIDES_GPUS
 from .distributed.private_ray import make_ray_directory as make_ray_directory
 from .distributed.private_ray import ray_token as ray_token

@@ -37,7 +37,6 @@ from learner.checkpoint import (
     write_checkpoint,
     write_files,
 )
-from learner.data.batch_loader import PreparedBatch
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
 from learner.interface import RankError
@@ -286,22 +285,6 @@ def make_engine(config: Config, *, model_path: str, rank: int, address: str | No
         rank=rank,
         address=address,
     )
-
-
-def train_batch(
-    ranks: RankGroup, batch: PreparedBatch, *, config: Config, learner_step: int
-) -> tuple[list[UpdateStats], list[CriticStats]]:
-    """Train on a batch: the critic, if the run has one, and the policy.
-
-    In the first `critic.warmup_steps` learner steps the policy is left as it is.
-    """
-    updates = [update.micro_batches for update in batch.updates]
-    if not has_critic(config):
-        return ranks.train(updates), []
-    critic = ranks.train_critic(updates)
-    if learner_step <= config.critic.warmup_steps:
-        return [], critic
-    return ranks.train(updates), critic
 
 
 def log_name(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Study 4: where no state recurs, GiGPO is GRPO, to the last bit of the weights."""
+"""Study whether GiGPO is GRPO, to the last bit of the weights, where no state recurs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Study 5: what does training on old episodes cost, and which correction pays for it?"""
+"""Study what training on old episodes costs, and which correction pays for it."""
 
 from __future__ import annotations
 

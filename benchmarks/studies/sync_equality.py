@@ -1,4 +1,4 @@
-"""Study 8: is a synchronous run the plain loop that one would write by hand?"""
+"""Study whether a synchronous run is the plain loop that one would write by hand."""
 
 from __future__ import annotations
 
@@ -135,10 +135,12 @@ STUDY = Study(
     },
     numbers=".2g",
     reading="""
-        The episodes are equal: every prompt and every sampled token of all five learner steps. The
-        weights are near, but with the config's learning rate not within the 1e-6 that was
-        predicted: the table has the largest difference, beside how far training moved a weight. It
-        arises in the first learner step and does not grow. Probably it is AdamW, whose first step
+        The episodes are equal: every prompt and every sampled token up to learner step
+        {learning rate 0.001[same_batches]} with the config's learning rate. The weights are near,
+        but not within the 1e-6 that was predicted: after the last learner step one differs by
+        {learning rate 0.001[step_5]}, where training moved one by {learning rate 0.001[moved]}. The
+        difference arises in the first learner step, {learning rate 0.001[step_1]}, and does not
+        grow. Probably it is AdamW, whose first step
         divides each gradient by its own size, so that rounding of a gradient near 0 is a visible
         part of the learning rate; that was not tested separately. Runs that are missing from the
         table have not been finished.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from learner.distributed.deepspeed_setup import adapters_in_tf32, initialize
 from learner.model.lora import add_adapters
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.training.gradient import add_gradient, apply_gradient, share_of_rank
-from learner.training.step_metrics import finite_or_inf, gathered
+from learner.training.step_metrics import finite_or_inf, gathered, means
 
 
 class ValueHead(nn.Module):
@@ -146,12 +146,14 @@ class Critic:
 
 def critic_metrics(updates: Iterable[CriticStats]) -> dict[str, float]:
     """Return `critic/<name>`: each statistic's mean over the updates that have it."""
-    seen: dict[str, list[float]] = {}
-    for update in updates:
-        for item in fields(CriticStats):
-            if (value := getattr(update, item.name)) is not None:
-                seen.setdefault(f"critic/{item.name}", []).append(float(value))
-    return {name: sum(values) / len(values) for name, values in seen.items()}
+    return means(
+        {
+            f"critic/{name}": float(value)
+            for name, value in asdict(update).items()
+            if value is not None
+        }
+        for update in updates
+    )
 
 
 def _load(path: str, model: ModelConfig, *, learner: LearnerConfig) -> PolicyModel:

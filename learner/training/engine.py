@@ -20,12 +20,22 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig, is_served
+from configs import (
+    Config,
+    CriticConfig,
+    LearnerConfig,
+    LossConfig,
+    ModelConfig,
+    has_critic,
+    is_served,
+)
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
+from learner.data.updates import Update
 from learner.distributed.deepspeed_setup import (
     adapters_in_tf32,
     from_all_ranks,
@@ -316,6 +326,32 @@ class Engine:
                 return self.reference(batch)[0]
             with adapters_off(self.policy.causal_lm):
                 return self.policy(batch)[0]
+
+
+class Trainer(Protocol):
+    """Train a policy and its critic: an Engine, or a RankGroup of several."""
+
+    def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]: ...
+
+    def train_critic(self, updates: Sequence[Sequence[MicroBatch]]) -> list[CriticStats]: ...
+
+
+def train_batch(
+    trainer: Trainer, updates: Sequence[Update], *, config: Config, learner_step: int
+) -> tuple[list[UpdateStats], list[CriticStats]]:
+    """Apply a learner step's updates: to the critic, if the run has one, and to the policy.
+
+    In the first `critic.warmup_steps` learner steps the policy is left as it is.
+    """
+    batches = [update.micro_batches for update in updates]
+    if not batches:
+        return [], []
+    if not has_critic(config):
+        return trainer.train(batches), []
+    critic = trainer.train_critic(batches)
+    if learner_step <= config.critic.warmup_steps:
+        return [], critic
+    return trainer.train(batches), critic
 
 
 def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:

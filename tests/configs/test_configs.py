@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 import configs
 from configs import AlgorithmConfig, Config, ConfigError
+from driver.preflight import check_algorithm
 from gigpo import ESTIMATORS, AdvantageSettings, compute_advantages
 
 PAPER = Path(__file__).parents[2] / "docs" / "paper.md"
@@ -146,20 +147,10 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("learner.steps=many", ["learner.steps=many: Value 'many'"]),
         ("learner.steps=[", ["learner.steps=[: not readable as YAML"]),
         ("learner.steps=0", ["learner.steps=0", "above 0"]),
-        ("algorithm.estimator=gipgo", ["gipgo", "'gigpo'"]),
-        ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
         ("algorithm.group_size=1", ["algorithm.group_size=1", "at least 2"]),
-        ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
-        (
-            "algorithm.group_filter=reward",
-            ["algorithm.group_filter='reward'", "did you mean 'rewards'"],
-        ),
         ("algorithm.penalty_is_signal=false", ["algorithm.penalty_is_signal"]),
-        ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
+        ("algorithm.anchor=anchor_key", ["'anchor_key'", "'similar'"]),
         ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
-        ("algorithm.anchor_history=0", ["algorithm.anchor_history=0", "above 0"]),
-        ("algorithm.similarity=1.0", ["algorithm.similarity=1.0", "(0, 1)"]),
-        ("algorithm.version_window=-1", ["algorithm.version_window=-1", "within one version"]),
         ("max_staleness=-1", ["max_staleness=-1", "0"]),
         ("learner.keep_versions=2", ["learner.keep_versions=2", "at least 3"]),
         ("actors.max_model_tokens=100", ["no setting any more", "max_prompt_tokens +"]),
@@ -361,9 +352,33 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
         "group_filter=rewards",
     ):
         key, _, value = choice.partition("=")
-        assert getattr(configs.load(empty, [f"algorithm.{choice}"]).algorithm, key) == value
-    with pytest.raises(ConfigError, match="anchor='suffix' is not hgpo's"):
-        configs.load(empty, ["algorithm.estimator=hgpo", "algorithm.anchor=suffix"])
+        config = configs.load(empty, [f"algorithm.{choice}"])
+        check_algorithm(config)
+        assert getattr(config.algorithm, key) == value
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ("estimator=gipgo", ["algorithm.estimator='gipgo'", "did you mean 'gigpo'"]),
+        ("gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
+        ("normalise=leave_one", ["leave_one", "leave_one_out"]),
+        ("group_filter=reward", ["algorithm.group_filter='reward'", "did you mean 'rewards'"]),
+        ("anchor=suffixes", ["suffixes", "did you mean 'suffix'"]),
+        ("anchor_history=0", ["algorithm.anchor_history=0", "at least 1"]),
+        ("similarity=1.0", ["algorithm.similarity=1.0", "(0, 1)"]),
+        ("version_window=-1", ["algorithm.version_window=-1", "within one version"]),
+        ("estimator=hgpo anchor=suffix", ["algorithm.estimator='hgpo'", "anchors of its own"]),
+    ],
+)
+def test_gigpos_bounds_are_asked_before_a_start(
+    empty: Path, algorithm: str, words: list[str]
+) -> None:
+    config = configs.load(empty, [f"algorithm.{setting}" for setting in algorithm.split()])
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(config)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -408,10 +423,10 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
 def test_a_setting_that_nothing_reads_is_refused(empty: Path, algorithm: str, words: str) -> None:
     overrides = [f"algorithm.{setting}" for setting in algorithm.split()]
     if not words:
-        configs.load(empty, overrides)
+        check_algorithm(configs.load(empty, overrides))
         return
     with pytest.raises(ConfigError, match=words):
-        configs.load(empty, overrides)
+        check_algorithm(configs.load(empty, overrides))
 
 
 def some_steps() -> pa.Table:
@@ -466,7 +481,7 @@ def test_what_is_said_to_be_read_changes_advantages_and_nothing_else_does(estima
 
     def is_read(key: str) -> bool:
         try:
-            configs.check(
+            check_algorithm(
                 Config(algorithm=AlgorithmConfig(estimator=estimator, **{key: OTHER[key]}))
             )
         except ConfigError:

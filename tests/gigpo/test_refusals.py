@@ -22,6 +22,7 @@ from configs import (
     LossConfig,
     ReplayConfig,
 )
+from driver.preflight import check_algorithm
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -108,8 +109,8 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         ),
     ],
     "a setting of `algorithm` that is not the default": [
-        lambda: configs.check(Config(algorithm=AlgorithmConfig(estimator="rloo", omega=0.5))),
-        lambda: configs.check(Config(algorithm=AlgorithmConfig(version_window=0))),
+        lambda: check_algorithm(Config(algorithm=AlgorithmConfig(estimator="rloo", omega=0.5))),
+        lambda: check_algorithm(Config(algorithm=AlgorithmConfig(version_window=0))),
     ],
     "a mask with low 0 and high `.inf`": [
         lambda: TokenIcepop(low=0, high=math.inf),

@@ -12,12 +12,8 @@ import pytest
 
 from configs import Config
 from coordinator import Coordinator
-from learner.data.batch_loader import (
-    PreparedBatch,
-    cut_updates,
-    in_batch_order,
-    prepare_batch,
-)
+from learner.data.batch_loader import PreparedBatch, in_batch_order, prepare_batch
+from learner.data.updates import cut_updates
 from store import DigestError, VersionRecord, read_segments
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import loader_of, make_config, open_coordinator, play, play_all
@@ -55,8 +51,8 @@ def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coo
     silent, telling = (group.group_uid for group in ready.batch.groups)
     assert list(ready.filtered) == [silent]
     assert set(ready.rows["group_uid"].to_pylist()) == {telling}
-    assert (ready.n_rows, ready.rows.num_rows, ready.n_response_tokens) == (8, 4, 24)
-    assert ready.success == 0.5
+    assert (ready.summary.n_rows, ready.rows.num_rows) == (8, 4)
+    assert (ready.summary.n_response_tokens, ready.summary.success) == (24, 0.5)
     (update,) = ready.updates
     assert sum(batch.n_response_tokens for batch in update.micro_batches) == 12
     assert {"advantage", "episode_advantage", "step_advantage", "anchor_size"} <= set(
@@ -71,7 +67,7 @@ def test_a_batch_without_any_signal_has_no_updates(coordinator: Coordinator) -> 
 
 
 @pytest.mark.parametrize("updates_per_step", [2, 9])
-def test_nor_has_it_any_where_a_batch_is_several_updates(
+def test_a_batch_without_any_signal_that_is_cut_in_several_has_no_updates(
     coordinator: Coordinator, updates_per_step: int
 ) -> None:
     play_all(coordinator, alike=True)

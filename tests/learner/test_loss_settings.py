@@ -17,7 +17,7 @@ from configs import (
     ConfigError,
     LossConfig,
 )
-from driver.preflight import check_loss
+from driver.preflight import check_algorithm, check_loss
 from gigpo import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -240,9 +240,10 @@ def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(
             AdvantageSettings.of(config.algorithm)
         except ValueError:
             with pytest.raises(ConfigError, match=f"algorithm.{key}"):
-                configs.check(config)
+                check_algorithm(config)
         else:
-            configs.check(config)
+            check_algorithm(config)
+        configs.check(config)
 
 
 def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
