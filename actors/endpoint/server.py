@@ -40,7 +40,7 @@ from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, seen_text
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
-from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
+from actors.rollout.episode import EpisodeIds, EpisodeRules, anchor_of, completion_of, step_of
 from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
 from printable import one_line
@@ -284,6 +284,7 @@ class Endpoint:
                 number=number,
                 prompt=prompt,
                 observation=observation,
+                anchor=anchor_of(observation),
                 action=reply.text,
                 is_valid=reply.completion.finish_reason == "stop",
                 t_start_us=started_us,

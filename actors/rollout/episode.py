@@ -239,6 +239,7 @@ async def _take_step(
         number=number,
         prompt=prompt,
         observation=observation,
+        anchor=anchor_of(observation),
         action=answer.action,
         is_valid=is_valid(
             answer, completion, observation=observation, transition=transition, rules=rules
@@ -278,6 +279,7 @@ def step_of(
     number: int,
     prompt: Prompt,
     observation: Observation,
+    anchor: str | None,
     action: str,
     is_valid: bool,
     t_start_us: int,
@@ -287,8 +289,10 @@ def step_of(
     truncated: bool = False,
     env_us: int = 0,
 ) -> Step:
-    """Return a step. What the environment adds may be left out until it has acted."""
-    anchor = _anchor(observation)
+    """Return a step. The environment's part may be left out until it has acted.
+
+    `anchor` is `anchor_of(observation)`, or None if no other step can share the state.
+    """
     return Step(
         step_index=number,
         prompt_ids=prompt.token_ids,
@@ -301,7 +305,7 @@ def step_of(
         finish_reason=completion.finish_reason,
         obs_text=observation.text,
         anchor_text=anchor,
-        state_hash=state_hash(anchor),
+        state_hash=None if anchor is None else state_hash(anchor),
         admissible_actions=observation.actions,
         action_text=action,
         reward=reward,
@@ -344,7 +348,7 @@ def trajectory_of(
 
 
 def _final_observation(observation: Observation) -> FinalObservation:
-    anchor = _anchor(observation)
+    anchor = anchor_of(observation)
     return FinalObservation(
         text=observation.text,
         anchor_text=anchor,
@@ -353,7 +357,7 @@ def _final_observation(observation: Observation) -> FinalObservation:
     )
 
 
-def _anchor(observation: Observation) -> str:
+def anchor_of(observation: Observation) -> str:
     """Return the text that identifies the state."""
     return observation.text if observation.anchor is None else observation.anchor
 
