@@ -32,10 +32,7 @@ EVALUATED = """
 SELECT count(*) FROM versions AS v JOIN metrics AS m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
 """
-UNPLAYED = """
-SELECT count(*) FROM groups WHERE split = 'heldout' AND state <> 'complete'
-    AND purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')
-"""
+UNPLAYED = "SELECT count(*) FROM newest_round WHERE state <> 'complete'"
 PLAYED = "SELECT count(*), sum(n_steps) FROM trajectories"
 
 

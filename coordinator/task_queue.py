@@ -144,7 +144,7 @@ class TaskQueue:
 
     def open_next_group(self, catalog: Catalog) -> None:
         """Enter the next training group in the catalog, within the caller's transaction."""
-        ordinal = catalog.next_ordinal("train", purpose_version=None)
+        ordinal = catalog.next_ordinal("train", evaluated_version=None)
         name, number = self._environment_order[ordinal]
         if not self._orders:
             train = self._train[name]
@@ -167,7 +167,7 @@ class TaskQueue:
     def _open(self, catalog: Catalog, ordinal: int, *, task_id: str) -> Group:
         size = self._config.algorithm.group_size
         return catalog.open_group(
-            ordinal=ordinal, task_id=task_id, split="train", size=size, purpose_version=None
+            ordinal=ordinal, task_id=task_id, split="train", size=size, evaluated_version=None
         )
 
     def open_round(self, catalog: Catalog, version: int, *, episodes_per_task: int) -> None:

@@ -61,7 +61,7 @@ from store import (
 NEWEST_WEIGHTS = """
 SELECT count(DISTINCT task_id) AS tasks, count(*) AS episodes,
     count(*) FILTER (state = 'open') AS open
-FROM groups WHERE split = 'heldout' AND purpose_version = (SELECT max(version) FROM versions)
+FROM newest_round WHERE evaluated_version = (SELECT max(version) FROM versions)
 """
 
 

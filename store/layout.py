@@ -26,7 +26,7 @@ from store.untrusted.signatures import SIGNED, sign_run, state_directory
 
 # Format of a run and of every file in it. A change that this version would misread needs another
 # name.
-FORMAT = "async-gigpo/2"
+FORMAT = "async-gigpo/3"
 # In a directory that is still being made from another run, or brought from a storage.
 UNFINISHED_FORK = "fork.unfinished"
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")

@@ -150,7 +150,7 @@ def batch_of(tx: Transaction, batch_id: int) -> Batch:
     The run's own groups come by age, then the offline ones by the number of their uses. Replayed
     groups come newest first.
     """
-    query = """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version,
+    query = """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.evaluated_version,
                       g.state, l.version_min, l.version_max, g.source, b.claimed_us, l.use,
                       g.source IS NULL AND l.use > 1 AS is_replayed
                FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
@@ -288,7 +288,7 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
         """UPDATE grp SET state = 'abandoned', reason = :rolled_back,
                           lease_worker = NULL, lease_until_us = NULL
            WHERE split = 'heldout' AND state = 'open'
-             AND purpose_version IN (SELECT version FROM version WHERE learner_step > :step)""",
+             AND evaluated_version IN (SELECT version FROM version WHERE learner_step > :step)""",
         rolled_back=ROLLED_BACK,
         step=learner_step,
     )

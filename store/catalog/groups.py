@@ -30,17 +30,17 @@ def open_group(
     task_id: str,
     split: str,
     size: int,
-    purpose_version: int | None,
+    evaluated_version: int | None,
 ) -> Group:
     """Return the group of this ordinal, opened now if it is new.
 
-    `purpose_version` names the evaluation round of a held-out group, which is never claimed. Raises
-    StoreError if the ordinal belongs to another task or size.
+    `evaluated_version` is the version whose evaluation round a held-out group is of. Such a group
+    is never claimed. Raises StoreError if the ordinal belongs to another task or size.
     """
     if size < 1:
         raise StoreError(f"group size {size}: a group has at least one member")
-    _check_split(split, purpose_version)
-    group_uid = uid(tx.run_id, split, ordinal, purpose_version)
+    _check_split(split, evaluated_version)
+    group_uid = uid(tx.run_id, split, ordinal, evaluated_version)
     find = "SELECT * FROM grp WHERE group_uid = :group_uid"
     group = tx.row(find, group_uid=group_uid)
     if group is not None and (group["task_id"], group["size"]) != (task_id, size):
@@ -56,7 +56,7 @@ def open_group(
             ordinal=ordinal,
             task_id=task_id,
             size=size,
-            purpose_version=purpose_version,
+            evaluated_version=evaluated_version,
             state="open",
             reason=None,
         )
@@ -82,18 +82,18 @@ def open_round(
     for ordinal in range(episodes_per_task * len(task_ids)):
         task_id = task_ids[ordinal % len(task_ids)]
         open_group(
-            tx, ordinal=ordinal, task_id=task_id, split=HELDOUT, size=1, purpose_version=version
+            tx, ordinal=ordinal, task_id=task_id, split=HELDOUT, size=1, evaluated_version=version
         )
 
 
-def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None) -> int:
+def next_ordinal(tx: Transaction, split: str, *, evaluated_version: int | None) -> int:
     """Return the ordinal that the next group of the split (and evaluation round) gets."""
-    _check_split(split, purpose_version)
+    _check_split(split, evaluated_version)
     row = tx.row(
-        """SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round
+        """SELECT ordinal FROM grp WHERE split = :split AND evaluated_version IS :round
            ORDER BY ordinal DESC LIMIT 1""",
         split=split,
-        round=purpose_version,
+        round=evaluated_version,
     )
     return 0 if row is None else int(row["ordinal"]) + 1
 
@@ -254,10 +254,10 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
     )
 
 
-def _check_split(split: str, purpose_version: int | None) -> None:
-    if split not in (TRAIN, HELDOUT) or (purpose_version is not None) != (split == HELDOUT):
+def _check_split(split: str, evaluated_version: int | None) -> None:
+    if split not in (TRAIN, HELDOUT) or (evaluated_version is not None) != (split == HELDOUT):
         raise StoreError(
-            f"split {split!r} with purpose_version {purpose_version}: "
+            f"split {split!r} with evaluated_version {evaluated_version}: "
             f"use {TRAIN!r} with None, or {HELDOUT!r} with the number of the evaluation round"
         )
 
@@ -445,10 +445,10 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
         # Step from round to round by the index. Look only into the groups of rounds without a
         # figure, which are few.
         """WITH RECURSIVE round (version) AS (
-               SELECT min(purpose_version) FROM grp WHERE split = 'heldout'
+               SELECT min(evaluated_version) FROM grp WHERE split = 'heldout'
                UNION ALL
-               SELECT (SELECT min(purpose_version) FROM grp
-                       WHERE split = 'heldout' AND purpose_version > round.version)
+               SELECT (SELECT min(evaluated_version) FROM grp
+                       WHERE split = 'heldout' AND evaluated_version > round.version)
                FROM round WHERE round.version IS NOT NULL)
            SELECT v.version, coalesce(v.learner_step, 0) AS learner_step,
                   sum(g.n_members) AS n_trajectories, sum(g.n_won) AS n_won,
@@ -456,7 +456,7 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
                   coalesce(max(g.version_max), v.version) AS newest_version,
                   sum(g.return_sum) AS return_sum, sum(g.n_steps) AS n_steps
            FROM round CROSS JOIN version v ON v.version = round.version
-           CROSS JOIN grp g ON g.split = 'heldout' AND g.purpose_version = round.version
+           CROSS JOIN grp g ON g.split = 'heldout' AND g.evaluated_version = round.version
            WHERE NOT EXISTS (
                SELECT 1 FROM metric m
                WHERE m.name = 'heldout/success' AND m.policy_version = round.version)

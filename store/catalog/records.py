@@ -22,7 +22,7 @@ class Group:
     ordinal: int  # its number among the groups of the split, and of the evaluation round
     task_id: str
     size: int  # members in all
-    purpose_version: int | None  # the evaluation round of a held-out group
+    evaluated_version: int | None  # of a held-out group: the version that its round evaluates
     state: str  # open, complete, claimed, trained, stale, filtered or abandoned
     version_min: int | None  # oldest and newest policy version of its trajectories
     version_max: int | None  # None: no member is committed
@@ -39,7 +39,7 @@ class Group:
             ordinal=NO_ORDINAL,
             task_id=task_id,
             size=size,
-            purpose_version=None,
+            evaluated_version=None,
             state="abandoned",
             version_min=None,
             version_max=None,

@@ -258,7 +258,7 @@ def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
                 ordinal=ordinal,
                 task_id=held[0].task_id,
                 size=max(largest, sizes.get(split, 0)),
-                purpose_version=round_,
+                evaluated_version=round_,
             )
         )
     return found
@@ -289,8 +289,8 @@ def _addresses(
             if not left:
                 break
     left = {group_uid for group_uid, held in members.items() if held[0].split == HELDOUT}
-    query = "SELECT purpose_version FROM grp WHERE split = :split"
-    rounds = Counter(row["purpose_version"] for row in tx.rows(query, split=HELDOUT))
+    query = "SELECT evaluated_version FROM grp WHERE split = :split"
+    rounds = Counter(row["evaluated_version"] for row in tx.rows(query, split=HELDOUT))
     newest = tx.rows("SELECT coalesce(max(version), 0) AS n FROM version")[0]["n"]
     per_round = max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
     for version in range(max([newest, *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):

@@ -35,6 +35,16 @@ CREATE OR REPLACE VIEW groups AS
 SELECT * EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid) FROM exported.groups
 QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY changed_lsn DESC) = 1;
 
+-- The held-out groups of the newest evaluation round, played or not.
+CREATE OR REPLACE VIEW newest_round AS
+SELECT * FROM groups WHERE split = 'heldout'
+QUALIFY evaluated_version = max(evaluated_version) OVER ();
+
+-- The whole held-out groups of the newest evaluation round that has any.
+CREATE OR REPLACE VIEW newest_results AS
+SELECT * FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0
+QUALIFY evaluated_version = max(evaluated_version) OVER ();
+
 -- The training tasks that were handed out, and what is known of each now. An SQL text for
 -- `tasks.order` can be tried on it.
 CREATE OR REPLACE VIEW tasks AS

@@ -122,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.catalog.open_round(tasks, episodes_per_task=1, version=version)
         for k, task in enumerate(tasks):
             group = self.catalog.open_group(
-                ordinal=k, task_id=task, split="heldout", size=1, purpose_version=version
+                ordinal=k, task_id=task, split="heldout", size=1, evaluated_version=version
             )
             self.model.opened(group)
 

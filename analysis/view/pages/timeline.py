@@ -130,8 +130,8 @@ slices AS (
     UNION ALL BY NAME
     SELECT 'evaluation' AS lane, 'evaluates' AS what, min(epoch_us(opened_at)) AS begin_us,
            max(epoch_us(coalesce(completed_at, $end::TIMESTAMP))) AS end_us,
-           'version ' || purpose_version AS detail
-    FROM groups WHERE split = 'heldout' GROUP BY purpose_version
+           'version ' || evaluated_version AS detail
+    FROM groups WHERE split = 'heldout' GROUP BY evaluated_version
     UNION ALL BY NAME
     SELECT 'events' AS lane, what, epoch_us(logged_at) AS begin_us,
            epoch_us(logged_at) AS end_us, component || ': ' || left(detail, 200) AS detail
