@@ -81,6 +81,17 @@ CREATE OR REPLACE VIEW checkpoints AS FROM exported.checkpoints;
 CREATE OR REPLACE VIEW components AS FROM exported.component;
 CREATE OR REPLACE VIEW events AS SELECT "at" AS logged_at, * EXCLUDE ("at") FROM exported.events;
 
+-- The weights that each worker loaded, and for how long its generation paused. The phases are those
+-- of `WeightLoad` in actors/inference/weight_load.py. An event of another form gives NULL and 0.
+CREATE OR REPLACE VIEW weight_loads AS
+SELECT component AS worker, logged_at AS loaded_at,
+       try_cast(regexp_extract(detail, '"version": ([0-9]{1,15})', 1) AS BIGINT) AS version,
+       list_sum(list_transform(
+           ['pause', 'start', 'update', 'finish', 'resume'],
+           lambda phase: coalesce(try_cast(regexp_extract(
+               detail, '"' || phase || '_ms": ([0-9.]{1,15})', 1) AS DOUBLE), 0))) AS pause_ms
+FROM events WHERE what = 'weights loaded';
+
 -- The groups that each learner step consumed, what became of them, and the digests of the weights
 -- that wrote them. The source of an offline group is the run that played it. Its versions are that
 -- run's, so it has no staleness and no digests here.

@@ -57,6 +57,7 @@ VIEWS = [
     "unfinished",
     "components",
     "events",
+    "weight_loads",
     "staleness_violations",
     "task_overlap",
     "generation_overlap",
@@ -133,6 +134,17 @@ def test_the_newest_round_may_be_unplayed_its_results_are_of_the_last_with_a_who
         export(catalog, layout)
     assert query(layout, newest.format("newest_round")) == [(4, 0)]
     assert query(layout, newest.format("newest_results")) == [(2, 0)]
+
+
+def test_weight_loads_have_their_version_and_the_pause_in_all(layout: RunLayout) -> None:
+    load = {"version": 7, "check_ms": 100.0, "pause_ms": 1.5, "start_ms": 2.0, "update_ms": 4.0}
+    with Catalog.open(layout) as catalog:
+        for worker, detail in (("w0", json.dumps({**load, "resume_ms": 8.0})), ("w1", "{")):
+            catalog.log(component=worker, what="weights loaded", detail=detail)
+        catalog.log(component="w0", what="merged", detail='{"version": 3}')
+        export(catalog, layout)
+    loaded = "SELECT worker, version, pause_ms FROM weight_loads ORDER BY worker"
+    assert query(layout, loaded) == [("w0", 7, 15.5), ("w1", None, 0.0)]
 
 
 def test_the_views_say_what_was_committed(full: RunLayout) -> None:
