@@ -27,8 +27,9 @@ from store.untrusted.signatures import SIGNED, sign_run, state_directory
 # Format of a run and of every file in it. A change that this version would misread needs another
 # name.
 FORMAT = "async-gigpo/3"
-# In a directory that is still being made from another run, or brought from a storage.
-UNFINISHED_FORK = "fork.unfinished"
+# Files in a directory that is no run yet: it is being made from another run, or brought from a
+# storage. The last act of either removes its file.
+UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -309,6 +310,11 @@ class RunLayout:
             if beneath.status(root / UNFINISHED_FORK, root=root) is not None:
                 raise FormatError(
                     f"{root} is a fork that was cut short; remove it, and give the command again"
+                )
+            if beneath.status(root / UNFINISHED_BRING, root=root) is not None:
+                raise FormatError(
+                    f"{root} is a run that was only brought here in part; give the command that "
+                    f"brought it again: gigpo train --resume URI run_dir={shell_word(str(root))}"
                 )
             data = beneath.read_bytes(path, root=root, at_most=beneath.MAX_TEXT_BYTES)
             info = parse_run_json(data, name=str(path))

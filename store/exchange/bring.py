@@ -25,7 +25,7 @@ from store.layout import (
     BASE_POLICY,
     CONFIG_FILE,
     OUTSIDE_FILE,
-    UNFINISHED_FORK,
+    UNFINISHED_BRING,
     RunInfo,
     RunLayout,
     is_unused,
@@ -66,7 +66,7 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
     is_new = not root.exists()
     _empty(root)
     make_directory(root, beneath=root)
-    (root / UNFINISHED_FORK).touch()
+    (root / UNFINISHED_BRING).touch()
     try:
         layout = _bring_small_files(storage, RunLayout(root=root, info=info))
         if trusts:
@@ -86,7 +86,7 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
             if is_new:
                 root.rmdir()
         raise
-    (root / UNFINISHED_FORK).unlink()
+    (root / UNFINISHED_BRING).unlink()
     return report
 
 
@@ -101,7 +101,7 @@ def is_brought(uri: str, root: Path) -> bool:
     Raises StoreError if another run is there.
     """
     root = root.absolute()
-    if not RunLayout.exists(root) or (root / UNFINISHED_FORK).exists():
+    if not RunLayout.exists(root) or (root / UNFINISHED_BRING).exists():
         return False
     there = RunLayout.open(root).info.storage_uri
     if there is None or open_storage(there).locate("") != open_storage(uri).locate(""):
@@ -200,7 +200,7 @@ def _empty(root: Path) -> None:
         return
     except OSError as error:
         raise StoreError(f"{root} cannot be read: {error.strerror}; give run_dir=NEW") from error
-    marker = root / UNFINISHED_FORK
+    marker = root / UNFINISHED_BRING
     if there and marker not in there:
         names = ", ".join(sorted(path.name for path in there)[:3])
         raise StoreError(

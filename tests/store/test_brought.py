@@ -41,7 +41,7 @@ from store import (
 )
 from store.exchange import bring
 from store.exchange.offline_import import parse_source, take_sources
-from store.layout import BASE_POLICY, UNFINISHED_FORK
+from store.layout import BASE_POLICY, UNFINISHED_BRING
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
 from store.remote_directory import has_directory, is_published, prune_published
@@ -331,10 +331,12 @@ def test_a_killed_call_begins_again_and_nothing_else_is_removed(
 ) -> None:
     root = tmp_path / "mounted"
     (root / "lost+found").mkdir(parents=True)
-    (root / UNFINISHED_FORK).touch()
+    (root / UNFINISHED_BRING).touch()
     (root / "run.json").write_text("{")
     (root / "catalog.sqlite").write_text("half of one")
     assert not is_brought(uri_of(lost), root)
+    with pytest.raises(FormatError, match=r"in part; .* gigpo train --resume URI run_dir=\S+$"):
+        RunLayout.open(root)
     bring_run(uri_of(lost), root, trusts=False)
     assert is_brought(uri_of(lost), root)
     assert (root / "lost+found").is_dir() and states(root)[0] == ("trained", 2)
