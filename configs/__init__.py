@@ -46,6 +46,7 @@ from configs.load import (
     load,
     load_saved,
     parse_saved,
+    split_run_dir,
 )
 from configs.model_directory import (
     SAFE_LOADING,
@@ -149,6 +150,7 @@ __all__ = [
     "quoted",
     "rank_bytes",
     "replayed_groups",
+    "split_run_dir",
     "used_group_filter",
     "weight_indexes",
     "without_model",

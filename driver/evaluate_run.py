@@ -128,10 +128,8 @@ def own_run_settings(run: str) -> Config:
 
 def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
     """Return the settings of an evaluation in a new run. Raises ConfigError, StoreError."""
-    directories = [
-        text.removeprefix("run_dir=") for text in overrides if text.startswith("run_dir=")
-    ]
-    if not directories:
+    new, others = configs.split_run_dir(overrides)
+    if new is None:
         raise ConfigError(
             f"gigpo evaluate {weights} with settings of its own needs a directory of its own: "
             "run_dir=NEW"
@@ -145,13 +143,12 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
             )
         return configs.without_model(config) if config.endpoint.url else config
     run, step = parse_run_step(weights)
-    others = [text for text in overrides if not text.startswith("run_dir=")]
     if any(text.startswith("model.path=") for text in others):
         raise ConfigError(
             f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a "
             "config instead"
         )
-    config, new = resume.load(run, others), directories[-1]
+    config = resume.load(run, others)
     if config.endpoint.url:  # the run's tasks and settings
         if step is not None:
             raise ConfigError(
