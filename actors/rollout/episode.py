@@ -34,7 +34,7 @@ class AsyncEnvironment(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class Progress:
+class AttemptProgress:
     """Count the steps and response tokens of one attempt."""
 
     begun_us: int = field(default_factory=now_us)  # UTC epoch
@@ -56,7 +56,6 @@ class EpisodeIds:
     group_uid: bytes
     traj_uid: bytes
     member: int
-    progress: Progress = field(default_factory=Progress, compare=False)  # of this attempt
 
     @classmethod
     def of(cls, group_uid: bytes, member: int) -> EpisodeIds:
@@ -96,7 +95,11 @@ class EpisodeRunner(Protocol):
 
     async def start(self) -> None: ...
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory: ...
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
+        """Play one attempt at an episode, and count its steps in `progress`."""
+        ...
 
     def waiting(self) -> tuple[str, float] | None:
         """Return the operation that has been pending longest, and for how many seconds."""
@@ -118,10 +121,18 @@ class EnvironmentEpisodes:
     async def start(self) -> None:
         """Start nothing: the pool starts its processes when they are needed."""
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         async with self._pool.environment() as environment:
             return await play_episode(
-                environment, self._policy, form=self._form, task=task, episode=ids, rules=rules
+                environment,
+                self._policy,
+                form=self._form,
+                task=task,
+                episode=ids,
+                rules=rules,
+                progress=progress,
             )
 
     def waiting(self) -> tuple[str, float] | None:
@@ -142,9 +153,11 @@ async def play_episode(
     task: Task,
     episode: EpisodeIds,
     rules: EpisodeRules,
+    progress: AttemptProgress,
 ) -> Trajectory:
     """Play until the environment ends, or `max_steps` actions were taken. An action is one Step.
 
+    Each step is counted in `progress`, also if the episode fails later.
     When a deadline of `rules` passes, the episode ends with its steps so far, the last one
     truncated. Raises:
       EpisodeOverdue    a deadline passed before the first step
@@ -172,7 +185,7 @@ async def play_episode(
                     rules=rules,
                 )
                 steps.append(step)
-                episode.progress.add(step)
+                progress.add(step)
                 turn = Turn(
                     observation=observation.text,
                     action=step.action_text,
