@@ -23,7 +23,8 @@ from store.records import uid_text
 from store.segments import SegmentMeta
 
 COMPONENT = "catalog"
-WINS = Path(__file__).with_name("wins.sql").read_text()
+WINS = Path(__file__).with_name("wins.sql").read_text().format(free_use=imported_groups.FREE_USE)
+FIRST_REPLAY = 2  # use 1 is the batch that trained on the whole group
 # A condition on a row `l` of batch_group.
 _IS_REPLAYED = (
     """(l.use > 1 AND (SELECT source FROM grp WHERE grp.group_uid = l.group_uid) IS NULL)"""
@@ -72,7 +73,9 @@ def claim(
     _add(tx, batch_id, rows)
     if n_replayed:
         oldest_version = current_version - max_age
-        for row in tx.rows(WINS, oldest_version=oldest_version, n_groups=n_replayed):
+        for row in tx.rows(
+            WINS, oldest_version=oldest_version, n_groups=n_replayed, first_use=FIRST_REPLAY
+        ):
             _insert(tx, batch_id, row)
     return batch_of(tx, batch_id)
 
@@ -150,9 +153,9 @@ def batch_of(tx: Transaction, batch_id: int) -> Batch:
     The run's own groups come by age, then the offline ones by the number of their uses. Replayed
     groups come newest first.
     """
-    query = """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.evaluated_version,
+    query = f"""SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.evaluated_version,
                       g.state, l.version_min, l.version_max, g.source, b.claimed_us, l.use,
-                      g.source IS NULL AND l.use > 1 AS is_replayed
+                      {_IS_REPLAYED} AS is_replayed
                FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
                WHERE b.batch_id = :batch_id
                ORDER BY is_replayed, g.source IS NOT NULL,
