@@ -31,7 +31,7 @@ from actors.rollout.episode import EpisodeIds, step_of, trajectory_of
 from configs import ConfigError
 from envs import Observation, Task
 from printable import one_line
-from store import Step, Trajectory, now_us, uid
+from store import TRAIN, Step, Trajectory, now_us, uid
 
 ENV_NAME = "chat"  # environment name of the trajectories
 SUFFIXES = (".jsonl", ".parquet")
@@ -146,7 +146,7 @@ def chat_trajectories(
         trajectories.append(
             trajectory_of(
                 steps,
-                task=Task(id=chat.name, env_name=ENV_NAME, split="train", seed=0),
+                task=Task(id=chat.name, env_name=ENV_NAME, split=TRAIN, seed=0),
                 episode=EpisodeIds.of(uid("chat", file_id, number), 0),
                 won=True,  # somebody chose it as an example
                 task_score=None,

@@ -30,6 +30,7 @@ from coordinator.logs import capture_output
 from coordinator.task_queue import TaskQueue, free_groups, round_due, training_is_due
 from envs import EnvironmentFailed
 from store import (
+    HELDOUT,
     Batch,
     Catalog,
     CheckpointRecord,
@@ -161,7 +162,7 @@ class Coordinator:
                 group = self._next_group(worker)
         if version is None or group is None:
             return None
-        played_by = self.config.evaluation if group.split == "heldout" else self.config.actors
+        played_by = self.config.evaluation if group.split == HELDOUT else self.config.actors
         lease = Lease(
             group=group,
             task=self.tasks[group.task_id],
@@ -185,7 +186,7 @@ class Coordinator:
         trains = self.learns and training_is_due(
             self.config, self.catalog, last_step=self._last_step
         )
-        split = None if trains else "heldout"
+        split = None if trains else HELDOUT
         lease_open = partial(
             self.catalog.lease_open_group, worker=worker, lease_s=LEASE_S, split=split
         )

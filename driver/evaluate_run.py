@@ -45,6 +45,7 @@ from driver.trackers.follow import follow_metrics
 from driver.trackers.tracker import check_trackers
 from printable import shell_word
 from store import (
+    BASE_POLICY,
     RunLayout,
     StoreError,
     VersionRecord,
@@ -263,7 +264,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
     """
     run = Path(config.run_dir)
     # Without model.path a server plays, and no process reads this directory.
-    model_path = config.model.path or str(run / "base" / "policy")
+    model_path = config.model.path or str(run / BASE_POLICY)
     with run_lock.driving(run), ExitStack() as ray:
         with said_while(lambda: "starting Ray", console.print):
             processes = n_processes(config, learns=False)

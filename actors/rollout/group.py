@@ -31,7 +31,7 @@ from actors.rollout.episode import (
 from configs import Config
 from coordinator import CoordinatorClient, Lease
 from envs import EnvironmentDied
-from store import FencedError, Trajectory, Unfinished, now_us, uid
+from store import TRAIN, FencedError, Trajectory, Unfinished, now_us, uid
 
 COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
 # attempts at an episode whose process died through another episode's fault
@@ -103,7 +103,7 @@ class GroupRollout:
     ) -> None:
         size = lease.group.size
         # An evaluation must not prefer the quickest episodes, so it has no extra ones.
-        n_extra = config.actors.extra_members if lease.group.split == "train" else 0
+        n_extra = config.actors.extra_members if lease.group.split == TRAIN else 0
         self.lease = lease
         self.numbers = (*lease.group.missing, *range(size, size + n_extra))
         self.too_old = ""  # why the learner cannot train on this group any more

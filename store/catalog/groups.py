@@ -8,7 +8,15 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 
 from store.catalog.database import Transaction, columns_of, pick
-from store.catalog.records import CommitResult, Counts, Evaluation, Group, SuccessRate
+from store.catalog.records import (
+    HELDOUT,
+    TRAIN,
+    CommitResult,
+    Counts,
+    Evaluation,
+    Group,
+    SuccessRate,
+)
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
@@ -16,8 +24,6 @@ from store.hashing import uid, valid_text
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
-TRAIN = "train"
-HELDOUT = "heldout"
 # Reason of a held-out group that was abandoned in a roll-back: its round has no result.
 ROLLED_BACK = "the evaluated version was rolled back"
 GROUP_COLUMNS = tuple(set(Group.__slots__) - {"missing", "epoch"})
@@ -171,9 +177,9 @@ def times_lost(tx: Transaction) -> dict[str, int]:
     return {row["task_id"]: row["n"] for row in rows}
 
 
-def renew_leases(tx: Transaction, workers: Collection[str], *, lease_s: float) -> int:
-    """Extend all leases of workers that are alive. Return the number of leases."""
-    return tx.run(
+def renew_leases(tx: Transaction, workers: Collection[str], *, lease_s: float) -> None:
+    """Extend all leases of workers that are alive."""
+    tx.run(
         """UPDATE grp SET lease_until_us = :until_us
            WHERE lease_worker IN (SELECT value FROM json_each(:workers))""",
         until_us=tx.now_us + round(lease_s * US_PER_S),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from store.hashing import uid
 from store.segments import SegmentMeta
 
-# The split of other runs' groups. They are never leased, and claimed only if they have a source.
-IMPORTED = "imported"
+# Splits of a group. TRAIN and HELDOUT are those of its task. IMPORTED is the split of other runs'
+# groups. They are never leased, and claimed only if they have a source.
+TRAIN, HELDOUT, IMPORTED = "train", "heldout", "imported"
 NO_ORDINAL = -1  # of a group that the catalog does not have yet
 
 
@@ -18,7 +19,7 @@ class Group:
     """The attempts at one task: a row of the catalog's table `grp`."""
 
     group_uid: bytes
-    split: str  # "train", "heldout", or IMPORTED for a group of another run
+    split: str  # TRAIN, HELDOUT or IMPORTED
     ordinal: int  # its number among the groups of the split, and of the evaluation round
     task_id: str
     size: int  # members in all

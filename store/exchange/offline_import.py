@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from printable import one_line
 from store.catalog.catalog import Catalog
-from store.catalog.groups import TRAIN
+from store.catalog.records import TRAIN
 from store.errors import FormatError, StoreError
 from store.exchange.bring import run_at
 from store.exchange.datasets import (

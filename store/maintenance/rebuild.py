@@ -35,8 +35,7 @@ from store.catalog.database import (
     shown_lsn,
     take_lock,
 )
-from store.catalog.groups import HELDOUT, TRAIN
-from store.catalog.records import IMPORTED
+from store.catalog.records import HELDOUT, IMPORTED, TRAIN
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
 from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
 from store.hashing import file_digest, uid
