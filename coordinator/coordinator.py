@@ -83,7 +83,7 @@ class Coordinator:
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
         self.tasks = TaskQueue(config, learns=learns)
-        self._n_live, self._n_offline = groups_of_a_step(config)
+        self._n_own, self._n_offline = groups_of_a_step(config)
         self._last_step = config.learner.steps  # less where the offline groups end sooner
         self._exporter = Exporter(self.catalog, self.layout)
         self._heartbeats = HeartbeatTracker()
@@ -203,7 +203,7 @@ class Coordinator:
         if group is None and trains:
             n_free = free_groups(
                 outstanding=self.catalog.outstanding(),
-                groups_per_step=self._n_live,
+                groups_per_step=self._n_own,
                 max_staleness=self.config.max_staleness,
             )
             if n_free:
@@ -310,7 +310,7 @@ class Coordinator:
         if self._waits_for_stragglers(current_version):
             return None
         return self.catalog.claim(
-            n_groups=self._n_live,
+            n_groups=self._n_own,
             n_offline=self._n_offline,
             uses=self.config.offline.uses,
             n_replayed=replayed_groups(self.config),

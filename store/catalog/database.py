@@ -403,7 +403,7 @@ def _check_not_lost(layout: RunLayout) -> None:
 
 
 def check_unowned(layout: RunLayout) -> None:
-    """Raise LockedError naming the process if a live one owns the catalog. Take no lock."""
+    """Raise LockedError naming the process if a running one owns the catalog. Take no lock."""
     if is_file(layout.catalog_lock, root=layout.root):
         os.close(take_lock(layout))
 

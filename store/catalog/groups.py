@@ -113,7 +113,7 @@ def lease_open_group(
     without: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> Group | None:
-    """Lease the oldest open group that has no live lease. Return None if there is none.
+    """Lease the oldest open group that has no unexpired lease. Return None if there is none.
 
     Held-out groups come first, so that evaluation rounds end soon. After a crash this returns the
     groups that were dispatched and not finished, before any new one. Skip the tasks `without`, and
@@ -146,7 +146,7 @@ def lease_open_group(
 
 
 def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | None) -> bool:
-    """Return whether one of the tasks has an open group without a live lease."""
+    """Return whether one of the tasks has an open group without an unexpired lease."""
     if not task_ids:
         return False
     row = tx.row(
