@@ -65,7 +65,7 @@ class Catalog:
         """
         try:
             with self._backing_up, closing(self._database.copy()) as copy:
-                self._layout.check_home()
+                self._layout.check_primary()
                 write_backup(copy, self._layout)
                 (self.backed_up_lsn,) = copy.execute("SELECT lsn FROM meta").fetchone()
         except FencedError:

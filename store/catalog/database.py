@@ -421,7 +421,7 @@ def check_owner(layout: RunLayout) -> None:
             "this run: going on would write and remove files there. If you trust it: gigpo train "
             f"--resume {layout.root} --trust"
         )
-    layout.check_home()
+    layout.check_primary()
 
 
 def check_consent(layout: RunLayout) -> None:

@@ -238,12 +238,12 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
     for trajectory in segment.trajectories:
         size = sizes[trajectory.group_uid]
         check_member(trajectory, size=size, remedy="use the traj_uids of the lease")
-    home = {trajectory.traj_uid: _home(tx, trajectory) for trajectory in segment.trajectories}
-    new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
+    segment_of = {one.traj_uid: _segment_of(tx, one.traj_uid) for one in segment.trajectories}
+    new = [one for one in segment.trajectories if segment_of[one.traj_uid] is None]
     if new:
         insert_segment(tx, segment, epoch=epoch, level=0)
         insert_trajectories(tx, new, segment_id=segment.segment_id)
-        for traj_uid, segment_id in home.items():
+        for traj_uid, segment_id in segment_of.items():
             if segment_id is not None:
                 tx.insert("duplicate", segment_id=segment.segment_id, traj_uid=traj_uid)
                 tx.touch("excluded")
@@ -251,11 +251,11 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
             recompute(tx, group_uid)  # once for each group, because its triggers cost the most here
             complete_if_full(tx, group_uid)
     counted = {trajectory.traj_uid for trajectory in new} | {
-        traj_uid for traj_uid, segment_id in home.items() if segment_id == segment.segment_id
+        traj_uid for traj_uid, segment_id in segment_of.items() if segment_id == segment.segment_id
     }
     return CommitResult(
-        new=tuple(traj_uid for traj_uid in home if traj_uid in counted),
-        duplicates=tuple(traj_uid for traj_uid in home if traj_uid not in counted),
+        new=tuple(traj_uid for traj_uid in segment_of if traj_uid in counted),
+        duplicates=tuple(traj_uid for traj_uid in segment_of if traj_uid not in counted),
         full=tuple(group_uid for group_uid in group_uids if _is_full(tx, group_uid)),
     )
 
@@ -305,10 +305,10 @@ def check_member(trajectory: TrajectoryMeta, *, size: int, remedy: str) -> None:
         )
 
 
-def _home(tx: Transaction, trajectory: TrajectoryMeta) -> str | None:
-    """Return the segment from which the trajectory counts."""
+def _segment_of(tx: Transaction, traj_uid: bytes) -> str | None:
+    """Return the segment from which the trajectory counts, None before its first commit."""
     query = "SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid"
-    row = tx.row(query, traj_uid=trajectory.traj_uid)
+    row = tx.row(query, traj_uid=traj_uid)
     return None if row is None else row["segment_id"]
 
 

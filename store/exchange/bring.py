@@ -6,9 +6,9 @@
     run = run_at(uri)     # only to be read: a directory in this user's cache
     bring_catalog(uri)    # and its catalog there, for a fork
 
-`bring_run` makes the directory the run's home. Its catalog is the newest backup, with the segment
-files that are newer. Weights and checkpoints are fetched when they are needed. Killed at any
-moment, the same call begins again.
+`bring_run` makes the directory the run's primary one. Its catalog is the newest backup, with the
+segment files that are newer. Weights and checkpoints are fetched when they are needed. Killed at
+any moment, the same call begins again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from store import home
+from store import primary_directory
 from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import (
@@ -78,7 +78,7 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
         make_directory(layout.logs, beneath=root)
         if has_directory(layout, BASE_POLICY):
             local_directory(layout, BASE_POLICY)
-        with home.taken(root, storage):
+        with primary_directory.taken(root, storage):
             report = rebuild(layout, only_new=True)
     except BaseException:
         with suppress(OSError, StoreError):
@@ -122,7 +122,7 @@ def run_at(place: str) -> Path:
     if not storage.exists(RUN_JSON):
         return Path(place)
     info, _ = _read_run_json(storage)
-    root = cache_of(info.run_id, place, kind="homes")
+    root = cache_of(info.run_id, place, kind="settings")
     _bring_small_files(storage, RunLayout(root=root, info=info))
     return root
 
