@@ -170,37 +170,45 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             unread.append(PurePosixPath(path).stem)
             continue
         try:
-            data = layout.storage.read(path)
-            digest = file_digest(data)
-            if digest != PurePosixPath(path).stem:
-                raise StoreError(f"{path} has digest {digest}, its name is that of another content")
-            rows = open_rows(data, path=layout.root / path)
-            if not layout.info.wrote(rows.run_id):
-                raise StoreError(f"{path} was written for run {rows.run_id}")
+            file, held = _read_segment(layout, path)
         except UnavailableError:
             raise
         except StoreError as error:
             rejected[path] = error
             continue
-        held = trajectories(rows.table)
+        files.append(file)
         played += held
-        meta = SegmentMeta(
-            segment_id=digest,
-            path=path,
-            digest=digest,
-            n_steps=rows.table.num_rows,
-            n_bytes=data.size,
-            worker=rows.worker,
-            trajectories=tuple(trajectory.meta for trajectory in held),
-        )
-        level = int(rows.worker == COMPACTED)
-        files.append(FoundFile(meta=meta, epoch=rows.epoch, level=level))
     # A merged file replaced others, and a larger one holds more that no other file does.
     files.sort(key=lambda file: (-file.level, -file.meta.n_bytes, file.meta.path))
     lines = [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
     return Contents(
         files=tuple(files), played=tuple(played), rejected=tuple(lines), unread=tuple(unread)
     )
+
+
+def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played, ...]]:
+    """Return a segment file and its trajectories.
+
+    Raises StoreError unless its content is the one that its name says, and of this run.
+    """
+    data = layout.storage.read(path)
+    digest = file_digest(data)
+    if digest != PurePosixPath(path).stem:
+        raise StoreError(f"{path} has digest {digest}, its name is that of another content")
+    rows = open_rows(data, path=layout.root / path)
+    if not layout.info.wrote(rows.run_id):
+        raise StoreError(f"{path} was written for run {rows.run_id}")
+    held = trajectories(rows.table)
+    meta = SegmentMeta(
+        segment_id=digest,
+        path=path,
+        digest=digest,
+        n_steps=rows.table.num_rows,
+        n_bytes=data.size,
+        worker=rows.worker,
+        trajectories=tuple(trajectory.meta for trajectory in held),
+    )
+    return FoundFile(meta=meta, epoch=rows.epoch, level=int(rows.worker == COMPACTED)), held
 
 
 def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Contents) -> Recovered:
