@@ -4,7 +4,7 @@ schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
 per_environment.py  the settings of each environment of a run
-derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
+derived.py          own, offline and replayed groups, workers, GPUs and updates of settings
 plan.py             placement, memory and disk of a run
 estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
@@ -43,6 +43,7 @@ from configs.load import (
     load,
     load_saved,
     parse_saved,
+    split_run_dir,
 )
 from configs.model_directory import (
     SAFE_LOADING,
@@ -143,6 +144,7 @@ __all__ = [
     "quoted",
     "rank_bytes",
     "replayed_groups",
+    "split_run_dir",
     "used_group_filter",
     "weight_indexes",
     "without_model",

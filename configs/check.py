@@ -566,12 +566,12 @@ def _check_offline(config: Config) -> None:
     share = f"offline.share={offline.share:g}"
     if offline.share > 1.0:
         raise ConfigError(f"{share} is more than all of a batch; use 1 for offline groups only")
-    n_live, n_offline = groups_of_a_step(config)
-    if n_offline == 0 or (n_live == 0 and not is_offline(config)):
+    n_own, n_offline = groups_of_a_step(config)
+    if n_offline == 0 or (n_own == 0 and not is_offline(config)):
         raise ConfigError(
             f"{share} of learner.groups_per_step={config.learner.groups_per_step} is {n_offline} "
-            f"offline and {n_live} live groups; use 1 for offline ones only, leave source out for "
-            "live ones only, or take more groups"
+            f"offline and {n_own} own groups; use 1 for offline ones only, leave source out for "
+            "own ones only, or take more groups"
         )
     if is_offline(config) and draws_by_weight(config):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Compute what follows from several settings: live and offline groups, workers, GPUs, updates."""
+"""Compute what follows from several settings: own and offline groups, workers, GPUs, updates."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def draws_by_weight(config: Config) -> bool:
 
 
 def groups_of_a_step(config: Config) -> tuple[int, int]:
-    """Return the live and the offline groups of every learner step.
+    """Return how many own and how many offline groups every learner step has.
 
-    Example: 8 groups with offline.share 0.25 are 6 and 2. Without a source all are live.
+    This run plays its own groups. Example: 8 groups with offline.share 0.25 are 6 and 2. Without a
+    source all are own ones.
     """
     n_groups = config.learner.groups_per_step
     n_offline = round(config.offline.share * n_groups) if config.source else 0

@@ -300,10 +300,10 @@ def estimate_run(config: Config) -> Estimate:
         )
     limits = _play_limits(config, engine) if engine else {}
     train_steps_per_s = _train_steps_per_s(config, lengths, parameters=parameters)
-    n_live, n_offline = groups_of_a_step(config)
+    n_own, n_offline = groups_of_a_step(config)
     of_group = config.algorithm.group_size * lengths.steps
-    n_trained = (n_live + n_offline + replayed_groups(config)) * of_group
-    n_played = n_live * (config.algorithm.group_size + config.actors.extra_members) * lengths.steps
+    n_trained = (n_own + n_offline + replayed_groups(config)) * of_group
+    n_played = n_own * (config.algorithm.group_size + config.actors.extra_members) * lengths.steps
     version = version_bytes(config)
     checkpoint = checkpoint_bytes(config) / config.learner.checkpoint_every
     pause_s = version / max(1, round(config.actors.gpus_per_worker)) / LOADED_BYTES_PER_S
@@ -374,7 +374,7 @@ def _engine(config: Config, shape: Shape, lengths: Lengths, *, parameters: float
 
 
 def _admitted_groups(config: Config) -> int:
-    """Return how many live groups may be outstanding at once."""
+    """Return how many own groups may be outstanding at once."""
     return (config.max_staleness + 1) * groups_of_a_step(config)[0]
 
 

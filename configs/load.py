@@ -22,6 +22,7 @@ from configs.check import ConfigError, check, check_is_list, dotted_settings
 from configs.schema import Config
 from printable import did_you_mean, one_line
 
+RUN_DIR = "run_dir="  # an override that names the run's directory
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
@@ -99,6 +100,17 @@ MAY_CHANGE = {
     "offline.uses",
     "offline.train_on",
 }
+
+
+def split_run_dir(overrides: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the run directory that the overrides name, None without one, and the other overrides.
+
+    >>> split_run_dir(["seed=1", "run_dir=runs/a", "run_dir=runs/b"])
+    ('runs/b', ('seed=1',))
+    """
+    given = [text.removeprefix(RUN_DIR) for text in overrides if text.startswith(RUN_DIR)]
+    others = tuple(text for text in overrides if not text.startswith(RUN_DIR))
+    return (given[-1] if given else None), others
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -70,11 +70,11 @@ def describe_plan(config: Config) -> str:
         total = sum(weights.values())
         shares = ", ".join(f"{weight / total:.0%} {name}" for name, weight in weights.items())
         lines.append(f"  of the groups that are played: {shares}")
-    n_live, n_offline = groups_of_a_step(config)
+    n_own, n_offline = groups_of_a_step(config)
     if n_extra := config.algorithm.refill_groups:
         lines.append(
             f"  at most {n_extra} more groups in place of those that teach nothing "
-            f"(algorithm.refill_groups), so that {n_live} are trained on"
+            f"(algorithm.refill_groups), so that {n_own} are trained on"
         )
     if n_replayed := replayed_groups(config):
         lines.append(

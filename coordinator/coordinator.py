@@ -30,6 +30,7 @@ from coordinator.logs import capture_output
 from coordinator.task_queue import TaskQueue, free_groups, round_due, training_is_due
 from envs import EnvironmentFailed
 from store import (
+    HELDOUT,
     Batch,
     Catalog,
     CheckpointRecord,
@@ -82,7 +83,7 @@ class Coordinator:
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
         self.tasks = TaskQueue(config, learns=learns)
-        self._n_live, self._n_offline = groups_of_a_step(config)
+        self._n_own, self._n_offline = groups_of_a_step(config)
         self._last_step = config.learner.steps  # less where the offline groups end sooner
         self._exporter = Exporter(self.catalog, self.layout)
         self._heartbeats = HeartbeatTracker()
@@ -161,7 +162,7 @@ class Coordinator:
                 group = self._next_group(worker)
         if version is None or group is None:
             return None
-        played_by = self.config.evaluation if group.split == "heldout" else self.config.actors
+        played_by = self.config.evaluation if group.split == HELDOUT else self.config.actors
         lease = Lease(
             group=group,
             task=self.tasks[group.task_id],
@@ -185,7 +186,7 @@ class Coordinator:
         trains = self.learns and training_is_due(
             self.config, self.catalog, last_step=self._last_step
         )
-        split = None if trains else "heldout"
+        split = None if trains else HELDOUT
         lease_open = partial(
             self.catalog.lease_open_group, worker=worker, lease_s=LEASE_S, split=split
         )
@@ -202,7 +203,7 @@ class Coordinator:
         if group is None and trains:
             n_free = free_groups(
                 outstanding=self.catalog.outstanding(),
-                groups_per_step=self._n_live,
+                groups_per_step=self._n_own,
                 max_staleness=self.config.max_staleness,
             )
             if n_free:
@@ -309,7 +310,7 @@ class Coordinator:
         if self._waits_for_stragglers(current_version):
             return None
         return self.catalog.claim(
-            n_groups=self._n_live,
+            n_groups=self._n_own,
             n_offline=self._n_offline,
             uses=self.config.offline.uses,
             n_replayed=replayed_groups(self.config),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from envs import Task
-from store import Group, SegmentMeta, Unfinished, VersionRecord, now_us
+from store import TRAIN, Group, SegmentMeta, Unfinished, VersionRecord, now_us
 
 MAX_REQUEUES = 3  # times that a group is played again because it became too old
 SUSPECT_LOSSES = 2  # workers lost with a task in play; it is then played alone, after all others
@@ -54,7 +54,7 @@ class LeaseTable:
 
     def begin(self, lease: Lease) -> None:
         size = lease.group.size
-        extra = range(size, size + self._extra_members if lease.group.split == "train" else size)
+        extra = range(size, size + self._extra_members if lease.group.split == TRAIN else size)
         self._in_play[lease.group.group_uid] = _InPlay(
             lease=lease, begun_us=now_us(), numbers={*lease.group.missing, *extra}
         )
@@ -118,7 +118,7 @@ class LeaseTable:
         """Return whether a training group in play began at `version`."""
         leases = (entry.lease for entry in self._in_play.values())
         return any(
-            lease.group.split == "train" and lease.version.version == version for lease in leases
+            lease.group.split == TRAIN and lease.version.version == version for lease in leases
         )
 
 

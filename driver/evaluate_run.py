@@ -45,6 +45,7 @@ from driver.trackers.follow import follow_metrics
 from driver.trackers.tracker import check_trackers
 from printable import shell_word
 from store import (
+    BASE_POLICY,
     RunLayout,
     StoreError,
     VersionRecord,
@@ -61,7 +62,7 @@ from store import (
 NEWEST_WEIGHTS = """
 SELECT count(DISTINCT task_id) AS tasks, count(*) AS episodes,
     count(*) FILTER (state = 'open') AS open
-FROM groups WHERE split = 'heldout' AND purpose_version = (SELECT max(version) FROM versions)
+FROM newest_round WHERE evaluated_version = (SELECT max(version) FROM versions)
 """
 
 
@@ -128,10 +129,8 @@ def own_run_settings(run: str) -> Config:
 
 def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
     """Return the settings of an evaluation in a new run. Raises ConfigError, StoreError."""
-    directories = [
-        text.removeprefix("run_dir=") for text in overrides if text.startswith("run_dir=")
-    ]
-    if not directories:
+    new, others = configs.split_run_dir(overrides)
+    if new is None:
         raise ConfigError(
             f"gigpo evaluate {weights} with settings of its own needs a directory of its own: "
             "run_dir=NEW"
@@ -145,13 +144,12 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
             )
         return configs.without_model(config) if config.endpoint.url else config
     run, step = parse_run_step(weights)
-    others = [text for text in overrides if not text.startswith("run_dir=")]
     if any(text.startswith("model.path=") for text in others):
         raise ConfigError(
             f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a "
             "config instead"
         )
-    config, new = resume.load(run, others), directories[-1]
+    config = resume.load(run, others)
     if config.endpoint.url:  # the run's tasks and settings
         if step is not None:
             raise ConfigError(
@@ -266,7 +264,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
     """
     run = Path(config.run_dir)
     # Without model.path a server plays, and no process reads this directory.
-    model_path = config.model.path or str(run / "base" / "policy")
+    model_path = config.model.path or str(run / BASE_POLICY)
     with run_lock.driving(run), ExitStack() as ray:
         with said_while(lambda: "starting Ray", console.print):
             processes = n_processes(config, learns=False)

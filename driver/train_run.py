@@ -49,7 +49,7 @@ from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
 from printable import one_line
-from store import BASE_POLICY, RunLayout, check_fork, is_published, publish_directory, trust
+from store import BASE_POLICY, TRAIN, RunLayout, check_fork, is_published, publish_directory, trust
 
 
 def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
@@ -260,7 +260,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
             f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write "
             "first"
         )
-        listed = [list_tasks(own.env.name, own.env.options)["train"] for own in by_name.values()]
+        listed = [list_tasks(own.env.name, own.env.options)[TRAIN] for own in by_name.values()]
         texts = (text for tasks in listed for task in tasks for text in task.data.values())
         _make_tiny_model(policy, config, texts=texts)
     else:

@@ -16,7 +16,7 @@ exchange/            data sets, offline groups, and forks: trajectories from run
 untrusted/           files and settings that a stranger may have written
 storage.py           the files of a run in a local directory or an object store
 remote_directory.py  weights and checkpoints in an object store
-home.py              the one directory that goes on with a run whose files are elsewhere
+primary_directory.py the one directory that goes on with a run whose files are elsewhere
 atomic_write.py      files that are either absent or whole after a crash
 hashing.py           state hashes, uids and digests
 broadcast.py         the protocol by which weights are sent past the store

@@ -5,7 +5,9 @@ from .atomic_write import write_atomically as write_atomically
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
 from .catalog.records import EXTRA_OF as EXTRA_OF
+from .catalog.records import HELDOUT as HELDOUT
 from .catalog.records import IMPORTED as IMPORTED
+from .catalog.records import TRAIN as TRAIN
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
 from .catalog.records import Batch as Batch
 from .catalog.records import CheckpointRecord as CheckpointRecord

@@ -2,7 +2,7 @@
 
     endpoint = Endpoint(policy, tokenizer, config=config)
     await endpoint.start()                    # on this event loop, at 127.0.0.1, on a free port
-    with endpoint.episode(ids, rules, label="task 7") as recording:
+    with endpoint.episode(ids, rules, progress=progress, label="task 7") as recording:
         ...                                   # a program calls recording.client.base_url
         steps = recording.steps()
     await endpoint.close()
@@ -40,7 +40,14 @@ from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, seen_text
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
-from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
+from actors.rollout.episode import (
+    AttemptProgress,
+    EpisodeIds,
+    EpisodeRules,
+    anchor_of,
+    completion_of,
+    step_of,
+)
 from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
 from printable import one_line
@@ -64,12 +71,14 @@ class Recording:
         ids: EpisodeIds,
         rules: EpisodeRules,
         *,
+        progress: AttemptProgress,
         conversation: Conversation,
         client: ClientSettings,
         label: str,
     ) -> None:
         self.ids = ids
         self.rules = rules
+        self._progress = progress
         self.conversation = conversation
         self.client = client
         self.label = label  # for errors
@@ -100,7 +109,7 @@ class Recording:
 
     def add(self, number: int, step: Step) -> None:
         self._recorded[number] = step
-        self.ids.progress.add(step)
+        self._progress.add(step)
 
     def refuse_beyond(self, n_more: int) -> None:
         """Raise RequestError if the episode has no room for `n_more` completions, or is over."""
@@ -161,7 +170,12 @@ class Endpoint:
 
     @contextmanager
     def episode(
-        self, ids: EpisodeIds, rules: EpisodeRules, *, label: str = "an episode"
+        self,
+        ids: EpisodeIds,
+        rules: EpisodeRules,
+        *,
+        progress: AttemptProgress,
+        label: str = "an episode",
     ) -> Iterator[Recording]:
         """Record requests with its API key during the `with` block; refuse later ones."""
         number = next(self._numbers)
@@ -172,7 +186,12 @@ class Endpoint:
             max_characters=self._max_characters,
         )
         recording = self._open[number] = Recording(
-            ids, rules, conversation=conversation, client=client, label=label
+            ids,
+            rules,
+            progress=progress,
+            conversation=conversation,
+            client=client,
+            label=label,
         )
         try:
             yield recording
@@ -284,6 +303,7 @@ class Endpoint:
                 number=number,
                 prompt=prompt,
                 observation=observation,
+                anchor=anchor_of(observation),
                 action=reply.text,
                 is_valid=reply.completion.finish_reason == "stop",
                 t_start_us=started_us,

@@ -18,7 +18,7 @@ from actors.rollout.group import GroupRollout
 from configs import Config, environment_config
 from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
-from store import VersionRecord
+from store import TRAIN, VersionRecord
 
 # Between two requests for a lease while none is free: twice as long each time. A lease becomes free
 # soon after a version is published, so a new version begins with the first again.
@@ -201,7 +201,7 @@ class RolloutRunner:
         """Cancel the groups that are too old for any learner step to train on."""
         for task, group in self._groups.items():
             begun = group.lease.version.version
-            is_training = group.lease.group.split == "train"
+            is_training = group.lease.group.split == TRAIN
             if is_training and newest - begun > self.config.max_staleness and not group.too_old:
                 apart = f"more than max_staleness={self.config.max_staleness} apart"
                 group.too_old = f"still played at version {newest}, begun at {begun}: {apart}"

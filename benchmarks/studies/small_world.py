@@ -25,7 +25,7 @@ import torch
 from actors.policy import Completion, Prompt
 from actors.prompting.prompt import PromptForm
 from actors.prompting.template import TEMPLATES, render
-from actors.rollout.episode import EpisodeIds, step_of, trajectory_of
+from actors.rollout.episode import EpisodeIds, anchor_of, step_of, trajectory_of
 from configs import (
     CriticConfig,
     LearnerConfig,
@@ -308,6 +308,7 @@ def play(
                 number=len(episode.steps),
                 prompt=prompt,
                 observation=seen,
+                anchor=anchor_of(seen),
                 action=answer.action,
                 is_valid=answer.well_formed and completion.finish_reason == "stop" and is_known,
                 t_start_us=1,

@@ -27,7 +27,7 @@ class Catalog:
     """Own a run's catalog. A call is done when it returns, or it has changed nothing.
 
         catalog = Catalog.open(layout)        # a new epoch: older owners and leases are fenced
-        catalog.open_group(ordinal=0, task_id=…, split="train", size=8, purpose_version=None)
+        catalog.open_group(ordinal=0, task_id=…, split="train", size=8, evaluated_version=None)
         group = catalog.lease_open_group(worker="w0", lease_s=60.0)
         catalog.commit(write_segment(…), epoch=group.epoch)
         batch = catalog.claim(n_groups=16, current_version=7, max_staleness=4)
@@ -65,7 +65,7 @@ class Catalog:
         """
         try:
             with self._backing_up, closing(self._database.copy()) as copy:
-                self._layout.check_home()
+                self._layout.check_primary()
                 write_backup(copy, self._layout)
                 (self.backed_up_lsn,) = copy.execute("SELECT lsn FROM meta").fetchone()
         except FencedError:

@@ -114,7 +114,7 @@ def record_metrics(
 
 
 def latest_metrics(tx: Transaction) -> dict[str, float]:
-    """Return the newest live figure of every name."""
+    """Return the newest figure of every name that was not rolled back."""
     # Step from name to name by the index: the terminal asks twice a second, and the table has
     # millions of rows.
     rows = tx.rows(

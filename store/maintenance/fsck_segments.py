@@ -102,7 +102,7 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
         names = TrajectoryMeta.__slots__
         query = f"SELECT {', '.join(names)} FROM trajectory WHERE segment_id = ?"
         counted = connection.execute(query, (segment_id,))
-        metas = tuple(TrajectoryMeta(**{**dict(row), "won": bool(row["won"])}) for row in counted)
+        metas = tuple(TrajectoryMeta.of_row(row) for row in counted)
         query = "SELECT traj_uid FROM duplicate WHERE segment_id = ?"
         excluded = frozenset(row[0] for row in connection.execute(query, (segment_id,)))
         return Committed(**dict(segment), trajectories=metas, excluded=excluded)

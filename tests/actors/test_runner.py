@@ -14,7 +14,7 @@ import pytest
 
 from actors.concurrency import MORE_AFTER, Concurrency
 from actors.rollout.committer import STORAGE_TIMEOUT_S, Committer, StorageSilent
-from actors.rollout.episode import EpisodeIds, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
 from coordinator import Coordinator, CoordinatorClient
 from envs import PendingOperations, Task
@@ -36,11 +36,13 @@ class Stage:
     loads: list[int] = field(default_factory=list)
     version: int = -1  # that it serves
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         number = ids.member
         key = (ids.group_uid, number)
         for index in range(number):  # the later its number, the further it gets
-            ids.progress.add(make_step(index, n_steps=number, version=0))
+            progress.add(make_step(index, n_steps=number, version=0))
         self.playing[key] = asyncio.get_running_loop().create_future()
         try:
             await self.playing[key]

@@ -108,12 +108,12 @@ def play(layout: RunLayout, catalog: Catalog, diary: Diary, *, number: int) -> N
                 task_id=f"task-{ordinal}",
                 split="train",
                 size=size,
-                purpose_version=None,
+                evaluated_version=None,
             )
             for ordinal, size in ((GROUPS_PER_STEP * number, 3), (GROUPS_PER_STEP * number + 1, 2))
         )
         trial = catalog.open_group(
-            ordinal=number, task_id="trial", split="heldout", size=1, purpose_version=0
+            ordinal=number, task_id="trial", split="heldout", size=1, evaluated_version=0
         )
     show(layout, catalog, diary)
     diary.done("open", groups=[group.group_uid.hex() for group in (large, small, trial)])

@@ -94,11 +94,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     task_id=f"{ALL}{ordinal}",
                     split="train",
                     size=3,
-                    purpose_version=None,
+                    evaluated_version=None,
                 )
             )
         commit(
-            catalog.open_group(ordinal=0, task_id=ALL, split="heldout", size=3, purpose_version=0)
+            catalog.open_group(ordinal=0, task_id=ALL, split="heldout", size=3, evaluated_version=0)
         )
         batch = catalog.claim(n_groups=1, current_version=0, max_staleness=1)
         assert batch is not None

@@ -26,12 +26,12 @@ from store import (
     check_trusted,
     export,
     fork,
-    home,
     is_brought,
     local_directory,
     local_model,
     made_by_this_user,
     open_run,
+    primary_directory,
     publish_directory,
     run_at,
     sign_run,
@@ -41,7 +41,7 @@ from store import (
 )
 from store.exchange import bring
 from store.exchange.offline_import import parse_source, take_sources
-from store.layout import BASE_POLICY, UNFINISHED_FORK
+from store.layout import BASE_POLICY, UNFINISHED_BRING
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
 from store.remote_directory import has_directory, is_published, prune_published
@@ -195,7 +195,7 @@ def test_only_files_that_are_newer_than_the_backup_are_read(
     assert (n_files, sum(path.startswith("segments/") for path in read)) == (5, 2)
 
 
-def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> None:
+def test_the_old_disk_is_no_longer_the_primary_one(lost: RunLayout, tmp_path: Path) -> None:
     """Neither a driver that was only cut off, nor one that is started there again, writes over what
     the run does elsewhere.
     """
@@ -229,23 +229,26 @@ def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "moment", ["store.home.take", "store.maintenance.rebuild._replace_catalog"]
+    "moment", ["store.primary_directory.take", "store.maintenance.rebuild._replace_catalog"]
 )
-@pytest.mark.parametrize("has_home", [True, False])
+@pytest.mark.parametrize("has_primary", [True, False])
 def test_a_run_that_could_not_be_brought_stays_where_it_was(
-    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, has_home: bool
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, has_primary: bool
 ) -> None:
-    """Ctrl-C while the home is taken, or when the catalog is written. A full disk is the same."""
-    if not has_home:  # as of a run that was made before there were homes
-        lost.storage.remove(home.HOME)
-    take = home.take
+    """Press Ctrl-C while the directory becomes the primary one, or when the catalog is written.
+
+    A full disk is the same.
+    """
+    if not has_primary:
+        lost.storage.remove(primary_directory.PRIMARY)
+    take = primary_directory.take
 
     def interrupted(*given: Any, **_: object) -> None:
-        if moment == "store.home.take":
+        if moment == "store.primary_directory.take":
             take(*given)
         uri = re.escape(uri_of(lost))
         with pytest.raises(FencedError, match=f"goes on there.*--resume {uri} run_dir=NEW"):
-            lost.check_home()
+            lost.check_primary()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(moment, interrupted)
@@ -253,7 +256,7 @@ def test_a_run_that_could_not_be_brought_stays_where_it_was(
         bring_run(uri_of(lost), tmp_path / "new", trusts=False)
     assert not (tmp_path / "new").exists()
     Catalog.open(lost).close()
-    assert lost.storage.exists(home.HOME) is has_home
+    assert lost.storage.exists(primary_directory.PRIMARY) is has_primary
 
 
 def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(
@@ -261,7 +264,7 @@ def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(
 ) -> None:
     with Catalog.open(lost) as owner:
         maintainer = Maintainer(owner, lost, settings=replace(SETTINGS, pause_s=0.01))
-        home.take(tmp_path, lost.storage)
+        primary_directory.take(tmp_path, lost.storage)
         maintainer.start()
         maintainer._thread.join(30.0)
         with pytest.raises(FencedError, match="goes on there"):
@@ -331,10 +334,12 @@ def test_a_killed_call_begins_again_and_nothing_else_is_removed(
 ) -> None:
     root = tmp_path / "mounted"
     (root / "lost+found").mkdir(parents=True)
-    (root / UNFINISHED_FORK).touch()
+    (root / UNFINISHED_BRING).touch()
     (root / "run.json").write_text("{")
     (root / "catalog.sqlite").write_text("half of one")
     assert not is_brought(uri_of(lost), root)
+    with pytest.raises(FormatError, match=r"in part; .* gigpo train --resume URI run_dir=\S+$"):
+        RunLayout.open(root)
     bring_run(uri_of(lost), root, trusts=False)
     assert is_brought(uri_of(lost), root)
     assert (root / "lost+found").is_dir() and states(root)[0] == ("trained", 2)

@@ -520,7 +520,9 @@ def history(layout: RunLayout, catalog: Catalog) -> dict[str, str]:
         ),
         epoch=catalog.epoch,
     )
-    heldout = catalog.open_group(ordinal=0, task_id="h", split="heldout", size=2, purpose_version=5)
+    heldout = catalog.open_group(
+        ordinal=0, task_id="h", split="heldout", size=2, evaluated_version=5
+    )
     play(layout, catalog, heldout, version=5)
     catalog.record_version(version=9, path="weights/v000009", digest="d", learner_step=2)
     for step in (1, 2):

@@ -67,11 +67,11 @@ class Life:
         group = self.catalog.lease_open_group(worker="w0", lease_s=60.0)
         if held_out:
             group = self.catalog.open_group(
-                ordinal=self.catalog.next_ordinal("heldout", purpose_version=self.version),
+                ordinal=self.catalog.next_ordinal("heldout", evaluated_version=self.version),
                 task_id="h",
                 split="heldout",
                 size=1,
-                purpose_version=self.version,
+                evaluated_version=self.version,
             )
         elif group is None or self.random.random() < 0.5:
             group = open_train_group(self.catalog, None, size=3)

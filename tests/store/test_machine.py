@@ -122,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.catalog.open_round(tasks, episodes_per_task=1, version=version)
         for k, task in enumerate(tasks):
             group = self.catalog.open_group(
-                ordinal=k, task_id=task, split="heldout", size=1, purpose_version=version
+                ordinal=k, task_id=task, split="heldout", size=1, evaluated_version=version
             )
             self.model.opened(group)
 
@@ -136,9 +136,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.wait(after_s)
         until_us = self.run.clock_us + LEASE_S * US_PER_S
         if renews:
-            held = self.model.held_by(worker)
-            assert self.catalog.renew_leases([worker], lease_s=LEASE_S) == len(held)
-            self.model.lease(held, worker=worker, until_us=until_us)
+            self.catalog.renew_leases([worker], lease_s=LEASE_S)
+            self.model.lease(self.model.held_by(worker), worker=worker, until_us=until_us)
             return
         expected = self.model.next_free(self.run.clock_us)
         leased = self.catalog.lease_open_group(worker=worker, lease_s=LEASE_S)

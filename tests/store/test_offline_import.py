@@ -71,7 +71,9 @@ def make_source(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout
         play(
             layout,
             catalog,
-            catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=0),
+            catalog.open_group(
+                ordinal=0, task_id="h", split="heldout", size=1, evaluated_version=0
+            ),
         )
         export(catalog, layout)
     return layout
@@ -523,7 +525,7 @@ def test_a_task_of_a_stored_group_that_is_held_out_here_is_an_overlap(
 ) -> None:
     for ordinal, task in enumerate(("h", "task-1")):
         catalog.open_group(
-            ordinal=ordinal, task_id=task, split="heldout", size=1, purpose_version=0
+            ordinal=ordinal, task_id=task, split="heldout", size=1, evaluated_version=0
         )
     export(catalog, target)
     assert ask(target, "FROM task_overlap") == [("task-1",)]

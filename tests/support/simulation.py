@@ -25,7 +25,13 @@ from actors.inference.codepoint_tokenizer import codepoint_form
 from actors.policy import Completion, Prompt, ScriptedPolicy
 from actors.prompting.prompt import PromptForm
 from actors.rollout.committer import Committer
-from actors.rollout.episode import AsyncEnvironment, EpisodeIds, EpisodeRules, play_episode
+from actors.rollout.episode import (
+    AsyncEnvironment,
+    AttemptProgress,
+    EpisodeIds,
+    EpisodeRules,
+    play_episode,
+)
 from actors.rollout.runner import CALLS_PER_S, RolloutRunner
 from configs import Config
 from coordinator import CoordinatorClient, Lease
@@ -169,10 +175,18 @@ class SimulatedEpisodes:
 
     async def start(self) -> None: ...
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         environment = self._setup.environment(random.Random(self._random.getrandbits(64)))
         return await play_episode(
-            environment, self._policy, form=self._form, task=task, episode=ids, rules=rules
+            environment,
+            self._policy,
+            form=self._form,
+            task=task,
+            episode=ids,
+            rules=rules,
+            progress=progress,
         )
 
     def waiting(self) -> tuple[str, float] | None:

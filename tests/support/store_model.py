@@ -194,7 +194,7 @@ class Model:
             if (
                 group.state == "open"
                 and not group.is_train
-                and self.versions[group.record.purpose_version or 0] > step
+                and self.versions[group.record.evaluated_version or 0] > step
             ):
                 group.state, group.leased_by = "abandoned", None
 

@@ -79,7 +79,9 @@ def make_run(root: Path) -> RunLayout:
         play(
             layout,
             catalog,
-            catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=2),
+            catalog.open_group(
+                ordinal=0, task_id="h", split="heldout", size=1, evaluated_version=2
+            ),
             version=2,
         )
         lost = {"why": "worker_lost", "n_steps": None, "n_response_tokens": None}

@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
                 consume(catalog, step=1, n_groups=2)
             task = HOSTILE if ordinal == 3 else f"task-{ordinal}"
             group = catalog.open_group(
-                ordinal=ordinal, task_id=task, split="train", size=2, purpose_version=None
+                ordinal=ordinal, task_id=task, split="train", size=2, evaluated_version=None
             )
             begin_us = opened_us(catalog, layout, group)
             played = [
