@@ -5,8 +5,13 @@ check.py            values and combinations that are refused before a run starts
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
 per_environment.py  the settings of each environment of a run
 derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
-plan.py             placement, memory and disk of a run
+plan.py             placement, memory and disk of a run, as text
+model_size.py       parameters and layers of the models of a run
+learner_memory.py   bytes that a learner rank holds
+assumptions.py      numbers that the estimate of a run on GPUs assumes
+engine_estimate.py  memory and speed of an engine on GPUs
 estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
+estimate_text.py    that estimate as text
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
 model_server.py     a model server that is not trusted: what it is sent, and a bounded answer
@@ -37,7 +42,8 @@ from configs.derived import (
     replayed_groups,
     used_group_filter,
 )
-from configs.estimate import describe_estimate
+from configs.estimate_text import describe_estimate
+from configs.learner_memory import BUCKET_ELEMENTS, rank_bytes
 from configs.load import (
     as_yaml,
     differences,
@@ -59,13 +65,7 @@ from configs.model_directory import (
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
 from configs.per_environment import environment_config, environment_weights, environments
-from configs.plan import (
-    BUCKET_ELEMENTS,
-    GIB,
-    describe_plan,
-    disk_bytes,
-    rank_bytes,
-)
+from configs.plan import GIB, describe_plan, disk_bytes
 from configs.schema import (
     ActorsConfig,
     AlgorithmConfig,

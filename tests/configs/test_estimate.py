@@ -11,20 +11,12 @@ import pytest
 
 import configs
 from cli.__main__ import main
-from configs import Config, ConfigError
-from configs.estimate import (
-    ASSUMED,
-    CHUNK_TOKENS,
-    GIB,
-    SHAPES,
-    Shape,
-    activation_bytes,
-    better_split,
-    describe_estimate,
-    estimate_run,
-    mean_lengths,
-    model_shape,
-)
+from configs import GIB, Config, ConfigError, describe_estimate
+from configs.assumptions import ASSUMED
+from configs.engine_estimate import mean_lengths
+from configs.estimate import better_split, estimate_run
+from configs.learner_memory import CHUNK_TOKENS, activation_bytes
+from configs.model_size import SHAPES, Shape, model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 ALFWORLD = ROOT / "configs/alfworld_qwen2.5_1.5b.yaml"
