@@ -2,6 +2,7 @@
 
 schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
+engine_arguments.py arguments of vLLM that a run passes on, and those that it refuses
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
 per_environment.py  the settings of each environment of a run
 derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
@@ -42,6 +43,7 @@ from configs.derived import (
     replayed_groups,
     used_group_filter,
 )
+from configs.engine_arguments import PIPELINE, REASONS, TENSOR, parallel_sizes
 from configs.estimate_text import describe_estimate
 from configs.learner_memory import BUCKET_ELEMENTS, rank_bytes
 from configs.load import (
@@ -91,7 +93,10 @@ __all__ = [
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
     "MAX_ANSWER_BYTES",
+    "PIPELINE",
+    "REASONS",
     "SAFE_LOADING",
+    "TENSOR",
     "VISION_MODEL_TYPES",
     "WITH_STEP_TERM",
     "ActorsConfig",
@@ -145,6 +150,7 @@ __all__ = [
     "most_updates",
     "n_workers",
     "own_headers",
+    "parallel_sizes",
     "parse_saved",
     "quoted",
     "rank_bytes",

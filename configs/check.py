@@ -22,6 +22,7 @@ from configs.derived import (
     most_updates,
     replayed_groups,
 )
+from configs.engine_arguments import engine_faults
 from configs.per_environment import (
     NAME,
     OF_THE_ENGINE,
@@ -132,6 +133,7 @@ def check(config: Config) -> None:
     _check_norm(config)
     _check_teacher(config)
     _check_placement(config)
+    _check_engine(config)
     _check_endpoint(config)
     _check_offline(config)
     _check_replay(config)
@@ -589,6 +591,11 @@ def _check_placement(config: Config) -> None:
             f"learner.gpus_per_rank={per_rank:g} with learner.ranks={ranks} could put two ranks on "
             "one GPU, which NCCL refuses; use learner.ranks=1, or learner.gpus_per_rank=1"
         )
+
+
+def _check_engine(config: Config) -> None:
+    if fault := next(engine_faults(config), ""):
+        raise ConfigError(fault)
 
 
 def _check_endpoint(config: Config) -> None:

@@ -100,7 +100,8 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorsConfig:
     workers: int = 1  # Ray workers, each with one vLLM engine
-    # per engine: 0 for a CPU engine, a fraction to share a GPU, above 1 for tensor parallelism
+    # per engine: 0 for a CPU engine, a fraction to share a GPU, above 1 for tensor parallelism,
+    # unless `engine` divides the GPUs otherwise
     gpus_per_worker: float = 0.0
     # per worker at the start; a group has `algorithm.group_size` concurrent episodes
     groups_in_flight: int = 8
@@ -114,6 +115,10 @@ class ActorsConfig:
     # Rarely changed.
     # fraction of the GPU, or of the engine's share of it, that the engine fills
     gpu_memory_utilization: float = 0.85
+    # more arguments of vLLM's engine, by vLLM's names, for example {enforce_eager: true,
+    # pipeline_parallel_size: 2}. Those that would make the record wrong are refused; see
+    # docs/cluster.md
+    engine: dict[str, Any] = field(default_factory=dict)
     # extra episodes per training group: the first group_size to end form the group
     extra_members: int = 0
     # cores of a CPU engine: "0" or "0,2-3"; "auto": as many as the other processes leave, and the

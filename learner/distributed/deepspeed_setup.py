@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -176,6 +177,54 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
         return deepspeed.initialize(model=module, model_parameters=trained, config=settings)[0]
 
 
+def initialize_frozen(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> Any:
+    """Make a DeepSpeed engine for a divided model that is not trained. All ranks call it together.
+
+    Its only work is to gather the weights of each layer for a forward pass.
+    """
+    settings = _settings(module, dtype=dtype, learner=learner)
+    del settings["optimizer"]
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    with _standard_output_to_log():
+        return deepspeed.initialize(model=module, config=settings)[0]
+
+
+def divide_parameter(
+    parameter: torch.nn.Parameter,
+    *,
+    like: torch.nn.Parameter | None,
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    learner: LearnerConfig,
+) -> None:
+    """Divide rank 0's parameter among the ranks, as ZeRO 3 does. All ranks call it together.
+
+    `like` is another parameter of `module` that is divided already, None for the first.
+    """
+    with _standard_output_to_log():
+        if like is not None:
+            like.convert_to_zero_parameters(param_list=[parameter])
+            return
+        holder = torch.nn.Module()
+        holder.register_parameter("first", parameter)
+        bits = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        settings = _settings(module, dtype=bits, learner=learner)
+        deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
+
+
+def full_parameters(
+    parameters: Sequence[torch.nn.Parameter],
+) -> contextlib.AbstractContextManager[None]:
+    """Gather parameters that are all divided, to read. All ranks enter it together."""
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """Return the shape of a parameter, also where a rank holds only its part of it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def full_parameter(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
     """Gather all elements of a parameter on every rank, to read. All ranks enter it together."""
     return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
@@ -203,7 +252,7 @@ def forget_gradient(engine: Any) -> None:
 def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> dict[str, Any]:
     # DeepSpeed allocates its default of 5e8 elements at once, 2 GB in float32. A model needs no
     # more elements than it has.
-    n_elements = sum(parameter.numel() for parameter in module.parameters())
+    n_elements = sum(shape_of(parameter).numel() for parameter in module.parameters())
     # ZeRO 1 and 2 refuse an odd number.
     bucket_elements = min(BUCKET_ELEMENTS, n_elements + n_elements % 2)
     zero: dict[str, Any] = {
