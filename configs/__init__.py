@@ -45,7 +45,7 @@ from configs.derived import (
 )
 from configs.engine_arguments import PIPELINE, REASONS, TENSOR, parallel_sizes
 from configs.estimate_text import describe_estimate
-from configs.learner_memory import BUCKET_ELEMENTS, rank_bytes
+from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
 from configs.load import (
     as_yaml,
     differences,
@@ -66,6 +66,7 @@ from configs.model_directory import (
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
+from configs.model_size import Shape
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
 from configs.schema import (
@@ -111,6 +112,7 @@ __all__ = [
     "ModelConfig",
     "PromptConfig",
     "ReplayConfig",
+    "Shape",
     "StoreConfig",
     "SupervisionConfig",
     "TasksConfig",
@@ -152,6 +154,7 @@ __all__ = [
     "own_headers",
     "parallel_sizes",
     "parse_saved",
+    "pass_bytes",
     "quoted",
     "rank_bytes",
     "replayed_groups",

@@ -120,6 +120,8 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if actors.batch_invariant:
+        variables["VLLM_BATCH_INVARIANT"] = "1"
     if actors.gpus_per_worker:
         return variables
     cores = engine_cores(actors.cpu_cores)

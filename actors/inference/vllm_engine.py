@@ -95,6 +95,7 @@ def engine_args(
     *,
     model_path: Path,
     dtype: str,
+    float32_head: bool,
     actors: ActorsConfig,
     max_model_tokens: int,
     max_requests: int,
@@ -112,6 +113,7 @@ def engine_args(
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=dtype,
+        hf_overrides={"head_dtype": "float32"} if float32_head else {},
         max_model_len=max_model_tokens,
         max_num_seqs=max_requests,
         # after temperature, as sampled; raw log-probabilities would bias every ratio

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn import attention
 
 from configs import BUCKET_ELEMENTS, LearnerConfig, ModelConfig
 from store import broadcast
@@ -80,6 +81,7 @@ WHOLE_ELEMENTS = 100_000
 GROUP_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
 CUDA, CPU = "cuda", "cpu"
+HOPPER_FLASH_ATTENTION = 3
 
 
 def accelerator() -> str:
@@ -110,7 +112,20 @@ def prepare_device(learner: LearnerConfig) -> None:
         # cuBLAS reads it when it makes its first handle. Without it torch's deterministic mode
         # refuses matrix products.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if learner.flash_attention == HOPPER_FLASH_ATTENTION:
+        _use_flash_attention_3()
     torch.use_deterministic_algorithms(learner.deterministic)
+
+
+def _use_flash_attention_3() -> None:
+    """Replace torch's attention kernel in this process. Raises ValueError without the package."""
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, AttributeError) as error:  # AttributeError: an older torch
+        raise ValueError(
+            f"learner.flash_attention=3 finds no kernels ({error}); install flash-attn-3 for this "
+            "torch, or set learner.flash_attention=2"
+        ) from error
 
 
 def adapters_in_tf32(learner: LearnerConfig, model: ModelConfig) -> bool:

@@ -51,7 +51,12 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(
-        self, causal_lm: PreTrainedModel, *, temperature: float, vision: Vision | None = None
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        temperature: float,
+        vision: Vision | None = None,
+        float32_head: bool = False,
     ) -> None:
         super().__init__()
         self.vision = vision
@@ -64,7 +69,7 @@ class PolicyModel(nn.Module):
         self.compared = False  # whether a forward pass compares each layer's kernel with the loop
         # A critic has a value head instead.
         self.output: nn.Module = OutputLayer(
-            causal_lm.get_output_embeddings(), temperature=temperature
+            causal_lm.get_output_embeddings(), temperature=temperature, float32=float32_head
         )
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,6 +170,7 @@ def load_policy(
     dtype: str,
     gradient_checkpointing: bool,
     temperature: float,
+    float32_head: bool = False,
     divided_by: LearnerConfig | None = None,
 ) -> PolicyModel:
     """Load a model directory, without dropout.
@@ -208,7 +214,7 @@ def load_policy(
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     # Gradient checkpointing works in training mode only. Without dropout both modes are the same.
     causal_lm.train()
-    return PolicyModel(causal_lm, temperature=temperature, vision=vision)
+    return PolicyModel(causal_lm, temperature=temperature, vision=vision, float32_head=float32_head)
 
 
 def _load_whole(path: Path, config: Any, *, dtype: torch.dtype, sees: bool) -> Any:

@@ -384,6 +384,7 @@ def _load(
         dtype=model.dtype,
         gradient_checkpointing=model.gradient_checkpointing,
         temperature=temperature,
+        float32_head=model.float32_head,
         divided_by=learner if learner.zero_stage == PARTITIONED else None,
     )
 

@@ -109,13 +109,15 @@ def test_an_argument_takes_the_place_of_ours(
     actors = ActorsConfig(engine={"block_size": 64, "async_scheduling": False})
     arguments = engine_args(
         model_path=tmp_path,
-        dtype="float32",
+        dtype="bfloat16",
+        float32_head=True,
         actors=actors,
         max_model_tokens=96,
         max_requests=3,
         statistics=False,
     )
     assert (arguments.block_size, arguments.async_scheduling) == (64, False)
+    assert arguments.hf_overrides == {"head_dtype": "float32"}
     assert arguments.logprobs_mode == "processed_logprobs" and arguments.max_model_len == 96
 
 
@@ -129,11 +131,26 @@ def test_an_argument_that_a_vision_model_needs_otherwise_is_refused(
         engine_args(
             model_path=tmp_path,
             dtype="float32",
+            float32_head=False,
             actors=ActorsConfig(engine={"enable_prefix_caching": True}),
             max_model_tokens=96,
             max_requests=3,
             statistics=False,
         )
+
+
+def test_batch_invariance_is_a_variable_of_the_engines_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_process, "_is_cpu_build", lambda: False)
+    for chosen in (False, True):
+        actors = ActorsConfig(gpus_per_worker=1.0, batch_invariant=chosen)
+        variables = engine_process.engine_environment(actors, tmp_path, tmp_path / "engine.log")
+        assert variables.get("VLLM_BATCH_INVARIANT", "0") == str(int(chosen))
+    # what vLLM calls it
+    from vllm import envs
+
+    assert "VLLM_BATCH_INVARIANT" in envs.environment_variables
 
 
 def test_layers_and_stages_divide_the_gpus_of_an_engine() -> None:

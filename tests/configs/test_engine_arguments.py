@@ -76,6 +76,19 @@ def test_a_cpu_engine_computes_each_prompt_in_one_piece() -> None:
     assert given(*ON_A_GPU, "actors.engine.max_num_batched_tokens=64").actors.engine
 
 
+def test_batch_invariance_is_for_gpu_engines() -> None:
+    with pytest.raises(ConfigError, match="no such mode for a CPU engine"):
+        given("actors.batch_invariant=true")
+    assert given(*ON_A_GPU, "actors.batch_invariant=true").actors.batch_invariant
+
+
+def test_a_float32_head_is_for_a_model_that_is_not_float32() -> None:
+    with pytest.raises(ConfigError, match="does nothing with model.dtype='float32'"):
+        given("model.float32_head=true")
+    chosen = ("model.dtype=bfloat16", "learner.zero_stage=1", "model.float32_head=true")
+    assert given(*chosen).model.float32_head
+
+
 def test_a_scripted_policy_has_no_engine_to_set() -> None:
     scripted = ("actors.scripted=true", "loss.policy=behaviour_cloning", "max_staleness=999")
     with pytest.raises(ConfigError, match=r"does nothing with actors\.scripted=true"):
