@@ -20,15 +20,18 @@ from configs.schema import ActorsConfig, Config
 REFUSED: Mapping[str, Sequence[str]] = {
     "would record log-probabilities that tokens were not sampled with; leave it out": (
         *("logprobs_mode", "logits_processors", "watermark_config", "diffusion_config"),
-        *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
         *("enable_trace_replay", "return_sampling_mask"),
+    ),
+    # vLLM gives the log-probabilities of the model itself then, but nobody compared them here.
+    "would draft tokens with weights that no new version replaces; leave it out": (
+        *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
     ),
     "would sample with other weights than the published ones that the record names; leave it out": (
         *("quantization", "quantization_config", "allow_deprecated_quantization"),
         *("load_format", "model_loader_extra_config", "ignore_patterns", "pt_load_map_location"),
-        *("weight_transfer_config", "hf_config_path", "config_format"),
+        "weight_transfer_config",
     ),
-    "would keep keys and values of older weights, or those of other engines; leave it out": (
+    "would keep keys and values where they may outlive their weights; leave it out": (
         *("kv_offloading_size", "kv_offloading_backend", "kv_transfer_config"),
         *("ec_transfer_config", "ec_manager_config", "engram_config"),
     ),
@@ -45,7 +48,7 @@ REFUSED: Mapping[str, Sequence[str]] = {
     ),
     "is model.path; set that": (
         *("model", "model_weights", "served_model_name", "revision", "code_revision"),
-        *("hf_token", "download_dir", "hf_overrides"),
+        *("hf_token", "download_dir", "hf_overrides", "hf_config_path", "config_format"),
     ),
     "is model.dtype; set that": ("dtype",),
     "is seed, which every request gets its own number from; set that": ("seed",),
