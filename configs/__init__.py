@@ -43,7 +43,7 @@ from configs.derived import (
     replayed_groups,
     used_group_filter,
 )
-from configs.engine_arguments import PIPELINE, REASONS, TENSOR, parallel_sizes
+from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
 from configs.estimate_text import describe_estimate
 from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
 from configs.load import (
@@ -95,7 +95,7 @@ __all__ = [
     "KEPT_CHECKPOINTS",
     "MAX_ANSWER_BYTES",
     "PIPELINE",
-    "REASONS",
+    "REFUSED_ARGUMENTS",
     "SAFE_LOADING",
     "TENSOR",
     "VISION_MODEL_TYPES",

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from configs.schema import ActorsConfig, Config
 
 # Reason -> the arguments of vLLM 0.32 that it holds for. A text goes on "actors.engine.NAME ...".
-REFUSED: Mapping[str, Sequence[str]] = {
+BY_REASON: Mapping[str, Sequence[str]] = {
     "would record log-probabilities that tokens were not sampled with; leave it out": (
         *("logprobs_mode", "logits_processors", "watermark_config", "diffusion_config"),
         *("enable_trace_replay", "return_sampling_mask"),
@@ -116,7 +116,7 @@ REFUSED: Mapping[str, Sequence[str]] = {
         *("fault_tolerance_config", "enable_fault_tolerance"),
     ),
 }
-REASONS = {name: reason for reason, names in REFUSED.items() for name in names}
+REFUSED_ARGUMENTS = {name: reason for reason, names in BY_REASON.items() for name in names}
 TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
 # A text with a dot, a colon or a slash could name a module, a file or a server.
 WORD = re.compile(r"[A-Za-z0-9_+-]{1,64}")
@@ -142,7 +142,7 @@ def engine_faults(config: Config) -> Iterator[str]:
     actors = config.actors
     for name, value in actors.engine.items():
         key = f"actors.engine.{name}"
-        if reason := REASONS.get(name):
+        if reason := REFUSED_ARGUMENTS.get(name):
             yield f"{key} {reason}"
         elif name in NOT_ON_A_CPU and not actors.gpus_per_worker:
             yield (

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from configs import REASONS, ActorsConfig
+from configs import REFUSED_ARGUMENTS, ActorsConfig
 from printable import did_you_mean
 from store import weight_files
 
@@ -80,7 +80,7 @@ def unknown_argument_fault(actors: ActorsConfig) -> str:
     known = _argument_names() if actors.engine else []
     for name in actors.engine:
         if known and name not in known:
-            passed = [each for each in known if each not in REASONS]
+            passed = [each for each in known if each not in REFUSED_ARGUMENTS]
             return (
                 f"actors.engine.{name} is no argument of vLLM{did_you_mean(name, passed)}; leave "
                 "it out"

@@ -12,7 +12,7 @@ from actors import unknown_argument_fault
 from actors.inference import engine_process, vllm_engine
 from actors.inference.vllm_engine import engine_args, placement
 from cli.__main__ import main
-from configs import REASONS, ActorsConfig, ConfigError
+from configs import REFUSED_ARGUMENTS, ActorsConfig, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_ROOM = str(ROOT / "configs/key_room.yaml")
@@ -51,8 +51,8 @@ PASSED = {
 def test_every_argument_of_vllm_is_either_passed_on_or_refused() -> None:
     """A new vLLM's arguments have to be put above, or in configs/engine_arguments.py."""
     names = engine_process._argument_names()
-    assert set(names) == PASSED | REASONS.keys()
-    assert not PASSED & REASONS.keys()
+    assert set(names) == PASSED | REFUSED_ARGUMENTS.keys()
+    assert not PASSED & REFUSED_ARGUMENTS.keys()
 
 
 def test_the_names_are_those_that_vllm_takes() -> None:

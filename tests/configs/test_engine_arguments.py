@@ -8,7 +8,7 @@ import pytest
 
 import configs
 from configs import ActorsConfig, Config, ConfigError, parallel_sizes
-from configs.engine_arguments import REASONS, REFUSED
+from configs.engine_arguments import BY_REASON, REFUSED_ARGUMENTS
 from configs.load import forbidden_changes
 
 KEY_ROOM = Path(__file__).resolve().parents[2] / "configs/key_room.yaml"
@@ -19,16 +19,16 @@ def given(*overrides: str) -> Config:
     return configs.load(KEY_ROOM, list(overrides))
 
 
-@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("reason", BY_REASON)
 def test_each_reason_is_given_for_each_of_its_arguments(reason: str) -> None:
-    for name in REFUSED[reason]:
+    for name in BY_REASON[reason]:
         with pytest.raises(ConfigError) as refused:
             given(f"actors.engine.{name}=1")
         assert str(refused.value) == f"actors.engine.{name} {reason}"
 
 
 def test_no_argument_has_two_reasons() -> None:
-    assert len(REASONS) == sum(len(names) for names in REFUSED.values())
+    assert len(REFUSED_ARGUMENTS) == sum(len(names) for names in BY_REASON.values())
 
 
 @pytest.mark.parametrize(
