@@ -106,15 +106,16 @@ def _parameters_without_memory() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
+        # One that is empty already is the embedding's, tied to an output layer.
+        if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_empty
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register
 
 
 def _shapes(path: Path) -> Mapping[str, tuple[Path, list[int]]]:
