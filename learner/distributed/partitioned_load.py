@@ -135,10 +135,13 @@ def _why_whole(causal_lm: PreTrainedModel, found: Mapping[str, tuple[Path, list[
     if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):
         return "its decoder has no list of layers"
     parameters = dict(causal_lm.named_parameters())
-    others = causal_lm.state_dict(keep_vars=True).items()
     ids = {id(parameter) for parameter in parameters.values()}
-    if kept := [name for name, tensor in others if id(tensor) not in ids]:
-        return f"{kept[0]} is no parameter"
+    for name, tensor in causal_lm.state_dict(keep_vars=True).items():
+        if id(tensor) not in ids:
+            return f"{name} is no parameter"
+        # transformers then ties them only if they are equal.
+        if name not in parameters and name in found:
+            return f"its files have {name}, which is tied to another weight"
     for name, parameter in parameters.items():
         if name not in found:
             return f"its files have no {name}"

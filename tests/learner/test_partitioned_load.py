@@ -21,6 +21,7 @@ from learner.model.policy_model import load_policy
 from learner.training.engine import Engine
 from tests.support.engine_samples import copied, cut, make_base, random_rows
 
+EMBEDDING = "model.embed_tokens.weight"
 DEADLINE_S = 600.0  # only for what hangs
 ROOT = Path(__file__).resolve().parents[2]
 LEARNER = LearnerConfig(zero_stage=3, learning_rate=1e-2)
@@ -136,6 +137,16 @@ def test_weights_under_older_names_are_loaded_whole(
     with caplog.at_level(logging.WARNING):
         assert not divide(base)
     assert "every rank loads all of" in caplog.text and "its files have no" in caplog.text
+
+
+def test_an_output_layer_in_the_files_of_a_tied_model_is_left_to_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = make_base(tmp_path / "base")
+    rewrite(base, {"lm_head.weight": load_file(base / "model.safetensors")[EMBEDDING].clone()})
+    with caplog.at_level(logging.WARNING):
+        assert not divide(base)
+    assert "its files have lm_head.weight, which is tied to another weight" in caplog.text
 
 
 @pytest.mark.parametrize(
