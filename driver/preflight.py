@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 import configs
-from actors import engine_fault
+from actors import engine_fault, unknown_argument_fault
 from configs import AlgorithmConfig, Config, ConfigError
 from driver import resume, run_lock
 from driver.cluster import available_gpus, gpus_of_this_machine
@@ -44,6 +44,12 @@ def check_algorithm(config: Config) -> None:
         check_no_unread(settings, defaults=AdvantageSettings.of(AlgorithmConfig()))
     except ValueError as error:
         raise ConfigError(f"algorithm.{error}") from None
+
+
+def check_engine_arguments(config: Config) -> None:
+    """Check that vLLM has the arguments of `actors.engine`. Raises ConfigError."""
+    if fault := unknown_argument_fault(config.actors):
+        raise ConfigError(fault)
 
 
 def check_run_dir(config: Config) -> None:

@@ -28,6 +28,7 @@ from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
     check_algorithm,
+    check_engine_arguments,
     check_gpus,
     check_loss,
     check_run_dir,
@@ -114,6 +115,7 @@ def _checked(config: Config) -> Config:
         )
     check_algorithm(config)
     check_loss(config)
+    check_engine_arguments(config)
     if configs.draws_by_weight(config):
         check_order(config.tasks.order)
     check_trackers(config)

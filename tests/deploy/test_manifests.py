@@ -17,7 +17,8 @@ import yaml
 import configs
 from cli.__main__ import SECTIONS
 from cli.train import train
-from configs.estimate import describe_estimate, estimate_run
+from configs import describe_estimate
+from configs.estimate import estimate_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
