@@ -157,6 +157,10 @@ class Worker:
         """Make `run` end; see `RolloutRunner.stop`."""
         self.runner.stop()
 
+    async def leave(self, *, within_s: float) -> None:
+        """Make `run` end after `within_s` at the latest; see `RolloutRunner.leave`."""
+        self.runner.leave(within_s=within_s)
+
     async def close(self) -> None:
         self.heart.close()
         await self.episodes.close()

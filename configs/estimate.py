@@ -22,6 +22,7 @@ from configs.derived import (
     groups_of_a_step,
     has_critic,
     is_offline,
+    least_workers,
     n_workers,
     replayed_groups,
 )
@@ -354,7 +355,7 @@ def _engine(config: Config, shape: Shape, lengths: Lengths, *, parameters: float
     cache_tokens = cache * n_gpus / of_token
     allowed = {
         "actors.groups_in_flight": actors.groups_in_flight * group_size,
-        "admission": _admitted_groups(config) * group_size / actors.workers,
+        "admission": _admitted_groups(config) * group_size / least_workers(actors),
         "the cache": max(1.0, cache_tokens / (lengths.prompt + lengths.response)),
     }
     requests_limit = min(allowed, key=allowed.__getitem__)
@@ -381,7 +382,7 @@ def _admitted_groups(config: Config) -> int:
 def _play_limits(config: Config, engine: EngineEstimate) -> dict[str, float]:
     """Return the agent steps per second at most, by what limits them."""
     n_processes = sum(own.env.processes for own in environments(config).values())
-    workers = config.actors.workers
+    workers = least_workers(config.actors)
     return {
         "engines": workers * engine.steps_per_s,
         "environment processes": workers * n_processes / ENVIRONMENT_S,
@@ -460,7 +461,7 @@ def describe_estimate(config: Config) -> str:
         better, factor = split
         lines.append(
             f"  better        {factor:.1f} times as fast with as many GPUs: "
-            f"actors.workers={better.actors.workers} learner.ranks={better.learner.ranks}"
+            f"actors.workers={least_workers(better.actors)} learner.ranks={better.learner.ranks}"
         )
     return "\n".join([*lines, "assumed", *(f"  {line}" for line in ASSUMED), ""])
 
@@ -471,7 +472,8 @@ def _engine_lines(config: Config, engine: EngineEstimate, lengths: Lengths) -> l
         f"{engine.cache_bytes / GIB:.1f} GiB KV cache, for {_number(engine.cache_tokens)} tokens "
         f"in {counted(max(1, round(config.actors.gpus_per_worker)), 'GPU')}; "
         f"{_number(engine.requests)} requests at once, limited by {engine.requests_limit}",
-        f"  generation    {config.actors.workers} x {_number(engine.steps_per_s)} agent steps/s, "
+        f"  generation    {least_workers(config.actors)} x {_number(engine.steps_per_s)} "
+        "agent steps/s, "
         f"{_number(engine.steps_per_s * lengths.response)} tokens/s each: "
         f"{engine.prefill_s * 1000:.1f} ms for a prompt of {_number(lengths.new_prompt)} tokens, "
         f"{engine.decode_s * 1000:.1f} ms for an answer of {_number(lengths.response)}",

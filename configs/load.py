@@ -25,8 +25,9 @@ from printable import did_you_mean, one_line
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-# The keys below these are not ours. configs/check.py checks `environments`.
-FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
+# The keys below these are not ours, or checked by OmegaConf (those of actors.workers).
+# configs/check.py checks `environments`.
+FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.", "actors.workers.")
 # Settings of older versions, and what holds now.
 REMOVED = {
     "actors.lease_s": "another worker gets a group after 120 s without a heartbeat",
@@ -425,4 +426,8 @@ def _message(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OmegaConfBaseException):
         text = text.partition("\n")[0]  # the other lines repeat the place
+        text = text.replace(
+            "is incompatible with type hint 'Union[int, WorkerRange]'",
+            "is no whole number, and no range such as {min: 2, max: 16}",
+        )
     return one_line(text)

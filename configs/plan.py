@@ -15,12 +15,14 @@ from configs.derived import (
     has_critic,
     is_offline,
     is_served,
+    least_workers,
     most_steps,
+    most_workers,
     n_workers,
     replayed_groups,
 )
 from configs.per_environment import environment_weights, environments
-from configs.schema import Config
+from configs.schema import ActorsConfig, Config
 from printable import counted
 
 GIB = 1024**3
@@ -95,9 +97,14 @@ def _workers_line(config: Config) -> str:
     actors = config.actors
     n_processes = sum(own.env.processes for own in environments(config).values())
     return (
-        f"{actors.workers} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
+        f"{_range(actors)} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
         f"{n_processes} environment processes beside each"
     )
+
+
+def _range(actors: ActorsConfig) -> str:
+    least, most = least_workers(actors), most_workers(actors)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _engine_line(config: Config, billions: float) -> str:
