@@ -46,6 +46,9 @@ from store import (
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
 LEASE_S = 120.0  # without a heartbeat of its worker; then another gets the group
+# Leases of workers that were heard of are renewed after this part of LEASE_S, not more often: each
+# renewal writes a row.
+RENEW_SHARE = 0.125
 ABANDON_LEASE_S = 1.0  # of a group that is leased only to be abandoned at once
 NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalog keeps all
 REMEMBERED = "env/remembered"  # a metric
@@ -115,7 +118,9 @@ class Coordinator:
         if due := self._heartbeats.take_unwritten():
             with self.catalog.unsynced():
                 self.catalog.heartbeats(due)
-                self.catalog.renew_leases(due, lease_s=LEASE_S)
+                if alive := self._heartbeats.take_unrenewed(every_s=RENEW_SHARE * LEASE_S):
+                    self.catalog.renew_leases(alive, lease_s=LEASE_S)
+            self._heartbeats.written()
         self._exporter.when_due()
 
     def record_event(self, component: str, what: str, *, detail: str) -> None:

@@ -8,7 +8,7 @@ tasks lose workers is read from the catalog.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,18 +50,21 @@ class LeaseTable:
     def __init__(self, *, extra_members: int) -> None:
         self._extra_members = extra_members
         self._in_play: dict[bytes, _InPlay] = {}
+        self._of_worker: defaultdict[str, dict[bytes, Lease]] = defaultdict(dict)
         self._n_requeued: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:
-        size = lease.group.size
+        group_uid, size = lease.group.group_uid, lease.group.size
+        self.end(group_uid)  # another worker's lease on it may have run out
         extra = range(size, size + self._extra_members if lease.group.split == "train" else size)
-        self._in_play[lease.group.group_uid] = _InPlay(
+        self._of_worker[lease.worker][group_uid] = lease
+        self._in_play[group_uid] = _InPlay(
             lease=lease, begun_us=now_us(), numbers={*lease.group.missing, *extra}
         )
 
     def of(self, worker: str) -> list[Lease]:
         """Return the leases that `worker` plays."""
-        return [entry.lease for entry in self._in_play.values() if entry.lease.worker == worker]
+        return list(self._of_worker.get(worker, {}).values())
 
     def task_id(self, group_uid: bytes) -> str | None:
         """Return the task of a group in play, None for any other group."""
@@ -78,7 +81,13 @@ class LeaseTable:
                 self._in_play[trajectory.group_uid].numbers.discard(trajectory.member)
 
     def end(self, group_uid: bytes) -> None:
-        self._in_play.pop(group_uid, None)
+        entry = self._in_play.pop(group_uid, None)
+        if entry is None:
+            return
+        of_worker = self._of_worker[entry.lease.worker]
+        del of_worker[group_uid]
+        if not of_worker:
+            del self._of_worker[entry.lease.worker]
 
     def end_reported(self, worker: str, episodes: Sequence[Unfinished]) -> None:
         """Remove the leases of `worker` on the groups of these episodes."""
@@ -89,7 +98,7 @@ class LeaseTable:
 
     def lose(self, worker: str) -> list[Unfinished]:
         """Remove all leases of a lost worker. Return the episodes that it did not report."""
-        lost = [entry for entry in self._in_play.values() if entry.lease.worker == worker]
+        lost = [self._in_play[lease.group.group_uid] for lease in self.of(worker)]
         for entry in lost:
             self.end(entry.lease.group.group_uid)
         ended_us = now_us()

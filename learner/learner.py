@@ -17,7 +17,7 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline
-from coordinator import CoordinatorClient, Heartbeat
+from coordinator import CoordinatorClient, Heartbeat, heartbeat_every_s
 from gigpo import prepare_advantages
 from learner.checkpoint import (
     CheckpointError,
@@ -97,7 +97,7 @@ class Learner:
             claim=lambda version: self.coordinator.claim(version).get(),
             refill=lambda batch_id, **wanted: self.coordinator.refill(batch_id, **wanted).get(),
         )
-        self.heart = Heartbeat(self.coordinator.heartbeat)
+        self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config))
         self.behind = WriteBehind()
         with ExitStack() as after_failure:
             after_failure.callback(self.heart.close)

@@ -6,8 +6,9 @@
 
 Coordinator, catalog and their files are real, and each call is really made and timed. Workers,
 nodes, object store and learner are events: they only say when which call comes. The coordinator
-answers one call at a time, so calls queue while it works: virtual time goes on by as much as a call
-took on this machine, and by `call_s`, what Ray adds to a call.
+answers one call at a time, so calls queue while it works. A call takes the CPU time that it took
+here, and what was measured beside it: `Load.call_s` for Ray, and `Load.sync_s` for the disk where
+the call is durable. So another process on this machine changes no figure by much.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from actors.rollout.runner import CALLS_PER_S, LEASE_POLL_S, LONGEST_LEASE_POLL_
 from configs import Config
 from coordinator import Coordinator, Lease
 from driver.supervisor import POLL_S as STATUS_EVERY_S
-from store import RunLayout, SegmentMeta, TrajectoryMeta, VersionRecord, uid, write_open_sql
+from store import RunLayout, SegmentMeta, TrajectoryMeta, VersionRecord, export, uid, write_open_sql
 from tests.support.simulation import CLAIM_POLL_S, Delay
 
 US_PER_S = 1e6
+# Calls whose answer waits for the disk; a claim does if it gives a batch.
+DURABLE = ("commit", "settle", "publish", "remove")
 NETWORK_S = 0.0005  # one way, within a data centre
 NODE_RETURNS_S = 180.0  # from the loss of a node to the workers of another one
 STEPS_PER_EPISODE = 10
@@ -52,13 +55,14 @@ class Load:
     lost_nodes_per_hour: float  # as a fraction of the nodes
     heartbeat_s: float  # between two of one worker
     call_s: float  # of the coordinator's CPU that Ray takes for one call
+    sync_s: float  # until the disk has what a transaction wrote
 
 
 @dataclass(kw_only=True, slots=True)
 class Calls:
-    """Hold the calls of one verb while it was measured."""
+    """Hold the calls of one verb, or work that calls do for all, while it was measured."""
 
-    taken_s: list[float] = field(default_factory=list)  # of the coordinator
+    taken_s: list[float] = field(default_factory=list)  # of the coordinator, less work for all
     answered_s: list[float] = field(default_factory=list)  # with the queue and the network
 
 
@@ -79,7 +83,8 @@ class Fleet:
         self.now_s = self.free_at_s = 0.0  # virtual; when the coordinator is done with all calls
         self.calls: defaultdict[str, Calls] = defaultdict(Calls)
         self.n_stale = self.n_episodes = 0
-        self._call_began_s: float | None = None  # of the call that is being made, real time
+        self._call_began_s: float | None = None  # CPU time, of the call that is being made
+        self._for_all_s: dict[str, float] = {}  # within that call
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._patches = ExitStack()
@@ -88,6 +93,9 @@ class Fleet:
         layout = RunLayout.create(directory, config_yaml=configs.as_yaml(self.config))
         write_open_sql(layout, macros=(), max_staleness=self.config.max_staleness)
         self.coordinator = Coordinator(self.config, learns=True)
+        catalog: Any = self.coordinator.catalog
+        catalog.heartbeats = self._apart("heartbeats written", catalog.heartbeats)
+        catalog.renew_leases = self._apart("leases renewed", catalog.renew_leases)
         self.workers = [
             Worker(self, number) for number in range(configs.most_workers(self.config.actors))
         ]
@@ -130,6 +138,9 @@ class Fleet:
             answer, taken_s = self._make(verb, given, named, at_s=begins_s)
             self.free_at_s = begins_s + taken_s
             after_s = self.free_at_s + NETWORK_S - self.now_s
+            for work, of_it_s in self._for_all_s.items():
+                self.calls[work].taken_s.append(of_it_s)
+                taken_s -= of_it_s
             self.calls[verb].taken_s.append(taken_s)
             self.calls[verb].answered_s.append(self.now_s + after_s - sent_s)
             if then is not None:
@@ -147,18 +158,33 @@ class Fleet:
         """Make a call at a virtual time. Return its answer, and the seconds that it takes."""
         sent = pickle.dumps((given, named))  # by the caller
         event_s, self.now_s = self.now_s, at_s
-        began_s = self._call_began_s = time.perf_counter()
+        self._for_all_s = {}
+        began_s = self._call_began_s = time.thread_time()
         given, named = pickle.loads(sent)
         answer = getattr(self.coordinator, verb)(*given, **named)
         pickle.dumps(answer)
-        taken_s = time.perf_counter() - began_s + self.load.call_s
+        taken_s = time.thread_time() - began_s + self.load.call_s
+        if verb in DURABLE or (verb == "claim" and answer is not None):
+            taken_s += self.load.sync_s
         self._call_began_s, self.now_s = None, event_s
         return answer, taken_s
 
     def _clock_s(self) -> float:
-        """Return the virtual time, which goes on within a call as real time does."""
+        """Return the virtual time, which goes on within a call as its CPU time does."""
         began_s = self._call_began_s
-        return self.now_s + (0.0 if began_s is None else time.perf_counter() - began_s)
+        return self.now_s + (0.0 if began_s is None else time.thread_time() - began_s)
+
+    def _apart(self, work: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, whose time is counted apart from the call that needs it."""
+
+        def timed(*given: Any, **named: Any) -> Any:
+            began_s = time.thread_time()
+            answer = function(*given, **named)
+            took_s = time.thread_time() - began_s
+            self._for_all_s[work] = self._for_all_s.get(work, 0.0) + took_s
+            return answer
+
+        return timed
 
     def _patched(self) -> Iterator[Any]:
         clock = SimpleNamespace(monotonic=self._clock_s)
@@ -166,6 +192,7 @@ class Fleet:
             yield patch(f"coordinator.{module}.time", clock)
         for module in ("coordinator.leases", "store.catalog.database"):
             yield patch(f"{module}.now_us", lambda: 1 + round(self._clock_s() * US_PER_S))
+        yield patch("coordinator.export_schedule.export", self._apart("exports", export))
         yield patch("coordinator.coordinator.start_maintainer", lambda *_, **__: NoMaintainer())
 
     def _ask_for_status(self) -> None:

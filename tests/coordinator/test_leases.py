@@ -15,6 +15,7 @@ from coordinator.leases import (
     MAX_REQUEUES,
     SUSPECT_LOSSES,
     WEIGHT_UPDATE_S,
+    LeaseTable,
     WeightUpdateLock,
 )
 from envs import EnvironmentFailed
@@ -281,3 +282,17 @@ def test_groups_that_were_lost_together_are_not_all_to_blame(coordinator: Coordi
     play(coordinator, together[0])
     rest = leased(coordinator)
     assert rest.group.group_uid != together[0].group.group_uid
+
+
+def test_a_lease_that_ran_out_belongs_to_the_worker_that_has_it_now(
+    coordinator: Coordinator,
+) -> None:
+    lease = leased(coordinator, "v")
+    table = LeaseTable(extra_members=0)
+    table.begin(lease)
+    table.begin(replace(lease, worker="w"))
+    assert table.of("v") == [] and [each.worker for each in table.of("w")] == ["w"]
+    assert table.lose("v") == []
+    lost = table.lose("w")
+    assert {episode.number for episode in lost} == set(lease.group.missing)
+    assert table.of("w") == [] and table.task_id(lease.group.group_uid) is None
