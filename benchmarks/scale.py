@@ -4,10 +4,11 @@
 
 One real coordinator with its catalog, and around it 10,000 workers on 1,000 nodes that are only
 events in virtual time (support/virtual_fleet.py). Each plays one group at a time of 8 episodes.
-Episodes take a log-normal time (median 60 s, sigma 1), uploads of segments too (median 0.08 s,
-sigma 0.7). 1 % of the nodes are lost in an hour. Each call of the coordinator is really made and
-timed. To its CPU time is added what a Ray actor takes for a call that does nothing, and where the
-answer waits for the disk what a sync takes. Both are measured first.
+Times are log-normal: of an episode (median 60 s, sigma 1), of a segment's upload (median 0.08 s,
+sigma 0.7), of the loading of new weights (median 1 s, sigma 0.3). 1 % of the nodes are lost in an
+hour. Each call of the coordinator is really made and timed. To its CPU time is added what a Ray
+actor takes for a call that does nothing, and where the answer waits for the disk what a sync takes.
+Both are measured first.
 
 load              time that the coordinator takes for the calls of one second; above 1 it falls
                   behind, and its calls wait longer and longer
@@ -36,6 +37,7 @@ from support.simulated_run import Pace, make_config
 from support.virtual_fleet import BYTES_PER_STEP, STEPS_PER_EPISODE, Calls, Fleet, Load
 
 from coordinator import heartbeat_every_s
+from coordinator.client import LOCK_POLL_S, LONGEST_LOCK_POLL_S
 from driver.cluster import ray_cluster
 from tests.support.simulation import Delay
 
@@ -46,6 +48,7 @@ GROUPS_PER_STEP = 1024
 MAX_STALENESS = 64
 EPISODE = Delay(median_s=60.0, sigma=1.0)
 UPLOAD = Delay(median_s=0.08, sigma=0.7)
+LOADING = Delay(median_s=1.0, sigma=0.3)
 LOST_NODES_PER_HOUR = 0.01
 WARM_UP_S, QUICK_WARM_UP_S = 180.0, 60.0
 SECONDS, QUICK_SECONDS = 120.0, 20.0
@@ -117,6 +120,8 @@ def simulate(directory: Path, *, workers: int, call_s: float, quick: bool) -> di
         nodes=workers // WORKERS_PER_NODE,
         episode=EPISODE,
         upload=UPLOAD,
+        loading=LOADING,
+        lock_poll_s=(LOCK_POLL_S, LONGEST_LOCK_POLL_S),
         lost_nodes_per_hour=LOST_NODES_PER_HOUR,
         heartbeat_s=heartbeat_every_s(config),
         call_s=call_s,

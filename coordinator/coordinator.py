@@ -22,7 +22,7 @@ from pathlib import Path
 
 import ray
 
-from configs import Config, groups_of_a_step, replayed_groups
+from configs import Config, groups_of_a_step, most_workers, replayed_groups
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable, Suspects, WeightUpdateLock
@@ -90,7 +90,7 @@ class Coordinator:
         self._exporter = Exporter(self.catalog, self.layout)
         self._heartbeats = HeartbeatTracker()
         self._leases = LeaseTable(extra_members=config.actors.extra_members)
-        self._weight_updates = WeightUpdateLock()
+        self._weight_updates = WeightUpdateLock(most_workers(config.actors))
         self._suspects = Suspects(self.catalog.times_lost())
         self._n_answers = self._n_remembered = 0  # of environments, since the last learner step
         self._rendezvous: str | None = None  # a restarted learner states a new one

@@ -18,6 +18,7 @@ from store import Group, SegmentMeta, Unfinished, VersionRecord, now_us
 MAX_REQUEUES = 3  # times that a group is played again because it became too old
 SUSPECT_LOSSES = 2  # workers lost with a task in play; it is then played alone, after all others
 MAX_LOSSES = 3  # the last one while the task was played alone; it is then abandoned
+WORKERS_PER_UPDATE = 10  # of which one may update its weights
 WEIGHT_UPDATE_S = 60.0  # longest time that a worker holds the lock on weight updates
 
 
@@ -191,20 +192,28 @@ class Suspects:
 
 
 class WeightUpdateLock:
-    """Let one worker at a time update its weights, so that generation never stops everywhere."""
+    """Let a few workers at a time update their weights, so that generation never stops everywhere.
 
-    def __init__(self) -> None:
-        self._holder, self._until_s = "", 0.0
+    One in WORKERS_PER_UPDATE may, and at least one. With thousands of workers the last one would
+    otherwise get its weights hours after the first.
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self._n_holders = max(1, n_workers // WORKERS_PER_UPDATE)
+        self._until_s: dict[str, float] = {}  # by holder, the longest one first
 
     def acquire(self, worker: str) -> bool:
         """Return whether `worker` holds the lock now, for up to WEIGHT_UPDATE_S."""
         now_s = time.monotonic()
-        if self._holder not in ("", worker) and now_s < self._until_s:
-            return False
-        self._holder, self._until_s = worker, now_s + WEIGHT_UPDATE_S
+        self._until_s.pop(worker, None)
+        if len(self._until_s) >= self._n_holders:
+            longest, until_s = next(iter(self._until_s.items()))
+            if now_s < until_s:
+                return False
+            del self._until_s[longest]
+        self._until_s[worker] = now_s + WEIGHT_UPDATE_S
         return True
 
     def release(self, worker: str) -> None:
         """Release the lock, if `worker` holds it."""
-        if self._holder == worker:
-            self._holder = ""
+        self._until_s.pop(worker, None)

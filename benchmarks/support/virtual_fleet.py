@@ -33,16 +33,19 @@ from actors.rollout.group import COMMIT_EVERY_S
 from actors.rollout.runner import CALLS_PER_S, LEASE_POLL_S, LONGEST_LEASE_POLL_S
 from configs import Config
 from coordinator import Coordinator, Lease
+from coordinator.leases import WEIGHT_UPDATE_S
 from driver.supervisor import POLL_S as STATUS_EVERY_S
 from store import RunLayout, SegmentMeta, TrajectoryMeta, VersionRecord, export, uid, write_open_sql
-from tests.support.simulation import CLAIM_POLL_S, Delay
+from tests.support.simulation import Delay
 
 US_PER_S = 1e6
 # Calls whose answer waits for the disk; a claim does if it gives a batch.
-DURABLE = ("commit", "settle", "publish", "remove")
+DURABLE = ("commit", "settle", "publish", "remove", "record_event")
+CLAIM_EVERY_S = 0.5  # the learner's longest wait between two requests for a batch
 NETWORK_S = 0.0005  # one way, within a data centre
 NODE_RETURNS_S = 180.0  # from the loss of a node to the workers of another one
 STEPS_PER_EPISODE = 10
+LOADED_DETAIL = '{"version": 7, "digest": "0123456789abcdef0123456789abcdef", "received": true}'
 BYTES_PER_STEP = 1_300  # of a segment, compressed, with text and tokens of about 1,100
 
 
@@ -52,6 +55,8 @@ class Load:
     nodes: int
     episode: Delay
     upload: Delay  # of one segment to the object store
+    loading: Delay  # of a version's weights into an engine
+    lock_poll_s: tuple[float, float]  # between two requests for its lock: first, longest
     lost_nodes_per_hour: float  # as a fraction of the nodes
     heartbeat_s: float  # between two of one worker
     call_s: float  # of the coordinator's CPU that Ray takes for one call
@@ -204,7 +209,7 @@ class Fleet:
 
     def _train(self, batch: Any) -> None:
         if batch is None:
-            self.at(CLAIM_POLL_S, self._claim)
+            self.at(CLAIM_EVERY_S, self._claim)
             return
         step = self.version + 1
         self.version = step
@@ -251,13 +256,16 @@ class Worker:
         self.fleet, self.name = fleet, f"worker-{number}"
         self._life = 0  # events of an earlier life do nothing
         self._poll_s = LEASE_POLL_S
+        self._serves, self._is_loading = -1, False  # version; a newer one
         self._n_segments = 0
         # A part of its first group counts as played, so that groups end at an even rate at once.
         self._played = fleet.random.random()
 
     def join(self) -> None:
         self._life += 1
+        self._serves, self._is_loading = -1, False
         self._alive(self.fleet.random.uniform(0.0, self.fleet.load.heartbeat_s), self._beat)
+        self._alive(self.fleet.random.uniform(0.0, self._spread_s()), self._ask_for_version)
         self._ask()
 
     def lose(self) -> None:
@@ -276,16 +284,50 @@ class Worker:
         self.fleet.call("heartbeat", self.name, None, waits_s=0.0)
         self._alive(self.fleet.load.heartbeat_s, self._beat)
 
+    def _spread_s(self) -> float:
+        return len(self.fleet.workers) / CALLS_PER_S * self.fleet.random.uniform(0.5, 1.5)
+
+    def _ask_for_version(self) -> None:
+        self.fleet.call("newest_version", then=self._then(self._load))
+        self._alive(self._spread_s(), self._ask_for_version)
+
+    def _load(self, newest: VersionRecord) -> None:
+        """Load a version that is newer, when it is this worker's turn."""
+        if newest.version > self._serves and not self._is_loading:
+            self._is_loading = True
+            first_s, _ = self.fleet.load.lock_poll_s
+            self._ask_for_lock(
+                newest.version, poll_s=first_s, until_s=self.fleet.now_s + WEIGHT_UPDATE_S
+            )
+
+    def _ask_for_lock(self, version: int, *, poll_s: float, until_s: float) -> None:
+        def answered(has_it: bool) -> None:
+            if has_it or self.fleet.now_s >= until_s:
+                load_s = self.fleet.load.loading.draw(self.fleet.random)
+                self._alive(load_s, lambda: self._loaded(version))
+                return
+            _, longest_s = self.fleet.load.lock_poll_s
+            next_s = min(2 * poll_s, longest_s)
+            self._alive(poll_s, lambda: self._ask_for_lock(version, poll_s=next_s, until_s=until_s))
+
+        self.fleet.call("begin_weight_update", self.name, then=self._then(answered))
+
+    def _loaded(self, version: int) -> None:
+        self._serves, self._is_loading = version, False
+        self.fleet.call("end_weight_update", self.name)
+        self.fleet.call("record_event", self.name, "weights loaded", detail=LOADED_DETAIL)
+
     def _ask(self) -> None:
-        self.fleet.call("lease", self.name, self.fleet.version, then=self._then(self._leased))
+        self.fleet.call("lease", self.name, self._serves, then=self._then(self._leased))
 
     def _leased(self, lease: Lease | None) -> None:
         if lease is None:
-            wait_s = max(self._poll_s, len(self.fleet.workers) / CALLS_PER_S)
+            wait_s = max(self._poll_s * self.fleet.random.uniform(0.5, 1.5), self._spread_s())
             self._poll_s = min(2 * self._poll_s, LONGEST_LEASE_POLL_S)
-            self._alive(wait_s * self.fleet.random.uniform(0.5, 1.5), self._ask)
+            self._alive(wait_s, self._ask)
             return
         self._poll_s = LEASE_POLL_S
+        self._load(lease.version)
         draw = self.fleet.load.episode.draw
         ends = sorted((draw(self.fleet.random), member) for member in lease.group.missing)
         last_s = ends[-1][0]

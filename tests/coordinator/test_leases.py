@@ -179,7 +179,7 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
 def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lock = WeightUpdateLock()
+    lock = WeightUpdateLock(n_workers=19)
     assert lock.acquire("a")
     assert lock.acquire("a")
     assert not lock.acquire("b")
@@ -189,6 +189,21 @@ def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatc
     assert lock.acquire("b")
     now[0] += WEIGHT_UPDATE_S
     assert lock.acquire("a"), "who takes too long loses it"
+
+
+def test_one_of_ten_workers_changes_its_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lock = WeightUpdateLock(n_workers=30)
+    for worker in ("a", "b", "c"):
+        assert lock.acquire(worker)
+        now[0] += 1.0
+    assert not lock.acquire("d")
+    lock.release("b")
+    assert lock.acquire("d") and not lock.acquire("b")
+    now[0] = 100.0 + WEIGHT_UPDATE_S
+    assert lock.acquire("b"), "a held it for longest"
+    assert not lock.acquire("a")
 
 
 def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:

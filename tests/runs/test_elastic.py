@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.support.fault_runs import (
     untrained_model,
 )
 from tests.support.killed_runs import write_world
+from tests.support.processes import PATIENCE_S
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
@@ -32,6 +34,14 @@ SETTINGS = (
     "supervision.max_restarts=0",  # a restart that counts would end the run
     "supervision.silent_s=15",
 )
+# What Ray's autoscaler reads: the processes that have no place.
+ASKED_FOR = """
+import sys
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+state = get_cluster_resource_state(GcsClient(address=sys.argv[1]))
+print(sum(asked.count for asked in state.pending_resource_requests))
+"""
 COMMITTED_TWICE = "SELECT count(*) - count(DISTINCT traj_uid) FROM trajectory"
 
 
@@ -76,6 +86,15 @@ def wait_for_workers(run: FaultRun, number: int) -> None:
     run.wait(is_so, what=f"{number} workers")
 
 
+def wait_until_asked_for(cluster: ElasticCluster, number: int) -> None:
+    """Wait until Ray's autoscaler would see so many processes without a place."""
+    command, said = [sys.executable, "-c", ASKED_FOR, cluster.address], ""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while said != f"{number}\n":
+        assert time.monotonic() < deadline_s, said
+        said = subprocess.check_output(command, env=cluster.environ, text=True)
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[ElasticCluster]:
     (tmp_path / "fault").unlink(missing_ok=True)
@@ -92,6 +111,7 @@ def test_workers_follow_the_nodes_and_a_notice_is_an_orderly_stop(
     cluster.add(cpus=2)  # the learner and the least number of workers
     with training(cluster, tmp_path) as run:
         wait_for_workers(run, 1)
+        wait_until_asked_for(cluster, 2)
         run.goes_on()
 
         spot = cluster.add(cpus=2)
@@ -115,6 +135,7 @@ def test_workers_follow_the_nodes_and_a_notice_is_an_orderly_stop(
         code, last = run.ended(within_s=120.0)
         assert (code, "stopped in order" in last) == (130, True), run.said()
         assert catalog_number(run.run, COMMITTED_TWICE) == 0
+    wait_until_asked_for(cluster, 0)
 
 
 def test_a_node_that_is_lost_without_a_notice_takes_no_restart(
