@@ -124,8 +124,9 @@ class Coordinator:
         self._exporter.when_due()
 
     def record_event(self, component: str, what: str, *, detail: str) -> None:
-        """Record a line of the view `events`."""
-        self.catalog.log(component=component, what=what, detail=detail)
+        """Record a line of the view `events`. A power cut may undo it."""
+        with self.catalog.unsynced():
+            self.catalog.log(component=component, what=what, detail=detail)
 
     def notice(self, component: str, what: str, *, detail: str) -> None:
         """Record an event, and show it on the screen."""

@@ -40,7 +40,7 @@ from tests.support.simulation import Delay
 
 US_PER_S = 1e6
 # Calls whose answer waits for the disk; a claim does if it gives a batch.
-DURABLE = ("commit", "settle", "publish", "remove", "record_event")
+DURABLE = ("commit", "settle", "publish", "remove")
 CLAIM_EVERY_S = 0.5  # the learner's longest wait between two requests for a batch
 NETWORK_S = 0.0005  # one way, within a data centre
 NODE_RETURNS_S = 180.0  # from the loss of a node to the workers of another one
