@@ -38,6 +38,7 @@ from configs.schema import (
     OfflineConfig,
     PromptConfig,
     ReplayConfig,
+    WorkerRange,
 )
 from printable import UserError, did_you_mean
 
@@ -120,8 +121,10 @@ def check_is_list(key: str, value: object) -> None:
 
 
 def dotted_settings(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (`a.b.c`, value) for every setting of a config."""
-    if dataclasses.is_dataclass(value):
+    """Yield (`a.b.c`, value) for every setting of a config. A range of workers is one value."""
+    if isinstance(value, WorkerRange):
+        yield prefix[:-1], dataclasses.asdict(value)
+    elif dataclasses.is_dataclass(value):
         for item in dataclasses.fields(value):
             yield from dotted_settings(getattr(value, item.name), f"{prefix}{item.name}.")
     else:
@@ -503,6 +506,12 @@ def _check_prompt(config: Config) -> None:
 
 
 def _check_placement(config: Config) -> None:
+    workers = config.actors.workers
+    if isinstance(workers, WorkerRange) and not 1 <= workers.min <= workers.max:
+        raise ConfigError(
+            f"actors.workers={{min: {workers.min}, max: {workers.max}}} is no range: it needs "
+            "1 <= min <= max"
+        )
     cores, per_worker = config.actors.cpu_cores, config.actors.gpus_per_worker
     per_rank, ranks = config.learner.gpus_per_rank, config.learner.ranks
     if cores != "auto" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from configs.per_environment import environments
-from configs.schema import Config, TasksConfig
+from configs.schema import ActorsConfig, Config, TasksConfig, WorkerRange
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
@@ -61,9 +61,19 @@ def replayed_groups(config: Config) -> int:
     return round(config.replay.share * groups_of_a_step(config)[0])
 
 
+def least_workers(actors: ActorsConfig) -> int:
+    """Return the workers without which a run does not begin."""
+    return actors.workers.min if isinstance(actors.workers, WorkerRange) else actors.workers
+
+
+def most_workers(actors: ActorsConfig) -> int:
+    """Return the workers that Ray is asked for once a run has begun."""
+    return actors.workers.max if isinstance(actors.workers, WorkerRange) else actors.workers
+
+
 def n_workers(config: Config) -> int:
-    """Return the workers that training needs. An evaluation always needs `actors.workers`."""
-    return 0 if is_offline(config) else config.actors.workers
+    """Return the workers that training needs. An evaluation always needs `least_workers`."""
+    return 0 if is_offline(config) else least_workers(config.actors)
 
 
 def max_model_tokens(config: Config) -> int:
@@ -77,7 +87,7 @@ def gpus_needed(config: Config, *, learns: bool) -> int:
     A process with a fraction gets it from one card: three workers of 0.6 need three cards, four
     of 0.5 need two.
     """
-    workers = n_workers(config) if learns else config.actors.workers
+    workers = n_workers(config) if learns else least_workers(config.actors)
     shares = [config.actors.gpus_per_worker] * workers
     if learns:
         shares += [config.learner.gpus_per_rank] * config.learner.ranks

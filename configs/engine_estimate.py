@@ -18,7 +18,7 @@ from configs.assumptions import (
     RESPONSE_SHARE,
     STEPS_SHARE,
 )
-from configs.derived import groups_of_a_step
+from configs.derived import groups_of_a_step, least_workers
 from configs.model_size import BYTES, Shape
 from configs.per_environment import environment_weights, environments
 from configs.plan import GIB
@@ -98,7 +98,7 @@ def engine_estimate(
     cache_tokens = cache * n_gpus / of_token
     allowed = {
         "actors.groups_in_flight": actors.groups_in_flight * group_size,
-        "admission": _admitted_groups(config) * group_size / actors.workers,
+        "admission": _admitted_groups(config) * group_size / least_workers(actors),
         "the cache": max(1.0, cache_tokens / (lengths.prompt + lengths.response)),
     }
     requests_limit = min(allowed, key=allowed.__getitem__)

@@ -32,6 +32,7 @@ from configs.derived import (
     groups_of_a_step,
     has_critic,
     is_offline,
+    least_workers,
     n_workers,
     replayed_groups,
 )
@@ -158,7 +159,7 @@ def is_on_gpus(config: Config) -> bool:
 def _play_limits(config: Config, engine: EngineEstimate) -> dict[str, float]:
     """Return the agent steps per second at most, by what limits them."""
     n_processes = sum(own.env.processes for own in environments(config).values())
-    workers = config.actors.workers
+    workers = least_workers(config.actors)
     return {
         "engines": workers * engine.steps_per_s,
         "environment processes": workers * n_processes / ENVIRONMENT_S,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.assumptions import ASSUMED, ENVIRONMENT_S, GPU, GPU_BYTES, WORKER_S
-from configs.derived import gpus_needed
+from configs.derived import gpus_needed, least_workers
 from configs.engine_estimate import EngineEstimate, Lengths
 from configs.estimate import Estimate, better_split, estimate_run, is_on_gpus
 from configs.plan import GIB
@@ -34,7 +34,7 @@ def describe_estimate(config: Config) -> str:
         better, factor = split
         lines.append(
             f"  better        {factor:.1f} times as fast with as many GPUs: "
-            f"actors.workers={better.actors.workers} learner.ranks={better.learner.ranks}"
+            f"actors.workers={least_workers(better.actors)} learner.ranks={better.learner.ranks}"
         )
     return "\n".join([*lines, "assumed", *(f"  {line}" for line in ASSUMED), ""])
 
@@ -45,7 +45,8 @@ def _engine_lines(config: Config, engine: EngineEstimate, lengths: Lengths) -> l
         f"{engine.cache_bytes / GIB:.1f} GiB KV cache, for {_number(engine.cache_tokens)} tokens "
         f"in {counted(max(1, round(config.actors.gpus_per_worker)), 'GPU')}; "
         f"{_number(engine.requests)} requests at once, limited by {engine.requests_limit}",
-        f"  generation    {config.actors.workers} x {_number(engine.steps_per_s)} agent steps/s, "
+        f"  generation    {least_workers(config.actors)} x {_number(engine.steps_per_s)} "
+        "agent steps/s, "
         f"{_number(engine.steps_per_s * lengths.response)} tokens/s each: "
         f"{engine.prefill_s * 1000:.1f} ms for a prompt of {_number(lengths.new_prompt)} tokens, "
         f"{engine.decode_s * 1000:.1f} ms for an answer of {_number(lengths.response)}",

@@ -26,10 +26,11 @@ RUN_DIR = "run_dir="  # an override that names the run's directory
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-# The keys below these are not ours. configs/check.py checks `environments`.
+# The keys below these are not ours, or checked by OmegaConf (those of actors.workers).
+# configs/check.py checks `environments`.
 FREE_KEYS = (
     *("env.options", "endpoint.body.", "loss.numbers.", "environments."),
-    "actors.engine.",
+    *("actors.engine.", "actors.workers."),
 )
 # Settings of older versions, and what holds now.
 REMOVED = {
@@ -443,4 +444,8 @@ def _message(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OmegaConfBaseException):
         text = text.partition("\n")[0]  # the other lines repeat the place
+        text = text.replace(
+            "is incompatible with type hint 'Union[int, WorkerRange]'",
+            "is no whole number, and no range such as {min: 2, max: 16}",
+        )
     return one_line(text)

@@ -8,7 +8,9 @@ from configs.derived import (
     groups_of_a_step,
     has_critic,
     is_offline,
+    least_workers,
     most_steps,
+    most_workers,
     n_workers,
     replayed_groups,
 )
@@ -24,7 +26,7 @@ from configs.learner_memory import (
 )
 from configs.model_size import BYTES, known_shape, model_billions
 from configs.per_environment import environment_weights, environments
-from configs.schema import Config
+from configs.schema import ActorsConfig, Config
 from printable import counted
 
 GIB = 1024**3
@@ -98,9 +100,14 @@ def _workers_line(config: Config) -> str:
     actors = config.actors
     n_processes = sum(own.env.processes for own in environments(config).values())
     return (
-        f"{actors.workers} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
+        f"{_range(actors)} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
         f"{n_processes} environment processes beside each"
     )
+
+
+def _range(actors: ActorsConfig) -> str:
+    least, most = least_workers(actors), most_workers(actors)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _engine_line(config: Config, billions: float) -> str:

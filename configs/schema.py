@@ -101,8 +101,18 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRange:
+    """Bound the workers of a run that follows its cluster; see docs/cluster.md."""
+
+    min: int  # workers that a start waits for
+    max: int  # workers that Ray is asked for from then on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActorsConfig:
-    workers: int = 1  # Ray workers, each with one vLLM engine
+    # Ray workers, each with one vLLM engine: a number, or {min: 2, max: 16} to follow a cluster
+    # that grows and shrinks. On one machine a range starts its min
+    workers: int | WorkerRange = 1
     # per engine: 0 for a CPU engine, a fraction to share a GPU, above 1 for tensor parallelism,
     # unless `engine` divides the GPUs otherwise
     gpus_per_worker: float = 0.0

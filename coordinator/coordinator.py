@@ -22,7 +22,7 @@ from pathlib import Path
 
 import ray
 
-from configs import Config, groups_of_a_step, replayed_groups
+from configs import Config, groups_of_a_step, most_workers, replayed_groups
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable, Suspects, WeightUpdateLock
@@ -47,6 +47,9 @@ from store import (
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
 LEASE_S = 120.0  # without a heartbeat of its worker; then another gets the group
+# Leases of workers that were heard of are renewed after this part of LEASE_S, not more often: each
+# renewal writes a row.
+RENEW_SHARE = 0.125
 ABANDON_LEASE_S = 1.0  # of a group that is leased only to be abandoned at once
 NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalog keeps all
 REMEMBERED = "env/remembered"  # a metric
@@ -88,7 +91,7 @@ class Coordinator:
         self._exporter = Exporter(self.catalog, self.layout)
         self._heartbeats = HeartbeatTracker()
         self._leases = LeaseTable(extra_members=config.actors.extra_members)
-        self._weight_updates = WeightUpdateLock()
+        self._weight_updates = WeightUpdateLock(most_workers(config.actors))
         self._suspects = Suspects(self.catalog.times_lost())
         self._n_answers = self._n_remembered = 0  # of environments, since the last learner step
         self._rendezvous: str | None = None  # a restarted learner states a new one
@@ -116,12 +119,15 @@ class Coordinator:
         if due := self._heartbeats.take_unwritten():
             with self.catalog.unsynced():
                 self.catalog.heartbeats(due)
-                self.catalog.renew_leases(due, lease_s=LEASE_S)
+                if alive := self._heartbeats.take_unrenewed(every_s=RENEW_SHARE * LEASE_S):
+                    self.catalog.renew_leases(alive, lease_s=LEASE_S)
+            self._heartbeats.written()
         self._exporter.when_due()
 
     def record_event(self, component: str, what: str, *, detail: str) -> None:
-        """Record a line of the view `events`."""
-        self.catalog.log(component=component, what=what, detail=detail)
+        """Record a line of the view `events`. A power cut may undo it."""
+        with self.catalog.unsynced():
+            self.catalog.log(component=component, what=what, detail=detail)
 
     def notice(self, component: str, what: str, *, detail: str) -> None:
         """Record an event, and show it on the screen."""

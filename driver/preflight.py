@@ -15,7 +15,7 @@ import configs
 from actors import engine_fault, unknown_argument_fault
 from configs import AlgorithmConfig, Config, ConfigError
 from driver import resume, run_lock
-from driver.cluster import available_gpus, gpus_of_this_machine
+from driver.cluster import available_gpus, gpus_of_this_machine, is_joined
 from store import (
     MADE_BEFORE_RUN_JSON,
     RunLayout,
@@ -169,11 +169,13 @@ def missing_gpus(config: Config) -> list[str]:
 def check_gpus(config: Config, *, learns: bool) -> None:
     """Refuse GPUs that Ray does not have, and an engine that this build of vLLM does not have.
 
-    Ray would wait for ever. Nodes that RAY_ADDRESS joins may have another build of vLLM; a worker
-    there refuses the engine. Raises ConfigError.
+    Ray would wait for ever. A range of workers is for a cluster that grows: there the supervisor
+    waits for places, with a deadline. Nodes that RAY_ADDRESS joins may have another build of vLLM;
+    a worker there refuses the engine. Raises ConfigError.
     """
     wanted, there = configs.gpus_needed(config, learns=learns), available_gpus()
-    if wanted > there:
+    may_grow = is_joined() and isinstance(config.actors.workers, configs.WorkerRange)
+    if wanted > there and not may_grow:
         raise ConfigError(
             f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + "
             f"learner.ranks x learner.gpus_per_rank), Ray has {there}; set both to 0 for a CPU "

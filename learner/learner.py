@@ -16,7 +16,7 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline
-from coordinator import CoordinatorClient, Heartbeat
+from coordinator import CoordinatorClient, Heartbeat, heartbeat_every_s
 from gigpo import prepare_advantages
 from learner.checkpoint import (
     CheckpointError,
@@ -99,7 +99,7 @@ class Learner:
             refill=lambda batch_id, **wanted: self.coordinator.refill(batch_id, **wanted).get(),
             values=lambda micro_batches: self.ranks.values(micro_batches),
         )
-        self.heart = Heartbeat(self.coordinator.heartbeat)
+        self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config))
         self.behind = WriteBehind()
         with ExitStack() as after_failure:
             after_failure.callback(self.heart.close)

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from configs import REFUSED_ARGUMENTS, ActorsConfig
+from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers
 from printable import did_you_mean
 from store import weight_files
 
@@ -167,7 +167,7 @@ def engine_threads(actors: ActorsConfig, n_cores: int, *, model_path: Path) -> i
     """
     if actors.cpu_cores != "auto":
         return n_cores
-    share = (n_cores - 1) // actors.workers - 1
+    share = (n_cores - 1) // least_workers(actors) - 1
     gains = sum(file.stat().st_size for file in weight_files(model_path)) // BYTES_PER_THREAD
     return max(1, min(share, gains))
 

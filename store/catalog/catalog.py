@@ -90,7 +90,7 @@ class Catalog:
     def unsynced(self) -> AbstractContextManager[object]:
         """Make the calls within one transaction that a power cut may undo.
 
-        Leases, the groups that they open, and heartbeats need no more.
+        Leases, the groups that they open, heartbeats and events need no more.
         """
         return self._database.unsynced_transaction()
 

@@ -155,6 +155,37 @@ def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for
     on_stage(tmp_path, body)
 
 
+def test_a_worker_that_leaves_ends_what_is_almost_done_and_begins_nothing(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        (group,) = {group for group, _ in stage.playing}
+        stage.runner.leave(within_s=20.0)
+        await asyncio.sleep(15.0)
+        assert {each for each, _ in stage.playing} == {group}, "it leases no other group"
+        stage.end(0, 1)
+        await asyncio.sleep(1.0)
+        assert stage.playing == {}
+        assert stage.sql("SELECT state, count(*) FROM groups GROUP BY ALL") == [("complete", 1)]
+
+    on_stage(tmp_path, body)
+
+
+def test_a_worker_that_leaves_hands_back_what_takes_longer(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        stage.runner.leave(within_s=20.0)
+        await asyncio.sleep(19.0)
+        assert sorted(number for _, number in stage.playing) == [0, 1]
+        stage.end(1)
+        await asyncio.sleep(2.0)
+        assert stage.playing == {}
+        assert stage.sql("SELECT member FROM trajectories") == [(1,)]
+        assert stage.sql("SELECT number, why FROM unfinished") == [(0, "stopped")]
+        stage.coordinator.remove("w", "left")
+        lease = stage.coordinator.lease("v")
+        assert lease is not None and lease.group.missing == (0,)
+
+    on_stage(tmp_path, body)
+
+
 def test_with_a_spare_a_group_does_not_wait_for_its_slowest(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         assert sorted(number for _, number in stage.playing) == [0, 1, 2]

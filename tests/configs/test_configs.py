@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import configs
-from configs import AlgorithmConfig, Config, ConfigError
+from configs import AlgorithmConfig, Config, ConfigError, WorkerRange
 from driver.preflight import check_algorithm
 from gigpo import ESTIMATORS, AdvantageSettings, compute_advantages
 
@@ -334,6 +334,50 @@ def test_processes_may_share_a_gpu(empty: Path, overrides: list[str], n_gpus: in
     assert configs.gpus_needed(config, learns=True) == n_gpus
     assert f"placement ({n_gpus} GPU" in configs.describe_plan(config)
     assert configs.from_yaml(configs.as_yaml(config)) == config
+
+
+def test_workers_are_a_number_or_a_range(empty: Path) -> None:
+    number = configs.load(empty, ["actors.workers=4"])
+    assert (configs.least_workers(number.actors), configs.most_workers(number.actors)) == (4, 4)
+    for given in (
+        ["actors.workers={min: 2, max: 16}"],
+        ["actors.workers.min=2", "actors.workers.max=16"],
+    ):
+        config = configs.load(empty, [*given, "actors.gpus_per_worker=1"])
+        assert config.actors.workers == WorkerRange(min=2, max=16)
+        assert (configs.least_workers(config.actors), configs.most_workers(config.actors)) == (
+            2,
+            16,
+        )
+        assert configs.gpus_needed(config, learns=True) == configs.n_workers(config) == 2
+        assert "2 to 16 x 1 GPU" in configs.describe_plan(config)
+        assert configs.from_yaml(configs.as_yaml(config)) == config
+        assert "max: 16" in configs.differences(config)
+        saved = configs.as_yaml(config)
+        again = configs.load_saved(saved, ["actors.workers=3"], name="saved")
+        assert again.actors.workers == 3
+        assert configs.forbidden_changes(config, again) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("={min: 3, max: 2}", "{min: 3, max: 2} is no range: it needs 1 <= min <= max"),
+        ("={min: 0, max: 2}", "{min: 0, max: 2} is no range"),
+        ("={min: 2, mx: 16}", "Key 'mx' not in 'WorkerRange'. Did you mean: 'max'?"),
+        ("={min: 2, max: many}", "'many' of type 'str' could not be converted to Integer"),
+        ("={min: 2}", "missing mandatory value: max"),
+        (".max=16", "missing mandatory value: min"),
+        ("=some", "is no whole number, and no range such as {min: 2, max: 16}"),
+        ("=2.5", "is no whole number, and no range such as {min: 2, max: 16}"),
+        ("=[1]", "is no whole number, and no range such as {min: 2, max: 16}"),
+        ("=0", "actors.workers=0 must be above 0"),
+    ],
+)
+def test_a_wrong_number_of_workers_is_refused(empty: Path, given: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as refused:
+        configs.load(empty, [f"actors.workers{given}"])
+    assert str(refused.value).startswith("actors.workers")
 
 
 def test_an_engine_that_shares_a_gpu_has_a_cache_of_its_own_size(empty: Path) -> None:

@@ -33,7 +33,7 @@ from actors.rollout.episode import (
     play_episode,
 )
 from actors.rollout.runner import CALLS_PER_S, RolloutRunner
-from configs import Config
+from configs import Config, most_workers
 from coordinator import CoordinatorClient, Lease
 from envs import Environment, Observation, PendingOperations, Task, Transition
 from store import Batch, CheckpointRecord, RunLayout, Trajectory, Unfinished, VersionRecord
@@ -249,7 +249,7 @@ class SimulatedWorker:
 
     async def _send_heartbeats(self) -> None:
         """Send heartbeats as `Heartbeat` does, but fewer, for thousands of workers."""
-        every_s = max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S)
+        every_s = max(HEARTBEAT_S, most_workers(self.config.actors) / CALLS_PER_S)
         while True:
             waiting_on, waits_s = self.runner.waiting() or (None, 0.0)
             await self.coordinator.heartbeat(waiting_on, waits_s)
