@@ -54,6 +54,7 @@ from store import (
     Group,
     RunLayout,
     TrajectoryMeta,
+    VersionRecord,
     export,
     now_us,
     open_run,
@@ -114,10 +115,12 @@ class Training:
             assert batch is not None
             self.version += 1
             self.catalog.record_version(
-                version=self.version,
-                path=f"weights/v{self.version}",
-                digest="d",
-                learner_step=self.version,
+                VersionRecord(
+                    version=self.version,
+                    path=f"weights/v{self.version}",
+                    digest="d",
+                    learner_step=self.version,
+                )
             )
             self.catalog.settle(
                 batch.batch_id,

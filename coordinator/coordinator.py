@@ -409,12 +409,7 @@ class Coordinator:
         Its files are not there yet. `written` says when they are.
         """
         self._unwritten = version.version
-        self.catalog.record_version(
-            version=version.version,
-            path=version.path,
-            digest=version.digest,
-            learner_step=version.learner_step,
-        )
+        self.catalog.record_version(version)
         due = round_due(self.config, version, last_step=self._last_step)
         if due is not None:
             self.evaluate(due, self.config.evaluation.episodes_per_task)
@@ -438,9 +433,7 @@ class Coordinator:
 
         `lsn` is from `export_now` when it was copied: a fork of it begins there.
         """
-        return self.catalog.record_checkpoint(
-            learner_step=record.learner_step, path=record.path, version=record.version, lsn=lsn
-        )
+        return self.catalog.record_checkpoint(record, lsn=lsn)
 
     # driver
 

@@ -17,6 +17,7 @@ from store.catalog import (
     task_results,
 )
 from store.catalog.database import Database, Transaction, one_transaction, raise_if_interrupted
+from store.catalog.records import CheckpointRecord
 from store.catalog.snapshot import ExportedPart, Snapshot, take_snapshot
 from store.errors import FencedError, StoreError
 from store.layout import RunLayout
@@ -164,18 +165,14 @@ class Catalog:
     correct_segment = one_transaction(repairs.correct_segment)
     correct_group = one_transaction(repairs.correct_group)
 
-    def record_checkpoint(
-        self, *, learner_step: int, path: str, version: int, lsn: int | None = None
-    ) -> bool:
+    def record_checkpoint(self, record: CheckpointRecord, *, lsn: int | None = None) -> bool:
         """Record a checkpoint that is complete on disk, and make a backup of this catalog.
 
         `lsn` is that of the catalog when it was copied, to which a fork goes back; None: now.
         Return whether the backup was made.
         """
         with self._database.transaction() as tx:
-            run_records.record_checkpoint(
-                tx, learner_step=learner_step, path=path, version=version, lsn=lsn
-            )
+            run_records.record_checkpoint(tx, record, lsn=lsn)
         return self.back_up()
 
     def snapshot(self, known: Mapping[str, tuple[ExportedPart, ...]]) -> Snapshot:

@@ -15,22 +15,17 @@ from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
 VERSIONS = "SELECT version, path, digest, learner_step FROM version"
 
 
-def record_version(
-    tx: Transaction, *, version: int, path: str, digest: str, learner_step: int | None
-) -> None:
+def record_version(tx: Transaction, record: VersionRecord) -> None:
     """Record a published set of weights. Raises StoreError if its number is not a new one."""
     latest = latest_version(tx)
-    if latest is not None and version <= latest.version:
+    if latest is not None and record.version <= latest.version:
         raise StoreError(
-            f"policy version {version} is not after the latest, {latest.version}; publish as "
-            f"{latest.version + 1}"
+            f"policy version {record.version} is not after the latest, {latest.version}; publish "
+            f"as {latest.version + 1}"
         )
     tx.insert(
         "version",
-        version=version,
-        path=path,
-        digest=digest,
-        learner_step=learner_step,
+        **columns_of(record),
         epoch=tx.epoch,
         published_us=tx.now_us,
         lsn=tx.lsn,
@@ -50,19 +45,15 @@ def checked_version(row: sqlite3.Row) -> VersionRecord:
     return VersionRecord(**row)
 
 
-def record_checkpoint(
-    tx: Transaction, *, learner_step: int, path: str, version: int, lsn: int | None
-) -> None:
+def record_checkpoint(tx: Transaction, record: CheckpointRecord, *, lsn: int | None) -> None:
     """Record a checkpoint that is complete on disk. A restart begins there from now on.
 
     It has everything up to `lsn`; None: up to this transaction.
     """
     tx.insert(
         "checkpoint",
+        **columns_of(record),
         lsn=tx.lsn if lsn is None else lsn,
-        learner_step=learner_step,
-        path=path,
-        version=version,
         live=1,
         saved_us=tx.now_us,
     )

@@ -557,7 +557,9 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
                 tensors.items(), layout.weights_dir(version), source_dir=served.directories["base"]
             )
             path = layout.relative(layout.weights_dir(version))
-            catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
+            catalog.record_version(
+                VersionRecord(version=version, path=path, digest=digest, learner_step=version)
+            )
 
         def served_now() -> list[Completion]:
             served.run(weights.sync(catalog.latest_version()))

@@ -110,7 +110,9 @@ class Run:
         (directory / "file").write_text(f"digest {version}" if whole else "something else")
         path = self.layout.relative(directory)
         self.catalog.record_version(
-            version=version, path=path, digest=f"digest {version}", learner_step=version
+            VersionRecord(
+                version=version, path=path, digest=f"digest {version}", learner_step=version
+            )
         )
         newest = self.catalog.latest_version()
         assert newest is not None

@@ -27,7 +27,15 @@ from learner.model.lora import add_adapters, merged
 from learner.model.policy_model import load_policy
 from learner.publishing.publish import write_weights
 from learner.training.engine import Engine
-from store import Catalog, RunLayout, export, files_digest, write_open_sql
+from store import (
+    Catalog,
+    CheckpointRecord,
+    RunLayout,
+    VersionRecord,
+    export,
+    files_digest,
+    write_open_sql,
+)
 from tests.support.engine_samples import copied, cut, make_base, random_rows, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +69,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, dict[i
             directory = layout.weights_dir(version)
             digest = write_weights(engine.weights(), directory, source_dir=base)
             path = layout.relative(directory)
-            catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
+            catalog.record_version(
+                VersionRecord(version=version, path=path, digest=digest, learner_step=version)
+            )
             weights[version] = copied(engine)
             if version in (1, 3):
                 save_checkpoint(
@@ -225,7 +235,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, PreTra
     with Catalog.open(layout) as catalog:
         for learner_step in (5, 8):  # the second has been removed
             path = layout.relative(layout.checkpoint_dir(learner_step))
-            catalog.record_checkpoint(learner_step=learner_step, path=path, version=learner_step)
+            catalog.record_checkpoint(
+                CheckpointRecord(learner_step=learner_step, path=path, version=learner_step)
+            )
         export(catalog, layout)
     return layout, policy.causal_lm
 

@@ -19,6 +19,7 @@ import pytest
 from cli.__main__ import main
 from store import (
     Catalog,
+    CheckpointRecord,
     FormatError,
     LockedError,
     RunLayout,
@@ -316,7 +317,9 @@ def test_a_clock_that_goes_back_changes_no_order_and_frees_no_lease(
         batch = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
         assert batch is not None and [group.ordinal for group in batch.groups] == [2, 3, 5]
         catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
-        catalog.record_checkpoint(learner_step=2, path="checkpoints/step000002", version=2)
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=2, path="checkpoints/step000002", version=2)
+        )
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 2
         assert export(catalog, layout) > lsn

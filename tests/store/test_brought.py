@@ -16,11 +16,13 @@ import pytest
 from cli.__main__ import main
 from store import (
     Catalog,
+    CheckpointRecord,
     FencedError,
     FormatError,
     Maintainer,
     RunLayout,
     StoreError,
+    VersionRecord,
     bring_catalog,
     bring_run,
     check_trusted,
@@ -74,11 +76,11 @@ def train(catalog: Catalog, layout: RunLayout, *, step: int) -> None:
     assert batch is not None
     path = f"weights/v{step:06d}"
     publish_directory(layout, make_directory(layout, path, b"weights"))
-    catalog.record_version(version=step, path=path, digest="d", learner_step=step)
+    catalog.record_version(VersionRecord(version=step, path=path, digest="d", learner_step=step))
     catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=step - 1)
     path = f"checkpoints/step{step:06d}"
     publish_directory(layout, make_directory(layout, path, b"checkpoint %d" % step))
-    assert catalog.record_checkpoint(learner_step=step, path=path, version=step)
+    assert catalog.record_checkpoint(CheckpointRecord(learner_step=step, path=path, version=step))
 
 
 @pytest.fixture
@@ -96,7 +98,9 @@ def lost(tmp_path: Path) -> RunLayout:
     publish_directory(layout, make_directory(layout, BASE_POLICY, b"base"))
     write_open_sql(layout, macros=(), max_staleness=9)
     catalog = Catalog.open(layout)
-    catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=None)
+    catalog.record_version(
+        VersionRecord(version=0, path="weights/v000000", digest="d", learner_step=None)
+    )
     for ordinal in range(3):
         play(layout, catalog, open_train_group(catalog, ordinal))
     for step in (1, 2):
@@ -104,7 +108,9 @@ def lost(tmp_path: Path) -> RunLayout:
     batch = catalog.claim(n_groups=1, current_version=2, max_staleness=9)
     assert batch is not None
     catalog.settle(batch.batch_id, learner_step=3, filtered={}, version_in=2)
-    catalog.record_version(version=3, path="weights/v000003", digest="d", learner_step=3)
+    catalog.record_version(
+        VersionRecord(version=3, path="weights/v000003", digest="d", learner_step=3)
+    )
     publish_directory(layout, make_directory(layout, "weights/v000003", b"weights"))
     make_directory(layout, "weights/v000004", b"weights")
     layout.storage.write("weights/v000004/model.safetensors", b"wei")
@@ -211,7 +217,9 @@ def test_the_old_disk_is_no_longer_the_primary_one(lost: RunLayout, tmp_path: Pa
     with pytest.raises(FencedError, match=message):
         maintainer.work()
     with pytest.raises(FencedError, match=message):
-        owner.record_checkpoint(learner_step=7, path="checkpoints/step000007", version=3)
+        owner.record_checkpoint(
+            CheckpointRecord(learner_step=7, path="checkpoints/step000007", version=3)
+        )
     owner.close()
     with pytest.raises(FencedError, match=message):
         Catalog.open(lost)

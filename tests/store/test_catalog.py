@@ -13,10 +13,12 @@ import pytest
 
 from store import (
     Catalog,
+    CheckpointRecord,
     FencedError,
     LockedError,
     RunLayout,
     StoreError,
+    VersionRecord,
     export,
     read_segment,
     write_open_sql,
@@ -305,15 +307,25 @@ def test_settling_needs_a_claimed_batch_and_a_later_step(layout: RunLayout) -> N
 
 def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=None)
-        catalog.record_version(version=1, path="weights/v1", digest="d1", learner_step=1)
-        catalog.record_checkpoint(learner_step=1, path="checkpoints/step1", version=1)
-        catalog.record_checkpoint(learner_step=5, path="checkpoints/step5", version=1)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d0", learner_step=None)
+        )
+        catalog.record_version(
+            VersionRecord(version=1, path="weights/v1", digest="d1", learner_step=1)
+        )
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=1, path="checkpoints/step1", version=1)
+        )
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=5, path="checkpoints/step5", version=1)
+        )
         assert catalog.roll_back(1).checkpoints == 1
         checkpoint = next(reversed(catalog.live_checkpoints()), None)
         assert checkpoint is not None and checkpoint.learner_step == 1
         with pytest.raises(StoreError, match="publish as 2"):
-            catalog.record_version(version=1, path="weights/v1", digest="other", learner_step=1)
+            catalog.record_version(
+                VersionRecord(version=1, path="weights/v1", digest="other", learner_step=1)
+            )
         with pytest.raises(StoreError, match="NaN"):
             catalog.record_metrics(learner_step=1, policy_version=1, values={"loss": float("nan")})
 
@@ -344,7 +356,9 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
             )
             for k in range(2)
         ]
-        catalog.record_version(version=7, path="weights/v7", digest="d7", learner_step=3)
+        catalog.record_version(
+            VersionRecord(version=7, path="weights/v7", digest="d7", learner_step=3)
+        )
         play(layout, catalog, heldout[0])
         assert catalog.finished_evaluations() == []
         play(layout, catalog, heldout[1])
@@ -379,7 +393,9 @@ def test_abandoned_episodes_do_not_keep_a_round_from_its_result_and_a_roll_back_
     with Catalog.open(layout) as catalog:
         for version, step in ((7, 3), (8, 4)):
             catalog.record_version(
-                version=version, path=f"weights/v{version}", digest="d", learner_step=step
+                VersionRecord(
+                    version=version, path=f"weights/v{version}", digest="d", learner_step=step
+                )
             )
             catalog.open_round(["h0", "h1"], episodes_per_task=1, version=version)
         broken = catalog.lease_open_group(worker="w", lease_s=60.0)

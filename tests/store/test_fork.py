@@ -13,8 +13,10 @@ import pytest
 
 from store import (
     Catalog,
+    CheckpointRecord,
     RunLayout,
     StoreError,
+    VersionRecord,
     check_fork,
     export,
     fork,
@@ -58,7 +60,7 @@ class Life:
         (directory / "model.safetensors").write_text(str(version))
         path, step = self.layout.relative(directory), self.step
         self.catalog.record_version(
-            version=version, path=path, digest=f"d{version}", learner_step=step
+            VersionRecord(version=version, path=path, digest=f"d{version}", learner_step=step)
         )
         self.version = version
 
@@ -117,7 +119,9 @@ class Life:
         directory.mkdir(exist_ok=True)
         (directory / "checkpoint.json").write_text("{}")
         path = self.layout.relative(directory)
-        self.catalog.record_checkpoint(learner_step=step, path=path, version=version, lsn=lsn)
+        self.catalog.record_checkpoint(
+            CheckpointRecord(learner_step=step, path=path, version=version), lsn=lsn
+        )
 
     def live(self, events: int) -> None:
         for _ in range(events):

@@ -18,9 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store import (
     Batch,
     Catalog,
+    CheckpointRecord,
     FencedError,
     SegmentMeta,
     Trajectory,
+    VersionRecord,
     export,
     read_segment,
     read_segments,
@@ -294,13 +296,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.settle(batch_id, step=step, filtered=filtered)
         version = self.model.version
         self.catalog.record_version(
-            version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=step
+            VersionRecord(
+                version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=step
+            )
         )
         if saved:
             directory = self.layout.checkpoint_dir(step)
             directory.mkdir(exist_ok=True)
             self.catalog.record_checkpoint(
-                learner_step=step, path=self.layout.relative(directory), version=version
+                CheckpointRecord(
+                    learner_step=step, path=self.layout.relative(directory), version=version
+                )
             )
             self.model.checkpoints.append(step)
             self.model.kept.add(step)

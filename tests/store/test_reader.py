@@ -26,6 +26,7 @@ from store import (
     LockedError,
     RunLayout,
     StoreError,
+    VersionRecord,
     check_unowned,
     export,
     write_open_sql,
@@ -77,7 +78,9 @@ def full(layout: RunLayout) -> RunLayout:
     complete.
     """
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v000000", digest="d0", learner_step=None)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v000000", digest="d0", learner_step=None)
+        )
         for ordinal in range(2):
             play(layout, catalog, open_train_group(catalog, ordinal), version=ordinal)
         batch = catalog.claim(n_groups=1, current_version=1, max_staleness=1)

@@ -21,6 +21,7 @@ from store import (
     RunLayout,
     StoreError,
     UnavailableError,
+    VersionRecord,
     export,
     write_open_sql,
     write_segment,
@@ -126,7 +127,9 @@ def test_a_closed_run_comes_back_as_it_was(layout: RunLayout, intact: RunLayout)
         catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 1
-        catalog.record_version(version=4, path="weights/v1", digest="d", learner_step=2)
+        catalog.record_version(
+            VersionRecord(version=4, path="weights/v1", digest="d", learner_step=2)
+        )
         export(catalog, layout)
     assert check(layout, level=CONTENTS) == []
 
@@ -182,7 +185,9 @@ def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLay
         batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
-        catalog.record_version(version=4, path="weights/v000004", digest="d4", learner_step=2)
+        catalog.record_version(
+            VersionRecord(version=4, path="weights/v000004", digest="d4", learner_step=2)
+        )
         export(catalog, layout)
     (layout.weights / "v000004").mkdir()
     layout.catalog.unlink()
@@ -196,7 +201,9 @@ def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLay
         ]
         catalog.settle(again.batch_id, learner_step=2, filtered={}, version_in=4)
         with pytest.raises(StoreError, match="not after the latest, 4"):
-            catalog.record_version(version=4, path="weights/v000004", digest="d", learner_step=2)
+            catalog.record_version(
+                VersionRecord(version=4, path="weights/v000004", digest="d", learner_step=2)
+            )
         export(catalog, layout)
     with closing(connect(layout)) as views:
         assert views.sql("SELECT count(*) FROM staleness_violations").fetchall() == [(0,)]

@@ -21,6 +21,7 @@ from store import (
     RunLayout,
     Trajectory,
     TrajectoryMeta,
+    VersionRecord,
     now_us,
     uid_text,
     write_open_sql,
@@ -283,7 +284,9 @@ def new_run(root: Path, *, max_staleness: int) -> RunLayout:
     with Catalog.open(layout) as catalog:
         for version in range(FIRST_VERSION - 2, FIRST_VERSION + 1):
             catalog.record_version(
-                version=version, path=f"weights/v{version}", digest="d", learner_step=None
+                VersionRecord(
+                    version=version, path=f"weights/v{version}", digest="d", learner_step=None
+                )
             )
     return layout
 
