@@ -164,30 +164,10 @@ class Supervisor:
 
     def _watch_once(self, show: Show) -> Status:
         """Handle ended calls, lost processes and due starts once. Raises what ends the run."""
-        calls = {
-            process.call: process for process in self.processes.values() if process.call is not None
-        }
-        if calls:
-            done, _ = ray.wait(list(calls), timeout=POLL_S)
-            for call in done:
-                self._ended(calls[call])
-        else:
-            time.sleep(POLL_S)
+        self._wait_for_calls()
         status = self.status()
-        for name, why in self.monitor.silent(status.components).items():
-            process = self.processes.get(name)
-            if process is None or not (process.has_started or processes.has_process(process)):
-                # Of one that was lost, perhaps with a node that came back.
-                self._remove(name, "a last sign of life came after it was gone")
-            elif process.call is not None:  # an idle learner may be silent
-                self._lost(process, why)
-        for name, why in self.monitor.starving(status.components).items():
-            counts = status.counts
-            self._notice(
-                "starving",
-                f"{name} {why}; {counts.complete} groups are ready, {counts.leased} are being "
-                "played",
-            )
+        self._end_silent(status)
+        self._notice_starving(status)
         self._end_late_closings()
         self._leave_draining_nodes()
         self._follow_wanted_workers()
@@ -198,6 +178,38 @@ class Supervisor:
         self._start_due()
         show(status)
         return status
+
+    def _wait_for_calls(self) -> None:
+        """Wait a moment for calls to end, and handle those that did."""
+        calls = {
+            process.call: process for process in self.processes.values() if process.call is not None
+        }
+        if calls:
+            done, _ = ray.wait(list(calls), timeout=POLL_S)
+            for call in done:
+                self._ended(calls[call])
+        else:
+            time.sleep(POLL_S)
+
+    def _end_silent(self, status: Status) -> None:
+        """End each process that is silent for too long. It is started again."""
+        for name, why in self.monitor.silent(status.components).items():
+            process = self.processes.get(name)
+            if process is None or not (process.has_started or processes.has_process(process)):
+                # Of one that was lost, perhaps with a node that came back.
+                self._remove(name, "a last sign of life came after it was gone")
+            elif process.call is not None:  # an idle learner may be silent
+                self._lost(process, why)
+
+    def _notice_starving(self, status: Status) -> None:
+        """Say which process has waited too long for groups."""
+        for name, why in self.monitor.starving(status.components).items():
+            counts = status.counts
+            self._notice(
+                "starving",
+                f"{name} {why}; {counts.complete} groups are ready, {counts.leased} are being "
+                "played",
+            )
 
     def _ended(self, process: ManagedProcess) -> None:
         """Handle the end of a call: `run` follows `start`, and `close` the `run` of a leaving one.
