@@ -28,6 +28,7 @@ from support.figures import quick_parser, show_json, show_table
 from support.simulated_run import Pace, simulate
 
 import store
+from store import BASE_POLICY
 from tests.support.simulation import Delay
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +85,7 @@ def real_engine(directory: Path, *, base: Path | None) -> dict[str, float]:
     seconds = {}
     for name, max_staleness in (("async", MAX_STALENESS), ("sync", 0)):
         train(directory / name, max_staleness=max_staleness, base=base)
-        base = base or directory / name / "base" / "policy"  # both start from the same
+        base = base or directory / name / BASE_POLICY  # both start from the same
         seconds[name] = real_step_s(directory / name)
     return {
         **{f"real_engine_{name}_step_s": value for name, value in seconds.items()},
