@@ -32,10 +32,10 @@ from store import BASE_POLICY
 from tests.support.simulation import Delay
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_STALENESS = 2
+MAX_STALENESS = 2  # versions, as the quick start
 GENERATION, STEP_TIME = 0.5, 42.0  # times the median latency of an environment
-WARM_UP = 2
-REAL_STEPS = 14
+WARM_UP = 2  # learner steps that are not counted
+REAL_STEPS = 14  # learner steps of a run with vLLM and DeepSpeed, REAL_WARM_UP of them not counted
 REAL_WARM_UP = 4
 REQUIRED = {"async_over_sync": ">= 2", "async_over_lockstep": ">= 2.5", "learner_idle": "< 0.1"}
 LAST_LINE = (*REQUIRED, "real_engine_async_over_sync")

@@ -54,7 +54,7 @@ from tests.support.killed_runs import (
     write_world,
 )
 
-FLIPS = 10_000
+FLIPS = 10_000  # random signs of a permutation test: p-values are known to 1e-4
 MORE_STEPS = 2  # learner steps after the last kill
 REQUIRED = {
     "lost": "0",

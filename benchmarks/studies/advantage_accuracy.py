@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from benchmarks.studies.small_world import World
     from learner.training.engine import Engine
 
-DISTANCE = 5
+DISTANCE = 5  # the middle one of horizon
 GROUPS, GROUP_SIZE = 48, 8  # of a sample that is judged
 JUDGED_AT = (0, 5, 10)  # learner steps after which a sample is played
 LAGS = (0, 1, 2, 4)  # learner steps between a sample and the policy that it is judged for
+# By how often a group met the state: less than once an episode, up to four times, more often.
 BINS = {"visits_1_7": (1, 7), "visits_8_31": (8, 31), "visits_32": (32, 10**9)}
 STEP_TERM = "gigpo's step term"
 ESTIMATORS: Mapping[str, Mapping[str, object]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.studies.study import ROOT, Arm, Result, Study
 
-STEPS = 5
+STEPS = 5  # enough to see whether a difference grows
 SETTINGS = {
     "max_staleness": 0,
     "learner.steps": STEPS,
