@@ -274,8 +274,8 @@ STUDY = Study(
         and about as much as RLOO and REINFORCE++, which do not divide by each group's deviation:
         GiGPO less REINFORCE++ is {gigpo - reinforce_pp[correlation]}. Within states that were met
         equally often GiGPO is ahead of both. Its step term alone correlates as well as the sum over
-        all steps, and better within each class of visits: {gigpo - gigpo's step term[visits_8_31]}
-        for 8 to 31 visits.
+        all steps, and better within each class of visits:
+        {gigpo - gigpo's step term[visits_8_31]} for 8 to 31 visits.
 
         Estimators that value successor states are much nearer to the truth: G2PO has
         {g2po[correlation]}, GraphGPO {graphgpo[correlation]}, GAGPO {gagpo[correlation]}. In
