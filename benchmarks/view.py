@@ -65,10 +65,10 @@ from store.segments import write_rows
 from tests.support.store_samples import open_task_group
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FILE_GROUPS = 16
-BATCH_GROUPS = 8
+FILE_GROUPS = 16  # of a segment
+BATCH_GROUPS = 8  # of a learner step
 GROUP_SIZE = store_load.GROUP_SIZE
-TASKS = 500
+TASKS = 500  # so that pages of tasks have lists to cut
 METRICS = (
     *("train/success", "learner/idle_fraction", "time/step_s", "time/batch_wait_s"),
     *("time/publish_s", "time/checkpoint_s", "tokens/generated_per_s", "tokens/trained_per_s"),

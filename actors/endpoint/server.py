@@ -63,6 +63,9 @@ T = TypeVar("T")
 KEY = re.compile("episode-([0-9]{1,19})-[0-9a-f]{32}")  # number of an episode, and its signature
 
 
+HAS_ENDED = "this episode has ended; its API key is of no use"
+
+
 class Recording:
     """Record one episode: its limits, and its steps so far. Unblocked by the policy."""
 
@@ -114,21 +117,18 @@ class Recording:
     def refuse_beyond(self, n_more: int) -> None:
         """Raise RequestError if the episode has no room for `n_more` completions, or is over."""
         if self.is_over:
-            raise _episode_over()
+            raise _episode_over(HAS_ENDED)
         if len(self._recorded) + self._n_in_flight + n_more > self.rules.max_steps:
-            raise self.cut(
+            why = (
                 f"the episode has had the {self.rules.max_steps} chat completions that "
-                "env.max_steps allows",
-                status=410,
+                "env.max_steps allows"
             )
+            self.mark_cut_off(why)
+            raise _episode_over(why)
 
-    def cut(self, why: str, *, status: int, code: str = "episode_over") -> RequestError:
-        """Return the error for an episode that is too long.
-
-        A program that ends with this error was truncated; it did not fail.
-        """
+    def mark_cut_off(self, why: str) -> None:
+        """Note that the episode is too long: a program that ends with that error did not fail."""
         self.cut_off = why
-        return RequestError(why, status=status, code=code, param=None)
 
 
 class Endpoint:
@@ -214,7 +214,7 @@ class Endpoint:
             )
             raise RequestError(message, status=401, code="invalid_api_key", param=None)
         if number not in self._open:
-            raise _episode_over()
+            raise _episode_over(HAS_ENDED)
         return self._open[number]
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -365,7 +365,9 @@ class Endpoint:
 
     def _too_long(self, recording: Recording, size: str) -> RequestError:
         limit = f"the model takes {self._max_model_tokens} tokens, prompt and reply together"
-        return recording.cut(f"{size}; {limit}", status=400, code="context_length_exceeded")
+        why = f"{size}; {limit}"
+        recording.mark_cut_off(why)
+        return RequestError(why, status=400, code="context_length_exceeded", param=None)
 
     async def _generate(
         self, recording: Recording, prompt: Prompt, *, numbers: list[int]
@@ -387,18 +389,17 @@ class Endpoint:
                 self.policy, prompt, number=number, episode=recording.ids, rules=rules
             )
         except TimeoutError:
-            raise recording.cut(
-                f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}", status=410
-            ) from None
+            why = f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}"
+            recording.mark_cut_off(why)
+            raise _episode_over(why) from None
         except Exception as error:  # process border: `ProgramEpisodes` raises it in the worker
             recording.failure = error
             message = f"the policy failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, code="policy_failed", param=None) from error
 
 
-def _episode_over() -> RequestError:
-    message = "this episode has ended; its API key is of no use"
-    return RequestError(message, status=410, code="episode_over", param=None)
+def _episode_over(why: str) -> RequestError:
+    return RequestError(why, status=410, code="episode_over", param=None)
 
 
 @web.middleware

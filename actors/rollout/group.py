@@ -34,7 +34,8 @@ from envs import EnvironmentDied
 from store import TRAIN, FencedError, Trajectory, Unfinished, now_us, uid
 
 COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
-# attempts at an episode whose process died through another episode's fault
+# Attempts at an episode whose process died through another episode's fault. That one fails for good
+# after `env.attempts`; far more deaths than that mean that the process itself cannot live.
 MAX_BYSTANDER_ATTEMPTS = 20
 
 

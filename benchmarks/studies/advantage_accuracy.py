@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from benchmarks.studies.small_world import World
     from learner.training.engine import Engine
 
-DISTANCE = 5
+DISTANCE = 5  # the middle one of horizon
 GROUPS, GROUP_SIZE = 48, 8  # of a sample that is judged
 JUDGED_AT = (0, 5, 10)  # learner steps after which a sample is played
 LAGS = (0, 1, 2, 4)  # learner steps between a sample and the policy that it is judged for
+# By how often a group met the state: less than once an episode, up to four times, more often.
 BINS = {"visits_1_7": (1, 7), "visits_8_31": (8, 31), "visits_32": (32, 10**9)}
 STEP_TERM = "gigpo's step term"
 ESTIMATORS: Mapping[str, Mapping[str, object]] = {
@@ -44,23 +45,46 @@ LEAST_STEPS = 30  # of a correlation; with fewer it is noise
 PerSample = Mapping[int, "np.ndarray"]  # learner steps before the sample -> an array [R]
 
 
-def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
-    import numpy as np
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Episodes of one training, and the truth about their actions."""
 
+    rows: Mapping[int, pa.Table]  # by the learner steps before them
+    # By the same and by the policy, "lag_2" or "discounted": true advantages [R].
+    truths_R: Mapping[tuple[int, str], np.ndarray]
+    scaled_errors: Sequence[float]  # of the check by Monte Carlo
+
+    def correlation(self, estimates_R: PerSample, truth: str, is_chosen_R: PerSample) -> float:
+        """Return the mean over the samples of an estimate's correlation with a truth."""
+        import numpy as np
+
+        found = [
+            _correlation(estimate_R[is_chosen_R[at]], self.truths_R[at, truth][is_chosen_R[at]])
+            for at, estimate_R in estimates_R.items()
+        ]
+        return float(np.mean([each for each in found if np.isfinite(each)] or [np.nan]))
+
+
+def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
+    samples = _played(seed, work)
+    for arm in arms:
+        yield arm, _measures(arm, samples), []
+
+
+def _played(seed: int, work: Path) -> Samples:
+    """Train with GiGPO, and play a sample after each of JUDGED_AT learner steps."""
     from benchmarks.studies.corridor import Corridor
     from benchmarks.studies.small_training import learner_steps
     from benchmarks.studies.small_world import chances_of, make_engine, make_worlds, play
     from configs import AlgorithmConfig, Config
-    from gigpo import AdvantageSettings, compute_advantages
 
-    (world,), base = make_worlds(
-        Corridor, [{"distance": DISTANCE}], max_steps=[MAX_STEPS[DISTANCE]], at=work
-    )
+    panels = [{"distance": DISTANCE}]
+    (world,), base = make_worlds(Corridor, panels, max_steps=[MAX_STEPS[DISTANCE]], at=work)
     learner = replace(learner_config(), steps=max(JUDGED_AT) + max(LAGS))
     config = Config(seed=seed, algorithm=AlgorithmConfig(group_filter="rewards"), learner=learner)
     engine = make_engine(base, learner=learner, loss=config.loss)
-    samples: dict[int, pa.Table] = {}  # by the learner steps before it
-    truths_R: dict[tuple[int, str], np.ndarray] = {}  # true advantages of a sample, by policy
+    samples: dict[int, pa.Table] = {}
+    truths_R: dict[tuple[int, str], np.ndarray] = {}
     scaled_errors: list[float] = []
     training = learner_steps(engine, world, config)
     for done in range(learner.steps + 1):
@@ -85,30 +109,32 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
         if done < learner.steps:
             next(training)
     engine.close()
+    return Samples(rows=samples, truths_R=truths_R, scaled_errors=scaled_errors)
 
-    def correlations(estimates_R: PerSample, truth: str, is_chosen_R: PerSample) -> float:
-        found = [
-            _correlation(estimates_R[at][is_chosen_R[at]], truths_R[at, truth][is_chosen_R[at]])
-            for at in JUDGED_AT
-        ]
-        return float(np.mean([each for each in found if np.isfinite(each)] or [np.nan]))
 
-    everything_R = {at: np.ones(len(rows), bool) for at, rows in samples.items()}
-    for arm in arms:
-        settings = AdvantageSettings.of(AlgorithmConfig(**dict(arm.settings)))
-        column = "step_advantage" if arm.name == STEP_TERM else "advantage"
-        tables = {at: compute_advantages(rows, settings) for at, rows in samples.items()}
-        estimates_R = {at: table[column].to_numpy() for at, table in tables.items()}
-        measures = {"correlation": correlations(estimates_R, "lag_0", everything_R)}
-        for name, (low, high) in BINS.items():
-            visits_R = {at: visits(rows) for at, rows in samples.items()}
-            inside_R = {at: (visits_R[at] >= low) & (visits_R[at] <= high) for at in JUDGED_AT}
-            measures[name] = correlations(estimates_R, "lag_0", inside_R)
-        for lag in LAGS[1:]:
-            measures[f"lag_{lag}"] = correlations(estimates_R, f"lag_{lag}", everything_R)
-        measures["discounted"] = correlations(estimates_R, "discounted", everything_R)
-        measures["monte_carlo"] = float(np.mean(scaled_errors))
-        yield arm, {name: value for name, value in measures.items() if np.isfinite(value)}, []
+def _measures(arm: Arm, samples: Samples) -> dict[str, float]:
+    """Return the correlations of an arm's advantages; without those that are not defined."""
+    import numpy as np
+
+    from configs import AlgorithmConfig
+    from gigpo import AdvantageSettings, compute_advantages
+
+    settings = AdvantageSettings.of(AlgorithmConfig(**dict(arm.settings)))
+    column = "step_advantage" if arm.name == STEP_TERM else "advantage"
+    estimates_R = {
+        at: compute_advantages(rows, settings)[column].to_numpy()
+        for at, rows in samples.rows.items()
+    }
+    visits_R = {at: visits(rows) for at, rows in samples.rows.items()}
+    everything_R = {at: np.ones(len(rows), bool) for at, rows in samples.rows.items()}
+    measures = {"correlation": samples.correlation(estimates_R, "lag_0", everything_R)}
+    for name, (low, high) in BINS.items():
+        inside_R = {at: (n_R >= low) & (n_R <= high) for at, n_R in visits_R.items()}
+        measures[name] = samples.correlation(estimates_R, "lag_0", inside_R)
+    for truth in (*(f"lag_{lag}" for lag in LAGS[1:]), "discounted"):
+        measures[truth] = samples.correlation(estimates_R, truth, everything_R)
+    measures["monte_carlo"] = float(np.mean(samples.scaled_errors))
+    return {name: value for name, value in measures.items() if np.isfinite(value)}
 
 
 def true_advantages(

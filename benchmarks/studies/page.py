@@ -35,7 +35,7 @@ All runs are small. They show what these algorithms do in worlds where a run tak
 what they do with a large model. Each page has the question, the prediction that was written before
 the first run, the settings, a table with intervals, a picture, a reading and the cost.
 `gigpo study NAME` repeats it. This page is made by `gigpo study NAME --page`."""
-WIDTH = 140
+WIDTH = 140  # characters, as in the other pages
 # A figure in a reading. Not str.format: the names of arms have dots in them.
 QUOTED = re.compile(r"\{(?P<arms>[^{}\[]+)\[(?P<measure>\w+)\]\}")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from benchmarks.studies.study import ROOT, Arm, Study, load
 from printable import UserError, say
 
-SIGNIFICANT_DIGITS = 10
-CURVE_DIGITS = 4
+SIGNIFICANT_DIGITS = 10  # of a measure: more than any reading, less than rounding
+CURVE_DIGITS = 4  # of a point: as many as a picture shows
 PACKAGES = ("actors", "configs", "coordinator", "driver", "envs", "gigpo", "learner", "store")
 
 

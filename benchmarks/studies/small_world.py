@@ -45,9 +45,11 @@ TEMPLATE = "compact"
 PROMPT = PromptConfig(
     template=TEMPLATE, history_length=0, max_prompt_tokens=200, invalid="admissible"
 )
-SIZE = TinyModelConfig(vocabulary_size=300, hidden_size=64, layers=1)
+SIZE = TinyModelConfig(vocabulary_size=300, hidden_size=64, layers=1)  # a run takes seconds
+# The fewest updates, at a rate for so small a model, that give each admissible command about the
+# same chance.
 CLONE_UPDATES, CLONE_RATE = 60, 1e-2
-MAX_RESPONSE_TOKENS = 12
+MAX_RESPONSE_TOKENS = 12  # as configs/key_room.yaml
 WIN_REWARD = 10.0  # as env.win_reward
 FORWARD_TOKENS = 16384  # of one pass
 WON = -1  # in place of a situation

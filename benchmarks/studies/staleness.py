@@ -15,8 +15,8 @@ from benchmarks.studies.horizon import (
 )
 from benchmarks.studies.study import Arm, Result, Study
 
-STALENESS = (0, 1, 2, 4, 8, 16)
-DISTANCE = 5
+STALENESS = (0, 1, 2, 4, 8, 16)  # versions
+DISTANCE = 5  # the middle one of horizon
 CORRECTIONS: dict[str, dict[str, object]] = {
     "none": {"corrections": []},
     "token_tis": {"corrections": ["token_tis"]},

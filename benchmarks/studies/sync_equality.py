@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.studies.study import ROOT, Arm, Result, Study
 
-STEPS = 5
+STEPS = 5  # enough to see whether a difference grows
 SETTINGS = {
     "max_staleness": 0,
     "learner.steps": STEPS,
@@ -31,7 +31,7 @@ FROM steps s JOIN groups g USING (group_uid) WHERE g.split = 'train'"""
 def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
     import store
     from benchmarks.studies.minimal_loop import minimal_loop
-    from store import RunLayout
+    from store import BASE_POLICY, RunLayout
 
     for arm in arms:
         rate = float(arm.settings["learning_rate"])
@@ -50,7 +50,7 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
         }
         n_steps_of = Counter(row["batch"] for row in rows)
         loop = minimal_loop(
-            directory / "base" / "policy", run_id=layout.info.run_id, seed=seed, learning_rate=rate
+            directory / BASE_POLICY, run_id=layout.info.run_id, seed=seed, learning_rate=rate
         )
         differences, n_same, n_same_batches = [], 0, 0
         for number, (episodes, weights) in enumerate(loop, start=1):
@@ -68,7 +68,7 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
             arm,
             {
                 **{f"step_{k}": found for k, found in enumerate(differences, start=1)},
-                "moved": _difference(directory / "base" / "policy", weights),
+                "moved": _difference(directory / BASE_POLICY, weights),
                 "same_batches": float(n_same_batches),
                 "same_steps": n_same / len(stored),
                 "agent_steps": float(len(stored)),

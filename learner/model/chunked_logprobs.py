@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+# Logits of a chunk are 512 x 150,000 float32, 0.3 GB, where a whole batch's would be tens of GB.
+# The matrix product is large enough to keep a GPU busy.
 CHUNK_TOKENS = 512
 
 

@@ -176,7 +176,7 @@ def test_every_row_of_the_table_has_its_examples_here() -> None:
     assert all(sum(row.startswith(example) for row in rows) == 1 for example in examples)
 
 
-def test_what_combinations_refuses_is_in_the_table_and_the_table_in_it() -> None:
+def test_the_table_and_the_refusals_are_the_same() -> None:
     said = set(refusals())
     patterns = [pattern for ways in COMBINATIONS.values() for pattern in ways]
     found = {

@@ -109,7 +109,7 @@ def assert_weights(directory: Path, weights: Weights) -> None:
     ("at", "options", "version"),
     [("", [], 3), ("", ["--version", "1"], 1), ("", ["--version", "2"], 2), ("@1", [], 1)],
 )
-def test_what_is_exported_is_what_was_published(
+def test_an_export_has_the_published_weights(
     trained: tuple[RunLayout, dict[int, Weights]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -147,7 +147,7 @@ def test_what_is_exported_is_what_was_published(
         ),
     ],
 )
-def test_what_is_gone_is_named_with_what_there_is(
+def test_a_missing_checkpoint_is_named_with_those_that_are_there(
     trained: tuple[RunLayout, dict[int, Weights]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -77,7 +77,7 @@ def test_a_number_of_the_config_is_the_one_that_counts() -> None:
     )
 
 
-def test_what_is_switched_off_stays_off() -> None:
+def test_an_infinite_bound_is_off_and_stays_off() -> None:
     infinite = float("inf")
     loss = LossConfig(numbers={"ppo_clip": {"dual_clip": infinite}, "token_tis": {"cap": infinite}})
     assert objective_of(loss) == Objective(

@@ -118,7 +118,9 @@ def loop(
     return learner, coordinator
 
 
-def test_what_is_left_out_of_training_is_still_compared_with(tmp_path: Path, played: Path) -> None:
+def test_rows_left_out_of_training_still_count_in_the_baseline(
+    tmp_path: Path, played: Path
+) -> None:
     all_of_it = next_ready(make_run(stored_config(tmp_path / "all", played)))
     winners = next_ready(
         make_run(stored_config(tmp_path / "won", played, train_on="won AND advantage > 0"))

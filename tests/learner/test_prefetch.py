@@ -209,7 +209,7 @@ def test_the_next_batch_is_made_ready_for_the_version_it_will_train_at(
     }
 
 
-def test_what_would_be_too_old_by_then_is_not_prefetched(
+def test_groups_too_old_for_the_next_version_are_not_prefetched(
     tmp_path: Path, closing: list[Coordinator]
 ) -> None:
     config = make_config(tmp_path / "run", max_staleness=1)

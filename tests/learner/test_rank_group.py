@@ -133,7 +133,7 @@ def test_weights_are_those_of_stage_0_by_the_same_names_and_shapes(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_needs_the_whole_updates_tokens_has_those_of_all_ranks(
+def test_a_correction_of_a_whole_update_has_the_tokens_of_all_ranks(
     spread: tuple[Found, Found, Found], name: str
 ) -> None:
     alone, *others = (found[f"loss {name}"] for found in spread)
@@ -149,7 +149,7 @@ def test_what_needs_the_whole_updates_tokens_has_those_of_all_ranks(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(
+def test_an_update_not_finite_on_one_rank_is_skipped_on_all(
     spread: tuple[Found, Found, Found], stage: int
 ) -> None:
     for found in spread:
@@ -297,7 +297,9 @@ def test_passes_of_all_ranks_come_in_the_order_of_the_micro_batches() -> None:
         assert done.values_6N.tolist() == passes[index].values_6N.tolist()
 
 
-def test_what_cannot_be_shared_is_refused(spread: tuple[Found, Found, Found], base: Path) -> None:
+def test_work_that_cannot_be_shared_is_refused(
+    spread: tuple[Found, Found, Found], base: Path
+) -> None:
     with pytest.raises(RuntimeError, match="rank 0 of 1 already and cannot become rank 1 of 2"):
         join_ranks(1, ranks=2, address="127.0.0.1:1")
     with Place(base=base, rank=0, ranks=1, address=None).engine() as engine:
