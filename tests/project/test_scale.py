@@ -38,7 +38,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         loading=BRIEF,
         lock_poll_s=(0.05, 0.5),
         lost_nodes_per_hour=15.0,  # one of the four each minute
-        heartbeat_s=0.5,
+        heartbeat_s=2.0,
         call_s=1e-4,
         sync_s=1e-4,
     )
@@ -53,8 +53,8 @@ def rows(fleet: Fleet, query: str) -> list[tuple[Any, ...]]:
 
 
 def test_nodes_are_lost_and_no_episode_with_them(fleet: Fleet) -> None:
-    fleet.run(until_s=60.0)
-    calls = fleet.measure(seconds=240.0)
+    fleet.run(until_s=20.0)
+    calls = fleet.measure(seconds=120.0)
     assert len(calls["remove"].taken_s) >= 2 * WORKERS // NODES, "all workers of a node are removed"
     assert rows(fleet, "SELECT count(*) FROM duplicate") == [(0,)]
     ((n_trajectories, n_groups),) = rows(
@@ -69,10 +69,10 @@ def test_nodes_are_lost_and_no_episode_with_them(fleet: Fleet) -> None:
 
 
 def test_a_call_that_takes_longer_than_the_next_one_waits_makes_a_queue(fleet: Fleet) -> None:
-    fleet.run(until_s=60.0)
+    fleet.run(until_s=10.0)
     assert fleet.backlog_s < 1.0
     fleet.load = replace(fleet.load, call_s=1.0)
-    calls = fleet.measure(seconds=20.0)
-    assert fleet.backlog_s > 60.0
+    calls = fleet.measure(seconds=10.0)
+    assert fleet.backlog_s > 30.0
     waited_s = calls["heartbeat"].answered_s
-    assert waited_s[-1] > waited_s[0] + 60.0
+    assert waited_s[-1] > waited_s[0] + 30.0

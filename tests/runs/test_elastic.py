@@ -55,8 +55,6 @@ def training(cluster: ElasticCluster, home: Path, *overrides: str) -> Iterator[F
     environ = {
         **cluster.environ,
         "RAY_ADDRESS": cluster.address,
-        "FAULT_FILE": str(fault),
-        "PYTHONPATH": f"{ROOT}:{home}",
         "HF_HUB_OFFLINE": "1",
     }
     with output.open("w") as out:
@@ -97,11 +95,8 @@ def wait_until_asked_for(cluster: ElasticCluster, number: int) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[ElasticCluster]:
-    (tmp_path / "fault").unlink(missing_ok=True)
-    with elastic_cluster() as made:
-        made.environ["PYTHONPATH"] = f"{ROOT}:{tmp_path}"
-        made.environ["FAULT_FILE"] = str(tmp_path / "fault")
-        # The nodes that are added from now on have these variables; the head runs no worker.
+    mine = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "FAULT_FILE": str(tmp_path / "fault")}
+    with elastic_cluster(mine) as made:
         yield made
 
 

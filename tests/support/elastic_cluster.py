@@ -1,6 +1,6 @@
 """Make a Ray cluster of several nodes on this machine that grows and shrinks while a run goes.
 
-    with elastic_cluster() as cluster:
+    with elastic_cluster({}) as cluster:
         node = cluster.add(cpus=2)
         cluster.terminate(node)     # SIGTERM to its `ray start --block`, as a cluster's manager does
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,10 @@ class ElasticCluster:
         """Start a node, and return its `ray start` when it has joined."""
         log = self.directory / f"node-{len(self.nodes)}.log"
         command = [RAY, "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}"]
-        command += [f"--node-ip-address={HOST}", "--object-store-memory=80000000"]
+        # An address of its own, all of which lead to this machine: a driver connects to the node
+        # with its own address.
+        command += [f"--node-ip-address=127.0.0.{1 + len(self.nodes)}"]
+        command += ["--object-store-memory=80000000"]
         command += ["--num-gpus=0", f"--dashboard-agent-listen-port={free_port()}"]
         with log.open("w") as output:
             node = subprocess.Popen(
@@ -81,18 +84,21 @@ class ElasticCluster:
 
 
 @contextmanager
-def elastic_cluster(*, head_words: tuple[str, ...] = ()) -> Iterator[ElasticCluster]:
-    """Give a cluster with a head on which only the driver and the coordinator run."""
+def elastic_cluster(variables: Mapping[str, str]) -> Iterator[ElasticCluster]:
+    """Give a cluster with a head on which only the driver and the coordinator run.
+
+    All processes of all nodes have the environment `variables`.
+    """
     directory = Path(tempfile.mkdtemp(prefix="gigpo-test-", dir="/tmp"))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     notice = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": f"{NOTICE_S:g}"}
-    environ = {**os.environ, **token, **notice, "HOME": str(directory)}
+    environ = {**os.environ, **token, **notice, "HOME": str(directory), **variables}
     environ.pop("RAY_ADDRESS", None)
     port = free_port()
     cluster = ElasticCluster(directory=directory, environ=environ, address=f"{HOST}:{port}")
     head = ("--head", f"--port={port}", f"--temp-dir={directory}/ray")
     try:
-        cluster.add(cpus=0, words=(*head, "--include-dashboard=false", *head_words))
+        cluster.add(cpus=0, words=(*head, "--include-dashboard=false"))
         yield cluster
     finally:
         cluster.kill()
