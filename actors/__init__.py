@@ -20,7 +20,7 @@
 """
 
 from actors.chat_data import chat_texts, chat_trajectories, is_chat_file, read_chats
-from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault
+from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault, unknown_argument_fault
 from actors.inference.openai_policy import ChatPolicy
 from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
 from actors.policy import EngineLostError
@@ -49,4 +49,5 @@ __all__ = [
     "read_chats",
     "sample_chats",
     "sees_images",
+    "unknown_argument_fault",
 ]

@@ -95,6 +95,7 @@ class Worker:
             self.engine = VLLMPolicy(
                 model_path=model_path,
                 dtype=config.model.dtype,
+                float32_head=config.model.float32_head,
                 actors=config.actors,
                 max_model_tokens=max_model_tokens(config),
                 gate=concurrency.gate,

@@ -2,6 +2,7 @@
 
 schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
+engine_arguments.py arguments of vLLM that a run passes on, and those that it refuses
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
 per_environment.py  the settings of each environment of a run
 derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
@@ -42,8 +43,9 @@ from configs.derived import (
     replayed_groups,
     used_group_filter,
 )
+from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
 from configs.estimate_text import describe_estimate
-from configs.learner_memory import BUCKET_ELEMENTS, rank_bytes
+from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
 from configs.load import (
     as_yaml,
     differences,
@@ -64,6 +66,7 @@ from configs.model_directory import (
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
+from configs.model_size import Shape
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
 from configs.schema import (
@@ -91,7 +94,10 @@ __all__ = [
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
     "MAX_ANSWER_BYTES",
+    "PIPELINE",
+    "REFUSED_ARGUMENTS",
     "SAFE_LOADING",
+    "TENSOR",
     "VISION_MODEL_TYPES",
     "WITH_STEP_TERM",
     "ActorsConfig",
@@ -106,6 +112,7 @@ __all__ = [
     "ModelConfig",
     "PromptConfig",
     "ReplayConfig",
+    "Shape",
     "StoreConfig",
     "SupervisionConfig",
     "TasksConfig",
@@ -145,7 +152,9 @@ __all__ = [
     "most_updates",
     "n_workers",
     "own_headers",
+    "parallel_sizes",
     "parse_saved",
+    "pass_bytes",
     "quoted",
     "rank_bytes",
     "replayed_groups",

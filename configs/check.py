@@ -22,6 +22,7 @@ from configs.derived import (
     most_updates,
     replayed_groups,
 )
+from configs.engine_arguments import engine_faults
 from configs.per_environment import (
     NAME,
     OF_THE_ENGINE,
@@ -132,6 +133,7 @@ def check(config: Config) -> None:
     _check_norm(config)
     _check_teacher(config)
     _check_placement(config)
+    _check_engine(config)
     _check_endpoint(config)
     _check_offline(config)
     _check_replay(config)
@@ -240,6 +242,7 @@ def _check_choices(config: Config) -> None:
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
         "learner.transfer": (config.learner.transfer, ("files", "broadcast")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2, 3)),
+        "learner.flash_attention": (config.learner.flash_attention, (2, 3)),
         "stragglers": (config.stragglers, ("drop", "wait")),
     }
     for key, (value, allowed) in choices.items():
@@ -486,6 +489,11 @@ def _check_precision(config: Config) -> None:
             "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so "
             "small updates would be rounded away; set learner.zero_stage=1"
         )
+    if model.float32_head and model.dtype == "float32":
+        raise ConfigError(
+            "model.float32_head=true does nothing with model.dtype='float32', whose logits are "
+            "float32 already; leave it out"
+        )
     if config.learner.offload and zero_stage == 0:
         raise ConfigError(
             "learner.offload=true with learner.zero_stage=0 would do nothing; set "
@@ -584,11 +592,26 @@ def _check_placement(config: Config) -> None:
             f"learner.gpus_per_rank={per_rank:g} is more than one GPU; use 1, and more "
             "learner.ranks for more GPUs"
         )
+    if config.learner.flash_attention != 2 and not (per_rank and config.model.dtype == "bfloat16"):
+        raise ConfigError(
+            f"learner.flash_attention={config.learner.flash_attention} does nothing without a GPU "
+            "and model.dtype=bfloat16, which its kernels need; leave it out"
+        )
     if 0 < per_rank < 1 < ranks:
         raise ConfigError(
             f"learner.gpus_per_rank={per_rank:g} with learner.ranks={ranks} could put two ranks on "
             "one GPU, which NCCL refuses; use learner.ranks=1, or learner.gpus_per_rank=1"
         )
+
+
+def _check_engine(config: Config) -> None:
+    if config.actors.batch_invariant and not config.actors.gpus_per_worker:
+        raise ConfigError(
+            "actors.batch_invariant=true with actors.gpus_per_worker=0: vLLM has no such mode for "
+            "a CPU engine; leave it out"
+        )
+    if fault := next(engine_faults(config), ""):
+        raise ConfigError(fault)
 
 
 def _check_endpoint(config: Config) -> None:

@@ -43,8 +43,8 @@ from configs.engine_estimate import (
     part_bytes,
 )
 from configs.learner_memory import (
-    activation_bytes,
     critic_parameters,
+    pass_bytes,
     rank_bytes,
     teacher_bytes,
 )
@@ -59,7 +59,7 @@ class Estimate:
     lengths: Lengths
     engine: EngineEstimate | None  # None: nothing is played
     state_bytes: float  # of a learner rank: weights, gradients, optimizer, reference
-    activation_bytes: float
+    activation_bytes: float  # of a micro-batch's passes, with the weights that ZeRO 3 gathers
     limits: dict[str, float]  # agent steps/s at most of all that play, by what limits them
     train_steps_per_s: float  # agent steps, without publishing
     n_played: float  # agent steps of a learner step
@@ -113,7 +113,7 @@ def estimate_run(config: Config) -> Estimate:
                 "actors.kv_cache_gib, or a larger actors.gpus_per_worker"
             )
     state = rank_bytes(config, parameters=parameters) + teacher_bytes(config)
-    activations = activation_bytes(config, shape)
+    activations = pass_bytes(config, shape, parameters=parameters)
     there = GPU_BYTES * min(1.0, config.learner.gpus_per_rank)
     if state + activations > there:
         faults.append(

@@ -13,6 +13,9 @@ from configs.schema import Config
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 # gradients that ranks exchange at once, see learner/distributed/deepspeed_setup.py
 BUCKET_ELEMENTS = 500_000_000
+PARTITIONED = 3  # the ZeRO stage from which a rank holds only its part of the weights
+# whole weights that ZeRO 3 has of a model at once during a pass: DeepSpeed's default
+GATHERED_ELEMENTS = 1_000_000_000
 CHUNK_TOKENS = 512  # of the output layer, see learner/model/chunked_logprobs.py
 CHUNK_TENSORS = 4  # float32, of a chunk's tokens times the vocabulary
 FLOAT32_BYTES = 4
@@ -27,15 +30,21 @@ def rank_bytes(config: Config, *, parameters: float) -> float:
         ZeRO 1    weights, gradients; sharded: master weights, two moments. With bfloat16 also a
                   float32 gradient, not sharded; with float32 a copy of the sharded part
         ZeRO 2    weights; sharded: master weights, two moments, gradients and a copy of them
-        ZeRO 3    the same with the weights sharded too
+        ZeRO 3    the same with the weights sharded too, and those of a reference
 
     With learner.offload everything but the weights and their gradients is in main memory.
     Example: 1.5e9 bfloat16 parameters at ZeRO 1 on one rank: 2 + 2 + 4 + 4 + 8 = 20 bytes each,
     30 GB, and a buffer of 2 GB. A critic takes as much for its own parameters.
     """
-    reference = parameters * BYTES[config.model.dtype] * keeps_reference(config)
+    reference = _frozen_bytes(config, parameters=parameters) * keeps_reference(config)
     critic = _trained_bytes(config, parameters=critic_parameters(config))
     return _trained_bytes(config, parameters=parameters) + reference + critic
+
+
+def _frozen_bytes(config: Config, *, parameters: float) -> float:
+    """Return the bytes of a model that is not trained on a rank, which at ZeRO 3 has its part."""
+    ranks = config.learner.ranks if config.learner.zero_stage == PARTITIONED else 1
+    return parameters * BYTES[config.model.dtype] / ranks
 
 
 def _trained_bytes(config: Config, *, parameters: float) -> float:
@@ -62,7 +71,7 @@ def _trained_bytes(config: Config, *, parameters: float) -> float:
 
 
 def keeps_reference(config: Config) -> bool:
-    """Return whether each rank keeps a frozen copy of the whole base model for the KL term."""
+    """Return whether the ranks keep a frozen copy of the base model for the KL term."""
     return bool(config.loss.kl_coef) and not config.model.lora_rank
 
 
@@ -80,10 +89,25 @@ def has_teacher(config: Config) -> bool:
 
 
 def teacher_bytes(config: Config) -> float:
-    """Return the bytes of the teacher's weights, which each rank holds whole."""
+    """Return the bytes of the teacher's weights on a rank."""
     if not has_teacher(config):
         return 0.0
-    return billions_in(Path(config.loss.teacher)) * 1e9 * BYTES[config.model.dtype]
+    return _frozen_bytes(config, parameters=billions_in(Path(config.loss.teacher)) * 1e9)
+
+
+def pass_bytes(config: Config, shape: Shape, *, parameters: float) -> float:
+    """Return the most bytes on a rank that a micro-batch's passes need beside `rank_bytes`.
+
+    These are the activations, and at ZeRO 3 the gathered weights of each model.
+    """
+    gathered = 0.0
+    if config.learner.zero_stage == PARTITIONED:
+        models = [parameters] * (1 + keeps_reference(config)) + [critic_parameters(config)]
+        if has_teacher(config):
+            models.append(billions_in(Path(config.loss.teacher)) * 1e9)
+        width = BYTES[config.model.dtype]
+        gathered = sum(width * min(GATHERED_ELEMENTS, each) for each in models)
+    return activation_bytes(config, shape) + gathered
 
 
 def activation_bytes(config: Config, shape: Shape) -> float:

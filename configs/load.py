@@ -26,7 +26,10 @@ MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
 # The keys below these are not ours. configs/check.py checks `environments`.
-FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
+FREE_KEYS = (
+    *("env.options", "endpoint.body.", "loss.numbers.", "environments."),
+    "actors.engine.",
+)
 # Settings of older versions, and what holds now.
 REMOVED = {
     "actors.lease_s": "another worker gets a group after 120 s without a heartbeat",
@@ -67,6 +70,8 @@ MAY_CHANGE = {
     "actors.gpus_per_worker",
     "actors.gpu_memory_utilization",
     "actors.kv_cache_gib",
+    "actors.engine",
+    "actors.batch_invariant",
     "actors.cpu_cores",
     "actors.engine_timeout_s",
     "critic.learning_rate",
@@ -77,6 +82,7 @@ MAY_CHANGE = {
     "learner.zero_stage",
     "learner.offload",
     "learner.deterministic",
+    "learner.flash_attention",
     "learner.micro_batch_tokens",
     "learner.step_timeout_s",
     "learner.starvation_timeout_s",

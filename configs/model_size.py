@@ -67,6 +67,14 @@ def model_shape(config: Config) -> Shape:
     return SHAPES[max(names, key=len)]
 
 
+def known_shape(config: Config) -> Shape | None:
+    """Return the sizes of the policy, or None for a model whose sizes are unknown."""
+    try:
+        return model_shape(config)
+    except ConfigError:
+        return None
+
+
 def _shape_in(file: Path) -> Shape:
     """Return the sizes in a config.json; a vision model has its text model's in `text_config`."""
     try:

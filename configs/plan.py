@@ -18,10 +18,11 @@ from configs.learner_memory import (
     critic_parameters,
     has_teacher,
     keeps_reference,
+    pass_bytes,
     rank_bytes,
     teacher_bytes,
 )
-from configs.model_size import BYTES, model_billions
+from configs.model_size import BYTES, known_shape, model_billions
 from configs.per_environment import environment_weights, environments
 from configs.schema import Config
 from printable import counted
@@ -36,6 +37,10 @@ def describe_plan(config: Config) -> str:
     """
     learner = config.learner
     billions = model_billions(config)
+    activations = "activations"
+    if shape := known_shape(config):
+        n_bytes = pass_bytes(config, shape, parameters=billions * 1e9)
+        activations = f"{n_bytes / GIB:.1f} GiB activations"
     gpus = gpus_needed(config, learns=True)
     rank_gib = (rank_bytes(config, parameters=billions * 1e9) + teacher_bytes(config)) / GIB
     others = ["reference"] * keeps_reference(config) + ["teacher"] * has_teacher(config)
@@ -52,7 +57,7 @@ def describe_plan(config: Config) -> str:
         f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the "
         f"{'GPU' if gpus else 'CPU'})",
         f"  each engine  {_engine_line(config, billions)}",
-        f"  each rank    {rank_gib:.1f} GiB {gradients}; activations on top, "
+        f"  each rank    {rank_gib:.1f} GiB {gradients}; {activations} on top, "
         f"for micro-batches of {learner.micro_batch_tokens} tokens",
         f"  copies       {copies_bytes(config) / GIB:.1f} GiB of main memory on rank 0, of what is "
         "written while it trains",

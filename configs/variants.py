@@ -40,6 +40,8 @@ def cloning_config(config: Config) -> Config:
             scripted=True,
             workers=1,
             gpus_per_worker=0,
+            engine={},
+            batch_invariant=False,
             groups_in_flight=CLONE_EPISODES_PER_STEP,
             extra_members=0,
         ),
@@ -70,5 +72,5 @@ def without_model(config: Config) -> Config:
         offline=OfflineConfig(),
         replay=ReplayConfig(),
         model=replace(config.model, path="", lora_rank=0),
-        actors=replace(config.actors, gpus_per_worker=0),
+        actors=replace(config.actors, gpus_per_worker=0, engine={}, batch_invariant=False),
     )

@@ -28,6 +28,7 @@ from driver.cluster import ray_cluster
 from driver.environment_check import check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
+    check_engine_arguments,
     check_gpus,
     check_run_dir,
     check_same_run,
@@ -82,6 +83,7 @@ def evaluate(
     if trusts:
         trust(_trusted_run(weights, overrides))
     config = new_run_settings(weights, overrides) if overrides else own_run_settings(weights)
+    check_engine_arguments(config)
     check_run_dir(config)
     check_trackers(config)
     _check_endpoint(config, console)

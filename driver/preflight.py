@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 import configs
-from actors import engine_fault
+from actors import engine_fault, unknown_argument_fault
 from configs import Config, ConfigError
 from driver import resume, run_lock
 from driver.cluster import available_gpus, gpus_of_this_machine
@@ -31,6 +31,12 @@ def check_loss(config: Config) -> None:
     from learner import objective_of  # here: `gigpo status` needs no torch
 
     objective_of(config.loss)
+
+
+def check_engine_arguments(config: Config) -> None:
+    """Check that vLLM has the arguments of `actors.engine`. Raises ConfigError."""
+    if fault := unknown_argument_fault(config.actors):
+        raise ConfigError(fault)
 
 
 def check_run_dir(config: Config) -> None:

@@ -27,6 +27,7 @@ from driver.cluster import ray_cluster
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
+    check_engine_arguments,
     check_gpus,
     check_loss,
     check_run_dir,
@@ -112,6 +113,7 @@ def _checked(config: Config) -> Config:
             "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
         )
     check_loss(config)
+    check_engine_arguments(config)
     if configs.draws_by_weight(config):
         check_order(config.tasks.order)
     check_trackers(config)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from actors.inference.vllm_images import image_arguments
 from actors.policy import EngineLostError
-from configs import ActorsConfig, check_model_directory
+from configs import (
+    PIPELINE,
+    TENSOR,
+    ActorsConfig,
+    ConfigError,
+    check_model_directory,
+    parallel_sizes,
+)
 from printable import UserError, one_line
 
 if TYPE_CHECKING:
@@ -88,6 +95,7 @@ def engine_args(
     *,
     model_path: Path,
     dtype: str,
+    float32_head: bool,
     actors: ActorsConfig,
     max_model_tokens: int,
     max_requests: int,
@@ -97,9 +105,15 @@ def engine_args(
     from vllm.config.weight_transfer import WeightTransferConfig
 
     check_model_directory(model_path)
+    for_images = image_arguments(model_path)
+    for name in sorted(for_images.keys() & actors.engine.keys()):
+        raise ConfigError(
+            f"actors.engine.{name}: a vision model needs {name}={for_images[name]}; leave it out"
+        )
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=dtype,
+        hf_overrides={"head_dtype": "float32"} if float32_head else {},
         max_model_len=max_model_tokens,
         max_num_seqs=max_requests,
         # after temperature, as sampled; raw log-probabilities would bias every ratio
@@ -107,17 +121,19 @@ def engine_args(
         weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
         disable_log_stats=not statistics,
         use_tqdm_on_load=False,
-        **(TEXT_ARGUMENTS | image_arguments(model_path)),
-        **placement(actors, max_model_tokens=max_model_tokens),
+        **(TEXT_ARGUMENTS | for_images),
+        **(placement(actors, max_model_tokens=max_model_tokens) | actors.engine),
     )
 
 
 def placement(actors: ActorsConfig, *, max_model_tokens: int) -> dict[str, Any]:
-    """Return the engine arguments for device and memory."""
+    """Return the engine arguments for device and memory. `actors.engine` may change some."""
     arguments: dict[str, Any]
     if actors.gpus_per_worker:
+        tensor, pipeline = parallel_sizes(actors)
         arguments = {
-            "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
+            TENSOR: tensor,
+            PIPELINE: pipeline,
             # The fraction that must be free at the start. After a kill, memory of the previous
             # engine may not be.
             "gpu_memory_utilization": actors.gpu_memory_utilization

@@ -57,6 +57,7 @@ class VLLMPolicy:
     largest it will have. A response ends with one of `stop_token_ids`, or with the token that
     completes a text of `stop`. Only for these texts is the output read with `tokenizer`, a Hugging
     Face one. `statistics` has vLLM keep its figures for Prometheus, at a cost for every token.
+    `float32_head` computes logits in float32 whatever `dtype` is.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class VLLMPolicy:
         tokenizer: object,
         log_path: Path,
         statistics: bool,
+        float32_head: bool = False,
     ) -> None:
         self._model_path = model_path
-        self._dtype = dtype
+        self._dtype, self._float32_head = dtype, float32_head
         self._actors = actors
         self._max_model_tokens = max_model_tokens
         self._gate = gate
@@ -110,6 +112,7 @@ class VLLMPolicy:
                     engine_args(
                         model_path=self._model_path,
                         dtype=self._dtype,
+                        float32_head=self._float32_head,
                         actors=self._actors,
                         max_model_tokens=self._max_model_tokens,
                         max_requests=self._gate.limit,

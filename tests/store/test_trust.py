@@ -178,6 +178,7 @@ WORDS = {  # one of a few words each, checked by configs
     ),
     *(f"loss.{name}" for name in ("policy", "corrections", "proximal", "aggregation", "kl")),
     "loss.numbers",  # names of parts and of their numbers
+    "actors.engine",  # words without a dot, colon or slash, so no module, file or server
 }
 # of prompts, and of requests to endpoint.url, which is shown
 CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}
