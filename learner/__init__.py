@@ -35,6 +35,7 @@ checkpoint.py          copies, writes and loads everything that a restart needs
 restore_report.py      describes what a restart kept and lost
 distributed/
   deepspeed_setup.py   starts DeepSpeed and joins the ranks
+  partitioned_load.py  loads a model for ZeRO 3 part by part
   optimizer_state.py   reads and writes the optimizer's state at any ZeRO stage
   private_ray.py       starts a Ray for one user
 files/

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,14 +28,17 @@ from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig, is_ser
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
 from learner.distributed.deepspeed_setup import (
+    PARTITIONED,
     adapters_in_tf32,
     from_all_ranks,
     initialize,
+    initialize_frozen,
     join_ranks,
     own_elements,
     prepare_device,
 )
 from learner.distributed.optimizer_state import trainable
+from learner.distributed.partitioned_load import is_partitioned
 from learner.interface import NonFiniteWeightsError
 from learner.loss_settings import objective_of
 from learner.model.lora import adapters_off, add_adapters, merged
@@ -48,14 +52,15 @@ LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
 
 class Engine:
-    """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model on each rank.
+    """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model.
 
-    With a teacher's directory each rank has that model too. `critic` asks for a value network
-    beside it, see `critic.py`; None: there is none.
+    With a teacher's directory there is that model too. Each rank has them whole, or at ZeRO 3 its
+    parts of them. `critic` asks for a value network beside it, see `critic.py`; None: no such
+    network.
 
     With `model.lora_rank` only adapters are trained, and the base model is the policy without them:
     no copy. `address` is the rendezvous of several ranks (`deepspeed_setup.host_ranks`). Every rank
-    reads the whole model into main memory once, also at ZeRO 3, where it then keeps its part.
+    reads the whole model into main memory once, but at ZeRO 3 (`partitioned_load.py`).
     """
 
     def __init__(
@@ -78,7 +83,8 @@ class Engine:
         self.rank = rank
         self.ranks = learner.ranks
         self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
-        self.policy = _load(model_path, model, temperature=temperature)
+        join_ranks(rank, ranks=self.ranks, address=address)  # before ZeRO 3 divides a model
+        self.policy = _load(model_path, model, learner=learner, temperature=temperature)
         self.names = names_to_publish(Path(model_path), policy=self.policy, learner=learner)
         self.has_adapters = model.lora_rank > 0
         if self.has_adapters:
@@ -86,19 +92,17 @@ class Engine:
             add_adapters(
                 self.policy.causal_lm, rank=model.lora_rank, alpha=model.lora_alpha, tf32=tf32
             )
-        join_ranks(rank, ranks=self.ranks, address=address)
         # In DeepSpeed's bf16 mode adapters would be rounded like their base.
         trained_dtype = "float32" if self.has_adapters else model.dtype
         self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
         self.policy.check_on_device(self.deepspeed.device)
+        self._frozen: list[Any] = []  # DeepSpeed's engines of models that are not trained
         self.reference: PolicyModel | None = None
         if self.objective.kl_coef > 0.0 and not self.has_adapters:
-            self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
-            self.reference.to(self.deepspeed.device)
+            self.reference = self._load_frozen(model_path, model, temperature=temperature)
         self.teacher: PolicyModel | None = None
         if loss.teacher and not is_served(loss.teacher):
-            self.teacher = _load(loss.teacher, model, temperature=temperature).requires_grad_(False)
-            self.teacher.to(self.deepspeed.device)
+            self.teacher = self._load_frozen(loss.teacher, model, temperature=temperature)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(
@@ -265,7 +269,21 @@ class Engine:
         """Free DeepSpeed's memory. The process group stays for the next engine of this process."""
         if self.critic is not None:
             self.critic.close()
-        self.deepspeed.destroy()
+        for engine in (*self._frozen, self.deepspeed):
+            engine.destroy()
+
+    def _load_frozen(
+        self, path: str | Path, model: ModelConfig, *, temperature: float
+    ) -> PolicyModel:
+        """Load a model that is not trained, on this rank's device. All ranks call it together."""
+        frozen = _load(path, model, learner=self.learner, temperature=temperature)
+        frozen.requires_grad_(False)
+        if is_partitioned(frozen):
+            engine = initialize_frozen(frozen, dtype=model.dtype, learner=self.learner)
+            self._frozen.append(engine)
+        else:
+            frozen.to(self.deepspeed.device)
+        return frozen
 
     def _is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Return whether the weights' norm and a short sequence's log-probabilities are finite.
@@ -358,12 +376,16 @@ def _ess_fraction(batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor])
     return fraction if math.isfinite(fraction) else 1.0
 
 
-def _load(path: str | Path, model: ModelConfig, *, temperature: float) -> PolicyModel:
+def _load(
+    path: str | Path, model: ModelConfig, *, learner: LearnerConfig, temperature: float
+) -> PolicyModel:
     return load_policy(
         Path(path),
         dtype=model.dtype,
         gradient_checkpointing=model.gradient_checkpointing,
         temperature=temperature,
+        float32_head=model.float32_head,
+        divided_by=learner if learner.zero_stage == PARTITIONED else None,
     )
 
 
