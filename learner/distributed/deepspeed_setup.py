@@ -176,9 +176,13 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
         return deepspeed.initialize(model=module, model_parameters=trained, config=settings)[0]
 
 
-def full_parameter(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
-    """Gather all elements of a parameter on every rank, to read. All ranks enter it together."""
-    return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+def full_parameter(*parameters: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
+    """Gather all elements of these parameters on every rank, to read. All ranks enter it together.
+
+    Parameters that are whole on every rank stay as they are.
+    """
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    return deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned))
 
 
 def own_elements(parameter: torch.nn.Parameter) -> torch.Tensor:
