@@ -182,7 +182,10 @@ class Suspects:
 
 
 class WeightUpdateLock:
-    """Let one worker at a time update its weights, so that generation never stops everywhere."""
+    """Let one worker at a time load the files of new weights.
+
+    So generation never stops everywhere.
+    """
 
     def __init__(self) -> None:
         self._holder, self._until_s = "", 0.0
