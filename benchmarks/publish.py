@@ -9,6 +9,8 @@ The model has 135 million random float32 parameters, unless one is given. The la
                           time/publish_s of a real loop without Ray)
     publish_to_serve_s    from the learner's call to an answer of a vLLM engine with the new
                           weights, which come as files (support/publish_to_serve.py)
+    sent_gb_per_s         a version is written, sent to one engine's receiver over gloo, and its
+                          digest verified there (learner.transfer=broadcast)
     bytes_lora_over_full  bytes of a version with model.lora_rank=16, over those without
 
 `learner_idle_at_once_s` and `checkpoint_idle_at_once_s` are what the loop would stand still if it
@@ -31,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.figures import quick_parser, show_json, show_table
 from support.publish_to_serve import publish_to_serve
-from support.publishing_learner import lora_over_full, measured
+from support.publishing_learner import lora_over_full, measured, sent
 from support.tiny_model import make_random_tiny
 
 from configs import TinyModelConfig
@@ -56,6 +58,7 @@ def main() -> None:
         figures: dict[str, float | None] = {
             **measured(base, steps=5 if args.quick else 9, directory=directory),
             **lora_over_full(base),
+            **sent(base, directory=directory),
         }
         show_table(figures, REQUIRED)
         cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:-1]) or "0"

@@ -290,7 +290,8 @@ class LearnerConfig:
     # newest published weights to keep on disk; a checkpoint has a copy of its own
     keep_versions: int = 4
     # how engines get new weights: from published "files", or by a "broadcast" as well, for nodes
-    # that see the files late, through a network disk or `store.uri`
+    # that see the files late, through a network disk or `store.uri`; NCCL carries it if learner and
+    # engines have a GPU each, else gloo
     transfer: str = "files"
     # seconds for one learner step; then the learner is killed and restarted
     step_timeout_s: float = 3600.0

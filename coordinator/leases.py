@@ -192,7 +192,7 @@ class Suspects:
 
 
 class WeightUpdateLock:
-    """Let a few workers at a time update their weights, so that generation never stops everywhere.
+    """Let a few workers at a time load the files of new weights: generation never stops everywhere.
 
     One in WORKERS_PER_UPDATE may, and at least one. With thousands of workers the last one would
     otherwise get its weights hours after the first.

@@ -373,7 +373,7 @@ def _copy_share(engine: Engine, trained: _Trained, *, kind: str) -> Share:
 
 def _write_share(share: Share, directory: Path) -> Files:
     shards = write_shards(
-        share.tensors.items(), directory, stem=share.stem, shard_bytes=SHARD_BYTES, send=None
+        share.tensors.items(), directory, stem=share.stem, shard_bytes=SHARD_BYTES
     )
     return Files(kind=share.kind, names=shards.files, n_bytes=shards.n_bytes, digest=shards.digest)
 

@@ -94,7 +94,7 @@ class RankGroup:
         if config.learner.transfer == "broadcast":
             one_machine = len([node for node in ray.nodes() if node["Alive"]]) == 1
             host = LOOPBACK if one_machine else ray.util.get_node_ip_address()
-            self.broadcast = Broadcast(host)
+            self.broadcast = Broadcast(host, device=self.engine.deepspeed.device)
 
     def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         """Apply one optimizer update per list of micro-batches. See `Engine.train`."""

@@ -8,21 +8,22 @@ the port can still disturb a round. The engines then load the files, whose diges
 process joins by taking the next number of JOINED. A round is one version:
 
     call/<member>/<n>       learner: the round that the n-th call to this member is for
-    ready/<round>/<member>  member: it takes part
-    round/<round>           learner: {"group": 3, "members": [1, 4]}
+    ready/<round>/<member>  member: it takes part; the name of its device
+    round/<round>           learner: {"group": 3, "members": [1, 4], "device": "cuda"}
     gone/<member>           member: it was left out, or failed; it joins again with a new number
 
-The files of the version follow in order, as broadcasts of uint8 in the process group `group/3`. The
-learner is rank 0, and the members follow in order. Each file is N_BYTES with the size of its head,
-then the head, which is the file up to the first tensor, then the tensors in the order of the
-header. Tensors of more than CUT_BYTES are sent in several cuts. A size of 0 ends the round.
+The device is "cuda" if learner and members have a GPU each, and "cpu" otherwise. The files of the
+version follow in order, as broadcasts of uint8 in the process group `group/3`. The learner is rank
+0, and the members follow in order. Each file begins with a preamble: two numbers of N_BYTES, the
+size of its head and that of the whole file. The head is the file up to the first tensor. The bytes
+of the file follow as they are, in the pieces of `weight_pieces.py`. A preamble of zeros ends the
+round.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,9 +31,9 @@ from typing import Any
 JOINED = "joined"
 SECRET_BYTES = 16
 N_BYTES = 8  # little-endian
-# For one message, for forming a process group, and for the learner's list of members.
+PREAMBLE_BYTES = 2 * N_BYTES
+# For one question to the key-value store, and for the learner's list of members.
 MESSAGE_TIMEOUT = timedelta(seconds=60)
-CUT_BYTES = 64 * 2**20  # of one message: the memory that a device needs beside the model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,13 @@ def group_prefix(group: int) -> str:
     return f"group/{group}"
 
 
-def cuts(n_bytes: int) -> Iterator[slice]:
-    """Divide `n_bytes` into messages: 130 MiB are 64, 64 and 2."""
-    return (slice(start, min(start + CUT_BYTES, n_bytes)) for start in range(0, n_bytes, CUT_BYTES))
+def encode_preamble(*, head_bytes: int, file_bytes: int) -> bytearray:
+    return bytearray(
+        head_bytes.to_bytes(N_BYTES, "little") + file_bytes.to_bytes(N_BYTES, "little")
+    )
+
+
+def decode_preamble(preamble: bytes) -> tuple[int, int]:
+    """Return the size of a file's head, and that of the file."""
+    head_bytes = int.from_bytes(preamble[:N_BYTES], "little")
+    return head_bytes, int.from_bytes(preamble[N_BYTES:], "little")

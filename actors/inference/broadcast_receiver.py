@@ -1,12 +1,23 @@
 """Receive weights that the learner sends directly; `store/broadcast.py` defines the broadcast.
 
-    receiver = Receiver(address)                  # joins every round from now on, in a thread
+    receiver = Receiver(address, device=device, asks=False)   # joins rounds in a thread
     if not receiver.is_busy:
         received = receiver.take(digest)          # the weights of that digest, if they are whole
     model.load_weights(received.tensors())
     receiver.release()                            # the next weights may overwrite these
 
-The bytes arrive in main memory, also for an engine on a GPU. Their digest is that of the files.
+The bytes arrive in main memory, which is pinned for an engine on a GPU, while the engine generates.
+Their digest is that of the files.
+
+With `asks=True` a call of the learner is answered only after `allow(True)`. An engine of several
+processes generates with messages between its GPUs. NCCL may deadlock if two groups of one GPU have
+messages at once. So such an engine pauses first:
+
+    while receiver.is_busy:          # a call came
+        ...                          # pause all processes of the engine, then
+        receiver.allow(True)
+    while not receiver.allow(False): # before generation goes on
+        ...
 """
 
 from __future__ import annotations
@@ -25,6 +36,7 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
+import weight_pieces
 from store import SAFETENSORS_DTYPES, TensorEntry, broadcast, decode_safetensors_head
 
 LISTEN_TIMEOUT = timedelta(seconds=1)  # how often the thread checks whether it was closed
@@ -35,25 +47,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    tensors: Sequence[TensorEntry]
-    body: torch.Tensor  # uint8: the bytes after the header
+    head_bytes: int
+    data: torch.Tensor  # uint8: the file
+
+    def entries(self) -> list[TensorEntry]:
+        return decode_safetensors_head(self.data[: self.head_bytes].numpy().tobytes())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """Hold all files of one version, as they would be on disk."""
+    """Hold all files of one version, as they would be on disk.
+
+    Read nothing of them before you have compared the digest.
+    """
 
     digest: str
     files: Sequence[_File]
 
     def shapes(self) -> dict[str, list[int]]:
-        return {tensor.name: tensor.shape for file in self.files for tensor in file.tensors}
+        return {entry.name: entry.shape for file in self.files for entry in file.entries()}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for file in self.files:
-            for tensor in file.tensors:
-                data = file.body[tensor.begin : tensor.end]
-                yield tensor.name, data.view(DTYPES[tensor.dtype]).view(tensor.shape)
+            body = file.data[file.head_bytes :]
+            for entry in file.entries():
+                data = body[entry.begin : entry.end]
+                yield entry.name, data.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 class Receiver:
@@ -62,21 +81,38 @@ class Receiver:
     `is_lost` becomes true, for good, when the connection with the learner ends.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, device: torch.device, asks: bool) -> None:
         self.address, self.is_lost = address, False
+        self._device = device
         # held while bytes arrive, and while the engine reads them
         self._unused = threading.Lock()
         self._received: Received | None = None
         # kept: new memory would cost as much as what comes into it
-        self._bodies: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []  # of each file
         self._is_taken = self._is_closed = False
+        self._is_called = self._is_in_round = False
+        self._allowed = threading.Event()
+        if not asks:
+            self._allowed.set()
+        self._beginning = threading.Lock()  # of a round: `allow(False)` sees it, or prevents it
         self._thread = threading.Thread(target=self._follow, name="receive-weights", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Return whether weights are arriving."""
-        return self._unused.locked() and not self._is_taken
+        """Return whether a call of the learner was received, or weights are arriving."""
+        return (self._is_called or self._unused.locked()) and not self._is_taken
+
+    def allow(self, is_allowed: bool) -> bool:
+        """Begin rounds from now on, or begin none. Return False if one has begun already."""
+        with self._beginning:
+            if is_allowed:
+                self._allowed.set()
+            elif self._is_in_round:
+                return False
+            else:
+                self._allowed.clear()
+            return True
 
     def take(self, digest: str) -> Received | None:
         """Return the weights of that digest, unchanged until `release`; None if incomplete."""
@@ -106,9 +142,12 @@ class Receiver:
             with socket.create_connection(
                 host_port, timeout=broadcast.MESSAGE_TIMEOUT.total_seconds()
             ) as connection:
-                own_host = connection.getsockname()[0]
-            store = dist.TCPStore(*host_port, is_master=False, timeout=broadcast.MESSAGE_TIMEOUT)
-            self._join_rounds(broadcast.HiddenKeys(secret=address.secret, store=store), own_host)
+                connection.setblocking(False)  # for `_is_gone`
+                store = dist.TCPStore(
+                    *host_port, is_master=False, timeout=broadcast.MESSAGE_TIMEOUT
+                )
+                keys = broadcast.HiddenKeys(secret=address.secret, store=store)
+                self._join_rounds(keys, connection)
         except Exception as error:  # noqa: BLE001 - after any error the engine joins again
             _log.warning(
                 "lost touch with the learner at %s:%s, which sends weights: %s", *host_port, error
@@ -116,37 +155,49 @@ class Receiver:
         finally:
             self.is_lost = True
 
-    def _join_rounds(self, store: broadcast.HiddenKeys, own_host: str) -> None:
+    def _join_rounds(self, store: broadcast.HiddenKeys, connection: socket.socket) -> None:
         member = n_calls = group_number = 0
-        group: Any = None
+        link: weight_pieces.Link | None = None
         while True:
-            if group is None:
+            if link is None:
                 member, n_calls = store.add(broadcast.JOINED, 1), 0
             n_calls += 1
             if (number := self._listen(store, broadcast.call_key(member, n_calls))) is None:
                 return
-            with self._unused:
-                self._received = None
-                store.set(broadcast.ready_key(number, member), "")
-                about = json.loads(store.get(broadcast.round_key(number)))
-                try:
-                    if about["group"] != group_number or group is None:
-                        group, group_number = None, about["group"]
-                        # raises ValueError for a member that came too late
-                        rank, size = 1 + about["members"].index(member), 1 + len(about["members"])
-                        prefix = dist.PrefixStore(
-                            store.hidden(broadcast.group_prefix(group_number)), store.store
+            self._is_called = True
+            try:
+                with self._unused:
+                    if not self._begin_round():
+                        return
+                    self._received = None
+                    device = weight_pieces.device_name(self._device)
+                    store.set(broadcast.ready_key(number, member), device)
+                    about = json.loads(store.get(broadcast.round_key(number)))
+                    try:
+                        if about["group"] != group_number or link is None:
+                            link, group_number = _without(link), about["group"]
+                            link = self._form(store, about, member=member, connection=connection)
+                        self._received = self._receive(link)
+                    except (RuntimeError, ValueError) as error:
+                        link = _without(link)
+                        store.set(broadcast.gone_key(member), "")
+                        _log.warning(
+                            "weights that were sent did not arrive whole; the files are loaded "
+                            "instead: %s",
+                            error,
                         )
-                        group = self._form(prefix, rank=rank, size=size, own_host=own_host)
-                    self._received = self._receive(group)
-                except (RuntimeError, ValueError) as error:
-                    group = None
-                    store.set(broadcast.gone_key(member), "")
-                    _log.warning(
-                        "weights that were sent did not arrive whole; the files are loaded "
-                        "instead: %s",
-                        error,
-                    )
+            finally:
+                self._is_called = self._is_in_round = False
+
+    def _begin_round(self) -> bool:
+        """Return True when rounds are allowed; False if this receiver is closed."""
+        while not self._is_closed:
+            if self._allowed.wait(LISTEN_TIMEOUT.total_seconds()):
+                with self._beginning:
+                    self._is_in_round = self._allowed.is_set()
+                if self._is_in_round:
+                    return True
+        return False
 
     def _listen(self, store: broadcast.HiddenKeys, key: str) -> int | None:
         """Wait for the number that the learner writes at `key`; None if this receiver is closed."""
@@ -156,38 +207,63 @@ class Receiver:
                 return int(store.get(key))
         return None
 
-    def _form(self, store: dist.Store, *, rank: int, size: int, own_host: str) -> Any:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
-        options._timeout = broadcast.MESSAGE_TIMEOUT
-        return dist.ProcessGroupGloo(store, rank, size, options)
+    def _form(
+        self,
+        store: broadcast.HiddenKeys,
+        about: dict[str, Any],
+        *,
+        member: int,
+        connection: socket.socket,
+    ) -> weight_pieces.Link:
+        """Join the process group of a round. Raises ValueError for a member that came too late."""
+        device_type = about["device"]
+        return weight_pieces.form(
+            dist.PrefixStore(store.hidden(broadcast.group_prefix(about["group"])), store.store),
+            rank=1 + about["members"].index(member),
+            size=1 + len(about["members"]),
+            host=connection.getsockname()[0],
+            device=self._device if device_type == self._device.type else torch.device(device_type),
+            is_cancelled=lambda: self._is_closed or _is_gone(connection),
+        )
 
-    def _receive(self, group: Any) -> Received:
+    def _receive(self, link: weight_pieces.Link) -> Received:
         digest = blake3(max_threads=blake3.AUTO)
         files: list[_File] = []
-        while n_header_bytes := int.from_bytes(self._bytes(group, broadcast.N_BYTES), "little"):
-            header = self._bytes(group, n_header_bytes)
-            tensors = decode_safetensors_head(header)
-            body = self._body(len(files), max((tensor.end for tensor in tensors), default=0))
-            for tensor in tensors:
-                self._fill(group, body[tensor.begin : tensor.end])
-            digest.update(header)
-            digest.update(memoryview(body.numpy()))
-            files.append(_File(tensors=tensors, body=body))
-        return Received(digest=digest.hexdigest(), files=files)
+        preamble = torch.empty(broadcast.PREAMBLE_BYTES, dtype=torch.uint8)
+        while True:
+            link.receive(preamble, then=lambda data: None)
+            head_bytes, file_bytes = broadcast.decode_preamble(preamble.numpy().tobytes())
+            if not head_bytes:
+                return Received(digest=digest.hexdigest(), files=files)
+            data = self._memory_of(len(files), file_bytes)
+            link.receive(data, then=digest.update)
+            files.append(_File(head_bytes=head_bytes, data=data))
 
-    def _body(self, number: int, n_bytes: int) -> torch.Tensor:
-        if number == len(self._bodies):
-            self._bodies.append(torch.empty(0, dtype=torch.uint8))
-        if self._bodies[number].numel() != n_bytes:
-            self._bodies[number] = torch.empty(n_bytes, dtype=torch.uint8)
-        return self._bodies[number]
+    def _memory_of(self, number: int, n_bytes: int) -> torch.Tensor:
+        if number == len(self._memory):
+            self._memory.append(torch.empty(0, dtype=torch.uint8))
+        if self._memory[number].numel() != n_bytes:
+            self._memory[number] = torch.empty(
+                n_bytes, dtype=torch.uint8, pin_memory=self._device.type == weight_pieces.CUDA
+            )
+        return self._memory[number]
 
-    def _bytes(self, group: Any, n_bytes: int) -> bytes:
-        data = torch.empty(n_bytes, dtype=torch.uint8)
-        self._fill(group, data)
-        return data.numpy().tobytes()
 
-    def _fill(self, group: Any, data: torch.Tensor) -> None:
-        for cut in broadcast.cuts(data.numel()):
-            group.broadcast([data[cut]], dist.BroadcastOptions()).wait()
+def _is_gone(connection: socket.socket) -> bool:
+    """Return whether the other end's process ended. It sends nothing.
+
+    NCCL on one machine does not notice its death.
+    """
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _without(link: weight_pieces.Link | None) -> weight_pieces.Link | None:
+    """End a group, whose place is then empty."""
+    if link is not None:
+        link.abort()
+    return None

@@ -254,10 +254,22 @@ class VLLMPolicy:
         return str(answers[0][0])
 
     async def _received(self, llm: AsyncLLM, *, digest: str) -> Mapping[str, list[int]]:
-        """Return the shapes of received weights; none unless all processes have that digest."""
+        """Return the shapes of received weights; none unless all processes have that digest.
+
+        An engine of several processes is paused while weights arrive (`broadcast_receiver.py`).
+        """
+        is_paused = False
         with engine_call():
             while None in (answers := await llm.collective_rpc("stage_received", args=(digest,))):
+                if not is_paused and llm.vllm_config.parallel_config.tensor_parallel_size > 1:
+                    await llm.pause_generation(mode="keep", clear_cache=False)
+                    await llm.collective_rpc("let_receive", args=(True,))
+                    is_paused = True
                 await asyncio.sleep(VERIFY_POLL_S)
+            if is_paused:
+                while not all(await llm.collective_rpc("let_receive", args=(False,))):
+                    await asyncio.sleep(VERIFY_POLL_S)
+                await llm.resume_generation()
         return answers[0] if all(answers) else {}
 
     def _sampling_params(self, temperature: float) -> SamplingParams:

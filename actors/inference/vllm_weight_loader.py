@@ -91,6 +91,9 @@ class WorkerExtension:
     def stage_received(self, digest: str) -> dict[str, list[int]] | None:
         return self.weight_transfer_engine.stage_received(digest)
 
+    def let_receive(self, is_allowed: bool) -> bool:
+        return self.weight_transfer_engine.let_receive(is_allowed)
+
     def take_preempted(self) -> int:
         return self.weight_transfer_engine.preemptions.take()
 
@@ -153,12 +156,20 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._receiver is None or self._receiver.address != address or self._receiver.is_lost:
             if self._receiver is not None:
                 self._receiver.close()
-            self._receiver = Receiver(address)
+            self._receiver = Receiver(
+                address,
+                device=self.device,
+                asks=self.parallel_config.tensor_parallel_size > 1,
+            )
+
+    def let_receive(self, is_allowed: bool) -> bool:
+        """Return False if weights are arriving and may not be stopped. See `Receiver.allow`."""
+        return self._receiver is None or self._receiver.allow(is_allowed)
 
     def stage_received(self, digest: str) -> dict[str, list[int]] | None:
         """Return the shapes of the received weights with this digest; {} if they are not whole.
 
-        Returns None while weights are arriving.
+        Returns None while weights are arriving, or wait for `let_receive`.
         """
         if self._receiver is None:
             return {}

@@ -40,9 +40,9 @@ class Superseded(Exception):
 class WeightSync:
     """Load published versions, one at a time. Waits for the storage and for the engine.
 
-    `update_lock` lets a few engines load at a time. A version is skipped if a newer one was
-    published while the engine waited for it. `rendezvous` returns the address from
-    which the learner sends weights; it is None if all weights come as files.
+    `update_lock` lets a few engines load files at a time. A version is skipped if a newer one was
+    published while the engine waited for it. `rendezvous` returns the address from which the
+    learner sends weights; it is None if all weights come as files.
     """
 
     def __init__(
@@ -102,10 +102,8 @@ class WeightSync:
         """Load a version, and return True; False if it is not there yet."""
         load, fetch_ms = None, 0.0
         if self._has_joined:
-            async with self._turn(version):
-                load = await self._engine.load_received(
-                    version=version.version, digest=version.digest
-                )
+            # Without the lock: the weights are in this engine's memory, so it pauses only briefly.
+            load = await self._engine.load_received(version=version.version, digest=version.digest)
         if load is None:
             if not await self._is_written(version.version):
                 return False

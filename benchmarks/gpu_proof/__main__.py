@@ -54,7 +54,7 @@ COMMANDS = {
         "mismatch": 45,
         "publishing": 45,
     },
-    "sharing": {"sharing": 180},
+    "sharing": {"sharing": 180, "transfer": 150},
 }
 CPU_LIMITS = 10  # times as long: a busy CPU must not fail the proof
 OUTPUT = ROOT / "runs" / "gpu_proof.json"

@@ -9,6 +9,7 @@ up: a stand-in for the workers commits as many as are leased. The loop runs in a
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import statistics
 import threading
 import time
@@ -18,12 +19,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from safetensors.torch import load_file
+
+from actors.inference.broadcast_receiver import Receiver
 from configs import LearnerConfig, LossConfig, ModelConfig
 from coordinator import Reply
 from learner import Learner, LearnerSetup
+from learner.distributed.deepspeed_setup import LOOPBACK
+from learner.publishing.broadcast_sender import Broadcast
 from learner.publishing.publish import WeightsCopy
 from learner.training.engine import Engine
-from store import RunLayout
+from store import RunLayout, weight_files
 from tests.support.learner_loop import Handle, Silent, make_config, open_coordinator, play_all
 from tests.support.run_views import connect
 
@@ -33,6 +40,7 @@ CHECKPOINT_EVERY = 2
 RESPONSE_TOKENS = 24
 PATIENCE_S = 600.0
 LORA_RANK = 16
+SENDS = 5
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -47,6 +55,11 @@ def measured(base: Path, *, steps: int, directory: Path) -> dict[str, float]:
 def lora_over_full(base: Path) -> dict[str, float]:
     """Return the bytes that a version has with LoRA, over those without."""
     return _in_a_process(partial(_bytes, base))
+
+
+def sent(base: Path, *, directory: Path) -> dict[str, float]:
+    """Return how fast a version is written, sent to one engine's receiver, and verified there."""
+    return _in_a_process(partial(_sent, base, directory=directory))
 
 
 def _in_a_process(work: Any) -> dict[str, float]:
@@ -116,6 +129,33 @@ def _at_once(learner: Learner, directory: Path) -> dict[str, float]:
         "learner_idle_at_once_s": statistics.median(times_s),
         "checkpoint_idle_at_once_s": clock() - began_s,
     }
+
+
+def _sent(base: Path, *, directory: Path) -> dict[str, float]:
+    cpu = torch.device("cpu")
+    sender = Broadcast(LOOPBACK, device=cpu)
+    receiver = Receiver(sender.address, device=cpu, asks=False)
+    tensors = {name: t for file in weight_files(base) for name, t in load_file(file).items()}
+    copy, times_s = WeightsCopy(), list[float]()
+    digest = copy.take(tensors.items())
+    while len(times_s) < 1 + SENDS:
+        dest = directory / "sent"
+        began_s = time.perf_counter()
+        with sender.round() as send:
+            copy.write(dest, source_dir=base, send=send)
+        while receiver.is_busy:
+            time.sleep(0.001)
+        received = receiver.take(digest)
+        took_s = time.perf_counter() - began_s
+        shutil.rmtree(dest)
+        if received is None:  # it had not joined yet
+            time.sleep(0.1)
+            continue
+        receiver.release()
+        times_s.append(took_s)
+    receiver.close()
+    # The first one has new memory.
+    return {"sent_gb_per_s": copy.n_bytes / statistics.median(times_s[1:]) / 1e9}
 
 
 def _bytes(base: Path) -> dict[str, float]:

@@ -19,7 +19,6 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -227,22 +226,19 @@ def divide_parameter(
         deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
 
 
-def full_parameters(
-    parameters: Sequence[torch.nn.Parameter],
-) -> contextlib.AbstractContextManager[None]:
-    """Gather parameters that are all divided, to read. All ranks enter it together."""
-    return deepspeed.zero.GatheredParameters(parameters)
-
-
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
     """Return the shape of a parameter, also where a rank holds only its part of it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
-def full_parameter(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
-    """Gather all elements of a parameter on every rank, to read. All ranks enter it together."""
-    return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+def full_parameter(*parameters: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
+    """Gather all elements of these parameters on every rank, to read. All ranks enter it together.
+
+    Parameters that are whole on every rank stay as they are.
+    """
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    return deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned))
 
 
 def own_elements(parameter: torch.nn.Parameter) -> torch.Tensor:

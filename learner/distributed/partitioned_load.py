@@ -27,7 +27,7 @@ from configs import ConfigError, LearnerConfig, load_safely
 from learner.distributed.deepspeed_setup import (
     accelerator,
     divide_parameter,
-    full_parameters,
+    full_parameter,
 )
 from printable import one_line
 from store import weight_files
@@ -80,7 +80,7 @@ def only_last_layer(causal_lm: PreTrainedModel) -> Iterator[None]:
     layers = decoder.layers
     decoder.layers = nn.ModuleList([layers[-1]])
     try:
-        with full_parameters(list(decoder.parameters())):
+        with full_parameter(*decoder.parameters()):
             yield
     finally:
         decoder.layers = layers

@@ -17,9 +17,11 @@ own names a layer `q_proj` becomes
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ ADAPTER = "default"  # peft's own name; adapter files leave it out
 ADAPTER_FILE = "adapter_model.safetensors"
 # Every name in an adapter file begins with the name of peft's wrapper around the model.
 FILE_PREFIX = "base_model.model."
+NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 BASE, ADAPTER_WEIGHTS = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
@@ -133,30 +136,34 @@ def merged(causal_lm: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     W + (alpha / rank) B A is summed in float32 and rounded once to the base's dtype; the model does
     not change. Each storage is yielded once, so a tied output layer has no entry. One merged
     parameter exists at a time. Others are the model's own, not copies: read them before the next
-    one and the next update. Weights partitioned by ZeRO 3 are gathered one by one, by all ranks
+    one and the next update. Weights partitioned by ZeRO 3 are gathered layer by layer, by all ranks
     together.
 
     Example with rank 1 and alpha 2: W = [[1, 0], [0, 1]], A = [[1, 2]], B = [[3], [0]] give W + 2 B
     A = [[7, 12], [0, 1]].
     """
     seen: set[int] = set()
-    for name, tensor in causal_lm.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or any(part in name for part in ADAPTER_WEIGHTS):
-            continue
-        seen.add(id(tensor))
-        layer_name, is_adapted, leaf = name.partition(BASE)
-        if is_adapted and leaf == "weight":
-            layer = causal_lm.get_submodule(layer_name)
-            with (
-                full_parameter(tensor),
-                full_parameter(layer.lora_A[ADAPTER].weight),
-                full_parameter(layer.lora_B[ADAPTER].weight),
-            ):
-                merged_OI = _merged(layer, tensor)
-            yield f"{layer_name}.{leaf}", merged_OI
-        else:
-            with full_parameter(tensor):
-                yield f"{layer_name}.{leaf}" if is_adapted else name, tensor.detach()
+    state = causal_lm.state_dict(keep_vars=True)
+    for _, names in groupby(state, key=_layer):
+        layer_state = {name: state[name] for name in names}
+        with full_parameter(*layer_state.values()):
+            for name, tensor in layer_state.items():
+                if id(tensor) in seen or any(part in name for part in ADAPTER_WEIGHTS):
+                    continue
+                seen.add(id(tensor))
+                module_name, is_adapted, leaf = name.partition(BASE)
+                if is_adapted and leaf == "weight":
+                    tensor = _merged(causal_lm.get_submodule(module_name), tensor)
+                yield f"{module_name}.{leaf}" if is_adapted else name, tensor.detach()
+
+
+def _layer(name: str) -> str:
+    """Return the name up to its first number; a name without one is a layer of its own.
+
+    model.layers.3.mlp.up_proj.weight -> model.layers.3, model.embed_tokens.weight -> itself
+    """
+    found = NUMBERED.match(name)
+    return found.group() if found else name
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Send weights directly to engines, on rank 0. The protocol is in `store/broadcast.py`.
 
-    broadcast = Broadcast(host)            # engines join at `broadcast.address` at any time
-    with broadcast.round() as send:        # to the engines that have joined by now
+    broadcast = Broadcast(host, device=device)   # engines join at `broadcast.address` at any time
+    with broadcast.round() as send:              # to the engines that have joined by now
         copy.write(..., send=send)
 
 The files remain the record. An engine that was not there, or received other bytes than the digest
 says, loads the files. So no engine can fail a round. One that does not answer within READY_S is
-left out, and joins again.
+left out, and joins again. One that stops in the middle of a version delays the word that its files
+are there by at most `weight_pieces.PIECE_S`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import weight_pieces
 from learner.distributed.deepspeed_setup import host_ranks
 from learner.publishing.publish import Send
 from store import broadcast
@@ -36,8 +37,8 @@ _log = logging.getLogger(__name__)
 class Broadcast:
     """Send files while they are written, to the engines that are there. None blocks it long."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, host: str, *, device: torch.device) -> None:
+        self._host, self._device = host, device
         rendezvous = host_ranks(host)
         address = broadcast.Address.new(host, rendezvous.port)
         self.address = str(address)
@@ -45,7 +46,7 @@ class Broadcast:
         self._calls: dict[int, int] = {}  # member -> number of calls to it
         self._n_joined = self._round = self._n_groups = 0
         self._members: list[int] = []  # of the group
-        self._group: Any = None
+        self._link: weight_pieces.Link | None = None
 
     @contextmanager
     def round(self) -> Iterator[Send]:
@@ -59,7 +60,7 @@ class Broadcast:
         except BaseException:
             self._drop_group("the weights were not written")
             raise
-        self._send_all([memoryview(bytearray(broadcast.N_BYTES))])
+        self._send([memoryview(broadcast.encode_preamble(head_bytes=0, file_bytes=0))])
 
     def _gather(self) -> None:
         """Call all members and form a group of those that answer, unless it exists.
@@ -92,7 +93,12 @@ class Broadcast:
             self._calls[member] += 1
             self._store.set(broadcast.call_key(member, self._calls[member]), str(self._round))
         deadline_s = time.monotonic() + READY_S
-        members = [member for member in self._calls if self._is_ready(member, deadline_s)]
+        devices = {
+            member: device
+            for member in self._calls
+            if (device := self._device_of_ready(member, deadline_s)) is not None
+        }
+        members = list(devices)
         if late := len(self._calls) - len(members):
             _log.warning(
                 "%d engines did not come to be sent weights within %g s; they load the files",
@@ -101,50 +107,62 @@ class Broadcast:
             )
         self._calls = {member: self._calls[member] for member in members}
         if members != self._members:
-            self._group = None
-        self._n_groups += self._group is None
+            self._drop_link()
+        self._n_groups += self._link is None
         self._members = members
-        announced = json.dumps({"group": self._n_groups, "members": members})
-        self._store.set(broadcast.round_key(self._round), announced)
-        if members and self._group is None:
-            self._group = self._form(size=1 + len(members))
+        device_type = weight_pieces.common_device_type(
+            [weight_pieces.device_name(self._device), *devices.values()]
+        )
+        announced = {"group": self._n_groups, "members": members, "device": device_type}
+        self._store.set(broadcast.round_key(self._round), json.dumps(announced))
+        if members and self._link is None:
+            self._link = self._form(device_type, size=1 + len(members))
 
-    def _is_ready(self, member: int, deadline_s: float) -> bool:
+    def _device_of_ready(self, member: int, deadline_s: float) -> str | None:
+        """Return the name of a member's device; None if the member does not answer in time."""
         left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
+        key = broadcast.ready_key(self._round, member)
         with suppress(dist.DistStoreError):  # it did not come in time
-            self._store.wait([broadcast.ready_key(self._round, member)], left)
-            return True
-        return False
+            self._store.wait([key], left)
+            return self._store.get(key).decode()
+        return None
 
-    def _form(self, *, size: int) -> Any:
+    def _form(self, device_type: str, *, size: int) -> weight_pieces.Link:
         store = dist.PrefixStore(
             self._store.hidden(broadcast.group_prefix(self._n_groups)), self._store.store
         )
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = broadcast.MESSAGE_TIMEOUT
-        return dist.ProcessGroupGloo(store, 0, size, options)
+        return weight_pieces.form(
+            store,
+            rank=0,
+            size=size,
+            host=self._host,
+            device=self._device if device_type == self._device.type else torch.device(device_type),
+            is_cancelled=lambda: False,  # a deadline ends it
+        )
 
-    def _send_file(self, pieces: Sequence[memoryview]) -> None:
-        length = len(pieces[0]).to_bytes(broadcast.N_BYTES, "little")
-        self._send_all([memoryview(bytearray(length)), *pieces])
+    def _send_file(self, parts: Sequence[memoryview]) -> None:
+        preamble = broadcast.encode_preamble(
+            head_bytes=len(parts[0]), file_bytes=sum(map(len, parts))
+        )
+        self._send([memoryview(preamble)])
+        self._send(parts)
 
-    def _send_all(self, pieces: Sequence[memoryview]) -> None:
+    def _send(self, parts: Sequence[memoryview]) -> None:
+        if self._link is None:
+            return
         try:
-            for piece in pieces:
-                for cut in broadcast.cuts(len(piece)):
-                    self._send(piece[cut])
-        # An engine died. The others cannot go on without it, and load the files.
+            self._link.send(parts)
+        # An engine died or stopped. The others cannot go on without it, and load the files.
         except RuntimeError as error:
             self._drop_group(str(error))
 
-    def _send(self, data: memoryview) -> None:
-        if self._group is not None:
-            self._group.broadcast(
-                [torch.frombuffer(data, dtype=torch.uint8)], dist.BroadcastOptions()
-            ).wait()
-
     def _drop_group(self, why: str) -> None:
-        if self._group is not None or self._members:
+        if self._link is not None or self._members:
             _log.warning("weights were not sent to the engines, which load the files: %s", why)
-        self._group, self._members = None, []
+        self._drop_link()
+        self._members = []
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self._link.abort()
+        self._link = None

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from blake3 import blake3
@@ -50,7 +49,7 @@ def write_weights(
     if `dest` exists.
     """
     with new_directory(dest) as unfinished:
-        return _write(weights, unfinished, source_dir=Path(source_dir), send=None)
+        return _write(weights, unfinished, source_dir=Path(source_dir))
 
 
 class WeightsCopy:
@@ -79,12 +78,22 @@ class WeightsCopy:
 
         It is whole for every reader as soon as it is visible, also if this process is killed. It
         survives a power cut after `sync_whole`. `send`, from `Broadcast.round`, gets its weight
-        files. Raises StoreError if the copy was changed since `take`.
+        files meanwhile. Raises StoreError if the copy was changed since `take`.
         """
+        # At the speed of the network, whatever the disk's is.
+        with ThreadPoolExecutor(1) as sending:
+            sent: Future[None] | None = None
+            if send is not None:
+                sent = sending.submit(
+                    send_files, self._tensors.items(), send, shard_bytes=SHARD_BYTES
+                )
+            self._write_files(dest, source_dir=Path(source_dir))
+            if sent is not None:
+                sent.result()
+
+    def _write_files(self, dest: Path, *, source_dir: Path) -> None:
         with visible_whole(dest) as unfinished:
-            digest = _write(
-                self._tensors.items(), unfinished, source_dir=Path(source_dir), send=send
-            )
+            digest = _write(self._tensors.items(), unfinished, source_dir=source_dir)
             if digest != self._digest:
                 raise StoreError(
                     f"{dest} was announced with digest {self._digest}, its files have {digest}: "
@@ -128,13 +137,9 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
 
 
 def _write(
-    weights: Iterable[tuple[str, torch.Tensor]],
-    directory: Path,
-    *,
-    source_dir: Path,
-    send: Send | None,
+    weights: Iterable[tuple[str, torch.Tensor]], directory: Path, *, source_dir: Path
 ) -> str:
-    shards = write_shards(weights, directory, stem="model", shard_bytes=SHARD_BYTES, send=send)
+    shards = write_shards(weights, directory, stem="model", shard_bytes=SHARD_BYTES)
     if len(shards.dtypes) != 1:
         found = sorted(map(str, shards.dtypes))
         raise ValueError(f"weights of one version need one dtype, not {found}")
@@ -172,9 +177,8 @@ def write_shards(
     *,
     stem: str,
     shard_bytes: int,
-    send: Send | None,
 ) -> Shards:
-    """Write the tensors in files of at most `shard_bytes`, or of one larger tensor. Send each file.
+    """Write the tensors in files of at most `shard_bytes`, or of one larger tensor.
 
     A tensor is kept, without a copy, until its file is written: it must not change before. Five
     tensors of 4 bytes each, with 8 bytes a file: {a, b} {c, d} {e}, in stem-00001-of-00003 and so
@@ -186,7 +190,7 @@ def write_shards(
     numbered: list[Path] = []
     for number, part in enumerate(_parts(tensors, shard_bytes=shard_bytes), start=1):
         path = directory / f"{stem}-{number:05d}{SUFFIX}"
-        _write_shard(path, tensors=part, digest=digest, send=send)
+        _write_shard(path, tensors=part, digest=digest)
         numbered.append(path)
         file_of |= dict.fromkeys(part, number)
         dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
@@ -203,6 +207,14 @@ def write_shards(
         file_of={tensor: paths[number - 1].name for tensor, number in file_of.items()},
         dtypes=frozenset(dtypes),
     )
+
+
+def send_files(
+    tensors: Iterable[tuple[str, torch.Tensor]], send: Send, *, shard_bytes: int
+) -> None:
+    """Send the files that `write_shards` writes of these tensors."""
+    for part in _parts(tensors, shard_bytes=shard_bytes):
+        send(_pieces(part))
 
 
 def _parts(
@@ -224,29 +236,21 @@ def _parts(
     yield part
 
 
-def _write_shard(
-    path: Path, *, tensors: Mapping[str, torch.Tensor], digest: blake3, send: Send | None
-) -> None:
-    """Write one file, add it to `digest`, and send it.
+def _write_shard(path: Path, *, tensors: Mapping[str, torch.Tensor], digest: blake3) -> None:
+    """Write one file, and add it to `digest`.
 
     safetensors' own writer does not expose the bytes, so hashing would be a second pass over the
     file.
     """
     pieces = _pieces(tensors)
-    # Writing, hashing and sending all release the GIL.
-    with (
-        path.open("wb", buffering=0) as file,
-        ThreadPoolExecutor(1) as hashing,
-        ThreadPoolExecutor(1) as sending,
-    ):
-        beside: list[Future[Any]] = [hashing.submit(digest.update, piece) for piece in pieces]
-        if send is not None:
-            beside.append(sending.submit(send, pieces))
+    # Writing and hashing both release the GIL.
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
+        hashed = [hashing.submit(digest.update, piece) for piece in pieces]
         for piece in pieces:
             written = 0
             while written < len(piece):  # a raw file may accept only a part
                 written += file.write(piece[written:])
-        for future in beside:
+        for future in hashed:
             future.result()
 
 

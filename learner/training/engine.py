@@ -267,8 +267,8 @@ class Engine:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, tensor) of every weight once, with adapters merged.
 
-        A tied output layer has no entry. All ranks iterate to the end together; at ZeRO 3 each
-        weight is gathered when its turn comes. They are on the engine's device, and may be the
+        A tied output layer has no entry. All ranks iterate to the end together; at ZeRO 3 the
+        weights are gathered layer by layer. They are on the engine's device, and may be the
         model's own storage: use each before the next one.
         """
         for name, tensor in merged(self.policy.causal_lm):

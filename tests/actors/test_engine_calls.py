@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,71 @@ def test_memory_that_lacks_while_weights_are_read_is_not_blamed_on_the_file(
     else:
         with pytest.raises(OSError, match=re.escape(str(error))):
             engine.staged()
+
+
+class ReceivingEngine:
+    """Stand in for an engine of `processes`, to which the learner sends weights at the second look.
+
+    `calls` lists what was asked of it.
+    """
+
+    errored = False
+
+    def __init__(self, *, processes: int, arrive_whole: bool) -> None:
+        parallel = SimpleNamespace(tensor_parallel_size=processes)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.processes = processes
+        self.shapes = {"w": [2]} if arrive_whole else {}
+        self.calls: list[str] = []
+        # A call came to the first process only; then both receive, and one ends later.
+        self.looks = iter(
+            [[None, {}], [None, None], [self.shapes, None], [self.shapes, {"w": [2]}]]
+        )
+        self.may_stop = iter([[True, False], [True, True]])
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[Any]:
+        self.calls.append(f"{method} {args[0]}" if method == "let_receive" else method)
+        answers = next(self.looks) if method == "stage_received" else [True, True]
+        if self.calls[-1] == "let_receive False":
+            answers = next(self.may_stop)
+        return list(answers)[: self.processes]
+
+    async def pause_generation(self, **how: object) -> None:
+        self.calls.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+
+@pytest.mark.parametrize("arrive_whole", [True, False])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_of_several_processes_pauses_before_it_receives(
+    stopped: list[object], monkeypatch: pytest.MonkeyPatch, processes: int, arrive_whole: bool
+) -> None:
+    """Two groups of one GPU may not have messages at once: NCCL may deadlock."""
+    engine = ReceivingEngine(processes=processes, arrive_whole=arrive_whole)
+    policy = policy_on(NO_MEMORY)
+    policy._llm = engine  # type: ignore[assignment]
+    policy._shapes = {"w": [2]}
+    replaced: list[str] = []
+
+    async def replace(llm: object, *, source: str, **more: object) -> None:
+        replaced.append(source)
+
+    monkeypatch.setattr(vllm_policy, "_replace_weights", replace)
+    monkeypatch.setattr(vllm_policy, "WeightLoad", lambda **load: load["received"])
+    loaded = asyncio.run(_awaited(CALLS["stage what was sent"](policy)))
+    look = "stage_received"
+    if processes == 1:
+        assert engine.calls == [look] * 3, "it generates meanwhile"
+    else:
+        assert engine.calls == [
+            *(look, "pause", "let_receive True"),
+            *(look, look, look),
+            *("let_receive False", "let_receive False", "resume"),
+        ]
+    assert loaded == (True if arrive_whole else None)
+    assert replaced == (["(received)"] if arrive_whole else []) and not stopped
 
 
 async def _awaited(call: Awaitable[object]) -> object:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import store
+import weight_pieces
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.inference.vllm_requests import EngineRequests
@@ -46,6 +47,7 @@ from store import (
     RunLayout,
     VersionRecord,
     WeightFileError,
+    broadcast,
     export,
     files_digest,
     write_open_sql,
@@ -602,7 +604,7 @@ def test_weights_that_the_learner_sends_are_served_without_a_file(
     served: Served, tmp_path: Path
 ) -> None:
     """Weights that were sent to others only are not loaded; running requests go on."""
-    sender, copy = Broadcast(LOOPBACK), WeightsCopy()
+    sender, copy = Broadcast(LOOPBACK, device=torch.device("cpu")), WeightsCopy()
     first = served.policy.version + 1
 
     def send(name: str) -> str:
@@ -647,6 +649,47 @@ def test_weights_that_the_learner_sends_are_served_without_a_file(
         prompt=prompt(0),
         completion=served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0)),
     )
+
+
+def test_sent_weights_that_changed_on_the_way_are_not_served_and_their_files_are(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flip one bit of a tensor on its way to a real engine, which is in another process."""
+    sender, copy = Broadcast(LOOPBACK, device=torch.device("cpu")), WeightsCopy()
+    version, directory = served.policy.version + 1, tmp_path / "v"
+    send_parts = weight_pieces.Link.send
+
+    def flipping(link: weight_pieces.Link, parts: Sequence[memoryview]) -> None:
+        data = b"".join(parts)
+        is_file = len(data) > broadcast.PREAMBLE_BYTES
+        send_parts(link, [memoryview(bytearray(flipped(data) if is_file else data))])
+
+    monkeypatch.setattr(weight_pieces.Link, "send", flipping)
+
+    def send() -> str:
+        tensors = load_file(served.directories["other"] / "model.safetensors")
+        digest = copy.take(tensors.items())
+        with sender.round() as to_engines:
+            copy.write(directory, source_dir=served.directories["base"], send=to_engines)
+        return digest
+
+    async def run() -> tuple[WeightLoad | None, Completion, WeightLoad]:
+        await served.policy.join_broadcast(sender.address)
+        while not await asyncio.to_thread(sender._store.add, "joined", 0):
+            await asyncio.sleep(0.01)
+        digest = await asyncio.to_thread(send)
+        received = await served.policy.load_received(version=version, digest=digest)
+        between = await served.policy.generate(prompt(0), seed=5, temperature=1.0)
+        load = await served.policy.load_weights(version=version, path=directory, digest=digest)
+        return received, between, load
+
+    received, between, load = served.run(run())
+    assert received is None and between.version_max == version - 1
+    assert_logprobs_of(served.directories["base"], prompt=prompt(0), completion=between)
+    assert load.received is False
+    after = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=after)
+    served.run(load_weights(served, "base"))
 
 
 def flipped(data: bytes) -> bytes:

@@ -179,6 +179,24 @@ def test_weights_that_were_sent_need_no_file_and_those_that_were_not_do(run: Run
     assert refusal["version"] == 3
 
 
+def test_only_files_are_loaded_one_engine_after_the_other(run: Run) -> None:
+    """Sent weights are in the engine's memory already, so it need not wait for other engines."""
+    locked = []
+
+    @contextlib.asynccontextmanager
+    async def lock() -> AsyncIterator[None]:
+        locked.append(len(run.engine.served))
+        yield
+
+    run.weights._update_lock = lock
+    run.address = "127.0.0.1:1"
+    run.engine.sent.append("digest 1")
+    for version in range(3):
+        run.serve(run.publish(version))
+    assert [event["received"] for event in run.events(LOADED)] == [False, True, False]
+    assert locked == [0, 2], "for the first and the last version"
+
+
 def test_weights_that_are_not_written_yet_are_waited_for_and_not_refused(run: Run) -> None:
     run.address = "127.0.0.1:1"
     run.serve(run.publish(0))

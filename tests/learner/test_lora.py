@@ -4,6 +4,7 @@ are the same policy.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
 
 from configs import LearnerConfig
 from learner.distributed.deepspeed_setup import initialize, join_ranks
+from learner.model import lora
 from learner.model.lora import adapters_off, add_adapters, merged, write_adapter
 from learner.publishing.publish import write_weights
 
@@ -267,6 +269,25 @@ def test_an_adapter_directory_is_read_back_by_peft_as_the_same_policy(
         torch.isfinite(tensor).all() and tensor.dtype == torch.float32
         for tensor in tensors.values()
     )
+
+
+def test_weights_are_gathered_layer_by_layer(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(qwen2)
+    gathered: list[set[int]] = []
+
+    def noting(*parameters: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
+        gathered.append({id(parameter) for parameter in parameters})
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(lora, "full_parameter", noting)
+    number_of = {name: len(gathered) for name, _ in merged(model)}
+    assert number_of["model.embed_tokens.weight"] == 1
+    for layer in (0, 1):
+        numbers = {n for name, n in number_of.items() if f".layers.{layer}." in name}
+        assert numbers == {2 + layer}
+    assert number_of["model.norm.weight"] == 4
+    of_layer = model.get_submodule("model.layers.1").parameters()
+    assert gathered[2] == {id(parameter) for parameter in of_layer}, "with its adapters"
 
 
 @pytest.mark.parametrize("tf32", [False, True])

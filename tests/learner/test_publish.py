@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -245,6 +245,30 @@ def test_a_copy_in_several_files_has_their_digest(
     assert digest == files_digest(weight_files(tmp_path / "v"))
 
 
+def test_the_files_of_a_copy_are_sent_as_they_are_written(
+    base: Path, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "SHARD_BYTES", 20_000)
+    copy, sent = WeightsCopy(), list[bytes]()
+    copy.take(weights(policy))
+    copy.write(tmp_path / "v", source_dir=base, send=lambda parts: sent.append(b"".join(parts)))
+    assert len(sent) > 2
+    assert sent == [file.read_bytes() for file in weight_files(tmp_path / "v")]
+
+
+def test_an_error_of_the_sender_is_raised_and_the_files_are_there(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    def failing(parts: Sequence[memoryview]) -> None:
+        raise ValueError("a fault")
+
+    copy = WeightsCopy()
+    digest = copy.take(weights(policy))
+    with pytest.raises(ValueError, match="a fault"):
+        copy.write(tmp_path / "v", source_dir=base, send=failing)
+    assert files_digest(weight_files(tmp_path / "v")) == digest
+
+
 def test_a_copy_that_changed_is_not_published(
     base: Path, policy: PolicyModel, tmp_path: Path
 ) -> None:
@@ -311,7 +335,7 @@ def test_safetensors_reads_what_was_written(
     for number, (dtype, shape) in enumerate(kinds):
         drawn = torch.randint(0, 2, shape, generator=generator).to(dtype)
         tensors[f"t{number}"] = drawn.transpose(0, -1) if shape else drawn  # not contiguous
-    written = write_shards(tensors.items(), directory, stem="x", shard_bytes=shard_bytes, send=None)
+    written = write_shards(tensors.items(), directory, stem="x", shard_bytes=shard_bytes)
     files = sorted(directory.iterdir())
     assert [file.name for file in files] == list(written.files)
     assert (
@@ -329,7 +353,7 @@ def test_safetensors_reads_what_was_written(
 
 def test_files_are_cut_between_tensors(tmp_path: Path) -> None:
     five = [(name, torch.zeros(1)) for name in "abcde"]
-    written = write_shards(five, tmp_path, stem="x", shard_bytes=8, send=None)
+    written = write_shards(five, tmp_path, stem="x", shard_bytes=8)
     first, second, third = (f"x-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
     assert written.file_of == {"a": first, "b": first, "c": second, "d": second, "e": third}
     with pytest.raises(ValueError, match="z is torch.complex64"):
@@ -338,7 +362,6 @@ def test_files_are_cut_between_tensors(tmp_path: Path) -> None:
             tmp_path,
             stem="y",
             shard_bytes=8,
-            send=None,
         )
 
 

@@ -30,6 +30,7 @@ SECTIONS = (
     "mismatch",
     "publishing",
     "sharing",
+    "transfer",
 )
 # Packages that the GPU machine does not have and that are not carried there.
 ABSENT = {"ray", "vllm", "textworld", "gymnasium", "moto", "polars", "datasets"}
@@ -59,6 +60,8 @@ NEEDS_CUDA = {
         "captured CUDA graph",
         "pinned memory",
         "gloo on device memory",
+        "NCCL of one rank, pinned memory, copies on a stream",
+        "NCCL between two processes, on two GPUs",
     )
 }
 
@@ -68,8 +71,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-# One shares a GPU among processes, the other looks which modules its process has loaded.
-OWN_PROCESS = ("sharing", "environment")
+# Two have a second process, one looks which modules its process has loaded.
+OWN_PROCESS = ("sharing", "transfer", "environment")
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name not in OWN_PROCESS])

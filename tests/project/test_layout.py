@@ -18,7 +18,8 @@ import pytest
 from store import Catalog, RunLayout, export, write_open_sql
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ("bounded_yaml", "printable")  # they import nothing of ours: everybody may import them
+# They import nothing of ours: everybody may import them.
+SHARED = ("bounded_yaml", "printable", "weight_pieces")
 TABLE = "| | configs |"  # how the table of CONTRIBUTING.md begins
 THE_SAME = "the same"  # as in the row above
 
@@ -196,6 +197,20 @@ def test_sql_files_have_at_most_100_columns() -> None:
 def test_a_shared_module_imports_nothing_of_ours(name: str) -> None:
     for module in imported_modules(ROOT / f"{name}.py"):
         assert module.partition(".")[0] not in FOLDERS, f"{name}.py imports {module}"
+
+
+def test_only_the_two_ends_of_a_transfer_import_its_module() -> None:
+    """It loads torch, which most packages must not."""
+    importers = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in sources(folder)
+        if "weight_pieces" in imported_modules(path)
+    }
+    assert importers == {
+        "actors/inference/broadcast_receiver.py",
+        "learner/publishing/broadcast_sender.py",
+    }
 
 
 # which writes ASCII unless it is told otherwise
