@@ -40,7 +40,7 @@ from actors.rollout.by_environment import EpisodesByEnvironment
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
-from configs import Config, environments, max_model_tokens
+from configs import Config, environments, max_model_tokens, serves_adapters
 from coordinator import CoordinatorClient, Heartbeat, capture_output
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
 from store import RunLayout, local_model
@@ -95,6 +95,7 @@ class Worker:
             self.engine = VLLMPolicy(
                 model_path=model_path,
                 dtype=config.model.dtype,
+                lora=config.model if serves_adapters(config.model) else None,
                 actors=config.actors,
                 max_model_tokens=max_model_tokens(config),
                 gate=concurrency.gate,

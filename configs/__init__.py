@@ -35,6 +35,7 @@ from configs.derived import (
     most_updates,
     n_workers,
     replayed_groups,
+    serves_adapters,
     used_group_filter,
 )
 from configs.estimate import describe_estimate
@@ -149,6 +150,7 @@ __all__ = [
     "quoted",
     "rank_bytes",
     "replayed_groups",
+    "serves_adapters",
     "used_group_filter",
     "weight_indexes",
     "without_model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from configs.per_environment import environments
-from configs.schema import Config, TasksConfig
+from configs.schema import Config, ModelConfig, TasksConfig
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
@@ -63,6 +63,11 @@ def replayed_groups(config: Config) -> int:
 def n_workers(config: Config) -> int:
     """Return the workers that training needs. An evaluation always needs `actors.workers`."""
     return 0 if is_offline(config) else config.actors.workers
+
+
+def serves_adapters(model: ModelConfig) -> bool:
+    """Return whether versions are LoRA adapters, which engines serve beside the base model."""
+    return model.lora_rank > 0 and model.lora_serving == "adapter"
 
 
 def max_model_tokens(config: Config) -> int:

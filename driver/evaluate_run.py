@@ -143,7 +143,10 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
                 f"{weights} has no model.path; give the model to evaluate: model.path=... or "
                 "endpoint.url=..."
             )
-        return configs.without_model(config) if config.endpoint.url else config
+        if config.endpoint.url:
+            return configs.without_model(config)
+        # The model itself is evaluated. It has no adapters.
+        return replace(config, model=replace(config.model, lora_rank=0))
     run, step = parse_run_step(weights)
     others = [text for text in overrides if not text.startswith("run_dir=")]
     if any(text.startswith("model.path=") for text in others):
