@@ -36,7 +36,7 @@ model:
 algorithm: {group_size: 4}
 learner:
   {steps: 4, groups_per_step: 4, learning_rate: 1.0e-2, checkpoint_every: 2, keep_versions: 9}
-evaluation: {every: 0, final_episodes_per_task: 1}
+evaluation: {every: 0, final_episodes_per_task: 1, temperature: 1.0}
 """
 TIMEOUT_S = 900.0  # only for what hangs
 ATOL = 1e-5
