@@ -40,7 +40,7 @@ from actors.rollout.by_environment import EpisodesByEnvironment
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
-from configs import Config, environments, max_model_tokens
+from configs import Config, environments, max_model_tokens, serves_adapters
 from coordinator import CoordinatorClient, Heartbeat, capture_output, heartbeat_every_s
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
 from store import RunLayout, local_model
@@ -96,6 +96,7 @@ class Worker:
                 model_path=model_path,
                 dtype=config.model.dtype,
                 float32_head=config.model.float32_head,
+                lora=config.model if serves_adapters(config.model) else None,
                 actors=config.actors,
                 max_model_tokens=max_model_tokens(config),
                 gate=concurrency.gate,

@@ -91,6 +91,7 @@ async def benchmark(
     policy = VLLMPolicy(
         model_path=directory / "base",
         dtype="float32",
+        lora=None,
         actors=actors,
         max_model_tokens=512,
         gate=RequestGate(MAX_IN_FLIGHT),

@@ -40,6 +40,7 @@ from configs.derived import (
     most_workers,
     n_workers,
     replayed_groups,
+    serves_adapters,
     used_group_filter,
 )
 from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
@@ -159,6 +160,7 @@ __all__ = [
     "quoted",
     "rank_bytes",
     "replayed_groups",
+    "serves_adapters",
     "split_run_dir",
     "used_group_filter",
     "weight_indexes",

@@ -22,6 +22,7 @@ from configs.derived import (
     is_served,
     most_updates,
     replayed_groups,
+    serves_adapters,
 )
 from configs.engine_arguments import engine_faults
 from configs.per_environment import (
@@ -42,6 +43,7 @@ from configs.schema import (
 )
 from printable import UserError, did_you_mean
 
+MOST_RANK = 512  # of an adapter, in vLLM's LoRAConfig
 # Key -> the meaning of 0, for the message about a negative value.
 MAY_BE_ZERO = {
     "seed": "",
@@ -104,6 +106,7 @@ def check(config: Config) -> None:
     _check_critic(config)
     _check_updates(config)
     _check_precision(config)
+    _check_adapters(config)
     _check_tiny_model(config)
     _check_norm(config)
     _check_teacher(config)
@@ -189,6 +192,7 @@ def _check_choices(config: Config) -> None:
         "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
         "prompt.invalid": (config.prompt.invalid, ("form", "environment", "admissible")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "model.lora_serving": (config.model.lora_serving, ("adapter", "merged")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
         "learner.transfer": (config.learner.transfer, ("files", "broadcast")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2, 3)),
@@ -428,6 +432,29 @@ def _check_precision(config: Config) -> None:
         raise ConfigError(
             "learner.offload=true with learner.zero_stage=0 would do nothing; set "
             "learner.zero_stage=1"
+        )
+
+
+def _check_adapters(config: Config) -> None:
+    model = config.model
+    if not serves_adapters(model):
+        return
+    if model.lora_rank > MOST_RANK:
+        raise ConfigError(
+            f"model.lora_rank={model.lora_rank} is above {MOST_RANK}, the largest that vLLM serves "
+            "as an adapter; use a smaller rank, or model.lora_serving=merged"
+        )
+    if config.actors.gpus_per_worker and model.dtype == "float32":
+        raise ConfigError(
+            f"model.lora_rank={model.lora_rank} with model.dtype='float32' on a GPU: vLLM's GPU "
+            "kernels for adapters take bfloat16 only; use model.dtype=bfloat16, or "
+            "model.lora_serving=merged"
+        )
+    if config.learner.transfer == "broadcast":
+        raise ConfigError(
+            f"learner.transfer='broadcast' with model.lora_rank={model.lora_rank} would do "
+            "nothing: an adapter is small, and engines read its file; use learner.transfer=files, "
+            "or model.lora_serving=merged to send whole weights"
         )
 
 

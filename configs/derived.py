@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from configs.per_environment import environments
-from configs.schema import ActorsConfig, Config, TasksConfig, WorkerRange
+from configs.schema import ActorsConfig, Config, ModelConfig, TasksConfig, WorkerRange
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
@@ -74,6 +74,11 @@ def most_workers(actors: ActorsConfig) -> int:
 def n_workers(config: Config) -> int:
     """Return the workers that training needs. An evaluation always needs `least_workers`."""
     return 0 if is_offline(config) else least_workers(config.actors)
+
+
+def serves_adapters(model: ModelConfig) -> bool:
+    """Return whether versions are LoRA adapters, which engines serve beside the base model."""
+    return model.lora_rank > 0 and model.lora_serving == "adapter"
 
 
 def max_model_tokens(config: Config) -> int:

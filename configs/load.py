@@ -77,6 +77,7 @@ MAY_CHANGE = {
     "actors.cpu_cores",
     "actors.engine_timeout_s",
     "critic.learning_rate",
+    "model.lora_serving",
     "learner.steps",
     "learner.learning_rate",
     "learner.ranks",

@@ -13,6 +13,7 @@ from configs.derived import (
     most_workers,
     n_workers,
     replayed_groups,
+    serves_adapters,
 )
 from configs.learner_memory import (
     MASTER_BYTES,
@@ -150,7 +151,9 @@ def checkpoint_bytes(config: Config) -> float:
 
 
 def version_bytes(config: Config) -> float:
-    """Return the size of published weights, which are whole also with adapters."""
+    """Return the size of published weights. Adapters count as nothing, unless they are merged."""
+    if serves_adapters(config.model):
+        return 0.0
     return model_billions(config) * 1e9 * BYTES[config.model.dtype]
 
 

@@ -87,10 +87,12 @@ class ModelConfig:
     # "Qwen/Qwen2.5-1.5B-Instruct"; empty makes a tiny model in the run directory
     path: str = ""
     dtype: str = "float32"  # "float32" or "bfloat16"
-    # 0 trains all weights; otherwise the rank of LoRA adapters on all linear layers, which are
-    # merged when weights are published
+    # 0 trains all weights; otherwise the rank of LoRA adapters on all linear layers
     lora_rank: int = 0
     lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    # how engines get LoRA: "adapter" publishes A and B, which vLLM serves beside the base model;
+    # "merged" publishes whole weights, for models whose layers vLLM cannot adapt
+    lora_serving: str = "adapter"
     gradient_checkpointing: bool = False  # less memory, a forward pass more
 
     # Rarely changed.

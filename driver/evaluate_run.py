@@ -144,7 +144,10 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
                 f"{weights} has no model.path; give the model to evaluate: model.path=... or "
                 "endpoint.url=..."
             )
-        return configs.without_model(config) if config.endpoint.url else config
+        if config.endpoint.url:
+            return configs.without_model(config)
+        # The model itself is evaluated. It has no adapters.
+        return replace(config, model=replace(config.model, lora_rank=0))
     run, step = parse_run_step(weights)
     if any(text.startswith("model.path=") for text in others):
         raise ConfigError(

@@ -29,7 +29,7 @@ model/
   packed_attention.py  runs several sequences end to end without padding
   chunked_logprobs.py  computes log-probabilities without keeping all logits
   vision.py            gives images to the model
-  lora.py              adds adapters, and merges them
+  lora.py              adds adapters, yields those of a version, and merges them
   tiny_model.py        makes a base policy without a download
 publishing/
   publish.py           copies weights, and writes them as files

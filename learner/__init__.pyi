@@ -19,6 +19,7 @@ from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
 from .publishing.export import ExportError as ExportError
 from .publishing.export import export_adapter as export_adapter
+from .publishing.export import export_adapter_version as export_adapter_version
 from .publishing.export import export_checkpoint as export_checkpoint
 from .publishing.export import export_version as export_version
 from .publishing.export import find_version as find_version

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from configs import KEPT_CHECKPOINTS, has_critic, is_offline
+from configs import KEPT_CHECKPOINTS, has_critic, is_offline, serves_adapters
 from coordinator import CoordinatorClient, Heartbeat, heartbeat_every_s
 from gigpo import prepare_advantages
 from learner.checkpoint import (
@@ -57,6 +57,7 @@ from store import (
     VersionRecord,
     WeightFileError,
     files_digest,
+    is_adapter,
     local_directory,
     local_model,
     prune_published,
@@ -240,11 +241,14 @@ class Learner:
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
         assert newest is not None, "a checkpoint follows a version"
+        directory = self.layout.root / newest.path
         try:
-            files = weight_files(self.layout.root / newest.path)
+            files = weight_files(directory)
         except WeightFileError:
             return False
-        return files_digest(files) == newest.digest
+        # After a change of model.lora_serving engines need the other form.
+        has_form = is_adapter(directory) == serves_adapters(self.config.model)
+        return has_form and files_digest(files) == newest.digest
 
     def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
         """Yield the batch of each learner step, while the next one is prepared in a thread."""

@@ -8,6 +8,7 @@ records.py           Step and Trajectory: the rows that are stored, and their Ar
 layout.py            where each file of a run is; run.json, and the format of a run
 segments.py          write and read one segment
 weight_files.py      the files of a model's weights, and the head of one
+adapter_files.py     a published LoRA adapter, and its base model's digest
 catalog/             what counts: groups, batches, versions, segments
 reading/             the manifest, the SQL views, and a reader that can do no harm
 maintenance/         compaction, retention, fsck, repair, rebuild

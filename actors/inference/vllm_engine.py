@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ TEXT_ARGUMENTS = {
 CPU_BATCH_TOKENS = 8192
 # vLLM's messages, in three phases of the start, for GPU memory that another process still holds
 NO_MEMORY = re.compile("Free memory on device|out of memory|Error in memory profiling")
+NO_LORA = "does not support LoRA"  # vLLM's message
 RAISED = re.compile(r"\b(\w*(?:Error|Exception)): (.+)")  # the last line of a traceback
 
 
@@ -63,6 +64,8 @@ def start_failures(log_path: Path) -> Iterator[None]:
             found for found in RAISED.findall(text) if "initialization failed" not in found[1]
         ]
         cause = ": ".join(raised[-1]) if raised else f"{type(error).__name__}: {one_line(error)}"
+        if NO_LORA in cause:
+            cause += " Use model.lora_serving=merged"
         kind = EngineMemoryError if NO_MEMORY.search(f"{cause} {error}") else EngineStartError
         raise kind(f"the vLLM engine did not start: {cause}; its log is {log_path}") from error
 
@@ -100,7 +103,9 @@ def engine_args(
     max_model_tokens: int,
     max_requests: int,
     statistics: bool,
+    adapters: Mapping[str, Any],
 ) -> AsyncEngineArgs:
+    """Return vLLM's arguments. `adapters` are those for LoRA, none for whole weights."""
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -121,6 +126,7 @@ def engine_args(
         weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
         disable_log_stats=not statistics,
         use_tqdm_on_load=False,
+        **adapters,
         **(TEXT_ARGUMENTS | for_images),
         **(placement(actors, max_model_tokens=max_model_tokens) | actors.engine),
     )

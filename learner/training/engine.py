@@ -32,6 +32,7 @@ from configs import (
     ModelConfig,
     has_critic,
     is_served,
+    serves_adapters,
 )
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
@@ -50,7 +51,7 @@ from learner.distributed.optimizer_state import trainable
 from learner.distributed.partitioned_load import is_partitioned
 from learner.interface import NonFiniteWeightsError
 from learner.loss_settings import objective_of
-from learner.model.lora import adapters_off, add_adapters, merged
+from learner.model.lora import adapter_weights, adapters_off, add_adapters, merged
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import names_to_publish
 from learner.training.critic import Critic, CriticStats
@@ -96,6 +97,7 @@ class Engine:
         self.policy = _load(model_path, model, learner=learner, temperature=temperature)
         self.names = names_to_publish(Path(model_path), policy=self.policy, learner=learner)
         self.has_adapters = model.lora_rank > 0
+        self.publishes_adapters = serves_adapters(model)
         if self.has_adapters:
             tf32 = adapters_in_tf32(learner, model)
             add_adapters(
@@ -273,6 +275,16 @@ class Engine:
         """
         for name, tensor in merged(self.policy.causal_lm):
             yield self.names.get(name, name), tensor
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in the version's files, tensor) of what engines need of this policy.
+
+        With `model.lora_serving=adapter` those are the adapters, else `weights`. The same rules
+        hold.
+        """
+        if self.publishes_adapters:
+            return adapter_weights(self.policy.causal_lm)
+        return self.weights()
 
     def close(self) -> None:
         """Free DeepSpeed's memory. The process group stays for the next engine of this process."""

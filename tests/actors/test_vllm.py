@@ -102,6 +102,7 @@ async def start(*, model: Path, log_path: Path, kv_cache_gib: float = 0.125) -> 
     policy = VLLMPolicy(
         model_path=model,
         dtype="float32",
+        lora=None,
         actors=actors,
         max_model_tokens=256,
         gate=RequestGate(16),
@@ -430,7 +431,7 @@ def test_a_text_ends_the_answer_at_the_token_that_completes_it(served: Served) -
         params = served.policy._sampling_params(1.0)
         params.detokenize, params.stop = True, [words[whole[seed].token_ids[2]]]
         form = await requests.form(prompt(seed), params)
-        return await requests.answer(form, prompt(seed), seed=seed, version=0)
+        return await requests.answer(form, prompt(seed), seed=seed, version=0, adapter=None)
 
     try:
         for seed, answer in enumerate(whole):

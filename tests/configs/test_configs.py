@@ -193,6 +193,35 @@ def test_a_mistake_is_one_line_that_names_the_value(
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.lora_rank=513"], "model.lora_rank=513 is above 512.*model.lora_serving=merged"),
+        (
+            ["model.lora_rank=8", "learner.transfer=broadcast"],
+            "learner.transfer='broadcast' with model.lora_rank=8 would do nothing",
+        ),
+        (
+            ["model.lora_rank=8", "actors.gpus_per_worker=1"],
+            "model.dtype='float32' on a GPU.*use model.dtype=bfloat16",
+        ),
+        (["model.lora_serving=adapters"], "did you mean 'adapter'"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(
+    empty: Path, overrides: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configs.load(empty, overrides)
+
+
+def test_merged_adapters_may_be_of_any_rank_and_be_sent(empty: Path) -> None:
+    merged = configs.load(
+        empty, ["model.lora_rank=513", "learner.transfer=broadcast", "model.lora_serving=merged"]
+    )
+    assert not configs.serves_adapters(merged.model)
+
+
 def test_two_ranks_on_one_gpu_are_refused(empty: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"learner.gpus_per_rank=0.5 with learner.ranks=2 .* NCCL"

@@ -163,6 +163,7 @@ def test_a_run_on_read_only_media_is_trusted_for_one_command(
 RUN_DIR = "run_dir"  # the directory that the user gives counts
 WORDS = {  # one of a few words each, checked by configs
     *("stragglers", "model.dtype", "learner.schedule", "learner.transfer", "actors.cpu_cores"),
+    "model.lora_serving",
     *("prompt.style", "prompt.parser", "prompt.invalid"),
     "prompt.tool_parser",  # a name in vLLM's list of parsers
     *(
