@@ -161,7 +161,7 @@ def test_a_run_on_read_only_media_is_trusted_for_one_command(
 # Settings that are texts, or have texts in them, and name nothing outside of the run that would be
 # followed.
 RUN_DIR = "run_dir"  # the directory that the user gives counts
-WORDS = {  # one of a few words each, checked by configs
+WORDS = {  # one of a few words each, checked by configs, or by gigpo before a start
     *("stragglers", "model.dtype", "learner.schedule", "learner.transfer", "actors.cpu_cores"),
     "model.lora_serving",
     *("prompt.style", "prompt.parser", "prompt.invalid"),
