@@ -330,7 +330,12 @@ def served(
     copy.write_adapter(layout.weights_dir(1), write_others=write_others)
     with Catalog.open(layout) as catalog:
         catalog.record_version(
-            version=1, path=layout.relative(layout.weights_dir(1)), digest=digest, learner_step=1
+            VersionRecord(
+                version=1,
+                path=layout.relative(layout.weights_dir(1)),
+                digest=digest,
+                learner_step=1,
+            )
         )
         export(catalog, layout)
     return layout
