@@ -215,10 +215,11 @@ class Link:
 
     def _begin(self, number: int, n_bytes: int) -> None:
         """Begin to broadcast a buffer: with NCCL after the copies on this thread's stream."""
+        buffer = self._buffer(number, n_bytes)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = LIBRARY_TIMEOUT
-        self._under_way.append(self._group.broadcast([self._buffer(number, n_bytes)], options))
+        self._under_way.append(self._group.broadcast([buffer], options))
 
     def _finish_oldest(self) -> None:
         work = self._under_way[0]
