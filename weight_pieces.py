@@ -215,10 +215,11 @@ class Link:
 
     def _begin(self, number: int, n_bytes: int) -> None:
         """Begin to broadcast a buffer: with NCCL after the copies on this thread's stream."""
+        buffer = self._buffer(number, n_bytes)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = LIBRARY_TIMEOUT
-        self._under_way.append(self._group.broadcast([self._buffer(number, n_bytes)], options))
+        self._under_way.append(self._group.broadcast([buffer], options))
 
     def _finish_oldest(self) -> None:
         work = self._under_way[0]
@@ -259,7 +260,7 @@ def _group(device_type: str, store: dist.Store, *, rank: int, size: int, host: s
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = LIBRARY_TIMEOUT
         return dist.ProcessGroupGloo(store, rank, size, options)
-    nccl: Any = dist.ProcessGroupNCCL
+    nccl: Any = vars(dist)["ProcessGroupNCCL"]  # absent from a CPU build
     options = nccl.Options()
     options._timeout = LIBRARY_TIMEOUT
     options.config.max_ctas = MAX_CTAS
