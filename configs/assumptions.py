@@ -40,5 +40,6 @@ ASSUMED = (
     "at 4 (docs/gpu.md, not measured)",
     "left out: the upload to store.uri, communication between ranks, evaluations",
     "processes that share a GPU get their fraction of its speed (not measured)",
-    "activations: what the layers keep, counted in configs/learner_memory.py (not measured)",
+    "activations: what the layers keep, counted in configs/learner_memory.py (compared with "
+    "autograd's tensors on a CPU, not measured on a GPU)",
 )

@@ -117,13 +117,16 @@ def activation_bytes(config: Config, shape: Shape) -> float:
     attention's result and projection, and two sums (8 of the hidden size); keys and values; gate,
     its activation, and two more of the feed-forward size. Both norms also keep a float32 copy.
     Example: the 1.5B model in bfloat16 keeps 2 (8 x 1536 + 2 x 256 + 4 x 8960) + 8 x 1536 = 109,568
-    bytes a token and layer. With gradient checkpointing a layer keeps its input only, and one layer
+    bytes a token and layer. Adapters of a bfloat16 model keep float32 copies of their seven inputs.
+    With gradient checkpointing a layer keeps its input only, and one layer
     at a time has everything and as many gradients. The output layer has a chunk of logits, and a
     float32 gradient of its weight unless only adapters are trained.
     """
     width = BYTES[config.model.dtype]
     of_layer = width * (8 * shape.hidden + 2 * shape.key_values + 4 * shape.feed_forward)
     of_layer += 2 * FLOAT32_BYTES * shape.hidden
+    if config.model.lora_rank and width < FLOAT32_BYTES:
+        of_layer += FLOAT32_BYTES * (6 * shape.hidden + shape.feed_forward)
     if config.model.gradient_checkpointing:
         of_token = shape.layers * width * shape.hidden + 2 * of_layer
     else:

@@ -19,6 +19,7 @@ from learner.model.lora import add_adapters
 from learner.model.policy_model import PolicyModel, load_policy
 from tests.support.learner_samples import table
 
+MOST_UNDER, MOST_OVER = 1.05, 1.3  # the plan may be so far from what is kept
 SHAPE = Shape(layers=4, hidden=128, key_values=64, feed_forward=512, vocabulary=40)
 
 
@@ -81,4 +82,4 @@ def test_the_plan_has_room_for_what_the_layers_keep(base: Path, dtype: str, lora
 
     # the plan counts one layer more: the embedding, the last norm, and the layer's gradients
     of_layers = (planned(many) - planned(few)) * SHAPE.layers / (SHAPE.layers + 1)
-    assert kept == pytest.approx(of_layers, rel=0.1)
+    assert kept / MOST_UNDER <= of_layers <= MOST_OVER * kept

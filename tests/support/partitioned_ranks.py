@@ -1,7 +1,7 @@
 """Load a model on one of two ranks, and measure the memory that it takes.
 
 # writes OUT/rank<RANK>.json
-python -c "from tests.support.partitioned_ranks import main; main()" RANK ADDRESS BASE OUT
+python -c "from tests.support.partitioned_ranks import main; main()" RANK ADDRESS BASE SMALL OUT
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ def load(base: Path, learner: LearnerConfig | None) -> PolicyModel:
 
 
 def main() -> None:
-    rank, address, base, out = sys.argv[1:]
+    rank, address, base, small, out = sys.argv[1:]
     prepare_device(LEARNER)
     join_ranks(int(rank), ranks=2, address=address)
+    for learner in (LEARNER, None):  # what is loaded and compiled once is no part of the model
+        load(Path(small), learner)
     divided, peak = peak_of(lambda: load(Path(base), LEARNER))
     written = load_file(Path(base) / "model.safetensors")
     are_equal, n_own = True, 0
