@@ -18,6 +18,7 @@ from driver.cluster import is_joined
 LONGEST_GRACE_S = 20.0  # of episodes in play; also where Ray names no deadline
 # End of the notice in which a worker commits, hands back its leases and closes its engine.
 RESERVED_S = 10.0
+LEARNED_WITHIN_S, POLL_S = 3.0, 0.2
 
 
 def draining_nodes() -> Mapping[str, float]:
@@ -43,5 +44,15 @@ def node_of(handle: Any) -> str:
 
 
 def has_left(node: str) -> bool:
-    """Return whether Ray knows that a node of this cluster is gone."""
-    return bool(node) and not any(each["NodeID"] == node and each["Alive"] for each in ray.nodes())
+    """Return whether a node of this cluster is gone, of which a process was just lost.
+
+    Ray may know of the process before it knows of its node, so this waits for LEARNED_WITHIN_S.
+    """
+    deadline_s = time.monotonic() + LEARNED_WITHIN_S
+    while node:
+        if not any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
+            return True
+        if time.monotonic() >= deadline_s:
+            break
+        time.sleep(POLL_S)
+    return False

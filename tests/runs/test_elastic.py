@@ -141,10 +141,8 @@ def test_a_node_that_is_lost_without_a_notice_takes_no_restart(
         spot = cluster.add(cpus=2)
         wait_for_workers(run, 3)
         n_before = run.trajectories()
-        for process in [
-            *psutil.Process(spot.pid).children(recursive=True),
-            psutil.Process(spot.pid),
-        ]:
+        there = psutil.Process(spot.pid)
+        for process in [there, *there.children(recursive=True)]:
             process.kill()
         wait_for_workers(run, 1)
         assert len(run.events("started again")) == 2
