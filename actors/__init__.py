@@ -10,7 +10,8 @@
 `inference/`       policies: `openai_policy.py`, and `vllm_policy.py`, whose requests go through
                    `vllm_requests.py`. New weights: `weight_sync.py` says when, `vllm_policy.py`
                    pauses the engine, `vllm_weight_loader.py` loads them inside the engine's
-                   process, from files or from `broadcast_receiver.py`.
+                   process, from files or from `broadcast_receiver.py`. LoRA adapters are added
+                   by `vllm_adapters.py`; `vllm_cpu_adapters.py` multiplies by them on a CPU.
                    `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller, and
                    `vllm_whole_answers.py` its messages
 `endpoint/`        the OpenAI-compatible server that agent programs call; `vllm_tool_calls.py` reads
@@ -20,7 +21,7 @@
 """
 
 from actors.chat_data import chat_texts, chat_trajectories, is_chat_file, read_chats
-from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault
+from actors.inference.engine_process import ENGINE_SOCKETS, engine_fault, unknown_argument_fault
 from actors.inference.openai_policy import ChatPolicy
 from actors.inference.vllm_engine import EngineMemoryError, EngineStartError
 from actors.policy import EngineLostError
@@ -49,4 +50,5 @@ __all__ = [
     "read_chats",
     "sample_chats",
     "sees_images",
+    "unknown_argument_fault",
 ]

@@ -24,11 +24,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
 from actors.endpoint.request import ChatMessage, first_fault, refused
+from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, parse_arguments, seen_text
+from actors.rollout.episode import EpisodeIds, step_of, trajectory_of
 from configs import ConfigError
+from envs import Observation, Task
 from printable import one_line
-from store import Step, Trajectory, now_us, uid
+from store import TRAIN, Step, Trajectory, now_us, uid
 
 ENV_NAME = "chat"  # environment name of the trajectories
 SUFFIXES = (".jsonl", ".parquet")
@@ -140,19 +143,14 @@ def chat_trajectories(
             n_left_out += 1
             continue
         n_cut += not is_whole
-        group_uid = uid("chat", file_id, number)
         trajectories.append(
-            Trajectory(
-                traj_uid=uid(group_uid, 0),
-                group_uid=group_uid,
-                env_name=ENV_NAME,
-                task_id=chat.name,
-                split="train",
-                seed=0,
-                member=0,
+            trajectory_of(
+                steps,
+                task=Task(id=chat.name, env_name=ENV_NAME, split=TRAIN, seed=0),
+                episode=EpisodeIds.of(uid("chat", file_id, number), 0),
                 won=True,  # somebody chose it as an example
                 task_score=None,
-                steps=tuple(steps),
+                final=None,
             )
         )
     return FoundChats(trajectories=trajectories, n_cut=n_cut, n_left_out=n_left_out)
@@ -206,29 +204,28 @@ def _steps(
             break
         conversation.record(before, reply=reply, token_ids=token_ids, ended=True, tools=chat.tools)
         steps.append(
-            Step(
-                step_index=len(steps),
-                prompt_ids=prompt_ids,
-                prompt_dropped_turns=None,
-                prompt_dropped_tokens=None,
-                response_ids=response_ids,
-                # Nobody sampled them. Cloning does not read these.
-                response_logprobs=(0.0,) * len(response_ids),
-                version_min=0,
-                version_max=0,
-                finish_reason="stop",
-                obs_text=seen_text(before),
-                anchor_text=None,
-                state_hash=None,
-                admissible_actions=None,
-                action_text=tokenizer.decode(response_ids, skip_special_tokens=True),
-                reward=0.0,
-                is_action_valid=True,
-                terminated=end == ends[-1],
-                truncated=False,
+            step_of(
+                _as_written(response_ids),
+                number=len(steps),
+                prompt=Prompt(token_ids=prompt_ids, actions=None),
+                observation=Observation(text=seen_text(before)),
+                anchor=None,  # no other chat can share the state
+                action=tokenizer.decode(response_ids, skip_special_tokens=True),
+                is_valid=True,
                 t_start_us=now_us(),
                 gen_us=0,
-                env_us=0,
+                terminated=end == ends[-1],
             )
         )
     return steps, len(steps) == len(ends)
+
+
+def _as_written(response_ids: tuple[int, ...]) -> Completion:
+    """Return a reply that nobody sampled. Cloning does not read its log-probabilities."""
+    return Completion(
+        token_ids=response_ids,
+        logprobs=(0.0,) * len(response_ids),
+        finish_reason="stop",
+        version_min=0,
+        version_max=0,
+    )

@@ -20,12 +20,18 @@ from collections import deque
 
 from configs import Config
 
-ADAPT_EVERY_S = 1.0
-NARROWING = 0.8  # factor on the requests inside, after a preemption
-WIDENING = 0.05  # fraction of the largest limit, added after each WIDEN_AFTER
-WIDEN_AFTER = 5  # calls of `adapt` in a row without a preemption
-BUSY = 0.85  # fraction of the limit; an engine with fewer requests on average can take more
-MORE_AFTER = 5  # calls of `adapt` in a row with an engine below BUSY
+# Additive increase, multiplicative decrease. The numbers follow from the reasons beside them; they
+# were not tuned on an engine with a full cache.
+ADAPT_EVERY_S = 1.0  # many decoding steps of an engine, few of an episode's turns
+NARROWING = 0.8  # factor on the requests inside, after a preemption: frees a fifth of the cache
+# Fraction of the largest limit, added after each WIDEN_AFTER: 100 s from nothing to the whole, so
+# that a full cache is met again rarely.
+WIDENING = 0.05
+WIDEN_AFTER = 5  # calls of `adapt` in a row without a preemption: longer than one slow request
+# Fraction of the limit. Requests end and begin all the time, so a full gate's mean is below 1; an
+# engine with fewer requests on average can take more.
+BUSY = 0.85
+MORE_AFTER = 5  # calls of `adapt` in a row with an engine below BUSY: as patient as WIDEN_AFTER
 
 
 class RequestGate:

@@ -40,8 +40,8 @@ from actors.rollout.by_environment import EpisodesByEnvironment
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
-from configs import Config, environments, max_model_tokens
-from coordinator import CoordinatorClient, Heartbeat, capture_output
+from configs import Config, environments, max_model_tokens, serves_adapters
+from coordinator import CoordinatorClient, Heartbeat, capture_output, heartbeat_every_s
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
 from store import RunLayout, local_model
 
@@ -75,7 +75,7 @@ class Worker:
         self.pending = PendingOperations()
         concurrency = Concurrency.of(config)
         by_name = environments(config)
-        self.heart = Heartbeat(self.coordinator.heartbeat)
+        self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(config))
         self.engine: VLLMPolicy | None = None  # set below if this worker has one
         self.server: ChatPolicy | None = None  # set below if the model is behind a URL
         policies: Mapping[str, Policy]  # by environment
@@ -95,6 +95,8 @@ class Worker:
             self.engine = VLLMPolicy(
                 model_path=model_path,
                 dtype=config.model.dtype,
+                float32_head=config.model.float32_head,
+                lora=config.model if serves_adapters(config.model) else None,
                 actors=config.actors,
                 max_model_tokens=max_model_tokens(config),
                 gate=concurrency.gate,
@@ -156,6 +158,10 @@ class Worker:
     async def stop(self) -> None:
         """Make `run` end; see `RolloutRunner.stop`."""
         self.runner.stop()
+
+    async def leave(self, *, within_s: float) -> None:
+        """Make `run` end after `within_s` at the latest; see `RolloutRunner.leave`."""
+        self.runner.leave(within_s=within_s)
 
     async def close(self) -> None:
         self.heart.close()

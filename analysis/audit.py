@@ -31,11 +31,14 @@ from configs import Config, ConfigError
 from gigpo import (
     WHITENED,
     WITH_CRITIC,
+    WITH_STEP_TERM,
     AdvantageSettings,
     anchor_size_histogram,
     check_group_filter,
     compute_advantages,
+    describe_readers,
     filtered_groups,
+    has_effect,
     step_variance_share,
 )
 from store import RunLayout, StoreError
@@ -128,8 +131,8 @@ def changed_setting(setting: Setting, assignments: Sequence[str]) -> Setting:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     for name, value in values.items():
-        if not configs.has_effect(name, advantages):
-            now, ways = configs.describe_readers(name, advantages)
+        if not has_effect(name, advantages):
+            now, ways = describe_readers(name, advantages)
             raise ConfigError(
                 f"{name}={value} does nothing with {now}; leave it out, or use {ways}"
             )
@@ -254,7 +257,7 @@ def _statistics(computed: pa.Table, setting: Setting) -> dict[str, str]:
     silent = computed.filter(pc.invert(computed["passes_filter"]))["group_uid"].unique()
     n_groups = len(computed["group_uid"].unique())
     by_size = share = "-"
-    if setting.advantages.estimator in configs.WITH_STEP_TERM:
+    if setting.advantages.estimator in WITH_STEP_TERM:
         by_size = shares_by_size(anchor_size_histogram(computed))
         share = f"{step_variance_share(computed):.1%}"
     return {
@@ -285,7 +288,7 @@ def describe_settings(named: dict[str, Setting]) -> list[str]:
     fields = []
     for setting in named.values():
         known = setting.fields().items()
-        fields.append({k: v for k, v in known if configs.has_effect(k, setting.advantages)})
+        fields.append({k: v for k, v in known if has_effect(k, setting.advantages)})
     names = dict.fromkeys(itertools.chain.from_iterable(fields))
     differing = {name for name in names if _differs(name, fields)}
     shown = differing or ("estimator", "gamma", "omega", "normalise", "group_filter")

@@ -26,9 +26,7 @@ MAX_SHOWN_TASKS = 20  # those with the largest differences
 NEWEST_ROUND = """
 WITH played AS (
     SELECT g.task_id, t.won, t.task_score, t.n_steps
-    FROM groups AS g JOIN trajectories AS t USING (group_uid)
-    WHERE g.split = 'heldout'
-        AND g.purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')
+    FROM newest_round AS g JOIN trajectories AS t USING (group_uid)
 )
 SELECT
     task_id,

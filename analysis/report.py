@@ -32,10 +32,7 @@ EVALUATED = """
 SELECT count(*) FROM versions AS v JOIN metrics AS m ON m.policy_version = v.version
 WHERE v.learner_step >= {} AND m.name = 'heldout/success'
 """
-UNPLAYED = """
-SELECT count(*) FROM groups WHERE split = 'heldout' AND state <> 'complete'
-    AND purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')
-"""
+UNPLAYED = "SELECT count(*) FROM newest_round WHERE state <> 'complete'"
 PLAYED = "SELECT count(*), sum(n_steps) FROM trajectories"
 
 
@@ -67,59 +64,81 @@ def is_finished(config: Config) -> bool:
 
 def show_report(config: Config, console: Console, *, report_file: Path | None = None) -> None:
     """Print the summary of a run. `report_file` is the HTML file that shows more of it."""
-    run, metric = config.run_dir, success_metric(config)
-    with store.open_run(run) as reader:
-        heldout = newest_round(reader)
-        (unplayed,) = _row(reader, UNPLAYED)
-        first, last, learner_steps = _row(reader, TRAINING.format(metric))
-        n_timed, total_s, step_s = _row(reader, TIMES)
-        trajectories, steps = _row(reader, PLAYED)
+    with store.open_run(config.run_dir) as reader:
+        lines = [
+            *_training_lines(config, reader),
+            *_heldout_lines(config.run_dir, reader),
+            *_time_lines(reader),
+            *_file_lines(config, reader, report_file=report_file),
+        ]
     console.print()
+    for line in lines:
+        console.print(line)
+
+
+def _training_lines(config: Config, reader: store.Reader) -> list[str]:
+    """Return the success at either end of training, and of each environment."""
+    first, last, learner_steps = _row(reader, TRAINING.format(success_metric(config)))
+    lines = []
     if first is not None:
         figures = f"{first:.2f} at the start, {last:.2f} at the end"
         if learner_steps <= END_STEPS:
             figures = f"{first:.2f}"
         whose = "of the offline groups trained on" if is_offline(config) else "on training tasks"
-        console.print(f"success {whose}: {figures}")
-    for name in config.environments:
-        console.print(f"  {name}: {_of_environment(run, name)}")
-    if heldout:
-        low, high = interval(heldout)
-        won, played = sum(task.won for task in heldout), sum(task.played for task in heldout)
-        console.print(
-            f"success on held-out tasks: {won / played:.2f}  "
-            f"(95% interval {low:.2f} to {high:.2f}, {won} of {played} episodes)",
+        lines.append(f"success {whose}: {figures}")
+    return lines + [f"  {name}: {_of_environment(reader, name)}" for name in config.environments]
+
+
+def _heldout_lines(run: str, reader: store.Reader) -> list[str]:
+    """Return the success of the newest evaluation round, and how much of it was not played."""
+    heldout = newest_round(reader)
+    if not heldout:
+        return [f"nothing was played on held-out tasks yet:  gigpo evaluate {run}"]
+    low, high = interval(heldout)
+    won, played = sum(task.won for task in heldout), sum(task.played for task in heldout)
+    lines = [
+        f"success on held-out tasks: {won / played:.2f}  "
+        f"(95% interval {low:.2f} to {high:.2f}, {won} of {played} episodes)"
+    ]
+    (unplayed,) = _row(reader, UNPLAYED)
+    if unplayed:
+        lines.append(
+            f"  of an unfinished round: {unplayed} episodes were not played, and won episodes "
+            "end sooner"
         )
-        if unplayed:
-            console.print(
-                f"  of an unfinished round: {unplayed} episodes were not played, and won episodes "
-                "end sooner"
-            )
-    else:
-        console.print(f"nothing was played on held-out tasks yet:  gigpo evaluate {run}")
-    if n_timed:
-        console.print(
-            f"{n_timed} learner steps took {duration(total_s)}, one of them {step_s:.2f} s (median)"
-        )
+    return lines
+
+
+def _time_lines(reader: store.Reader) -> list[str]:
+    n_timed, total_s, step_s = _row(reader, TIMES)
+    if not n_timed:
+        return []
+    took = f"{n_timed} learner steps took {duration(total_s)}"
+    return [f"{took}, one of them {step_s:.2f} s (median)"]
+
+
+def _file_lines(config: Config, reader: store.Reader, *, report_file: Path | None) -> list[str]:
+    """Return what the run has stored, and the commands that look at it."""
+    run, metric = config.run_dir, success_metric(config)
+    trajectories, steps = _row(reader, PLAYED)
     curve = f"SELECT learner_step, value FROM metrics WHERE name = '{metric}' ORDER BY learner_step"
-    shown = "" if report_file is None else f"  report     {report_file} (open it in a browser)\n"
-    console.print(
-        f"{trajectories} trajectories, {steps} steps in {run}\n"
-        f"{shown}"
-        f"  look       gigpo view {run}\n"
-        f'  ask        gigpo sql {run} "{curve}"\n'
-        f"  curves     tensorboard --logdir {run}/tensorboard\n"
-        f"  weights    {run}/weights (Hugging Face directories, newest last)\n"
-        f"  evaluate   gigpo evaluate {run}\n"
+    shown = [] if report_file is None else [f"  report     {report_file} (open it in a browser)"]
+    return [
+        f"{trajectories} trajectories, {steps} steps in {run}",
+        *shown,
+        f"  look       gigpo view {run}",
+        f'  ask        gigpo sql {run} "{curve}"',
+        f"  curves     tensorboard --logdir {run}/tensorboard",
+        f"  weights    {run}/weights (Hugging Face directories, newest last)",
+        f"  evaluate   gigpo evaluate {run}",
         f"  logs       {run}/logs",
-    )
+    ]
 
 
-def _of_environment(run: str, name: str) -> str:
+def _of_environment(reader: store.Reader, name: str) -> str:
     """Return the success of one environment as text: at the end of training, and held out."""
-    with store.open_run(run) as reader:
-        _, trained, _ = _row(reader, TRAINING.format(f"train/success/{name}"))
-        (heldout,) = _row(reader, NEWEST.format(f"heldout/success/{name}"))
+    _, trained, _ = _row(reader, TRAINING.format(f"train/success/{name}"))
+    (heldout,) = _row(reader, NEWEST.format(f"heldout/success/{name}"))
     shown = []
     for value, whose in ((trained, "training"), (heldout, "held-out")):
         if value is not None:

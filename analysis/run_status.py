@@ -47,9 +47,7 @@ GROUP BY learner_step, policy_version
 ORDER BY learner_step DESC, policy_version DESC LIMIT 1
 """
 ROUND = """
-SELECT count(*) AS groups, count(*) FILTER (state = 'open') AS to_play FROM groups
-WHERE split = 'heldout'
-    AND purpose_version = (SELECT max(purpose_version) FROM groups WHERE split = 'heldout')
+SELECT count(*) AS groups, count(*) FILTER (state = 'open') AS to_play FROM newest_round
 """
 
 

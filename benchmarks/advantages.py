@@ -40,11 +40,11 @@ from support.figures import quick_parser, show_json, show_table
 
 from gigpo import ESTIMATORS, PUBLISHED_SETTINGS, compute_advantages, similarity_keys
 
-SIZES = (800, 6_400, 64_000, 640_000, 6_400_000)
-LARGE_STEPS = 64_000_000
+SIZES = (800, 6_400, 64_000, 640_000, 6_400_000)  # steps; 6,400 are a batch of the paper's runs
+LARGE_STEPS = 64_000_000  # beyond main memory, read from files in PARTITIONS parts
 PARTITIONS = 8
 FILE_STEPS = 3_200_000
-TEXTS, CHARACTERS = 400, 300
+TEXTS, CHARACTERS = 400, 300  # of one task, for similarity: 8 episodes of 50 steps
 REQUIRED = {
     "gigpo_ms_6400": "<= 25",
     "exponent_64k_6m": "<= 1.15",

@@ -28,13 +28,14 @@ from support.figures import quick_parser, show_json, show_table
 from support.simulated_run import Pace, simulate
 
 import store
+from store import BASE_POLICY
 from tests.support.simulation import Delay
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_STALENESS = 2
+MAX_STALENESS = 2  # versions, as the quick start
 GENERATION, STEP_TIME = 0.5, 42.0  # times the median latency of an environment
-WARM_UP = 2
-REAL_STEPS = 14
+WARM_UP = 2  # learner steps that are not counted
+REAL_STEPS = 14  # learner steps of a run with vLLM and DeepSpeed, REAL_WARM_UP of them not counted
 REAL_WARM_UP = 4
 REQUIRED = {"async_over_sync": ">= 2", "async_over_lockstep": ">= 2.5", "learner_idle": "< 0.1"}
 LAST_LINE = (*REQUIRED, "real_engine_async_over_sync")
@@ -84,7 +85,7 @@ def real_engine(directory: Path, *, base: Path | None) -> dict[str, float]:
     seconds = {}
     for name, max_staleness in (("async", MAX_STALENESS), ("sync", 0)):
         train(directory / name, max_staleness=max_staleness, base=base)
-        base = base or directory / name / "base" / "policy"  # both start from the same
+        base = base or directory / name / BASE_POLICY  # both start from the same
         seconds[name] = real_step_s(directory / name)
     return {
         **{f"real_engine_{name}_step_s": value for name, value in seconds.items()},

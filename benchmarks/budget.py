@@ -37,7 +37,7 @@ from support.function_groups import GROUPS, group_of
 from support.live_run import COMPONENTS, LiveRun
 
 import store
-from store import now_us
+from store import BASE_POLICY, now_us
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 2  # learner steps
@@ -115,7 +115,7 @@ def alfworld(data: Path, folder: Path, *, seconds: float) -> dict[str, float]:
 def base_policy(name: str, form: Form, folder: Path) -> Path:
     """Return the form's base policy; make it on the first call, by a run of one learner step."""
     run_dir = folder / name
-    policy = run_dir / "base" / "policy"
+    policy = run_dir / BASE_POLICY
     if not policy.is_dir():
         print(f"making the base policy of {form.config}, in {run_dir}: minutes", flush=True)
         settings = {"learner.steps": 1, "evaluation.every": 0}

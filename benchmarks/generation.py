@@ -32,8 +32,8 @@ from configs import ActorsConfig, TinyModelConfig
 from store import files_digest, weight_files
 
 PROMPT_TOKENS = 120  # as a text game's prompt with two turns of history
-RESPONSE_TOKENS = 8
-MAX_IN_FLIGHT = 64
+RESPONSE_TOKENS = 8  # as an action of a text game
+MAX_IN_FLIGHT = 64  # as 8 groups of 8 episodes
 
 
 async def measure(policy: VLLMPolicy, *, in_flight: int, seconds: float) -> dict[str, float]:
@@ -91,6 +91,7 @@ async def benchmark(
     policy = VLLMPolicy(
         model_path=directory / "base",
         dtype="float32",
+        lora=None,
         actors=actors,
         max_model_tokens=512,
         gate=RequestGate(MAX_IN_FLIGHT),

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.figures import quick_parser, show_json, show_table
 
 import configs
-from store import RunLayout
+from store import BASE_POLICY, RunLayout
 from tests.support.fault_runs import untrained_model
 from tests.support.killed_runs import (
     ENGINE,
@@ -54,7 +54,7 @@ from tests.support.killed_runs import (
     write_world,
 )
 
-FLIPS = 10_000
+FLIPS = 10_000  # random signs of a permutation test: p-values are known to 1e-4
 MORE_STEPS = 2  # learner steps after the last kill
 REQUIRED = {
     "lost": "0",
@@ -82,7 +82,7 @@ def cloned_model(home: Path) -> Path:
         assert run.running is not None and run.running.process.wait(timeout=1800.0) == 0, (
             run.running.said()
         )
-    return run.run / "base" / "policy"
+    return run.run / BASE_POLICY
 
 
 def campaign(

@@ -54,6 +54,7 @@ from store import (
     Group,
     RunLayout,
     TrajectoryMeta,
+    VersionRecord,
     export,
     now_us,
     open_run,
@@ -64,10 +65,10 @@ from store.segments import write_rows
 from tests.support.store_samples import open_task_group
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FILE_GROUPS = 16
-BATCH_GROUPS = 8
+FILE_GROUPS = 16  # of a segment
+BATCH_GROUPS = 8  # of a learner step
 GROUP_SIZE = store_load.GROUP_SIZE
-TASKS = 500
+TASKS = 500  # so that pages of tasks have lists to cut
 METRICS = (
     *("train/success", "learner/idle_fraction", "time/step_s", "time/batch_wait_s"),
     *("time/publish_s", "time/checkpoint_s", "tokens/generated_per_s", "tokens/trained_per_s"),
@@ -114,10 +115,12 @@ class Training:
             assert batch is not None
             self.version += 1
             self.catalog.record_version(
-                version=self.version,
-                path=f"weights/v{self.version}",
-                digest="d",
-                learner_step=self.version,
+                VersionRecord(
+                    version=self.version,
+                    path=f"weights/v{self.version}",
+                    digest="d",
+                    learner_step=self.version,
+                )
             )
             self.catalog.settle(
                 batch.batch_id,

@@ -24,6 +24,7 @@ Examples:
   gigpo export-model runs/a model --version 40     a published version
   gigpo export-model runs/a@80 model               a checkpoint
   gigpo export-model runs/a adapter --adapter      the newest checkpoint's LoRA adapters
+  gigpo export-model runs/a adapter --adapter --version 40
 """
 REPLAY_EPILOG = """\b
 Examples:
@@ -40,7 +41,7 @@ Exit status: 0 all identical, 1 something differs, 2 a step cannot be replayed.
 @click.argument("source", type=RunPath(path_type=str, has_step=True), metavar="RUN[@STEP]")
 @click.argument("destination", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--version", type=AT_LEAST_0, metavar="N", help="Export this published version.")
-@click.option("--adapter", is_flag=True, help="Export a checkpoint's LoRA adapters, in float32.")
+@click.option("--adapter", is_flag=True, help="Export LoRA adapters alone, in float32.")
 @trust_option
 def export_model(
     *, source: str, destination: Path, version: int | None, adapter: bool, trust: bool
@@ -49,19 +50,15 @@ def export_model(
 
     It holds weights, configuration and tokenizer, for transformers and vLLM. RUN@STEP is the
     checkpoint after a learner step: its float32 weights are rounded to model.dtype, as those of its
-    version were, and LoRA adapters are merged into the base model. With --adapter only the adapters
-    are written, as peft and vLLM load them beside the base model. The printed digest is that of
-    `cat DIR/*.safetensors | b3sum`. The run may be training meanwhile.
+    version were. LoRA adapters are merged into the base model. With --adapter only the adapters of
+    a checkpoint or version are written, as peft and vLLM load them beside the base model. The
+    printed digest is that of `cat DIR/*.safetensors | b3sum`. The run may be training meanwhile.
     """
     from store import parse_run_step
 
     run, step = parse_run_step(source)
     if version is not None and step is not None:
         raise click.UsageError(f"--version {version} and {source} are two models; give one of them")
-    if version is not None and adapter:
-        raise click.UsageError(
-            f"--version {version} was published with its adapters merged; give RUN@STEP instead"
-        )
     _check_and_trust(run, trusts=trust)
 
     import learner
@@ -71,7 +68,11 @@ def export_model(
     try:
         if destination.exists():
             raise UserError(f"{destination} exists; choose another directory, or remove it")
-        if adapter:
+        if adapter and version is not None:
+            record = learner.find_version(layout, version)
+            digest = learner.export_adapter_version(layout, record, dest=destination)
+            exported = f"the adapters of version {version}, of learner step {record.learner_step}"
+        elif adapter:
             step = learner.newest_checkpoint(layout) if step is None else step
             digest = learner.export_adapter(layout, step, dest=destination)
             exported = f"the adapters after learner step {step}"

@@ -2,11 +2,17 @@
 
 schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
+engine_arguments.py arguments of vLLM that a run passes on, and those that it refuses
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
 per_environment.py  the settings of each environment of a run
-derived.py          live, offline and replayed groups, workers, GPUs and updates of settings
-plan.py             placement, memory and disk of a run
+derived.py          own, offline and replayed groups, workers, GPUs and updates of settings
+plan.py             placement, memory and disk of a run, as text
+model_size.py       parameters and layers of the models of a run
+learner_memory.py   bytes that a learner rank holds
+assumptions.py      numbers that the estimate of a run on GPUs assumes
+engine_estimate.py  memory and speed of an engine on GPUs
 estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
+estimate_text.py    that estimate as text
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
 model_server.py     a model server that is not trusted: what it is sent, and a bounded answer
@@ -15,13 +21,10 @@ model_server.py     a model server that is not trusted: what it is sent, and a b
 
 from configs.check import (
     HEAD_SIZE,
-    WITH_STEP_TERM,
     ConfigError,
     check,
     check_is_list,
-    describe_readers,
     dotted_settings,
-    has_effect,
 )
 from configs.derived import (
     KEPT_CHECKPOINTS,
@@ -31,13 +34,18 @@ from configs.derived import (
     has_critic,
     is_offline,
     is_served,
+    least_workers,
     max_model_tokens,
     most_updates,
+    most_workers,
     n_workers,
     replayed_groups,
+    serves_adapters,
     used_group_filter,
 )
-from configs.estimate import describe_estimate
+from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
+from configs.estimate_text import describe_estimate
+from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
 from configs.load import (
     as_yaml,
     differences,
@@ -46,6 +54,7 @@ from configs.load import (
     load,
     load_saved,
     parse_saved,
+    split_run_dir,
 )
 from configs.model_directory import (
     SAFE_LOADING,
@@ -58,14 +67,9 @@ from configs.model_directory import (
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
+from configs.model_size import Shape
 from configs.per_environment import environment_config, environment_weights, environments
-from configs.plan import (
-    BUCKET_ELEMENTS,
-    GIB,
-    describe_plan,
-    disk_bytes,
-    rank_bytes,
-)
+from configs.plan import GIB, describe_plan, disk_bytes
 from configs.schema import (
     ActorsConfig,
     AlgorithmConfig,
@@ -82,6 +86,7 @@ from configs.schema import (
     SupervisionConfig,
     TasksConfig,
     TinyModelConfig,
+    WorkerRange,
 )
 from configs.variants import cloning_config, without_model
 
@@ -91,9 +96,11 @@ __all__ = [
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
     "MAX_ANSWER_BYTES",
+    "PIPELINE",
+    "REFUSED_ARGUMENTS",
     "SAFE_LOADING",
+    "TENSOR",
     "VISION_MODEL_TYPES",
-    "WITH_STEP_TERM",
     "ActorsConfig",
     "AlgorithmConfig",
     "Config",
@@ -106,10 +113,12 @@ __all__ = [
     "ModelConfig",
     "PromptConfig",
     "ReplayConfig",
+    "Shape",
     "StoreConfig",
     "SupervisionConfig",
     "TasksConfig",
     "TinyModelConfig",
+    "WorkerRange",
     "as_yaml",
     "bound_answer",
     "check",
@@ -119,7 +128,6 @@ __all__ = [
     "cloning_config",
     "describe_estimate",
     "describe_plan",
-    "describe_readers",
     "differences",
     "disk_bytes",
     "dotted_settings",
@@ -133,22 +141,27 @@ __all__ = [
     "gpus_needed",
     "groups_of_a_step",
     "has_critic",
-    "has_effect",
     "is_offline",
     "is_served",
     "json_of",
+    "least_workers",
     "load",
     "load_safely",
     "load_saved",
     "max_model_tokens",
     "model_type",
     "most_updates",
+    "most_workers",
     "n_workers",
     "own_headers",
+    "parallel_sizes",
     "parse_saved",
+    "pass_bytes",
     "quoted",
     "rank_bytes",
     "replayed_groups",
+    "serves_adapters",
+    "split_run_dir",
     "used_group_filter",
     "weight_indexes",
     "without_model",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,7 +22,9 @@ from configs.derived import (
     is_served,
     most_updates,
     replayed_groups,
+    serves_adapters,
 )
+from configs.engine_arguments import engine_faults
 from configs.per_environment import (
     NAME,
     OF_THE_ENGINE,
@@ -30,16 +33,17 @@ from configs.per_environment import (
     setting_names,
 )
 from configs.schema import (
-    AlgorithmConfig,
     Config,
     CriticConfig,
     LearnerConfig,
     OfflineConfig,
     PromptConfig,
     ReplayConfig,
+    WorkerRange,
 )
 from printable import UserError, did_you_mean
 
+MOST_RANK = 512  # of an adapter, in vLLM's LoRAConfig
 # Key -> the meaning of 0, for the message about a negative value.
 MAY_BE_ZERO = {
     "seed": "",
@@ -47,13 +51,7 @@ MAY_BE_ZERO = {
     "metrics_port": "; use 0 for no figures for Prometheus",
     "actors.gpus_per_worker": "; use 0 for a CPU engine",
     "actors.extra_members": "; use 0 for none",
-    "algorithm.gamma": "; the paper uses 0.95",
-    "algorithm.gae_lambda": "; use 0 to look one step ahead",
-    "algorithm.graph_gamma": "; GraphGPO's authors use 0.1 to 0.8",
-    "algorithm.omega": "; use 0 for no step advantage",
-    "algorithm.invalid_penalty": "; use 0 for no penalty",
     "algorithm.refill_groups": "; use 0 to train on smaller batches",
-    "algorithm.version_window": "; use 0 to compare within one version",
     "critic.warmup_steps": "; use 0 to train the policy from the first learner step on",
     "learner.weight_decay": "",
     "learner.warmup_updates": "",
@@ -72,29 +70,10 @@ MAY_BE_ZERO = {
     "store.keep_days": "; use 0 to keep trajectories for ever",
     "store.keep_versions": "; use 0 to keep trajectories of all versions",
 }
+COUNTS_OF_GROUPS = ("algorithm.group_size", "algorithm.refill_groups")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 LAST_PORT = 65535
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-WITHOUT_STEP_TERM = ("grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline")
-WITH_STEP_TERM = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
-ESTIMATORS = (*WITH_STEP_TERM, *WITHOUT_STEP_TERM, *WITH_CRITIC)
-# Setting of `algorithm` -> the choices that read it; any one of them is enough.
-READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", "turn_ppo")},
-    "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
-    "graph_gamma": {"estimator": ("graphgpo",)},
-    "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
-    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
-    "weighting": {
-        "estimator": tuple(n for n in ESTIMATORS if n not in ("hgpo", "gagpo", *WITH_CRITIC))
-    },
-    "anchor": {"estimator": WITH_STEP_TERM},
-    "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
-    "similarity": {"anchor": ("similar", "similar_greedy")},
-    "anchor_versions": {"estimator": WITH_STEP_TERM},
-    "version_window": {"anchor_versions": ("window",)},
-    "refill_groups": {"group_filter": ("advantages", "rewards", "returns")},
-}
 TEMPLATES = (  # the files in actors/templates
     "alfworld",
     "compact",
@@ -125,13 +104,14 @@ def check(config: Config) -> None:
     _check_trackers(config)
     _check_algorithm(config)
     _check_critic(config)
-    _check_unread(config.algorithm)
     _check_updates(config)
     _check_precision(config)
+    _check_adapters(config)
     _check_tiny_model(config)
     _check_norm(config)
     _check_teacher(config)
     _check_placement(config)
+    _check_engine(config)
     _check_endpoint(config)
     _check_offline(config)
     _check_replay(config)
@@ -144,31 +124,14 @@ def check_is_list(key: str, value: object) -> None:
 
 
 def dotted_settings(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (`a.b.c`, value) for every setting of a config."""
-    if dataclasses.is_dataclass(value):
+    """Yield (`a.b.c`, value) for every setting of a config. A range of workers is one value."""
+    if isinstance(value, WorkerRange):
+        yield prefix[:-1], dataclasses.asdict(value)
+    elif dataclasses.is_dataclass(value):
         for item in dataclasses.fields(value):
             yield from dotted_settings(getattr(value, item.name), f"{prefix}{item.name}.")
     else:
         yield prefix[:-1], value
-
-
-def has_effect(name: str, chosen: object) -> bool:
-    """Return whether a setting of `algorithm` has an effect with the other settings in `chosen`."""
-    choices = READERS.get(name, {})
-    return not choices or any(
-        getattr(chosen, key) in names and has_effect(key, chosen) for key, names in choices.items()
-    )
-
-
-def describe_readers(name: str, chosen: object) -> tuple[str, str]:
-    """Return the choices that ignore a setting of `algorithm`, and those that read it, as text.
-
-    >>> describe_readers("gamma", AlgorithmConfig(estimator="grpo"))
-    ('estimator=grpo', 'estimator=gigpo or hgpo or g2po or gagpo or turn_ppo')
-    """
-    choices = READERS[name]
-    now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
-    return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
 
 
 def _checked_environments(config: Config) -> list[Config]:
@@ -224,22 +187,16 @@ def _check_section(key: str, given: Mapping[str, object], *, section: str) -> No
 
 
 def _check_choices(config: Config) -> None:
-    a = config.algorithm
-    anchors = ("state", "suffix", "similar", "similar_greedy", "state_and_actions")
     choices = {
-        "algorithm.estimator": (a.estimator, ESTIMATORS),
-        "algorithm.normalise": (a.normalise, ("mean", "mean_std", "leave_one_out")),
-        "algorithm.weighting": (a.weighting, ("steps", "trajectories")),
-        "algorithm.group_filter": (a.group_filter, ("advantages", "rewards", "returns", "none")),
-        "algorithm.anchor": (a.anchor, anchors),
-        "algorithm.anchor_versions": (a.anchor_versions, ("mixed", "window", "weighted")),
         "prompt.style": (config.prompt.style, ("window", "chat")),
         "prompt.parser": (config.prompt.parser, ("tags", "upstream", "text")),
         "prompt.invalid": (config.prompt.invalid, ("form", "environment", "admissible")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "model.lora_serving": (config.model.lora_serving, ("adapter", "merged")),
         "learner.schedule": (config.learner.schedule, ("constant", "linear")),
         "learner.transfer": (config.learner.transfer, ("files", "broadcast")),
         "learner.zero_stage": (config.learner.zero_stage, (0, 1, 2, 3)),
+        "learner.flash_attention": (config.learner.flash_attention, (2, 3)),
         "stragglers": (config.stragglers, ("drop", "wait")),
     }
     for key, (value, allowed) in choices.items():
@@ -252,8 +209,10 @@ def _check_choices(config: Config) -> None:
 
 def _check_numbers(config: Config) -> None:
     for key, number in dotted_settings(config):
-        # gigpo knows the bounds of the loss; -1 turns are all turns
-        has_own_bounds = key.startswith("loss.") or key == "prompt.history_length"
+        # gigpo knows the bounds of losses and advantages, and the driver asks it before a start
+        is_gigpos = key.startswith(("loss.", "algorithm.")) and key not in COUNTS_OF_GROUPS
+        # -1 turns are all turns
+        has_own_bounds = is_gigpos or key == "prompt.history_length"
         if has_own_bounds or isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if not math.isfinite(number):
@@ -343,29 +302,20 @@ def _check_trackers(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     a = config.algorithm
-    if a.gamma > 1.0:
-        raise ConfigError(f"algorithm.gamma={a.gamma} is outside [0, 1]; the paper uses 0.95")
-    if a.gae_lambda > 1.0:
-        raise ConfigError(f"algorithm.gae_lambda={a.gae_lambda} is outside [0, 1]; PPO uses 0.95")
-    if a.graph_gamma > 1.0:
+    if a.anchor == "anchor_key":
         raise ConfigError(
-            f"algorithm.graph_gamma={a.graph_gamma} is outside [0, 1]; GraphGPO's authors use 0.1 "
-            "to 0.8"
-        )
-    if a.similarity >= 1.0:
-        raise ConfigError(
-            f"algorithm.similarity={a.similarity} is outside (0, 1); for equal states use "
-            "algorithm.anchor=state"
-        )
-    if a.estimator == "hgpo" and a.anchor != "state":
-        raise ConfigError(
-            f"algorithm.anchor={a.anchor!r} is not hgpo's, which groups by suffixes of states; use "
-            "'state'"
+            "algorithm.anchor='anchor_key' is not possible in a run, which records no such column; "
+            "use 'state' or 'similar', or compare offline with gigpo.compute_advantages"
         )
     if a.anchor_versions == "weighted":
         raise ConfigError(
             "algorithm.anchor_versions='weighted' is not possible in a run: weights need a forward "
             "pass that comes after the advantages; use 'window', or weigh offline"
+        )
+    if a.refill_groups and a.group_filter == "none":
+        raise ConfigError(
+            f"algorithm.refill_groups={a.refill_groups} does nothing with group_filter=none; leave "
+            "it out, or use group_filter=advantages or rewards or returns"
         )
     clones = config.loss.policy == "behaviour_cloning"
     reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
@@ -429,19 +379,6 @@ def _check_critic(config: Config) -> None:
         )
 
 
-def _check_unread(algorithm: AlgorithmConfig) -> None:
-    """Refuse a changed setting that has no effect, because it would be taken for one that has."""
-    defaults = AlgorithmConfig()
-    for key in READERS:
-        value, default = getattr(algorithm, key), getattr(defaults, key)
-        if value != default and not has_effect(key, algorithm):
-            chosen, ways = describe_readers(key, algorithm)
-            raise ConfigError(
-                f"algorithm.{key}={value} does nothing with {chosen}; leave it out (its default "
-                f"is {default}), or use {ways}"
-            )
-
-
 def _check_updates(config: Config) -> None:
     learner, most = config.learner, most_updates(config)
     if learner.learning_rate > 1.0:
@@ -486,10 +423,38 @@ def _check_precision(config: Config) -> None:
             "model.dtype='bfloat16' with learner.zero_stage=0 keeps no float32 master weights, so "
             "small updates would be rounded away; set learner.zero_stage=1"
         )
+    if model.float32_head and model.dtype == "float32":
+        raise ConfigError(
+            "model.float32_head=true does nothing with model.dtype='float32', whose logits are "
+            "float32 already; leave it out"
+        )
     if config.learner.offload and zero_stage == 0:
         raise ConfigError(
             "learner.offload=true with learner.zero_stage=0 would do nothing; set "
             "learner.zero_stage=1"
+        )
+
+
+def _check_adapters(config: Config) -> None:
+    model = config.model
+    if not serves_adapters(model):
+        return
+    if model.lora_rank > MOST_RANK:
+        raise ConfigError(
+            f"model.lora_rank={model.lora_rank} is above {MOST_RANK}, the largest that vLLM serves "
+            "as an adapter; use a smaller rank, or model.lora_serving=merged"
+        )
+    if config.actors.gpus_per_worker and model.dtype == "float32":
+        raise ConfigError(
+            f"model.lora_rank={model.lora_rank} with model.dtype='float32' on a GPU: vLLM's GPU "
+            "kernels for adapters take bfloat16 only; use model.dtype=bfloat16, or "
+            "model.lora_serving=merged"
+        )
+    if config.learner.transfer == "broadcast":
+        raise ConfigError(
+            f"learner.transfer='broadcast' with model.lora_rank={model.lora_rank} would do "
+            "nothing: an adapter is small, and engines read its file; use learner.transfer=files, "
+            "or model.lora_serving=merged to send whole weights"
         )
 
 
@@ -568,6 +533,12 @@ def _check_prompt(config: Config) -> None:
 
 
 def _check_placement(config: Config) -> None:
+    workers = config.actors.workers
+    if isinstance(workers, WorkerRange) and not 1 <= workers.min <= workers.max:
+        raise ConfigError(
+            f"actors.workers={{min: {workers.min}, max: {workers.max}}} is no range: it needs "
+            "1 <= min <= max"
+        )
     cores, per_worker = config.actors.cpu_cores, config.actors.gpus_per_worker
     per_rank, ranks = config.learner.gpus_per_rank, config.learner.ranks
     if cores != "auto" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
@@ -584,11 +555,26 @@ def _check_placement(config: Config) -> None:
             f"learner.gpus_per_rank={per_rank:g} is more than one GPU; use 1, and more "
             "learner.ranks for more GPUs"
         )
+    if config.learner.flash_attention != 2 and not (per_rank and config.model.dtype == "bfloat16"):
+        raise ConfigError(
+            f"learner.flash_attention={config.learner.flash_attention} does nothing without a GPU "
+            "and model.dtype=bfloat16, which its kernels need; leave it out"
+        )
     if 0 < per_rank < 1 < ranks:
         raise ConfigError(
             f"learner.gpus_per_rank={per_rank:g} with learner.ranks={ranks} could put two ranks on "
             "one GPU, which NCCL refuses; use learner.ranks=1, or learner.gpus_per_rank=1"
         )
+
+
+def _check_engine(config: Config) -> None:
+    if config.actors.batch_invariant and not config.actors.gpus_per_worker:
+        raise ConfigError(
+            "actors.batch_invariant=true with actors.gpus_per_worker=0: vLLM has no such mode for "
+            "a CPU engine; leave it out"
+        )
+    if fault := next(engine_faults(config), ""):
+        raise ConfigError(fault)
 
 
 def _check_endpoint(config: Config) -> None:
@@ -614,8 +600,17 @@ def _check_url(key: str, url: str) -> None:
         if key == "endpoint.url":
             remedy += ", and name a variable with the key: endpoint.api_key_env"
         raise ConfigError(f"{key} has a name or password in it; {remedy}")
-    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
+    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url) or not _has_host(url):
         raise ConfigError(f"{key}={url!r} is no URL like http://localhost:8000/v1")
+
+
+def _has_host(url: str) -> bool:
+    """Return whether a URL names a host, and a port below 65,536 if any."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an address with one bracket, or a port that is no number
+        return False
 
 
 def _check_offline(config: Config) -> None:
@@ -630,12 +625,12 @@ def _check_offline(config: Config) -> None:
     share = f"offline.share={offline.share:g}"
     if offline.share > 1.0:
         raise ConfigError(f"{share} is more than all of a batch; use 1 for offline groups only")
-    n_live, n_offline = groups_of_a_step(config)
-    if n_offline == 0 or (n_live == 0 and not is_offline(config)):
+    n_own, n_offline = groups_of_a_step(config)
+    if n_offline == 0 or (n_own == 0 and not is_offline(config)):
         raise ConfigError(
             f"{share} of learner.groups_per_step={config.learner.groups_per_step} is {n_offline} "
-            f"offline and {n_live} live groups; use 1 for offline ones only, leave source out for "
-            "live ones only, or take more groups"
+            f"offline and {n_own} own groups; use 1 for offline ones only, leave source out for "
+            "own ones only, or take more groups"
         )
     if is_offline(config) and draws_by_weight(config):
         raise ConfigError(

@@ -1,18 +1,18 @@
-"""Compute what follows from several settings: live and offline groups, workers, GPUs, updates."""
+"""Compute what follows from several settings: own and offline groups, workers, GPUs, updates."""
 
 from __future__ import annotations
 
 import math
 
 from configs.per_environment import environments
-from configs.schema import Config, TasksConfig
+from configs.schema import ActorsConfig, Config, ModelConfig, TasksConfig, WorkerRange
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
 SHARE_ROUNDING = 1e-6  # of sums of GPU fractions; Ray counts GPUs in steps of 1e-4
-
-
-WITH_CRITIC = ("turn_ppo", "ppo")  # estimators
+# Estimators whose advantages are computed from a critic's values, as in gigpo/settings.py; plans of
+# memory need them here.
+WITH_CRITIC = ("turn_ppo", "ppo")
 WITHOUT_ADVANTAGES = ("behaviour_cloning", "distillation")  # losses that read none
 
 
@@ -43,9 +43,10 @@ def draws_by_weight(config: Config) -> bool:
 
 
 def groups_of_a_step(config: Config) -> tuple[int, int]:
-    """Return the live and the offline groups of every learner step.
+    """Return how many own and how many offline groups every learner step has.
 
-    Example: 8 groups with offline.share 0.25 are 6 and 2. Without a source all are live.
+    This run plays its own groups. Example: 8 groups with offline.share 0.25 are 6 and 2. Without a
+    source all are own ones.
     """
     n_groups = config.learner.groups_per_step
     n_offline = round(config.offline.share * n_groups) if config.source else 0
@@ -60,9 +61,24 @@ def replayed_groups(config: Config) -> int:
     return round(config.replay.share * groups_of_a_step(config)[0])
 
 
+def least_workers(actors: ActorsConfig) -> int:
+    """Return the workers without which a run does not begin."""
+    return actors.workers.min if isinstance(actors.workers, WorkerRange) else actors.workers
+
+
+def most_workers(actors: ActorsConfig) -> int:
+    """Return the workers that Ray is asked for once a run has begun."""
+    return actors.workers.max if isinstance(actors.workers, WorkerRange) else actors.workers
+
+
 def n_workers(config: Config) -> int:
-    """Return the workers that training needs. An evaluation always needs `actors.workers`."""
-    return 0 if is_offline(config) else config.actors.workers
+    """Return the workers that training needs. An evaluation always needs `least_workers`."""
+    return 0 if is_offline(config) else least_workers(config.actors)
+
+
+def serves_adapters(model: ModelConfig) -> bool:
+    """Return whether versions are LoRA adapters, which engines serve beside the base model."""
+    return model.lora_rank > 0 and model.lora_serving == "adapter"
 
 
 def max_model_tokens(config: Config) -> int:
@@ -76,7 +92,7 @@ def gpus_needed(config: Config, *, learns: bool) -> int:
     A process with a fraction gets it from one card: three workers of 0.6 need three cards, four
     of 0.5 need two.
     """
-    workers = n_workers(config) if learns else config.actors.workers
+    workers = n_workers(config) if learns else least_workers(config.actors)
     shares = [config.actors.gpus_per_worker] * workers
     if learns:
         shares += [config.learner.gpus_per_rank] * config.learner.ranks

@@ -22,11 +22,16 @@ from configs.check import ConfigError, check, check_is_list, dotted_settings
 from configs.schema import Config
 from printable import did_you_mean, one_line
 
+RUN_DIR = "run_dir="  # an override that names the run's directory
 MAX_NODES = 100_000  # values that a YAML text stands for
 MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-# The keys below these are not ours. configs/check.py checks `environments`.
-FREE_KEYS = ("env.options", "endpoint.body.", "loss.numbers.", "environments.")
+# The keys below these are not ours, or checked by OmegaConf (those of actors.workers).
+# configs/check.py checks `environments`.
+FREE_KEYS = (
+    *("env.options", "endpoint.body.", "loss.numbers.", "environments."),
+    *("actors.engine.", "actors.workers."),
+)
 # Settings of older versions, and what holds now.
 REMOVED = {
     "actors.lease_s": "another worker gets a group after 120 s without a heartbeat",
@@ -67,9 +72,12 @@ MAY_CHANGE = {
     "actors.gpus_per_worker",
     "actors.gpu_memory_utilization",
     "actors.kv_cache_gib",
+    "actors.engine",
+    "actors.batch_invariant",
     "actors.cpu_cores",
     "actors.engine_timeout_s",
     "critic.learning_rate",
+    "model.lora_serving",
     "learner.steps",
     "learner.learning_rate",
     "learner.ranks",
@@ -77,6 +85,7 @@ MAY_CHANGE = {
     "learner.zero_stage",
     "learner.offload",
     "learner.deterministic",
+    "learner.flash_attention",
     "learner.micro_batch_tokens",
     "learner.step_timeout_s",
     "learner.starvation_timeout_s",
@@ -99,6 +108,17 @@ MAY_CHANGE = {
     "offline.uses",
     "offline.train_on",
 }
+
+
+def split_run_dir(overrides: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the run directory that the overrides name, None without one, and the other overrides.
+
+    >>> split_run_dir(["seed=1", "run_dir=runs/a", "run_dir=runs/b"])
+    ('runs/b', ('seed=1',))
+    """
+    given = [text.removeprefix(RUN_DIR) for text in overrides if text.startswith(RUN_DIR)]
+    others = tuple(text for text in overrides if not text.startswith(RUN_DIR))
+    return (given[-1] if given else None), others
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -425,4 +445,8 @@ def _message(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OmegaConfBaseException):
         text = text.partition("\n")[0]  # the other lines repeat the place
+        text = text.replace(
+            "is incompatible with type hint 'Union[int, WorkerRange]'",
+            "is no whole number, and no range such as {min: 2, max: 16}",
+        )
     return one_line(text)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from configs.check import ConfigError
+from configs.derived import serves_adapters
 from configs.schema import Config
 from printable import REASON_CHARACTERS, one_line
 
@@ -96,6 +97,12 @@ def check_model_path(config: Config) -> None:
         raise ConfigError(
             f"learner.zero_stage=3 with the vision model in model.path={path!r} is not supported; "
             "use 1 or 2"
+        )
+    if serves_adapters(config.model) and model_type(path) in VISION_MODEL_TYPES:
+        raise ConfigError(
+            f"model.lora_rank={config.model.lora_rank} with the vision model in "
+            f"model.path={path!r}: vLLM would serve the adapters of its language layers only, not "
+            "those of its vision tower; use model.lora_serving=merged"
         )
 
 

@@ -87,20 +87,36 @@ class ModelConfig:
     # "Qwen/Qwen2.5-1.5B-Instruct"; empty makes a tiny model in the run directory
     path: str = ""
     dtype: str = "float32"  # "float32" or "bfloat16"
-    # 0 trains all weights; otherwise the rank of LoRA adapters on all linear layers, which are
-    # merged when weights are published
+    # 0 trains all weights; otherwise the rank of LoRA adapters on all linear layers
     lora_rank: int = 0
     lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    # how engines get LoRA: "adapter" publishes A and B, which vLLM serves beside the base model;
+    # "merged" publishes whole weights, for models whose layers vLLM cannot adapt
+    lora_serving: str = "adapter"
     gradient_checkpointing: bool = False  # less memory, a forward pass more
 
     # Rarely changed.
+    # logits of a bfloat16 model in float32, in the engines and in the learner: their
+    # log-probabilities then differ by less
+    float32_head: bool = False
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRange:
+    """Bound the workers of a run that follows its cluster; see docs/cluster.md."""
+
+    min: int  # workers that a start waits for
+    max: int  # workers that Ray is asked for from then on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActorsConfig:
-    workers: int = 1  # Ray workers, each with one vLLM engine
-    # per engine: 0 for a CPU engine, a fraction to share a GPU, above 1 for tensor parallelism
+    # Ray workers, each with one vLLM engine: a number, or {min: 2, max: 16} to follow a cluster
+    # that grows and shrinks. On one machine a range starts its min
+    workers: int | WorkerRange = 1
+    # per engine: 0 for a CPU engine, a fraction to share a GPU, above 1 for tensor parallelism,
+    # unless `engine` divides the GPUs otherwise
     gpus_per_worker: float = 0.0
     # per worker at the start; a group has `algorithm.group_size` concurrent episodes
     groups_in_flight: int = 8
@@ -114,8 +130,15 @@ class ActorsConfig:
     # Rarely changed.
     # fraction of the GPU, or of the engine's share of it, that the engine fills
     gpu_memory_utilization: float = 0.85
+    # more arguments of vLLM's engine, by vLLM's names, for example {enforce_eager: true,
+    # pipeline_parallel_size: 2}. Those that would make the record wrong are refused; see
+    # docs/cluster.md
+    engine: dict[str, Any] = field(default_factory=dict)
     # extra episodes per training group: the first group_size to end form the group
     extra_members: int = 0
+    # VLLM_BATCH_INVARIANT: a GPU engine gives a request the same tokens whatever else it computes
+    # with it; slower
+    batch_invariant: bool = False
     # cores of a CPU engine: "0" or "0,2-3"; "auto": as many as the other processes leave, and the
     # model gains from (one for each 40 MB of weights)
     cpu_cores: str = "auto"
@@ -133,8 +156,8 @@ class ActorsConfig:
 class AlgorithmConfig:
     """Choose how episodes become advantages. gigpo/queries/ has the formulas and their sources.
 
-    A setting that the chosen estimator and anchor do not read is refused unless it is at its
-    default.
+    gigpo/settings.py has the bounds. A setting that the chosen estimator and anchor do not read is
+    refused before a start, unless it is at its default.
     """
 
     # "gigpo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "hgpo",
@@ -261,6 +284,9 @@ class LearnerConfig:
     # on a GPU, only operations that give the same bits every time, which are slower; replay then
     # compares bit for bit, as it always does on a CPU
     deterministic: bool = False
+    # FlashAttention's version for packed sequences on a GPU: 2 comes with torch, 3 needs a Hopper
+    # GPU and the package flash-attn-3
+    flash_attention: int = 2
     # the checkpoint of every so many learner steps is never removed; 0 keeps only the newest two
     keep_every: int = 0
     # newest published weights to keep on disk; a checkpoint has a copy of its own

@@ -14,7 +14,9 @@ from configs.schema import (
     TasksConfig,
 )
 
-# The imitation of a scripted policy that makes a tiny base policy.
+# The imitation of a scripted policy that makes a tiny base policy. Several updates a batch, because
+# playing costs more than imitating. The rate suits hidden sizes of one or two hundred only: the
+# model begins with random weights and only has to learn the form of an answer.
 CLONE_EPISODES_PER_STEP = 32
 CLONE_UPDATES_PER_STEP = 5
 CLONE_LEARNING_RATE = 2e-3
@@ -40,6 +42,8 @@ def cloning_config(config: Config) -> Config:
             scripted=True,
             workers=1,
             gpus_per_worker=0,
+            engine={},
+            batch_invariant=False,
             groups_in_flight=CLONE_EPISODES_PER_STEP,
             extra_members=0,
         ),
@@ -70,5 +74,5 @@ def without_model(config: Config) -> Config:
         offline=OfflineConfig(),
         replay=ReplayConfig(),
         model=replace(config.model, path="", lora_rank=0),
-        actors=replace(config.actors, gpus_per_worker=0),
+        actors=replace(config.actors, gpus_per_worker=0, engine={}, batch_invariant=False),
     )

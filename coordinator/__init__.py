@@ -16,7 +16,7 @@ makes the batch's groups trained.
 
 from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply
 from coordinator.coordinator import Coordinator, CoordinatorActor, Status
-from coordinator.heartbeats import Component, Heartbeat
+from coordinator.heartbeats import Component, Heartbeat, heartbeat_every_s
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
 from coordinator.task_order import check_order
@@ -33,4 +33,5 @@ __all__ = [
     "Status",
     "capture_output",
     "check_order",
+    "heartbeat_every_s",
 ]

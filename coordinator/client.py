@@ -26,7 +26,8 @@ from coordinator.leases import WEIGHT_UPDATE_S, Lease
 from store import Batch, CheckpointRecord, CommitResult, SegmentMeta, Unfinished, VersionRecord
 
 ANSWER_TIMEOUT_S = 60.0
-LOCK_POLL_S = 0.05
+# Between two requests for the lock on weight updates: twice as long each time.
+LOCK_POLL_S, LONGEST_LOCK_POLL_S = 0.05, 0.5
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -147,11 +148,12 @@ class CoordinatorClient:
     @asynccontextmanager
     async def weight_update(self) -> AsyncIterator[None]:
         """Hold the lock on weight updates, or go on without it after WEIGHT_UPDATE_S."""
-        deadline_s = time.monotonic() + WEIGHT_UPDATE_S
+        deadline_s, poll_s = time.monotonic() + WEIGHT_UPDATE_S, LOCK_POLL_S
         while not await self._call(Coordinator.begin_weight_update, self.component):
             if time.monotonic() >= deadline_s:
                 break
-            await asyncio.sleep(LOCK_POLL_S)
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, LONGEST_LOCK_POLL_S)
         try:
             yield
         finally:

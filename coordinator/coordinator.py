@@ -22,7 +22,7 @@ from pathlib import Path
 
 import ray
 
-from configs import Config, groups_of_a_step, replayed_groups
+from configs import Config, groups_of_a_step, most_workers, replayed_groups
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable, Suspects, WeightUpdateLock
@@ -30,6 +30,7 @@ from coordinator.logs import capture_output
 from coordinator.task_queue import TaskQueue, free_groups, round_due, training_is_due
 from envs import EnvironmentFailed
 from store import (
+    HELDOUT,
     Batch,
     Catalog,
     CheckpointRecord,
@@ -46,6 +47,9 @@ from store import (
 
 MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
 LEASE_S = 120.0  # without a heartbeat of its worker; then another gets the group
+# Leases of workers that were heard of are renewed after this part of LEASE_S, not more often: each
+# renewal writes a row.
+RENEW_SHARE = 0.125
 ABANDON_LEASE_S = 1.0  # of a group that is leased only to be abandoned at once
 NOTICES_KEPT = 20  # the driver asks twice a second, so it sees each; the catalog keeps all
 REMEMBERED = "env/remembered"  # a metric
@@ -82,12 +86,12 @@ class Coordinator:
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
         self.tasks = TaskQueue(config, learns=learns)
-        self._n_live, self._n_offline = groups_of_a_step(config)
+        self._n_own, self._n_offline = groups_of_a_step(config)
         self._last_step = config.learner.steps  # less where the offline groups end sooner
         self._exporter = Exporter(self.catalog, self.layout)
         self._heartbeats = HeartbeatTracker()
         self._leases = LeaseTable(extra_members=config.actors.extra_members)
-        self._weight_updates = WeightUpdateLock()
+        self._weight_updates = WeightUpdateLock(most_workers(config.actors))
         self._suspects = Suspects(self.catalog.times_lost())
         self._n_answers = self._n_remembered = 0  # of environments, since the last learner step
         self._rendezvous: str | None = None  # a restarted learner states a new one
@@ -115,12 +119,15 @@ class Coordinator:
         if due := self._heartbeats.take_unwritten():
             with self.catalog.unsynced():
                 self.catalog.heartbeats(due)
-                self.catalog.renew_leases(due, lease_s=LEASE_S)
+                if alive := self._heartbeats.take_unrenewed(every_s=RENEW_SHARE * LEASE_S):
+                    self.catalog.renew_leases(alive, lease_s=LEASE_S)
+            self._heartbeats.written()
         self._exporter.when_due()
 
     def record_event(self, component: str, what: str, *, detail: str) -> None:
-        """Record a line of the view `events`."""
-        self.catalog.log(component=component, what=what, detail=detail)
+        """Record a line of the view `events`. A power cut may undo it."""
+        with self.catalog.unsynced():
+            self.catalog.log(component=component, what=what, detail=detail)
 
     def notice(self, component: str, what: str, *, detail: str) -> None:
         """Record an event, and show it on the screen."""
@@ -161,7 +168,7 @@ class Coordinator:
                 group = self._next_group(worker)
         if version is None or group is None:
             return None
-        played_by = self.config.evaluation if group.split == "heldout" else self.config.actors
+        played_by = self.config.evaluation if group.split == HELDOUT else self.config.actors
         lease = Lease(
             group=group,
             task=self.tasks[group.task_id],
@@ -185,7 +192,7 @@ class Coordinator:
         trains = self.learns and training_is_due(
             self.config, self.catalog, last_step=self._last_step
         )
-        split = None if trains else "heldout"
+        split = None if trains else HELDOUT
         lease_open = partial(
             self.catalog.lease_open_group, worker=worker, lease_s=LEASE_S, split=split
         )
@@ -202,7 +209,7 @@ class Coordinator:
         if group is None and trains:
             n_free = free_groups(
                 outstanding=self.catalog.outstanding(),
-                groups_per_step=self._n_live,
+                groups_per_step=self._n_own,
                 max_staleness=self.config.max_staleness,
             )
             if n_free:
@@ -309,7 +316,7 @@ class Coordinator:
         if self._waits_for_stragglers(current_version):
             return None
         return self.catalog.claim(
-            n_groups=self._n_live,
+            n_groups=self._n_own,
             n_offline=self._n_offline,
             uses=self.config.offline.uses,
             n_replayed=replayed_groups(self.config),
@@ -402,12 +409,7 @@ class Coordinator:
         Its files are not there yet. `written` says when they are.
         """
         self._unwritten = version.version
-        self.catalog.record_version(
-            version=version.version,
-            path=version.path,
-            digest=version.digest,
-            learner_step=version.learner_step,
-        )
+        self.catalog.record_version(version)
         due = round_due(self.config, version, last_step=self._last_step)
         if due is not None:
             self.evaluate(due, self.config.evaluation.episodes_per_task)
@@ -431,9 +433,7 @@ class Coordinator:
 
         `lsn` is from `export_now` when it was copied: a fork of it begins there.
         """
-        return self.catalog.record_checkpoint(
-            learner_step=record.learner_step, path=record.path, version=record.version, lsn=lsn
-        )
+        return self.catalog.record_checkpoint(record, lsn=lsn)
 
     # driver
 

@@ -1,6 +1,6 @@
 """Send heartbeats from a component (`Heartbeat`), and keep them (`HeartbeatTracker`).
 
-    heart = Heartbeat(coordinator.heartbeat)
+    heart = Heartbeat(coordinator.heartbeat, every_s=heartbeat_every_s(config))
     # It has waited for groups for 3 s, and calls again within 15 s.
     heart.promise("groups", waits_s=3.0, within_s=15.0)
     # It works, and calls again within 30 minutes.
@@ -16,12 +16,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+
+from configs import Config, most_workers
 
 GONE = "gone"  # shown by the view `components` for a removed component
 SEND_EVERY_S = 0.5
+# Limit of the heartbeats of all workers together: with many workers each sends fewer. The limit
+# gives way where a worker would send fewer than HEARTBEATS_BEFORE_SILENT within silent_s.
+HEARTBEATS_PER_S = 500.0
+HEARTBEATS_BEFORE_SILENT = 3
 WRITE_EVERY_S = 1.0  # one transaction writes the heartbeats of all components
+# Between two writes pass at least WRITE_PAUSE times the last one's duration, because no call is
+# answered during a write.
+WRITE_PAUSE = 20.0
+LONGEST_WRITE_PAUSE_S = 10.0
+
+
+def heartbeat_every_s(config: Config) -> float:
+    """Return the seconds between two heartbeats of one component."""
+    longest_s = config.supervision.silent_s / HEARTBEATS_BEFORE_SILENT
+    return max(SEND_EVERY_S, min(most_workers(config.actors) / HEARTBEATS_PER_S, longest_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +57,10 @@ class _Promise:
 
 
 class Heartbeat:
-    """Call `send(waiting_on, waits_s)` twice a second, and at once when the reason changes."""
+    """Call `send(waiting_on, waits_s)` every `every_s`, and at once when the reason changes."""
 
-    def __init__(self, send: Callable[[str | None, float], object]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[str | None, float], object], *, every_s: float) -> None:
+        self._send, self._every_s = send, every_s
         self._promise = _Promise(
             waiting_on="its own start", since_s=time.monotonic(), due_at_s=float("inf")
         )
@@ -76,7 +92,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._closed:
             self.send()
-            self._changed.wait(SEND_EVERY_S)
+            self._changed.wait(self._every_s)
             self._changed.clear()
 
 
@@ -93,13 +109,17 @@ class HeartbeatTracker:
     def __init__(self) -> None:
         self._newest: dict[str, _Received] = {}
         self._unwritten: dict[str, str | None] = {}  # what each waits for
-        self._written_at_s = 0.0
+        self._taken_at_s = 0.0  # for the last write
+        self._write_due_s = 0.0
+        self._unrenewed: set[str] = set()  # heard of since their leases were renewed
+        self._renewed_at_s = float("-inf")
 
     def record(self, name: str, waiting_on: str | None, *, waits_s: float) -> None:
         """Record a heartbeat: `name` has waited for `waiting_on` for `waits_s`."""
         now_s = time.monotonic()
         self._newest[name] = _Received(waiting_on=waiting_on, since_s=now_s - waits_s, at_s=now_s)
         self._unwritten[name] = waiting_on
+        self._unrenewed.add(name)
 
     def touch(self, name: str) -> None:
         """Record that a component made a call. Its reason to wait stays."""
@@ -112,15 +132,31 @@ class HeartbeatTracker:
     def remove(self, name: str) -> None:
         """Remove a component that left or was lost."""
         self._newest.pop(name, None)
+        self._unrenewed.discard(name)
         self._unwritten[name] = GONE
 
     def take_unwritten(self) -> Mapping[str, str | None]:
-        """Return, once a second, the components with news since the last time."""
+        """Return the components with news since the last time, if a write is due."""
         now_s = time.monotonic()
-        if now_s - self._written_at_s < WRITE_EVERY_S:
+        if now_s < self._write_due_s:
             return {}
-        self._written_at_s = now_s
+        self._taken_at_s, self._write_due_s = now_s, now_s + WRITE_EVERY_S
         due, self._unwritten = dict(sorted(self._unwritten.items())), {}
+        return due
+
+    def written(self) -> None:
+        """Note that what was taken last is written, and pause for as long as that deserves."""
+        now_s = time.monotonic()
+        pause_s = min(WRITE_PAUSE * (now_s - self._taken_at_s), LONGEST_WRITE_PAUSE_S)
+        self._write_due_s = max(self._write_due_s, now_s + pause_s)
+
+    def take_unrenewed(self, *, every_s: float) -> Collection[str]:
+        """Return, once in `every_s`, the components heard of since the last time."""
+        now_s = time.monotonic()
+        if now_s - self._renewed_at_s < every_s:
+            return ()
+        self._renewed_at_s = now_s
+        due, self._unrenewed = self._unrenewed, set()
         return due
 
     def components(self) -> Mapping[str, Component]:

@@ -8,16 +8,17 @@ tasks lose workers is read from the catalog.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from envs import Task
-from store import Group, SegmentMeta, Unfinished, VersionRecord, now_us
+from store import TRAIN, Group, SegmentMeta, Unfinished, VersionRecord, now_us
 
 MAX_REQUEUES = 3  # times that a group is played again because it became too old
 SUSPECT_LOSSES = 2  # workers lost with a task in play; it is then played alone, after all others
 MAX_LOSSES = 3  # the last one while the task was played alone; it is then abandoned
+WORKERS_PER_UPDATE = 10  # of which one may update its weights
 WEIGHT_UPDATE_S = 60.0  # longest time that a worker holds the lock on weight updates
 
 
@@ -50,18 +51,21 @@ class LeaseTable:
     def __init__(self, *, extra_members: int) -> None:
         self._extra_members = extra_members
         self._in_play: dict[bytes, _InPlay] = {}
+        self._of_worker: defaultdict[str, dict[bytes, Lease]] = defaultdict(dict)
         self._n_requeued: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:
-        size = lease.group.size
-        extra = range(size, size + self._extra_members if lease.group.split == "train" else size)
-        self._in_play[lease.group.group_uid] = _InPlay(
+        group_uid, size = lease.group.group_uid, lease.group.size
+        self.end(group_uid)  # another worker's lease on it may have run out
+        extra = range(size, size + self._extra_members if lease.group.split == TRAIN else size)
+        self._of_worker[lease.worker][group_uid] = lease
+        self._in_play[group_uid] = _InPlay(
             lease=lease, begun_us=now_us(), numbers={*lease.group.missing, *extra}
         )
 
     def of(self, worker: str) -> list[Lease]:
         """Return the leases that `worker` plays."""
-        return [entry.lease for entry in self._in_play.values() if entry.lease.worker == worker]
+        return list(self._of_worker.get(worker, {}).values())
 
     def task_id(self, group_uid: bytes) -> str | None:
         """Return the task of a group in play, None for any other group."""
@@ -78,7 +82,13 @@ class LeaseTable:
                 self._in_play[trajectory.group_uid].numbers.discard(trajectory.member)
 
     def end(self, group_uid: bytes) -> None:
-        self._in_play.pop(group_uid, None)
+        entry = self._in_play.pop(group_uid, None)
+        if entry is None:
+            return
+        of_worker = self._of_worker[entry.lease.worker]
+        del of_worker[group_uid]
+        if not of_worker:
+            del self._of_worker[entry.lease.worker]
 
     def end_reported(self, worker: str, episodes: Sequence[Unfinished]) -> None:
         """Remove the leases of `worker` on the groups of these episodes."""
@@ -89,7 +99,7 @@ class LeaseTable:
 
     def lose(self, worker: str) -> list[Unfinished]:
         """Remove all leases of a lost worker. Return the episodes that it did not report."""
-        lost = [entry for entry in self._in_play.values() if entry.lease.worker == worker]
+        lost = [self._in_play[lease.group.group_uid] for lease in self.of(worker)]
         for entry in lost:
             self.end(entry.lease.group.group_uid)
         ended_us = now_us()
@@ -118,7 +128,7 @@ class LeaseTable:
         """Return whether a training group in play began at `version`."""
         leases = (entry.lease for entry in self._in_play.values())
         return any(
-            lease.group.split == "train" and lease.version.version == version for lease in leases
+            lease.group.split == TRAIN and lease.version.version == version for lease in leases
         )
 
 
@@ -182,23 +192,28 @@ class Suspects:
 
 
 class WeightUpdateLock:
-    """Let one worker at a time load the files of new weights.
+    """Let a few workers at a time load the files of new weights: generation never stops everywhere.
 
-    So generation never stops everywhere.
+    One in WORKERS_PER_UPDATE may, and at least one. With thousands of workers the last one would
+    otherwise get its weights hours after the first.
     """
 
-    def __init__(self) -> None:
-        self._holder, self._until_s = "", 0.0
+    def __init__(self, n_workers: int) -> None:
+        self._n_holders = max(1, n_workers // WORKERS_PER_UPDATE)
+        self._until_s: dict[str, float] = {}  # by holder, the longest one first
 
     def acquire(self, worker: str) -> bool:
         """Return whether `worker` holds the lock now, for up to WEIGHT_UPDATE_S."""
         now_s = time.monotonic()
-        if self._holder not in ("", worker) and now_s < self._until_s:
-            return False
-        self._holder, self._until_s = worker, now_s + WEIGHT_UPDATE_S
+        self._until_s.pop(worker, None)
+        if len(self._until_s) >= self._n_holders:
+            longest, until_s = next(iter(self._until_s.items()))
+            if now_s < until_s:
+                return False
+            del self._until_s[longest]
+        self._until_s[worker] = now_s + WEIGHT_UPDATE_S
         return True
 
     def release(self, worker: str) -> None:
         """Release the lock, if `worker` holds it."""
-        if self._holder == worker:
-            self._holder = ""
+        self._until_s.pop(worker, None)

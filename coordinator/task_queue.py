@@ -18,7 +18,7 @@ from configs import (
 )
 from coordinator.task_order import TaskOrder
 from envs import Task, list_tasks, of_environment
-from store import Catalog, Group, VersionRecord
+from store import HELDOUT, TRAIN, Catalog, Group, VersionRecord
 
 GOLDEN_RATIO = 0.6180339887498949
 FIRST_ROUND = 0  # the evaluation of the base model before training, under version 0
@@ -125,8 +125,8 @@ class TaskQueue:
         self._environment_order = EnvironmentOrder(environment_weights(config))
         plays = not (learns and is_offline(config))
         splits = {name: _splits(config, name) for name in environments(config)} if plays else {}
-        self._train = {name: own["train"] for name, own in splits.items()}
-        self._heldout = [task for own in splits.values() for task in own["heldout"]]
+        self._train = {name: own[TRAIN] for name, own in splits.items()}
+        self._heldout = [task for own in splits.values() for task in own[HELDOUT]]
         training = [task for tasks in self._train.values() for task in tasks]
         self._by_id = {task.id: task for task in (*training, *self._heldout)}
         self._orders: dict[str, TaskOrder] = {}  # empty: each pass over all tasks is shuffled
@@ -144,7 +144,7 @@ class TaskQueue:
 
     def open_next_group(self, catalog: Catalog) -> None:
         """Enter the next training group in the catalog, within the caller's transaction."""
-        ordinal = catalog.next_ordinal("train", purpose_version=None)
+        ordinal = catalog.next_ordinal(TRAIN, evaluated_version=None)
         name, number = self._environment_order[ordinal]
         if not self._orders:
             train = self._train[name]
@@ -167,7 +167,7 @@ class TaskQueue:
     def _open(self, catalog: Catalog, ordinal: int, *, task_id: str) -> Group:
         size = self._config.algorithm.group_size
         return catalog.open_group(
-            ordinal=ordinal, task_id=task_id, split="train", size=size, purpose_version=None
+            ordinal=ordinal, task_id=task_id, split=TRAIN, size=size, evaluated_version=None
         )
 
     def open_round(self, catalog: Catalog, version: int, *, episodes_per_task: int) -> None:

@@ -96,9 +96,11 @@ def _type_name(hint: Any) -> str:
     names = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}
     return names.get(
         name,
-        {"list[str]": "list of texts", "bool | None": "true, false or null"}.get(
-            str(hint), "mapping"
-        ),
+        {
+            "list[str]": "list of texts",
+            "bool | None": "true, false or null",
+            "int | configs.schema.WorkerRange": "whole number or range",
+        }.get(str(hint), "mapping"),
     )
 
 

@@ -17,7 +17,7 @@ supervisor   consumes heartbeats and ended calls, produces restarts and notices;
 `health.py` decides when a process is lost, and how often it is started again
 `shutdown.py` stops all processes in order, `interrupt.py` handles Ctrl-C and SIGTERM
 `errors.py` has the errors that end a run, and finds the cause in another process's error
-`cluster.py` starts or joins the Ray cluster
+`cluster.py` starts or joins the Ray cluster, `nodes.py` reads which of its nodes leave
 `preflight.py` checks the run directory, GPUs and disk before a start
 `environment_check.py` lists the tasks and starts the environment once
 `model_download.py` finds or downloads the model, with `hub_process.py`

@@ -104,7 +104,12 @@ def cpus_of_a_process() -> int:
     to have no work (`ray start --num-cpus=0`). The CPUs of a private Ray are the number of
     processes that it starts beforehand.
     """
-    return 1 if os.environ.get("RAY_ADDRESS") else 0
+    return 1 if is_joined() else 0
+
+
+def is_joined() -> bool:
+    """Return whether the run is on a cluster of somebody else, which may grow and shrink."""
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _join(variables: dict[str, str]) -> None:

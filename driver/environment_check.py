@@ -22,6 +22,7 @@ from envs import (
     missing_packages,
     try_environment,
 )
+from store import HELDOUT, TRAIN
 
 FAILURE_LOG = "environment.log"  # of this check; a worker has a log of its own
 
@@ -49,7 +50,7 @@ def _check_tasks(config: Config, console: Console) -> None:
             seen = try_environment(
                 name,
                 env.options,
-                splits["train"][0],
+                splits[TRAIN][0],
                 answer_timeout_s=env.answer_timeout_s,
                 log=log,
             )
@@ -119,7 +120,7 @@ def _failure_log(log: Path) -> Iterator[Path]:
 
 
 def _task_counts(name: str, splits: Mapping[str, Sequence[Task]]) -> str:
-    return f"{name}: {len(splits['train'])} training tasks, {len(splits['heldout'])} held out"
+    return f"{name}: {len(splits[TRAIN])} training tasks, {len(splits[HELDOUT])} held out"
 
 
 def _model_sees_images(config: Config) -> bool:

@@ -28,6 +28,7 @@ from driver.cluster import ray_cluster
 from driver.environment_check import check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
+    check_engine_arguments,
     check_gpus,
     check_run_dir,
     check_same_run,
@@ -45,6 +46,7 @@ from driver.trackers.follow import follow_metrics
 from driver.trackers.tracker import check_trackers
 from printable import shell_word
 from store import (
+    BASE_POLICY,
     RunLayout,
     StoreError,
     VersionRecord,
@@ -61,7 +63,7 @@ from store import (
 NEWEST_WEIGHTS = """
 SELECT count(DISTINCT task_id) AS tasks, count(*) AS episodes,
     count(*) FILTER (state = 'open') AS open
-FROM groups WHERE split = 'heldout' AND purpose_version = (SELECT max(version) FROM versions)
+FROM newest_round WHERE evaluated_version = (SELECT max(version) FROM versions)
 """
 
 
@@ -82,6 +84,7 @@ def evaluate(
     if trusts:
         trust(_trusted_run(weights, overrides))
     config = new_run_settings(weights, overrides) if overrides else own_run_settings(weights)
+    check_engine_arguments(config)
     check_run_dir(config)
     check_trackers(config)
     _check_endpoint(config, console)
@@ -128,10 +131,8 @@ def own_run_settings(run: str) -> Config:
 
 def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
     """Return the settings of an evaluation in a new run. Raises ConfigError, StoreError."""
-    directories = [
-        text.removeprefix("run_dir=") for text in overrides if text.startswith("run_dir=")
-    ]
-    if not directories:
+    new, others = configs.split_run_dir(overrides)
+    if new is None:
         raise ConfigError(
             f"gigpo evaluate {weights} with settings of its own needs a directory of its own: "
             "run_dir=NEW"
@@ -143,15 +144,17 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
                 f"{weights} has no model.path; give the model to evaluate: model.path=... or "
                 "endpoint.url=..."
             )
-        return configs.without_model(config) if config.endpoint.url else config
+        if config.endpoint.url:
+            return configs.without_model(config)
+        # The model itself is evaluated. It has no adapters.
+        return replace(config, model=replace(config.model, lora_rank=0))
     run, step = parse_run_step(weights)
-    others = [text for text in overrides if not text.startswith("run_dir=")]
     if any(text.startswith("model.path=") for text in others):
         raise ConfigError(
             f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a "
             "config instead"
         )
-    config, new = resume.load(run, others), directories[-1]
+    config = resume.load(run, others)
     if config.endpoint.url:  # the run's tasks and settings
         if step is not None:
             raise ConfigError(
@@ -266,7 +269,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
     """
     run = Path(config.run_dir)
     # Without model.path a server plays, and no process reads this directory.
-    model_path = config.model.path or str(run / "base" / "policy")
+    model_path = config.model.path or str(run / BASE_POLICY)
     with run_lock.driving(run), ExitStack() as ray:
         with said_while(lambda: "starting Ray", console.print):
             processes = n_processes(config, learns=False)

@@ -58,6 +58,18 @@ def check_sources(config: Config, console: Console) -> None:
 
 def _check_each(config: Config, console: Console) -> None:
     """Read what the sources say about themselves, and compare it with the config."""
+    _check_logprobs(config)
+    if only_chats(config) and not config.model.path:
+        for _ in chat_texts(config):  # the model whose template they are written with is not made
+            pass
+        return
+    sources = _sources(config, console, model_path=lambda: _model_path(config))
+    find_sources(sources, order=config.offline.order)
+    _compare_tokens(config, console)
+
+
+def _check_logprobs(config: Config) -> None:
+    """Raise ConfigError for a source without the log-probabilities that the loss reads."""
     for text in config.source:
         if _is_chats(text) and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
@@ -72,28 +84,26 @@ def _check_each(config: Config, console: Console) -> None:
                 "tokens and log-probabilities nobody has, so nothing can be trained from it; leave "
                 "it out"
             )
-    if only_chats(config) and not config.model.path:
-        for _ in chat_texts(config):  # the model whose template they are written with is not made
-            pass
-        return
-    sources = _sources(config, console, model_path=lambda: _model_path(config))
-    find_sources(sources, order=config.offline.order)
-    model_path = _model_path(config)
-    for text in config.source:
-        if _is_chats(text):
-            continue
-        base, theirs = _base_of(text), _config_of(text)
-        why = _why_not_compared(text, base=base, model_path=model_path)
-        if base is None or why:
-            console.print(f"tokens of {text} were not compared: {why}")
-        else:
-            check_same_tokenizer(base, model_path, source=text)
         scripted = theirs is not None and _setting(theirs, "actors.scripted")
         if scripted and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
                 f"source={text} was played by a script, which has no log-probabilities to learn "
                 f"from with loss.policy={config.loss.policy}; use loss.policy=behaviour_cloning"
             )
+
+
+def _compare_tokens(config: Config, console: Console) -> None:
+    """Compare the tokenizer of each run among the sources with the model's."""
+    model_path = _model_path(config)
+    for text in config.source:
+        if _is_chats(text):
+            continue
+        base = _base_of(text)
+        why = _why_not_compared(text, base=base, model_path=model_path)
+        if base is None or why:
+            console.print(f"tokens of {text} were not compared: {why}")
+        else:
+            check_same_tokenizer(base, model_path, source=text)
 
 
 def _place(text: str) -> Path:

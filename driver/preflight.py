@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 import configs
-from actors import engine_fault
-from configs import Config, ConfigError
+from actors import engine_fault, unknown_argument_fault
+from configs import AlgorithmConfig, Config, ConfigError
 from driver import resume, run_lock
-from driver.cluster import available_gpus, gpus_of_this_machine
+from driver.cluster import available_gpus, gpus_of_this_machine, is_joined
 from store import (
     MADE_BEFORE_RUN_JSON,
     RunLayout,
@@ -31,6 +31,25 @@ def check_loss(config: Config) -> None:
     from learner import objective_of  # here: `gigpo status` needs no torch
 
     objective_of(config.loss)
+
+
+def check_algorithm(config: Config) -> None:
+    """Check the settings of advantages and filter, by gigpo's bounds. Raises ConfigError."""
+    # Here: `gigpo status` needs no Arrow.
+    from gigpo import AdvantageSettings, check_group_filter, check_no_unread
+
+    try:
+        check_group_filter(config.algorithm.group_filter)
+        settings = AdvantageSettings.of(config.algorithm)
+        check_no_unread(settings, defaults=AdvantageSettings.of(AlgorithmConfig()))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{error}") from None
+
+
+def check_engine_arguments(config: Config) -> None:
+    """Check that vLLM has the arguments of `actors.engine`. Raises ConfigError."""
+    if fault := unknown_argument_fault(config.actors):
+        raise ConfigError(fault)
 
 
 def check_run_dir(config: Config) -> None:
@@ -150,11 +169,13 @@ def missing_gpus(config: Config) -> list[str]:
 def check_gpus(config: Config, *, learns: bool) -> None:
     """Refuse GPUs that Ray does not have, and an engine that this build of vLLM does not have.
 
-    Ray would wait for ever. Nodes that RAY_ADDRESS joins may have another build of vLLM; a worker
-    there refuses the engine. Raises ConfigError.
+    Ray would wait for ever. A range of workers is for a cluster that grows: there the supervisor
+    waits for places, with a deadline. Nodes that RAY_ADDRESS joins may have another build of vLLM;
+    a worker there refuses the engine. Raises ConfigError.
     """
     wanted, there = configs.gpus_needed(config, learns=learns), available_gpus()
-    if wanted > there:
+    may_grow = is_joined() and isinstance(config.actors.workers, configs.WorkerRange)
+    if wanted > there and not may_grow:
         raise ConfigError(
             f"the config asks for {wanted} GPUs (actors.workers x actors.gpus_per_worker + "
             f"learner.ranks x learner.gpus_per_rank), Ray has {there}; set both to 0 for a CPU "

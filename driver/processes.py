@@ -15,7 +15,7 @@ import ray._private.state
 from ray.exceptions import RayActorError, RayError
 
 from actors import WorkerActor, WorkerSetup
-from configs import Config, n_workers
+from configs import Config, least_workers, n_workers
 from coordinator import CoordinatorActor, CoordinatorClient, CoordinatorSilent, Reply
 from driver.cluster import cpus_of_a_process, on_the_drivers_node
 from driver.errors import DIED, ComponentFailed, cause_of, describe_cause
@@ -42,8 +42,11 @@ class ManagedProcess:
     asked_at_s: float
     is_placed: bool = False  # Ray has found a place for it
     is_named_unplaced: bool = False  # the missing place was reported
+    node: str = ""  # Ray's id of its node; "": not asked yet
     has_started: bool = False
-    is_leaving: bool = False  # it was told to stop, because fewer workers are wanted
+    leaves: str = ""  # why it was told to leave; "": it stays
+    returns: bool = False  # once it has left it is asked for again, elsewhere
+    closes_by_s: float | None = None  # time.monotonic() at which it is killed, once it has left
 
 
 def start(name: str, *, config: Config, model_path: str, coordinator: Any) -> ManagedProcess:
@@ -67,7 +70,8 @@ def start(name: str, *, config: Config, model_path: str, coordinator: Any) -> Ma
 
 def n_processes(config: Config, *, learns: bool) -> int:
     """Return how many processes a run starts: coordinator, workers and the learner's ranks."""
-    return 1 + (n_workers(config) + config.learner.ranks if learns else config.actors.workers)
+    workers = n_workers(config) + config.learner.ranks if learns else least_workers(config.actors)
+    return 1 + workers
 
 
 def gpus(name: str, config: Config) -> float:

@@ -67,7 +67,8 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     with store.limited_memory([run]):  # an error quotes the settings of a stranger's run
         layout = RunLayout.open(run)
         check_trusted(run)
-    if any(text.partition("=")[0] == "run_dir" for text in overrides):
+    root, _ = configs.split_run_dir(overrides)
+    if root is not None:
         raise ConfigError(
             f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory "
             "if you like"
@@ -102,10 +103,9 @@ def directory_of(uri: str, overrides: Sequence[str]) -> tuple[Path, tuple[str, .
     """
     parts = store.split_uri(uri)
     assert parts is not None, "it is no path"
-    given = [text for text in overrides if text.startswith("run_dir=")]
-    others = tuple(text for text in overrides if text not in given)
-    if given:
-        return Path(given[-1].removeprefix("run_dir=")), others
+    root, others = configs.split_run_dir(overrides)
+    if root is not None:
+        return Path(root), others
     return RUNS / (PurePosixPath(parts.path).name or parts.netloc), others
 
 
@@ -188,11 +188,10 @@ def _digest(path: Path) -> str:
 def load_fork(source: str, overrides: Sequence[str]) -> Config:
     """Return the settings of the fork of `source`, RUN@STEP. Raises ConfigError, StoreError."""
     run, _ = parse_fork(source)
-    given = [override for override in overrides if override.startswith("run_dir=")]
-    if not given:
+    run_dir, others = configs.split_run_dir(overrides)
+    if run_dir is None:
         raise ConfigError(f"--fork {source} makes a new run; give its directory: run_dir=...")
-    root = Path(given[-1].removeprefix("run_dir="))
-    others = [override for override in overrides if override not in given]
+    root = Path(run_dir)
     if RunLayout.exists(root):
         _check_is_the_fork(RunLayout.open(root), source)
         return load(root, others)

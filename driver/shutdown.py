@@ -44,7 +44,7 @@ def stop_in_order(
     running = {
         process.call: process
         for process in processes
-        if process.call is not None and _is_made(process)
+        if process.call is not None and process.closes_by_s is None and _is_made(process)
     }
     for process in running.values():
         process.handle.stop.remote()

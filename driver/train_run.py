@@ -27,6 +27,8 @@ from driver.cluster import ray_cluster
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
+    check_algorithm,
+    check_engine_arguments,
     check_gpus,
     check_loss,
     check_run_dir,
@@ -48,7 +50,7 @@ from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
 from printable import one_line
-from store import BASE_POLICY, RunLayout, check_fork, is_published, publish_directory, trust
+from store import BASE_POLICY, TRAIN, RunLayout, check_fork, is_published, publish_directory, trust
 
 
 def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
@@ -111,7 +113,9 @@ def _checked(config: Config) -> Config:
             f"endpoint.url={config.endpoint.url} is for gigpo evaluate: a server gives neither its "
             "tokens nor their log-probabilities, so nothing can be trained from it; leave it out"
         )
+    check_algorithm(config)
     check_loss(config)
+    check_engine_arguments(config)
     if configs.draws_by_weight(config):
         check_order(config.tasks.order)
     check_trackers(config)
@@ -258,7 +262,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
             f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write "
             "first"
         )
-        listed = [list_tasks(own.env.name, own.env.options)["train"] for own in by_name.values()]
+        listed = [list_tasks(own.env.name, own.env.options)[TRAIN] for own in by_name.values()]
         texts = (text for tasks in listed for task in tasks for text in task.data.values())
         _make_tiny_model(policy, config, texts=texts)
     else:

@@ -52,7 +52,11 @@ from .settings import TOKEN_LEVEL as TOKEN_LEVEL
 from .settings import WEIGHTINGS as WEIGHTINGS
 from .settings import WHITENED as WHITENED
 from .settings import WITH_CRITIC as WITH_CRITIC
+from .settings import WITH_STEP_TERM as WITH_STEP_TERM
 from .settings import AdvantageSettings as AdvantageSettings
+from .settings import check_no_unread as check_no_unread
+from .settings import describe_readers as describe_readers
+from .settings import has_effect as has_effect
 from .similarity import similarity_keys as similarity_keys
 from .sql_macro import advantages_macro as advantages_macro
 from .token_advantages import token_advantages as token_advantages

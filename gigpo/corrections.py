@@ -11,6 +11,9 @@ the system that each docstring names.
 The ratio is always pi over mu: a band with low < 1 < high bounds it, not its inverse. A mask
 changes factors only: advantages and group statistics stay. A dropped token still counts in the
 denominators of the mean, so that kept tokens have the same gradient however many are dropped.
+
+`m2po` has a paper. The sources of the others are systems and reports: each correction names those
+whose form it has.
 """
 
 from __future__ import annotations

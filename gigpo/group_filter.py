@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from printable import counted
+from printable import counted, did_you_mean
 
 GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
 
@@ -33,42 +33,44 @@ GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
 def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, str]:
     """Return the groups to leave out, each with the reason as a line for people.
 
-    `advantages` is the table of compute_advantages. Raises ValueError for an unknown filter.
+    `advantages` is the table of compute_advantages. Raises ValueError for an unknown filter. Here
+    R are rows, and G the groups, in the order of their first rows.
     """
     check_group_filter(group_filter)
     if group_filter == "none":
         return {}
     coded = advantages["group_uid"].combine_chunks().dictionary_encode()
-    uids, group = coded.dictionary, coded.indices.to_numpy()
-    advantage = advantages["advantage"].to_numpy()
-    has_advantage = _any(advantage != 0.0, group=group, n_groups=len(uids))
-    differing = advantages["episodes_differ"].to_numpy()
+    uids_G, group_R = coded.dictionary, coded.indices.to_numpy()
+    advantage_R = advantages["advantage"].to_numpy()
+    has_advantage_G = _any(advantage_R != 0.0, group_R=group_R, n_groups=len(uids_G))
+    differing_R = advantages["episodes_differ"].to_numpy()
     if group_filter == "rewards":
-        differing = differing | advantages["steps_differ"].to_numpy()
+        differing_R = differing_R | advantages["steps_differ"].to_numpy()
     elif group_filter == "advantages":
-        differing = advantage != 0.0
-    has_difference = _any(differing, group=group, n_groups=len(uids))
-    is_first_step = advantages["step_index"].to_numpy() == 0
-    n_trajectories = np.bincount(group[is_first_step], minlength=len(uids))
-    lone = (n_trajectories == 1) & (group_filter != "advantages")
-    filtered = np.flatnonzero(~has_difference | ~has_advantage | lone)
+        differing_R = advantage_R != 0.0
+    has_difference_G = _any(differing_R, group_R=group_R, n_groups=len(uids_G))
+    is_first_step_R = advantages["step_index"].to_numpy() == 0
+    n_trajectories_G = np.bincount(group_R[is_first_step_R], minlength=len(uids_G))
+    is_lone_G = (n_trajectories_G == 1) & (group_filter != "advantages")
+    filtered = np.flatnonzero(~has_difference_G | ~has_advantage_G | is_lone_G)
     if not len(filtered):
         return {}
-    first = np.unique(group, return_index=True)[1]  # first row of each group
-    differs = _any(advantage != advantage[first][group], group=group, n_groups=len(uids))
-    penalties_only = differs & advantages["has_penalties"].to_numpy()[first]
-    episode_return = advantages["episode_return"].to_numpy()[first]
+    first_row_G = np.unique(group_R, return_index=True)[1]
+    differs_R = advantage_R != advantage_R[first_row_G][group_R]
+    differs_G = _any(differs_R, group_R=group_R, n_groups=len(uids_G))
+    penalties_only_G = differs_G & advantages["has_penalties"].to_numpy()[first_row_G]
+    episode_return_G = advantages["episode_return"].to_numpy()[first_row_G]
     reasons = {}
-    for number in filtered:
-        if lone[number]:
+    for g in filtered:
+        if is_lone_G[g]:
             reason = "nothing to compare it with"
-        elif group_filter == "advantages" or has_difference[number]:
+        elif group_filter == "advantages" or has_difference_G[g]:
             reason = "no advantage differs from 0"
-        elif group_filter == "rewards" and penalties_only[number]:
-            reason = f"all returned {episode_return[number]:g}, they differ in penalties only"
+        elif group_filter == "rewards" and penalties_only_G[g]:
+            reason = f"all returned {episode_return_G[g]:g}, they differ in penalties only"
         else:
-            reason = f"all returned {episode_return[number]:g}"
-        reasons[uids[number].as_py()] = f"{counted(n_trajectories[number], 'trajectory')}, {reason}"
+            reason = f"all returned {episode_return_G[g]:g}"
+        reasons[uids_G[g].as_py()] = f"{counted(n_trajectories_G[g], 'trajectory')}, {reason}"
     return reasons
 
 
@@ -77,9 +79,10 @@ def check_group_filter(group_filter: str) -> None:
     if group_filter not in GROUP_FILTERS:
         raise ValueError(
             f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
+            f"{did_you_mean(group_filter, GROUP_FILTERS)}"
         )
 
 
-def _any(flag: np.ndarray, *, group: np.ndarray, n_groups: int) -> np.ndarray:
+def _any(flag_R: np.ndarray, *, group_R: np.ndarray, n_groups: int) -> np.ndarray:
     """Return a bool per group: whether one of its rows has the flag."""
-    return np.bincount(group[flag], minlength=n_groups) > 0
+    return np.bincount(group_R[flag_R], minlength=n_groups) > 0

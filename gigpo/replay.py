@@ -7,6 +7,7 @@ wins = replayed_wins(old_rows, batch_rows, settings, weight=replay_weight(7, war
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from importlib import resources
 
 import duckdb
@@ -31,25 +32,33 @@ def replayed_wins(
     deviation divides where `settings` divide live advantages by one. The same rows in the same
     order give the same bits.
     """
-    query = resources.files("gigpo").joinpath("queries", "replayed_wins.sql").read_text("utf-8")
     is_scaled = settings.estimator in WHITENED or (
         settings.normalise == "mean_std" and settings.estimator not in _UNSCALED
     )
-    numbers = pa.array(np.arange(len(replayed)))
-    # One thread: sums of doubles are then taken in one order.
-    with duckdb.connect(config={"threads": 1}) as connection:
-        connection.register("batch", batch.select(_BATCH))
-        connection.register(
-            "replayed", replayed.select(_REPLAYED).append_column("replayed_row", numbers)
-        )
-        parameters = {
+    row_numbers_R = pa.array(np.arange(len(replayed)))
+    wins = _query_wins(
+        batch.select(_BATCH),
+        replayed.select(_REPLAYED).append_column("replayed_row", row_numbers_R),
+        parameters={
             "is_scaled": is_scaled,
             "weight": weight,
             "invalid_penalty": settings.invalid_penalty,
-        }
-        chosen = connection.sql(query, params=parameters).to_arrow_table()
-    rows = replayed.take(chosen["replayed_row"].combine_chunks())
-    return rows.append_column("advantage", chosen["advantage"])
+        },
+    )
+    rows = replayed.take(wins["replayed_row"].combine_chunks())
+    return rows.append_column("advantage", wins["advantage"])
+
+
+def _query_wins(
+    batch: pa.Table, replayed: pa.Table, *, parameters: Mapping[str, object]
+) -> pa.Table:
+    """Run queries/replayed_wins.sql over the two tables."""
+    query = resources.files("gigpo").joinpath("queries", "replayed_wins.sql").read_text("utf-8")
+    # One thread: sums of doubles are then taken in one order.
+    with duckdb.connect(config={"threads": 1}) as connection:
+        connection.register("batch", batch)
+        connection.register("replayed", replayed)
+        return connection.sql(query, params=dict(parameters)).to_arrow_table()
 
 
 def replay_weight(learner_step: int, *, warmup_steps: int) -> float:

@@ -8,12 +8,11 @@ To add an estimator:
    own that `sql_macro.py` lists. Its name where these list estimators: `episode_advantage.sql`,
    `comparisons.sql` (what its step term compares), `advantages.sql` (its sum), `checked.sql`; with
    a critic also `critic_values.sql` and `ppo_terms.sql`
-2. here: its name in ESTIMATORS, and in WHITENED, WITH_CRITIC and TOKEN_LEVEL if they hold for it;
-   `advantages.py`: the columns that it reads; `replay.py`: _UNSCALED, if its advantages are never
-   divided by a deviation
-3. `configs/check.py`: its name, and in READERS the settings that it reads; `configs/derived.py`:
-   WITH_CRITIC again; `configs/schema.py`: the comments of these settings, then
-   `python docs/make_reference.py`
+2. here: its name in ESTIMATORS, in WITH_STEP_TERM, WITH_CRITIC, WHITENED and TOKEN_LEVEL if they
+   hold for it, and in READERS at the settings that it reads; `advantages.py`: the columns that it
+   reads; `replay.py`: _UNSCALED, if its advantages are never divided by a deviation
+3. `configs/schema.py`: the comments of these settings, then `python docs/make_reference.py`; with a
+   critic also `has_critic` in `configs/derived.py`
 4. `docs/algorithms.md`, section 3: its formula, default and source, and when to prefer it
 5. `analysis/view/pages/what_if.py`: a link to it in PRESETS
 6. `tests/support/gigpo_oracle.py`: the same in plain Python; `tests/gigpo/test_estimators.py`: an
@@ -24,6 +23,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -43,16 +43,35 @@ ESTIMATORS: Final = (
     "turn_ppo",
     "ppo",
 )
-# normalised over the whole batch; the others use each group separately
-WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline", "turn_ppo", "ppo")
+# the advantage has a term of anchor groups, or of the states that a group met
+WITH_STEP_TERM: Final = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
 # computed from the values of a critic, in the column `value`
 WITH_CRITIC: Final = ("turn_ppo", "ppo")
+_EPISODE_TERM_ONLY = tuple(
+    name for name in ESTIMATORS if name not in (*WITH_STEP_TERM, *WITH_CRITIC)
+)
+# normalised over the whole batch; the others use each group separately
+WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline", "turn_ppo", "ppo")
 # each response token has an advantage of its own, see token_advantages.py
 TOKEN_LEVEL: Final = ("ppo",)
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
 ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
+# Setting -> the choices that read it; any one of them is enough. All choices read the others.
+READERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
+    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", "turn_ppo")},
+    "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
+    "graph_gamma": {"estimator": ("graphgpo",)},
+    "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
+    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
+    "weighting": {"estimator": ("gigpo", "graphgpo", "g2po", *_EPISODE_TERM_ONLY)},
+    "anchor": {"estimator": WITH_STEP_TERM},
+    "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
+    "similarity": {"anchor": ("similar", "similar_greedy")},
+    "anchor_versions": {"estimator": WITH_STEP_TERM},
+    "version_window": {"anchor_versions": ("window",)},
+}
 _REALS: Final = ("gamma", "gae_lambda", "graph_gamma", "omega", "invalid_penalty", "similarity")
 _INTEGERS: Final = ("anchor_history", "version_window")
 # differences of versions, and the window + 1, have to fit into 64 bits
@@ -177,6 +196,37 @@ class AdvantageSettings:
             raise ValueError(
                 "estimator='hgpo' has anchors of its own, suffixes of states; leave "
                 f"anchor='state', not {self.anchor!r}"
+            )
+
+
+def has_effect(name: str, chosen: AdvantageSettings) -> bool:
+    """Return whether a setting has an effect with the other settings in `chosen`."""
+    choices = READERS.get(name, {})
+    return not choices or any(
+        getattr(chosen, key) in names and has_effect(key, chosen) for key, names in choices.items()
+    )
+
+
+def describe_readers(name: str, chosen: AdvantageSettings) -> tuple[str, str]:
+    """Return the choices that ignore a setting, and those that read it, as text.
+
+    Example: gamma with estimator grpo gives 'estimator=grpo' and 'estimator=gigpo or hgpo or g2po
+    or gagpo or turn_ppo'.
+    """
+    choices = READERS[name]
+    now = " and ".join(f"{key}={getattr(chosen, key)}" for key in choices)
+    return now, ", or ".join(f"{key}={' or '.join(names)}" for key, names in choices.items())
+
+
+def check_no_unread(settings: AdvantageSettings, *, defaults: AdvantageSettings) -> None:
+    """Raise ValueError for a changed setting without effect: it would be taken for one with."""
+    for key in READERS:
+        value, default = getattr(settings, key), getattr(defaults, key)
+        if value != default and not has_effect(key, settings):
+            chosen, ways = describe_readers(key, settings)
+            raise ValueError(
+                f"{key}={value} does nothing with {chosen}; leave it out (its default is "
+                f"{default}), or use {ways}"
             )
 
 

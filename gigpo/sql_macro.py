@@ -8,7 +8,8 @@ from typing import Final
 
 from gigpo.settings import AdvantageSettings
 
-# Each name is a file and a common table expression. A file reads only earlier ones, and itself.
+# Each name is a file and a common table expression. A file reads only earlier ones, and itself. The
+# first two check parameters and columns; the equations follow.
 _QUERIES: Final = (
     "checked",
     "base",

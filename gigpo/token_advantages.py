@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+VARIANCE_EPSILON = 1e-8  # as in verl's `masked_whiten`
+
 
 def token_advantages(
     values_N: ArrayLike, scores_R: ArrayLike, n_tokens_R: ArrayLike, *, gae_lambda: float
@@ -26,29 +28,30 @@ def token_advantages(
     One row with score 4, values (1, 2) and lambda 0.5: deltas (1, 2), A = (2, 2) before whitening,
     targets (3, 4).
     """
-    values = np.asarray(values_N, np.float64)
-    scores, n_tokens = np.asarray(scores_R, np.float64), np.asarray(n_tokens_R, np.int64)
-    if len(scores) != len(n_tokens) or n_tokens.sum() != len(values):
+    values_N = np.asarray(values_N, np.float64)
+    scores_R, n_tokens_R = np.asarray(scores_R, np.float64), np.asarray(n_tokens_R, np.int64)
+    if len(scores_R) != len(n_tokens_R) or n_tokens_R.sum() != len(values_N):
         raise ValueError(
-            f"{len(n_tokens)} rows of {n_tokens.sum()} tokens together have {len(scores)} scores "
-            f"and {len(values)} values; give one score a row and one value a token"
+            f"{len(n_tokens_R)} rows of {n_tokens_R.sum()} tokens together have {len(scores_R)} "
+            f"scores and {len(values_N)} values; give one score a row and one value a token"
         )
-    if not (np.isfinite(values).all() and np.isfinite(scores).all()):
+    if not (np.isfinite(values_N).all() and np.isfinite(scores_R).all()):
         raise ValueError("a value or a score is not finite, and advantages would not be either")
-    advantages, ends = np.empty_like(values), np.cumsum(n_tokens)
-    for back in range(1, n_tokens.max(initial=0) + 1):  # all rows' tokens at this place at once
-        is_long = n_tokens >= back
-        at = ends[is_long] - back
+    advantages_N, ends_R = np.empty_like(values_N), np.cumsum(n_tokens_R)
+    # Back from each row's last token, all rows at once; B rows have so many tokens.
+    for back in range(1, n_tokens_R.max(initial=0) + 1):
+        is_long_R = n_tokens_R >= back
+        at_B = ends_R[is_long_R] - back
         if back == 1:
-            advantages[at] = scores[is_long] - values[at]
+            advantages_N[at_B] = scores_R[is_long_R] - values_N[at_B]
         else:
-            delta = values[at + 1] - values[at]
-            advantages[at] = delta + gae_lambda * advantages[at + 1]
-    return _whitened(advantages), advantages + values
+            delta_B = values_N[at_B + 1] - values_N[at_B]
+            advantages_N[at_B] = delta_B + gae_lambda * advantages_N[at_B + 1]
+    return _whitened(advantages_N), advantages_N + values_N
 
 
 def _whitened(advantages_N: NDArray[np.float64]) -> NDArray[np.float64]:
     if not len(advantages_N) or advantages_N.min() == advantages_N.max():
         return np.zeros_like(advantages_N)
-    centred = advantages_N - advantages_N.mean()
-    return centred / np.sqrt(centred.var(ddof=1) + 1e-8)
+    centred_N = advantages_N - advantages_N.mean()
+    return centred_N / np.sqrt(centred_N.var(ddof=1) + VARIANCE_EPSILON)

@@ -5,11 +5,15 @@ In reading order:
 interface.py           defines the learner's setup, and the errors that end a run
 ray_actor.py           runs the learner as the Ray actor that the driver starts
 learner.py             runs the loop: batch, train, publish, settle, checkpoint
+step_times.py          measures where a learner step's seconds go
 data/
   prefetch.py          prepares the next batch in a thread
-  batch_loader.py      reads claimed groups and computes their advantages
+  batch_loader.py      makes a claimed batch ready: reads, refills, scores, selects, packs
+  training_rows.py     computes the advantages of rows, and selects those to train on
   values.py            computes a critic's values, of rows and of response tokens
   served_teacher.py    asks a teacher behind a server for log-probabilities
+  batch_summary.py     summarises all rows that a learner step claimed
+  updates.py           cuts rows into optimizer updates
   micro_batch.py       packs rows into tensors
 rank_group.py          calls a method on all ranks
 training/
@@ -25,7 +29,7 @@ model/
   packed_attention.py  runs several sequences end to end without padding
   chunked_logprobs.py  computes log-probabilities without keeping all logits
   vision.py            gives images to the model
-  lora.py              adds adapters, and merges them
+  lora.py              adds adapters, yields those of a version, and merges them
   tiny_model.py        makes a base policy without a download
 publishing/
   publish.py           copies weights, and writes them as files
@@ -35,6 +39,7 @@ checkpoint.py          copies, writes and loads everything that a restart needs
 restore_report.py      describes what a restart kept and lost
 distributed/
   deepspeed_setup.py   starts DeepSpeed and joins the ranks
+  partitioned_load.py  loads a model for ZeRO 3 part by part
   optimizer_state.py   reads and writes the optimizer's state at any ZeRO stage
   private_ray.py       starts a Ray for one user
 files/
@@ -43,9 +48,9 @@ files/
 replay.py              trains recorded learner steps again, bit for bit
 explain.py             computes each group's gradient in a learner step
 
-A group's way: `Prefetch` claims it, `prepare_batch` reads it and computes advantages (of a run with
-a critic, from `Critic.values`), `cut_updates` and `micro_batches` make tensors, `RankGroup.train`
-and `Engine.train` compute the gradient.
+A group's way: `Prefetch` claims it, `prepare_batch` reads it, `scored_rows` computes advantages
+(of a run with a critic, from `Critic.values`), `cut_updates` and `micro_batches` make tensors,
+`train_batch` and `Engine.train` compute the gradient.
 `Learner.run` publishes, then settles; `settle` in store/catalog/batches.py makes the batch's groups
 trained.
 """

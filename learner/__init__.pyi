@@ -1,6 +1,6 @@
 from .checkpoint import CheckpointError as CheckpointError
-from .data.batch_loader import check_train_on as check_train_on
 from .data.served_teacher import ServedTeacher as ServedTeacher
+from .data.training_rows import check_train_on as check_train_on
 from .distributed.private_ray import RAY_HIDES_GPUS as RAY_HIDES_GPUS
 from .distributed.private_ray import make_ray_directory as make_ray_directory
 from .distributed.private_ray import ray_token as ray_token
@@ -19,6 +19,7 @@ from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
 from .publishing.export import ExportError as ExportError
 from .publishing.export import export_adapter as export_adapter
+from .publishing.export import export_adapter_version as export_adapter_version
 from .publishing.export import export_checkpoint as export_checkpoint
 from .publishing.export import export_version as export_version
 from .publishing.export import find_version as find_version

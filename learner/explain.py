@@ -20,8 +20,9 @@ import torch
 from rich.table import Table
 
 from gigpo import BatchTotals
-from learner.data.batch_loader import PreparedBatch, with_staleness
+from learner.data.batch_loader import PreparedBatch
 from learner.data.micro_batch import MicroBatch, micro_batches
+from learner.data.updates import with_staleness
 from learner.distributed.deepspeed_setup import PARTITIONED
 from learner.distributed.optimizer_state import trainable
 from learner.training.engine import Engine, with_proximal
@@ -91,6 +92,7 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
     rows = pa.concat_tables([batch.rows, batch.replayed], promote_options="default")
     rows = with_staleness(rows, version=batch.version)
     played, replayed = batch.batch.groups, batch.batch.replayed
+    filtered = batch.filtered
     parts = {
         group.group_uid: _group_rows(engine, rows, group_uid=group.group_uid)
         for group in (*played, *replayed)
@@ -108,7 +110,7 @@ def explain(engine: Engine, batch: PreparedBatch) -> Explanation:
             members=members[group.group_uid],
             staleness=batch.version - group.oldest_version if group.source is None else None,
             gradient=gradient_of.get(group.group_uid),
-            why_not=batch.filtered.get(
+            why_not=filtered.get(
                 group.group_uid, BELOW_BASELINE if group in replayed else "no response tokens"
             ),
             is_replayed=group in replayed,

@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from configs import KEPT_CHECKPOINTS, has_critic, is_offline
-from coordinator import CoordinatorClient, Heartbeat
+from configs import KEPT_CHECKPOINTS, has_critic, is_offline, serves_adapters
+from coordinator import CoordinatorClient, Heartbeat, heartbeat_every_s
 from gigpo import prepare_advantages
 from learner.checkpoint import (
     CheckpointError,
@@ -36,9 +35,11 @@ from learner.interface import (
     NonFiniteWeightsError,
     StarvationError,
 )
-from learner.rank_group import RankGroup, train_batch
+from learner.rank_group import RankGroup
 from learner.restore_report import restored_lines
+from learner.step_times import StepClock, StepTimes
 from learner.training.critic import CriticStats, critic_metrics
+from learner.training.engine import train_batch
 from learner.training.run_health import (
     ALARM,
     ALARM_ENDED,
@@ -47,7 +48,7 @@ from learner.training.run_health import (
     StarvationDeadline,
     non_finite_weights,
 )
-from learner.training.step_metrics import StepClock, StepTimes, UpdateStats, step_metrics
+from learner.training.step_metrics import UpdateStats, step_metrics
 from store import (
     CheckpointRecord,
     RunLayout,
@@ -56,6 +57,7 @@ from store import (
     VersionRecord,
     WeightFileError,
     files_digest,
+    is_adapter,
     local_directory,
     local_model,
     prune_published,
@@ -96,19 +98,18 @@ class Learner:
             self.layout,
             claim=lambda version: self.coordinator.claim(version).get(),
             refill=lambda batch_id, **wanted: self.coordinator.refill(batch_id, **wanted).get(),
+            values=lambda micro_batches: self.ranks.values(micro_batches),
         )
-        self.heart = Heartbeat(self.coordinator.heartbeat)
+        self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config))
         self.behind = WriteBehind()
         with ExitStack() as after_failure:
             after_failure.callback(self.heart.close)
             self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
-            prepare_advantages(self.loader.advantages)
+            prepare_advantages(self.loader.settings.advantages)
             model_path = local_model(self.layout, setup.model_path)
             self.ranks = RankGroup(self.config, model_path=model_path)
             after_failure.callback(self.ranks.close)
             after_failure.callback(self.behind.close)
-            if has_critic(self.config):
-                self.loader = replace(self.loader, values=self.ranks.values)
             self.restored = self._restore()
             after_failure.pop_all()
         self._promise(NO_DEADLINE)  # until the driver has started the other processes
@@ -240,11 +241,14 @@ class Learner:
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
         assert newest is not None, "a checkpoint follows a version"
+        directory = self.layout.root / newest.path
         try:
-            files = weight_files(self.layout.root / newest.path)
+            files = weight_files(directory)
         except WeightFileError:
             return False
-        return files_digest(files) == newest.digest
+        # After a change of model.lora_serving engines need the other form.
+        has_form = is_adapter(directory) == serves_adapters(self.config.model)
+        return has_form and files_digest(files) == newest.digest
 
     def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
         """Yield the batch of each learner step, while the next one is prepared in a thread."""
@@ -309,11 +313,9 @@ class Learner:
         """
         self.heart.promise(LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
         self.health.check_batch(batch)
-        if not batch.updates:
-            return [], []
         try:
             updates, critic = train_batch(
-                self.ranks, batch, config=self.config, learner_step=self.step + 1
+                self.ranks, batch.updates, config=self.config, learner_step=self.step + 1
             )
         except NonFiniteWeightsError as error:
             raise non_finite_weights(
@@ -386,7 +388,7 @@ class Learner:
         return alarms.began
 
     def _refill_line(self, batch: PreparedBatch) -> str:
-        n_wanted = self.loader.n_live
+        n_wanted = self.loader.n_own
         return (
             f"learner step {self.step} trained on {n_wanted - batch.n_missing} groups instead of "
             f"{n_wanted}: algorithm.refill_groups={self.loader.refill_groups} more groups were "

@@ -14,6 +14,7 @@ also where the remaining ranks would wait for it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -37,16 +38,24 @@ from learner.checkpoint import (
     write_checkpoint,
     write_files,
 )
-from learner.data.batch_loader import PreparedBatch
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks
 from learner.interface import RankError
+from learner.model.lora import write_adapter_config
 from learner.publishing.broadcast_sender import Broadcast
-from learner.publishing.publish import WeightsCopy
+from learner.publishing.publish import SHARD_BYTES, WeightsCopy
 from learner.training.critic import CriticStats
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
-from store import RunLayout, broadcast
+from store import (
+    RunLayout,
+    broadcast,
+    check_adapter,
+    files_digest,
+    tensor_shapes,
+    weight_files,
+    write_base,
+)
 
 # Without a limit a rank that waits for devices held by others would block the start for ever.
 START_TIMEOUT_S = 120.0
@@ -55,6 +64,7 @@ WATCH_S = 0.2  # between two checks of the other ranks while this one works
 # can the cause be told from its consequences.
 FAILURE_S = 5.0
 
+TOKENIZER_FILE = "tokenizer.json"
 WRITING = "writing"  # Ray's name for the thread of a rank that writes while the rank trains
 
 Answer = TypeVar("Answer")
@@ -73,6 +83,8 @@ class RankGroup:
         self.model_path = model_path
         self._write_timeout_s = config.learner.step_timeout_s
         self._weights = WeightsCopy()
+        self._model = config.model
+        self._base_digest = ""  # until the first adapter is written
         self._checkpoint: CheckpointCopy | None = None  # until it is written
         options = {"num_cpus": 0, "num_gpus": config.learner.gpus_per_rank}
         self.peers = [
@@ -119,12 +131,45 @@ class RankGroup:
 
         `write_weights` has to be done with the version before.
         """
-        return self._run_on_all(lambda: self._weights.take(self.engine.weights()), gather_weights)
+        digest = self._run_on_all(
+            lambda: self._weights.take(self.engine.published()), gather_weights
+        )
+        if self.engine.publishes_adapters and self._weights.n_bytes > SHARD_BYTES:
+            raise ValueError(
+                f"the adapters have {self._weights.n_bytes} bytes, and one file has at most "
+                f"{SHARD_BYTES}; use a smaller model.lora_rank, or model.lora_serving=merged"
+            )
+        return digest
 
     def write_weights(self, directory: Path) -> None:
         """Write the copied weights, and send them to the engines. See `WeightsCopy.write`."""
+        if self.engine.publishes_adapters:
+            self._weights.write_adapter(directory, write_others=self._write_adapter_files)
+            return
         with self.broadcast.round() if self.broadcast is not None else nullcontext() as send:
             self._weights.write(directory, source_dir=self.model_path, send=send)
+
+    def _write_adapter_files(self, directory: Path) -> None:
+        """Write an adapter's configuration, the digest of its base model, and the tokenizer.
+
+        The digest is computed once, in the thread that writes: it reads the whole base model. The
+        viewer shows tokens by the tokenizer.
+        """
+        base, is_first = Path(self.model_path), not self._base_digest
+        if is_first:
+            self._base_digest = files_digest(weight_files(base))
+        if (base / TOKENIZER_FILE).is_file():
+            shutil.copyfile(base / TOKENIZER_FILE, directory / TOKENIZER_FILE)
+        write_adapter_config(self.engine.policy.causal_lm, directory)
+        write_base(directory, digest=self._base_digest)
+        if is_first:  # engines make the same check, of each version
+            check_adapter(
+                directory,
+                rank=self._model.lora_rank,
+                alpha=self._model.lora_alpha,
+                base_shapes=tensor_shapes(base),
+                base_digest=self._base_digest,
+            )
 
     def copy_checkpoint(self, *, learner_step: int, version: int, lsn: int) -> None:
         """Copy everything that a checkpoint needs into main memory, on each rank its own part."""
@@ -268,8 +313,8 @@ _RemoteRankActor: Any = ray.remote(concurrency_groups={WRITING: 1})(RemoteRank)
 
 
 def gather_weights(engine: Engine) -> None:
-    """Take part in gathering all weights, which rank 0 writes."""
-    for _ in engine.weights():
+    """Take part in gathering the published weights, which rank 0 writes."""
+    for _ in engine.published():
         pass
 
 
@@ -286,22 +331,6 @@ def make_engine(config: Config, *, model_path: str, rank: int, address: str | No
         rank=rank,
         address=address,
     )
-
-
-def train_batch(
-    ranks: RankGroup, batch: PreparedBatch, *, config: Config, learner_step: int
-) -> tuple[list[UpdateStats], list[CriticStats]]:
-    """Train on a batch: the critic, if the run has one, and the policy.
-
-    In the first `critic.warmup_steps` learner steps the policy is left as it is.
-    """
-    updates = [update.micro_batches for update in batch.updates]
-    if not has_critic(config):
-        return ranks.train(updates), []
-    critic = ranks.train_critic(updates)
-    if learner_step <= config.critic.warmup_steps:
-        return [], critic
-    return ranks.train(updates), critic
 
 
 def log_name(rank: int) -> str:

@@ -28,8 +28,8 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 import configs
-from configs import Config, has_critic
-from gigpo import prepare_advantages
+from configs import Config
+from gigpo import AdvantageSettings, prepare_advantages
 from learner.data.batch_loader import make_loader, prepare_batch
 from learner.distributed.deepspeed_setup import PARTITIONED, device_text, nondeterminism_note
 from learner.distributed.private_ray import (
@@ -40,8 +40,9 @@ from learner.distributed.private_ray import (
 )
 from learner.explain import Explanation, explain, left_out_lines, table
 from learner.publishing.export import base_model
-from learner.rank_group import RankGroup, train_batch
+from learner.rank_group import RankGroup
 from learner.training.critic import critic_metrics
+from learner.training.engine import train_batch
 from learner.training.step_metrics import timeless_metrics
 from printable import UserError
 from store import (
@@ -156,17 +157,19 @@ def replayed(
     trained_step(layout, last)  # raises, before anything is loaded, if there is no such step
     model_path = base_model(layout, config)
     disable_progress_bar()  # shown by transformers while it loads the model
-    # The batches are those of the store, so nothing is claimed.
-    loader = make_loader(
-        config, layout, claim=lambda version: None, refill=lambda batch_id, **wanted: None
-    )
-    prepare_advantages(loader.advantages)
+    prepare_advantages(AdvantageSettings.of(config.algorithm))
     with (
         _scratch(layout) as scratch,
         _ranks(config, layout, model_path=model_path, scratch=scratch) as ranks,
     ):
-        if has_critic(config):
-            loader = replace(loader, values=ranks.values)
+        # The batches are those of the store, so nothing is claimed.
+        loader = make_loader(
+            config,
+            layout,
+            claim=lambda version: None,
+            refill=lambda batch_id, **wanted: None,
+            values=ranks.values,
+        )
         start = _restored(layout, ranks, before=first, model_path=model_path, scratch=scratch)
         say(start.what)
         if not start.same:
@@ -184,7 +187,9 @@ def replayed(
             )
             if explained is not None and learner_step == first:
                 explained(explain(ranks.engine, batch))
-            updates, critic = train_batch(ranks, batch, config=config, learner_step=learner_step)
+            updates, critic = train_batch(
+                ranks, batch.updates, config=config, learner_step=learner_step
+            )
             figures = timeless_metrics(batch, updates) | critic_metrics(critic)
             compared = figures.keys() & recorded.figures.keys()
             pairs = {name: (recorded.figures[name], figures[name]) for name in compared}

@@ -8,6 +8,7 @@ records.py           Step and Trajectory: the rows that are stored, and their Ar
 layout.py            where each file of a run is; run.json, and the format of a run
 segments.py          write and read one segment
 weight_files.py      the files of a model's weights, and the head of one
+adapter_files.py     a published LoRA adapter, and its base model's digest
 catalog/             what counts: groups, batches, versions, segments
 reading/             the manifest, the SQL views, and a reader that can do no harm
 maintenance/         compaction, retention, fsck, repair, rebuild
@@ -16,7 +17,7 @@ exchange/            data sets, offline groups, and forks: trajectories from run
 untrusted/           files and settings that a stranger may have written
 storage.py           the files of a run in a local directory or an object store
 remote_directory.py  weights and checkpoints in an object store
-home.py              the one directory that goes on with a run whose files are elsewhere
+primary_directory.py the one directory that goes on with a run whose files are elsewhere
 atomic_write.py      files that are either absent or whole after a crash
 hashing.py           state hashes, uids and digests
 broadcast.py         the protocol by which weights are sent past the store

@@ -1,11 +1,20 @@
 from . import broadcast as broadcast
+from .adapter_files import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG_FILE
+from .adapter_files import ADAPTER_FILE as ADAPTER_FILE
+from .adapter_files import ADAPTER_PREFIX as ADAPTER_PREFIX
+from .adapter_files import BASE_FILE as BASE_FILE
+from .adapter_files import check_adapter as check_adapter
+from .adapter_files import is_adapter as is_adapter
+from .adapter_files import write_base as write_base
 from .atomic_write import READ_WRITE as READ_WRITE
 from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
 from .catalog.records import EXTRA_OF as EXTRA_OF
+from .catalog.records import HELDOUT as HELDOUT
 from .catalog.records import IMPORTED as IMPORTED
+from .catalog.records import TRAIN as TRAIN
 from .catalog.records import WHY_UNFINISHED as WHY_UNFINISHED
 from .catalog.records import Batch as Batch
 from .catalog.records import CheckpointRecord as CheckpointRecord
@@ -127,4 +136,5 @@ from .weight_files import TensorEntry as TensorEntry
 from .weight_files import WeightFileError as WeightFileError
 from .weight_files import decode_safetensors_head as decode_safetensors_head
 from .weight_files import encode_safetensors_head as encode_safetensors_head
+from .weight_files import tensor_shapes as tensor_shapes
 from .weight_files import weight_files as weight_files

@@ -40,7 +40,7 @@ class UnsafePathError(StoreError, OSError):
 
 
 class LockedError(StoreError):
-    """Another live process owns the catalog."""
+    """Another running process owns the catalog."""
 
 
 class FencedError(StoreError):

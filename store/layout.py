@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from printable import shell_word
-from store import home as homes
+from store import primary_directory
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError, UnsafePathError
@@ -26,9 +26,10 @@ from store.untrusted.signatures import SIGNED, sign_run, state_directory
 
 # Format of a run and of every file in it. A change that this version would misread needs another
 # name.
-FORMAT = "async-gigpo/2"
-# In a directory that is still being made from another run, or brought from a storage.
-UNFINISHED_FORK = "fork.unfinished"
+FORMAT = "async-gigpo/3"
+# Files in a directory that is no run yet: it is being made from another run, or brought from a
+# storage. The last act of either removes its file.
+UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -84,7 +85,7 @@ DIRECTORIES_OF_A_RUN = (
 FILES_OF_A_RUN = (
     "run.json",
     "signed.json",
-    homes.HOME,
+    primary_directory.PRIMARY,
     "manifest.json",
     "published.json",
     "open.sql",
@@ -103,7 +104,7 @@ OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
 MADE_BEFORE_RUN_JSON = (
     "run.json",
     "signed.json",
-    homes.HOME,
+    primary_directory.PRIMARY,
     "segments",
     "export",
     "weights",
@@ -212,9 +213,9 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
 def is_unused(storage: Storage) -> bool:
     """Return whether no run has begun in a storage.
 
-    run.json and the home are also left by a start that did not get further.
+    run.json and PRIMARY are also left by a start that did not get further.
     """
-    return all(file.path in ("run.json", homes.HOME) for file in storage.files(""))
+    return all(file.path in ("run.json", primary_directory.PRIMARY) for file in storage.files(""))
 
 
 class _Below:
@@ -238,7 +239,7 @@ class RunLayout:
     root: Path  # absolute
     info: RunInfo
     # the run's own directory, if `root` is this user's copy of a remote storage
-    home: Path | None = None
+    copy_of: Path | None = None
 
     @classmethod
     def create(
@@ -310,6 +311,11 @@ class RunLayout:
                 raise FormatError(
                     f"{root} is a fork that was cut short; remove it, and give the command again"
                 )
+            if beneath.status(root / UNFINISHED_BRING, root=root) is not None:
+                raise FormatError(
+                    f"{root} is a run that was only brought here in part; give the command that "
+                    f"brought it again: gigpo train --resume URI run_dir={shell_word(str(root))}"
+                )
             data = beneath.read_bytes(path, root=root, at_most=beneath.MAX_TEXT_BYTES)
             info = parse_run_json(data, name=str(path))
         except UnsafePathError:
@@ -336,7 +342,8 @@ class RunLayout:
         """Return the run at `root` for a worker or the learner. Raises as `open`, or StoreError.
 
         On a node that does not see the owner's directory one is made at the same path, for logs,
-        weights and checkpoints. It is not the run's home, so nobody can own the run there.
+        weights and checkpoints. It is not the run's primary directory, so nobody can own the run
+        there.
         """
         root = root.absolute()
         if not storage_uri or cls.exists(root):
@@ -378,7 +385,7 @@ class RunLayout:
                 "its own, or go on with that one: gigpo train --resume "
                 f"{shell_word(self.info.storage_uri)}"
             )
-        homes.take(self.root, self.storage)
+        primary_directory.take(self.root, self.storage)
         self.storage.write("run.json", run_json)
 
     @property
@@ -387,15 +394,15 @@ class RunLayout:
         uri = self.info.storage_uri
         return LocalStorage(self.root) if uri is None else open_storage(uri)
 
-    def check_home(self) -> None:
+    def check_primary(self) -> None:
         """Raise FencedError if the run was brought to another directory, where it goes on."""
         if self.info.storage_uri is not None:
-            homes.check(self.root, self.info.storage_uri)
+            primary_directory.check(self.root, self.info.storage_uri)
 
     @property
     def run_directory(self) -> Path:
         """Return the directory that the user knows, also for the copy that `mirror` made."""
-        return self.home or self.root
+        return self.copy_of or self.root
 
     @property
     def catalog(self) -> Path:

@@ -7,10 +7,12 @@ Until then it is an orphan, which nobody reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -73,6 +75,19 @@ class TrajectoryMeta:
     version_min: int
     version_max: int
 
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TrajectoryMeta:
+        return cls(**{name: getattr(trajectory, name) for name in cls.__slots__})
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any] | sqlite3.Row) -> TrajectoryMeta:
+        """Read a row of the catalog's table `trajectory`, or one with the same columns.
+
+        SQLite has no truth values: `won` is 0 or 1 there.
+        """
+        columns = {name: row[name] for name in cls.__slots__}
+        return cls(**{**columns, "won": bool(row["won"])})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentMeta:
@@ -98,7 +113,7 @@ def write_segment(
         raise StoreError(
             "two trajectories of one segment have the same traj_uid; give each member its own"
         )
-    metas = tuple(_meta(trajectory) for trajectory in trajectories)
+    metas = tuple(TrajectoryMeta.of(trajectory) for trajectory in trajectories)
     return write_rows(
         layout, to_table(trajectories), trajectories=metas, worker=worker, epoch=epoch
     )
@@ -213,8 +228,3 @@ def encode(table: pa.Table, *, metadata: dict[str, str]) -> pa.Buffer:
         write_page_checksum=True,
     )
     return sink.getvalue()
-
-
-def _meta(trajectory: Trajectory) -> TrajectoryMeta:
-    columns = {name: getattr(trajectory, name) for name in TrajectoryMeta.__slots__}
-    return TrajectoryMeta(**columns)

@@ -16,6 +16,7 @@ from store.errors import StoreError
 
 N_LENGTH_BYTES = 8
 ALIGNMENT_BYTES = 8
+MOST_HEAD_BYTES = 100 * 2**20  # safetensors' own bound
 METADATA = "__metadata__"
 # Name in the format -> name of the torch dtype.
 SAFETENSORS_DTYPES = {
@@ -80,4 +81,36 @@ def decode_safetensors_head(head: bytes) -> list[TensorEntry]:
         entries.append(
             TensorEntry(name=name, dtype=entry["dtype"], shape=entry["shape"], begin=begin, end=end)
         )
+    return entries
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """Return name and shape of every tensor at `path`, a file or a directory of files.
+
+    Raises WeightFileError if a file is cut or damaged.
+    """
+    shapes: dict[str, list[int]] = {}
+    for file in weight_files(path):
+        try:
+            entries = _entries(file)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise WeightFileError(
+                f"{file} is not a whole safetensors file ({error}); publish it again"
+            ) from error
+        shapes |= {entry.name: entry.shape for entry in entries}
+    return shapes
+
+
+def _entries(path: Path) -> list[TensorEntry]:
+    """Return the tensors that a file holds. Raises ValueError for one with too few bytes."""
+    with path.open("rb") as file:
+        length = file.read(N_LENGTH_BYTES)
+        n_bytes = int.from_bytes(length, "little")
+        if len(length) < N_LENGTH_BYTES or n_bytes > MOST_HEAD_BYTES:
+            raise ValueError(f"its head would have {n_bytes} bytes")
+        head = length + file.read(n_bytes)
+    entries = decode_safetensors_head(head)
+    needed = len(head) + max((entry.end for entry in entries), default=0)
+    if path.stat().st_size < needed:
+        raise ValueError(f"{path.stat().st_size} of {needed} bytes")
     return entries

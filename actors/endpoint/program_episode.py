@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.endpoint.server import Endpoint, Recording
-from actors.rollout.episode import EpisodeIds, EpisodeRules, trajectory_of
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules, trajectory_of
 from envs import EnvironmentDied, Outcome, ProgramPool, Task, log_hint
 from store import Step, Trajectory, now_us
 
@@ -24,7 +24,9 @@ class ProgramEpisodes:
         """Return zeros: nothing that a program does is remembered."""
         return 0, 0
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         """Run the program until it returns. A chat completion is one Step; the last has the reward.
 
         A program that fails after it was refused a completion for length was truncated: the steps
@@ -38,7 +40,7 @@ class ProgramEpisodes:
         """
         pool = self._pool
         label = f"program {pool.name!r} on task {task.split}/{task.id}"
-        with self._endpoint.episode(ids, rules, label=label) as recording:
+        with self._endpoint.episode(ids, rules, progress=progress, label=label) as recording:
             outcome = await _outcome(pool, recording, task=task)
             ended_us = now_us()
             steps = recording.steps()

@@ -2,7 +2,7 @@
 
     endpoint = Endpoint(policy, tokenizer, config=config)
     await endpoint.start()                    # on this event loop, at 127.0.0.1, on a free port
-    with endpoint.episode(ids, rules, label="task 7") as recording:
+    with endpoint.episode(ids, rules, progress=progress, label="task 7") as recording:
         ...                                   # a program calls recording.client.base_url
         steps = recording.steps()
     await endpoint.close()
@@ -40,7 +40,14 @@ from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, seen_text
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
-from actors.rollout.episode import EpisodeIds, EpisodeRules, completion_of, step_of
+from actors.rollout.episode import (
+    AttemptProgress,
+    EpisodeIds,
+    EpisodeRules,
+    anchor_of,
+    completion_of,
+    step_of,
+)
 from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
 from printable import one_line
@@ -56,6 +63,9 @@ T = TypeVar("T")
 KEY = re.compile("episode-([0-9]{1,19})-[0-9a-f]{32}")  # number of an episode, and its signature
 
 
+HAS_ENDED = "this episode has ended; its API key is of no use"
+
+
 class Recording:
     """Record one episode: its limits, and its steps so far. Unblocked by the policy."""
 
@@ -64,12 +74,14 @@ class Recording:
         ids: EpisodeIds,
         rules: EpisodeRules,
         *,
+        progress: AttemptProgress,
         conversation: Conversation,
         client: ClientSettings,
         label: str,
     ) -> None:
         self.ids = ids
         self.rules = rules
+        self._progress = progress
         self.conversation = conversation
         self.client = client
         self.label = label  # for errors
@@ -100,26 +112,23 @@ class Recording:
 
     def add(self, number: int, step: Step) -> None:
         self._recorded[number] = step
-        self.ids.progress.add(step)
+        self._progress.add(step)
 
     def refuse_beyond(self, n_more: int) -> None:
         """Raise RequestError if the episode has no room for `n_more` completions, or is over."""
         if self.is_over:
-            raise _episode_over()
+            raise _episode_over(HAS_ENDED)
         if len(self._recorded) + self._n_in_flight + n_more > self.rules.max_steps:
-            raise self.cut(
+            why = (
                 f"the episode has had the {self.rules.max_steps} chat completions that "
-                "env.max_steps allows",
-                status=410,
+                "env.max_steps allows"
             )
+            self.mark_cut_off(why)
+            raise _episode_over(why)
 
-    def cut(self, why: str, *, status: int, code: str = "episode_over") -> RequestError:
-        """Return the error for an episode that is too long.
-
-        A program that ends with this error was truncated; it did not fail.
-        """
+    def mark_cut_off(self, why: str) -> None:
+        """Note that the episode is too long: a program that ends with that error did not fail."""
         self.cut_off = why
-        return RequestError(why, status=status, code=code, param=None)
 
 
 class Endpoint:
@@ -161,7 +170,12 @@ class Endpoint:
 
     @contextmanager
     def episode(
-        self, ids: EpisodeIds, rules: EpisodeRules, *, label: str = "an episode"
+        self,
+        ids: EpisodeIds,
+        rules: EpisodeRules,
+        *,
+        progress: AttemptProgress,
+        label: str = "an episode",
     ) -> Iterator[Recording]:
         """Record requests with its API key during the `with` block; refuse later ones."""
         number = next(self._numbers)
@@ -172,7 +186,12 @@ class Endpoint:
             max_characters=self._max_characters,
         )
         recording = self._open[number] = Recording(
-            ids, rules, conversation=conversation, client=client, label=label
+            ids,
+            rules,
+            progress=progress,
+            conversation=conversation,
+            client=client,
+            label=label,
         )
         try:
             yield recording
@@ -195,7 +214,7 @@ class Endpoint:
             )
             raise RequestError(message, status=401, code="invalid_api_key", param=None)
         if number not in self._open:
-            raise _episode_over()
+            raise _episode_over(HAS_ENDED)
         return self._open[number]
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -284,6 +303,7 @@ class Endpoint:
                 number=number,
                 prompt=prompt,
                 observation=observation,
+                anchor=anchor_of(observation),
                 action=reply.text,
                 is_valid=reply.completion.finish_reason == "stop",
                 t_start_us=started_us,
@@ -345,7 +365,9 @@ class Endpoint:
 
     def _too_long(self, recording: Recording, size: str) -> RequestError:
         limit = f"the model takes {self._max_model_tokens} tokens, prompt and reply together"
-        return recording.cut(f"{size}; {limit}", status=400, code="context_length_exceeded")
+        why = f"{size}; {limit}"
+        recording.mark_cut_off(why)
+        return RequestError(why, status=400, code="context_length_exceeded", param=None)
 
     async def _generate(
         self, recording: Recording, prompt: Prompt, *, numbers: list[int]
@@ -367,18 +389,17 @@ class Endpoint:
                 self.policy, prompt, number=number, episode=recording.ids, rules=rules
             )
         except TimeoutError:
-            raise recording.cut(
-                f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}", status=410
-            ) from None
+            why = f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}"
+            recording.mark_cut_off(why)
+            raise _episode_over(why) from None
         except Exception as error:  # process border: `ProgramEpisodes` raises it in the worker
             recording.failure = error
             message = f"the policy failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, code="policy_failed", param=None) from error
 
 
-def _episode_over() -> RequestError:
-    message = "this episode has ended; its API key is of no use"
-    return RequestError(message, status=410, code="episode_over", param=None)
+def _episode_over(why: str) -> RequestError:
+    return RequestError(why, status=410, code="episode_over", param=None)
 
 
 @web.middleware

@@ -11,7 +11,9 @@ imports vLLM while the worker does. GPU engines start vLLM's way.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -22,7 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from configs import ActorsConfig
+from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers
+from printable import did_you_mean
 from store import weight_files
 
 # directory of the sockets that connect a worker with its engine; needs a short path
@@ -33,6 +36,7 @@ ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 # gains nothing from more of them.
 BYTES_PER_THREAD = 40_000_000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
 PRELOADED = "actors.inference.fork_server_preload"  # the server imports it before it serves
 
 _server_variables: dict[str, str] = {}  # environment variables of this process's server
@@ -67,9 +71,44 @@ def _is_cpu_build() -> bool:
         return True  # only the distribution "vllm-cpu" installs the module under another name
 
 
+def unknown_argument_fault(actors: ActorsConfig) -> str:
+    """Return in one line which of `actors.engine` vLLM does not have; "" if it has them all.
+
+    vLLM is not imported, which takes ten seconds: the names are read from its source. If that is
+    not here or has another form, vLLM itself refuses wrong names when the engine starts.
+    """
+    known = _argument_names() if actors.engine else []
+    for name in actors.engine:
+        if known and name not in known:
+            passed = [each for each in known if each not in REFUSED_ARGUMENTS]
+            return (
+                f"actors.engine.{name} is no argument of vLLM{did_you_mean(name, passed)}; leave "
+                "it out"
+            )
+    return ""
+
+
+def _argument_names() -> list[str]:
+    """Return the names of the fields of vLLM's EngineArgs and AsyncEngineArgs."""
+    package = importlib.util.find_spec("vllm")
+    folders = package.submodule_search_locations if package else None
+    file = Path(folders[0], "engine", "arg_utils.py") if folders else None
+    if file is None or not file.is_file():
+        return []
+    return [
+        field.target.id
+        for part in ast.parse(file.read_text()).body
+        if isinstance(part, ast.ClassDef) and part.name in ARGUMENT_CLASSES
+        for field in part.body
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and not field.target.id.startswith("_")
+    ]
+
+
 def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -> dict[str, str]:
-    """Return an engine's variables. Raises ValueError if vLLM's build has no such engine."""
-    if fault := engine_fault(actors):
+    """Return an engine's variables. Raises ValueError if the installed vLLM has no such engine."""
+    if fault := engine_fault(actors) or unknown_argument_fault(actors):
         raise ValueError(fault)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     log_config_path = log_path.with_suffix(".logging.json")
@@ -81,6 +120,8 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if actors.batch_invariant:
+        variables["VLLM_BATCH_INVARIANT"] = "1"
     if actors.gpus_per_worker:
         return variables
     cores = engine_cores(actors.cpu_cores)
@@ -126,7 +167,7 @@ def engine_threads(actors: ActorsConfig, n_cores: int, *, model_path: Path) -> i
     """
     if actors.cpu_cores != "auto":
         return n_cores
-    share = (n_cores - 1) // actors.workers - 1
+    share = (n_cores - 1) // least_workers(actors) - 1
     gains = sum(file.stat().st_size for file in weight_files(model_path)) // BYTES_PER_THREAD
     return max(1, min(share, gains))
 

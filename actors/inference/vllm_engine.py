@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.inference.vllm_images import image_arguments
 from actors.policy import EngineLostError
-from configs import ActorsConfig, check_model_directory
+from configs import (
+    PIPELINE,
+    TENSOR,
+    ActorsConfig,
+    ConfigError,
+    check_model_directory,
+    parallel_sizes,
+)
 from printable import UserError, one_line
 
 if TYPE_CHECKING:
@@ -28,6 +35,7 @@ TEXT_ARGUMENTS = {
 CPU_BATCH_TOKENS = 8192
 # vLLM's messages, in three phases of the start, for GPU memory that another process still holds
 NO_MEMORY = re.compile("Free memory on device|out of memory|Error in memory profiling")
+NO_LORA = "does not support LoRA"  # vLLM's message
 RAISED = re.compile(r"\b(\w*(?:Error|Exception)): (.+)")  # the last line of a traceback
 
 
@@ -56,6 +64,8 @@ def start_failures(log_path: Path) -> Iterator[None]:
             found for found in RAISED.findall(text) if "initialization failed" not in found[1]
         ]
         cause = ": ".join(raised[-1]) if raised else f"{type(error).__name__}: {one_line(error)}"
+        if NO_LORA in cause:
+            cause += " Use model.lora_serving=merged"
         kind = EngineMemoryError if NO_MEMORY.search(f"{cause} {error}") else EngineStartError
         raise kind(f"the vLLM engine did not start: {cause}; its log is {log_path}") from error
 
@@ -88,18 +98,27 @@ def engine_args(
     *,
     model_path: Path,
     dtype: str,
+    float32_head: bool,
     actors: ActorsConfig,
     max_model_tokens: int,
     max_requests: int,
     statistics: bool,
+    adapters: Mapping[str, Any],
 ) -> AsyncEngineArgs:
+    """Return vLLM's arguments. `adapters` are those for LoRA, none for whole weights."""
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
     check_model_directory(model_path)
+    for_images = image_arguments(model_path)
+    for name in sorted(for_images.keys() & actors.engine.keys()):
+        raise ConfigError(
+            f"actors.engine.{name}: a vision model needs {name}={for_images[name]}; leave it out"
+        )
     return AsyncEngineArgs(
         model=str(model_path),
         dtype=dtype,
+        hf_overrides={"head_dtype": "float32"} if float32_head else {},
         max_model_len=max_model_tokens,
         max_num_seqs=max_requests,
         # after temperature, as sampled; raw log-probabilities would bias every ratio
@@ -107,17 +126,20 @@ def engine_args(
         weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
         disable_log_stats=not statistics,
         use_tqdm_on_load=False,
-        **(TEXT_ARGUMENTS | image_arguments(model_path)),
-        **placement(actors, max_model_tokens=max_model_tokens),
+        **adapters,
+        **(TEXT_ARGUMENTS | for_images),
+        **(placement(actors, max_model_tokens=max_model_tokens) | actors.engine),
     )
 
 
 def placement(actors: ActorsConfig, *, max_model_tokens: int) -> dict[str, Any]:
-    """Return the engine arguments for device and memory."""
+    """Return the engine arguments for device and memory. `actors.engine` may change some."""
     arguments: dict[str, Any]
     if actors.gpus_per_worker:
+        tensor, pipeline = parallel_sizes(actors)
         arguments = {
-            "tensor_parallel_size": max(1, round(actors.gpus_per_worker)),
+            TENSOR: tensor,
+            PIPELINE: pipeline,
             # The fraction that must be free at the start. After a kill, memory of the previous
             # engine may not be.
             "gpu_memory_utilization": actors.gpu_memory_utilization

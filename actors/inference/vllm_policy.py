@@ -7,7 +7,8 @@
 
 Token ids go in and come out: the engine has no tokenizer. Weights change under running requests.
 They are paused, their cached keys and values dropped, and resumed with the new weights; the
-`version_min` and `version_max` of a completion tell.
+`version_min` and `version_max` of a completion tell. LoRA adapters are added instead, and a request
+ends with the adapter that it began with (`vllm_adapters.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import asyncio
 import contextlib
 import multiprocessing
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.concurrency import RequestGate
 from actors.inference.engine_process import engines_from_server, environment, preload_vllm
+from actors.inference.vllm_adapters import Adapters
 from actors.inference.vllm_engine import (
     engine_args,
     engine_call,
@@ -35,12 +38,11 @@ from actors.inference.weight_load import (
     PhaseClock,
     WeightLoad,
     check_shapes,
-    tensor_shapes,
 )
 from actors.policy import Completion, EngineLostError, Prompt
 from actors.prompting.images import load_image_form
-from configs import ActorsConfig, load_safely
-from store import WeightFileError
+from configs import ActorsConfig, ModelConfig, load_safely
+from store import WeightFileError, tensor_shapes
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -53,10 +55,12 @@ VERIFY_POLL_S = 0.005
 class VLLMPolicy:
     """Serve completions of numbered weights. Unblocked by the engine process.
 
-    Version 0 is the weights in `model_path`. Requests pass `gate`, whose limit at `start` is the
+    Version 0 is the weights in `model_path`. With `lora` versions are adapters of that model; None:
+    they are whole weights. Requests pass `gate`, whose limit at `start` is the
     largest it will have. A response ends with one of `stop_token_ids`, or with the token that
     completes a text of `stop`. Only for these texts is the output read with `tokenizer`, a Hugging
     Face one. `statistics` has vLLM keep its figures for Prometheus, at a cost for every token.
+    `float32_head` computes logits in float32 whatever `dtype` is.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class VLLMPolicy:
         *,
         model_path: Path,
         dtype: str,
+        lora: ModelConfig | None,
         actors: ActorsConfig,
         max_model_tokens: int,
         gate: RequestGate,
@@ -72,9 +77,10 @@ class VLLMPolicy:
         tokenizer: object,
         log_path: Path,
         statistics: bool,
+        float32_head: bool = False,
     ) -> None:
         self._model_path = model_path
-        self._dtype = dtype
+        self._dtype, self._float32_head = dtype, float32_head
         self._actors = actors
         self._max_model_tokens = max_model_tokens
         self._gate = gate
@@ -82,6 +88,9 @@ class VLLMPolicy:
         self._log_path = log_path
         self._stop_token_ids, self._stop = list(stop_token_ids), list(stop)
         self._shapes = tensor_shapes(model_path)
+        self._adapters: Adapters | None = None
+        if lora is not None:
+            self._adapters = Adapters(base=model_path, shapes=self._shapes, model=lora)
         self._images = load_image_form(model_path)
         self._statistics = statistics
         # None: the engine's process counts
@@ -110,10 +119,12 @@ class VLLMPolicy:
                     engine_args(
                         model_path=self._model_path,
                         dtype=self._dtype,
+                        float32_head=self._float32_head,
                         actors=self._actors,
                         max_model_tokens=self._max_model_tokens,
                         max_requests=self._gate.limit,
                         statistics=self._statistics,
+                        adapters=self._adapters.arguments() if self._adapters else {},
                     ),
                     stat_loggers=[lambda config, engine_index: counter] if counter else None,
                 )
@@ -135,7 +146,11 @@ class VLLMPolicy:
                     params = self._sampling_params(temperature)
                     self._forms[temperature] = await self._requests.form(prompt, params)
                 form = self._forms[temperature]
-                return await self._requests.answer(form, prompt, seed=seed, version=self.version)
+                answer = partial(self._requests.answer, form, prompt, seed=seed)
+                if self._adapters is None:
+                    return await answer(version=self.version, adapter=None)
+                with self._adapters.in_use() as (version, adapter):
+                    return await answer(version=version, adapter=adapter)
 
     async def preempted(self) -> int:
         """Return how many requests the engine preempted since the last call: its cache was full."""
@@ -151,13 +166,16 @@ class VLLMPolicy:
             await self._engine().get_weight_version()
 
     async def load_weights(self, *, version: int, path: Path, digest: str) -> WeightLoad:
-        """Load `version` from `path`, a safetensors file or a directory of them.
+        """Load `version` from `path`, a safetensors file, a directory of them, or an adapter.
 
         `digest` is the published one (`store.files_digest`). Files with another digest, a missing
         tensor or a read error raise WeightFileError, with the engine untouched. A later failure
         raises EngineLostError, with the engine stopped and the running requests ended as "abort".
         A cancelled caller does not interrupt the load.
         """
+        if self._adapters is not None:
+            load_adapter = self._load_adapter(self._adapters, version, path=path, digest=digest)
+            return await asyncio.shield(load_adapter)
         load = await asyncio.shield(self._load_weights(version=version, path=path, digest=digest))
         assert load is not None, "a path was given"
         return load
@@ -197,6 +215,18 @@ class VLLMPolicy:
         if self._llm is None:
             raise EngineLostError("this policy is closed; start a new one")
         return self._llm
+
+    async def _load_adapter(
+        self, adapters: Adapters, version: int, *, path: Path, digest: str
+    ) -> WeightLoad:
+        async with self._one_load:
+            llm, clock = self._engine(), PhaseClock()
+            await adapters.add(llm, version=version, path=path, digest=digest, clock=clock)
+            self.version = version
+            no_pause = dict.fromkeys(("pause_ms", "start_ms", "finish_ms", "resume_ms"), 0.0)
+            return WeightLoad(
+                version=version, file_digest=digest, received=False, **no_pause, **clock.laps_ms
+            )
 
     async def _load_weights(
         self, *, version: int, path: Path | None, digest: str

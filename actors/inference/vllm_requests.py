@@ -2,7 +2,7 @@
 
     requests = EngineRequests(llm, tokenizer=None, images=None)
     form = await requests.form(prompt, params)           # once for each temperature
-    completion = await requests.answer(form, prompt, seed=7, version=policy.version)
+    completion = await requests.answer(form, prompt, seed=7, version=3, adapter=None)
 
 `AsyncLLM.generate` is made for streams of text. It checks the same parameters for every request,
 and hands an answer through a stream, a detokenizer and six objects that nobody reads here. With a
@@ -25,6 +25,7 @@ from actors.prompting.images import ImageForm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -41,12 +42,14 @@ class _Running:
     completion: asyncio.Future[Completion]
     reader: IncrementalDetokenizer  # collects the tokens, and finds texts that end the answer
     version: int  # that was loaded when the request was made
+    has_adapter: bool  # of that version, which then writes all tokens
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # that sampled the tokens
 
     def add(self, output: EngineCoreOutput, weight_version: str | None) -> str | None:
         """Add the tokens of an output. Return how the answer ends; None if it goes on."""
-        if output.new_token_ids and weight_version is not None:
+        # The engine's own version is that of the base model.
+        if output.new_token_ids and weight_version is not None and not self.has_adapter:
             self.versions.append(int(weight_version))
         if output.new_logprobs is not None:
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -104,9 +107,17 @@ class EngineRequests:
         )
 
     async def answer(
-        self, form: EngineCoreRequest, prompt: Prompt, *, seed: int, version: int
+        self,
+        form: EngineCoreRequest,
+        prompt: Prompt,
+        *,
+        seed: int,
+        version: int,
+        adapter: LoRARequest | None,
     ) -> Completion:
         """Return the answer to `prompt` with the parameters of `form`.
+
+        `adapter` is that of `version`; None: the engine's weights are.
 
         The request of a cancelled caller is aborted. Raises ValueError for a prompt that leaves no
         room for an answer, EngineLostError, and vLLM's errors.
@@ -116,10 +127,12 @@ class EngineRequests:
         if self._llm.errored:
             raise self._llm.dead_error
         request = await self._request(form, prompt, seed=seed)
+        request.lora_request = adapter
         running = _Running(
             completion=asyncio.get_running_loop().create_future(),
             reader=IncrementalDetokenizer.from_new_request(self._tokenizer, request),
             version=version,
+            has_adapter=adapter is not None,
         )
         self._running[request.request_id] = running
         try:

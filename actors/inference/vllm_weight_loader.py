@@ -38,6 +38,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from actors.inference.broadcast_receiver import Receiver
 from actors.inference.engine_process import ENGINE_CORES, PR_SET_PDEATHSIG, engine_cores
+from actors.inference.vllm_cpu_adapters import multiply_by_adapter
 from actors.inference.vllm_preemptions import PreemptionCounter
 from actors.inference.vllm_step_pacing import pace_engine
 from actors.inference.vllm_whole_answers import send_whole_answers
@@ -77,7 +78,9 @@ class Staged:
 class WorkerExtension:
     """Add methods to vLLM's worker, which the other process calls by name."""
 
-    weight_transfer_engine: FileWeightTransferEngine  # set by vLLM's worker
+    # set by vLLM's worker
+    weight_transfer_engine: FileWeightTransferEngine
+    model_runner: Any
 
     def stage_weights(self, path: str) -> tuple[str, str] | None:
         return self.weight_transfer_engine.stage(path)
@@ -96,6 +99,12 @@ class WorkerExtension:
 
     def take_preempted(self) -> int:
         return self.weight_transfer_engine.preemptions.take()
+
+    def unserved_layers(self, adapter_id: int) -> list[str]:
+        """Return the layers of a loaded adapter that the model's forward pass leaves out."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        # vLLM has replaced q, k and v by one fused layer, and gate and up by another.
+        return sorted(set(manager.get_adapter(adapter_id).loras) - set(manager.modules))
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -122,6 +131,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if device.type == "cpu":
             keep_freed_memory()
             pace_engine(max_requests=vllm_config.scheduler_config.max_num_seqs)
+            if vllm_config.lora_config is not None:
+                multiply_by_adapter()
         if ENGINE_CORES in os.environ:
             bind_to(engine_cores(os.environ[ENGINE_CORES]))
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
-from store import WeightFileError, weight_files
+from store import WeightFileError
 
 TIED_OUTPUT_LAYER = "lm_head.weight"
 RECEIVED = "(received)"  # in place of a path: weights that the learner sent directly
@@ -17,7 +14,10 @@ RECEIVED = "(received)"  # in place of a path: weights that the learner sent dir
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightLoad:
-    """Record one change of weights. Generation pauses from `pause_ms` to `resume_ms`."""
+    """Record one change of weights. Generation pauses from `pause_ms` to `resume_ms`.
+
+    An adapter is added in `update_ms`, between two forward passes; the other four are 0.
+    """
 
     version: int
     file_digest: str  # of the bytes as the engine read or received them
@@ -43,20 +43,6 @@ class PhaseClock:
         now_s = time.perf_counter()
         self.laps_ms[f"{phase}_ms"] = (now_s - self._last_s) * 1e3
         self._last_s = now_s
-
-
-def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    shapes: dict[str, list[int]] = {}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names = tensors.keys()  # not a mapping: it cannot be iterated itself
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in names}
-        except SafetensorError as error:
-            raise WeightFileError(
-                f"{file} is not a whole safetensors file ({error}); publish it again"
-            ) from error
-    return shapes
 
 
 def check_shapes(

@@ -40,8 +40,8 @@ class Superseded(Exception):
 class WeightSync:
     """Load published versions, one at a time. Waits for the storage and for the engine.
 
-    `update_lock` makes engines load files one after the other. A version is skipped if a newer one
-    was published while the engine waited for it. `rendezvous` returns the address from which the
+    `update_lock` lets a few engines load files at a time. A version is skipped if a newer one was
+    published while the engine waited for it. `rendezvous` returns the address from which the
     learner sends weights; it is None if all weights come as files.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.rollout.episode import EpisodeIds, EpisodeRules, EpisodeRunner
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules, EpisodeRunner
 from envs import Task, own_task
 from store import Trajectory
 
@@ -20,9 +20,11 @@ class EpisodesByEnvironment:
         for runner in self._runners.values():
             await runner.start()
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         runner = self._runners[task.env_name]
-        trajectory = await runner.run(own_task(task), ids, rules)
+        trajectory = await runner.run(own_task(task), ids, rules, progress=progress)
         return replace(trajectory, task_id=task.id)
 
     def waiting(self) -> tuple[str, float] | None:

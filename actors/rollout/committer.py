@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
-from store import RunLayout, SegmentMeta, Trajectory, Unfinished, uid, write_segment
+from store import IMPORTED, RunLayout, SegmentMeta, Trajectory, Unfinished, uid, write_segment
 
 STORAGE_TIMEOUT_S = 300.0  # for writing one segment
 
@@ -68,5 +68,5 @@ def as_group_of_its_own(trajectory: Trajectory) -> Trajectory:
     # The name "extra" is part of uids in stored runs.
     group_uid = uid(trajectory.traj_uid, "extra")
     return replace(
-        trajectory, group_uid=group_uid, traj_uid=uid(group_uid, 0), member=0, split="imported"
+        trajectory, group_uid=group_uid, traj_uid=uid(group_uid, 0), member=0, split=IMPORTED
     )

@@ -34,7 +34,7 @@ class AsyncEnvironment(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class Progress:
+class AttemptProgress:
     """Count the steps and response tokens of one attempt."""
 
     begun_us: int = field(default_factory=now_us)  # UTC epoch
@@ -56,7 +56,6 @@ class EpisodeIds:
     group_uid: bytes
     traj_uid: bytes
     member: int
-    progress: Progress = field(default_factory=Progress, compare=False)  # of this attempt
 
     @classmethod
     def of(cls, group_uid: bytes, member: int) -> EpisodeIds:
@@ -96,7 +95,11 @@ class EpisodeRunner(Protocol):
 
     async def start(self) -> None: ...
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory: ...
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
+        """Play one attempt at an episode, and count its steps in `progress`."""
+        ...
 
     def waiting(self) -> tuple[str, float] | None:
         """Return the operation that has been pending longest, and for how many seconds."""
@@ -118,10 +121,18 @@ class EnvironmentEpisodes:
     async def start(self) -> None:
         """Start nothing: the pool starts its processes when they are needed."""
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         async with self._pool.environment() as environment:
             return await play_episode(
-                environment, self._policy, form=self._form, task=task, episode=ids, rules=rules
+                environment,
+                self._policy,
+                form=self._form,
+                task=task,
+                episode=ids,
+                rules=rules,
+                progress=progress,
             )
 
     def waiting(self) -> tuple[str, float] | None:
@@ -142,9 +153,11 @@ async def play_episode(
     task: Task,
     episode: EpisodeIds,
     rules: EpisodeRules,
+    progress: AttemptProgress,
 ) -> Trajectory:
     """Play until the environment ends, or `max_steps` actions were taken. An action is one Step.
 
+    Each step is counted in `progress`, also if the episode fails later.
     When a deadline of `rules` passes, the episode ends with its steps so far, the last one
     truncated. Raises:
       EpisodeOverdue    a deadline passed before the first step
@@ -172,7 +185,7 @@ async def play_episode(
                     rules=rules,
                 )
                 steps.append(step)
-                episode.progress.add(step)
+                progress.add(step)
                 turn = Turn(
                     observation=observation.text,
                     action=step.action_text,
@@ -239,6 +252,7 @@ async def _take_step(
         number=number,
         prompt=prompt,
         observation=observation,
+        anchor=anchor_of(observation),
         action=answer.action,
         is_valid=is_valid(
             answer, completion, observation=observation, transition=transition, rules=rules
@@ -278,6 +292,7 @@ def step_of(
     number: int,
     prompt: Prompt,
     observation: Observation,
+    anchor: str | None,
     action: str,
     is_valid: bool,
     t_start_us: int,
@@ -287,8 +302,10 @@ def step_of(
     truncated: bool = False,
     env_us: int = 0,
 ) -> Step:
-    """Return a step. What the environment adds may be left out until it has acted."""
-    anchor = _anchor(observation)
+    """Return a step. The environment's part may be left out until it has acted.
+
+    `anchor` is `anchor_of(observation)`, or None if no other step can share the state.
+    """
     return Step(
         step_index=number,
         prompt_ids=prompt.token_ids,
@@ -301,7 +318,7 @@ def step_of(
         finish_reason=completion.finish_reason,
         obs_text=observation.text,
         anchor_text=anchor,
-        state_hash=state_hash(anchor),
+        state_hash=None if anchor is None else state_hash(anchor),
         admissible_actions=observation.actions,
         action_text=action,
         reward=reward,
@@ -344,7 +361,7 @@ def trajectory_of(
 
 
 def _final_observation(observation: Observation) -> FinalObservation:
-    anchor = _anchor(observation)
+    anchor = anchor_of(observation)
     return FinalObservation(
         text=observation.text,
         anchor_text=anchor,
@@ -353,7 +370,7 @@ def _final_observation(observation: Observation) -> FinalObservation:
     )
 
 
-def _anchor(observation: Observation) -> str:
+def anchor_of(observation: Observation) -> str:
     """Return the text that identifies the state."""
     return observation.text if observation.anchor is None else observation.anchor
 

@@ -21,14 +21,21 @@ from typing import Any
 
 from actors.policy import EngineLostError
 from actors.rollout.committer import Committer
-from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules, EpisodeRunner, Progress
+from actors.rollout.episode import (
+    AttemptProgress,
+    EpisodeIds,
+    EpisodeOverdue,
+    EpisodeRules,
+    EpisodeRunner,
+)
 from configs import Config
 from coordinator import CoordinatorClient, Lease
 from envs import EnvironmentDied
-from store import FencedError, Trajectory, Unfinished, now_us, uid
+from store import TRAIN, FencedError, Trajectory, Unfinished, now_us, uid
 
 COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
-# attempts at an episode whose process died through another episode's fault
+# Attempts at an episode whose process died through another episode's fault. That one fails for good
+# after `env.attempts`; far more deaths than that mean that the process itself cannot live.
 MAX_BYSTANDER_ATTEMPTS = 20
 
 
@@ -41,14 +48,13 @@ class Attempts:
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._running: dict[int, Progress] = {}
+        self._running: dict[int, AttemptProgress] = {}
         self._failed: list[Unfinished] = []
 
-    def begin(self, number: int) -> EpisodeIds:
-        """Begin an attempt at the episode `number`; `play_episode` counts its steps in the ids."""
-        ids = EpisodeIds.of(self._lease.group.group_uid, number)
-        self._running[number] = ids.progress
-        return ids
+    def begin(self, number: int) -> AttemptProgress:
+        """Begin an attempt at the episode `number`. Its steps are counted in the answer."""
+        self._running[number] = progress = AttemptProgress()
+        return progress
 
     def end(self, number: int) -> None:
         """Drop the episode `number`: it is kept as a trajectory."""
@@ -68,7 +74,7 @@ class Attempts:
         self._running, self._failed = {}, []
         return rows
 
-    def _unfinished(self, number: int, progress: Progress, *, why: str) -> Unfinished:
+    def _unfinished(self, number: int, progress: AttemptProgress, *, why: str) -> Unfinished:
         return Unfinished(
             group_uid=self._lease.group.group_uid,
             number=number,
@@ -98,7 +104,7 @@ class GroupRollout:
     ) -> None:
         size = lease.group.size
         # An evaluation must not prefer the quickest episodes, so it has no extra ones.
-        n_extra = config.actors.extra_members if lease.group.split == "train" else 0
+        n_extra = config.actors.extra_members if lease.group.split == TRAIN else 0
         self.lease = lease
         self.numbers = (*lease.group.missing, *range(size, size + n_extra))
         self.too_old = ""  # why the learner cannot train on this group any more
@@ -177,11 +183,12 @@ class GroupRollout:
         An attempt does not count if its process died through another episode's fault.
         """
         lease = self.lease
+        ids = EpisodeIds.of(lease.group.group_uid, number)
         at_fault = bystander = 0
         while True:
-            ids = self._attempts.begin(number)
+            progress = self._attempts.begin(number)
             try:
-                return await self._episodes.run(lease.task, ids, self._rules)
+                return await self._episodes.run(lease.task, ids, self._rules, progress=progress)
             except (EnvironmentDied, EpisodeOverdue) as error:
                 self._attempts.fail(number)
                 episode = f"{lease.task.env_name} task {lease.task.id!r}, member {number}"

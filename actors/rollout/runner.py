@@ -15,10 +15,10 @@ from actors.concurrency import Concurrency
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EpisodeRunner
 from actors.rollout.group import GroupRollout
-from configs import Config, environment_config
+from configs import Config, environment_config, most_workers
 from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
-from store import VersionRecord
+from store import TRAIN, VersionRecord
 
 # Between two requests for a lease while none is free: twice as long each time. A lease becomes free
 # soon after a version is published, so a new version begins with the first again.
@@ -68,6 +68,7 @@ class RolloutRunner:
         self._weights = weights
         self._groups: dict[asyncio.Task[None], GroupRollout] = {}
         self._stopping = False
+        self._grace_s = 0.0  # for episodes that are being played when it stops
         self._idle_since_s: float | None = None  # event loop's clock; None: a group is played
         # A lease names the newest version, so that it need not be asked for again at once.
         self._leased_lately = False
@@ -100,6 +101,8 @@ class RolloutRunner:
                     self._lease_poll_s = LEASE_POLL_S
                     await self._sync_weights(lease.version)
                     await self._start_group(lease, tasks)
+            if self._groups and self._grace_s:
+                await asyncio.wait(self._groups, timeout=self._grace_s)
             for task, group in self._groups.items():
                 group.stopping = True
                 task.cancel()
@@ -112,6 +115,11 @@ class RolloutRunner:
         """
         self._stopping = True
         self._changed.set()
+
+    def leave(self, *, within_s: float) -> None:
+        """Make `run` end as `stop` does, but let the groups in play go on for `within_s` before."""
+        self._grace_s = within_s
+        self.stop()
 
     def waiting(self) -> tuple[str, float] | None:
         """Return the longest wait and its seconds, if it is worth a report; None while working."""
@@ -201,7 +209,7 @@ class RolloutRunner:
         """Cancel the groups that are too old for any learner step to train on."""
         for task, group in self._groups.items():
             begun = group.lease.version.version
-            is_training = group.lease.group.split == "train"
+            is_training = group.lease.group.split == TRAIN
             if is_training and newest - begun > self.config.max_staleness and not group.too_old:
                 apart = f"more than max_staleness={self.config.max_staleness} apart"
                 group.too_old = f"still played at version {newest}, begun at {begun}: {apart}"
@@ -212,5 +220,5 @@ class RolloutRunner:
 
         All workers together stay below CALLS_PER_S, and they do not call at the same moment.
         """
-        longer = max(seconds, self.config.actors.workers / CALLS_PER_S)
+        longer = max(seconds, most_workers(self.config.actors) / CALLS_PER_S)
         return longer * self._random.uniform(0.5, 1.5)

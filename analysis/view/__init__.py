@@ -9,6 +9,7 @@ graph_layout.py     places of a graph's nodes and edges
 token_texts.py      texts of token ids, from the run's own tokenizer
 png.py              images of steps as PNG
 heldout_rounds.py   evaluations of held-out tasks, with intervals
+timeline_trace.py   the timeline as a trace for other programs
 group_query.py      one group's steps without scanning the others
 downloads.py        an answer as a file: CSV or Arrow
 sql_text.py         values placed into a query, so that the query that is shown can be run as it is

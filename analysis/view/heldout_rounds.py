@@ -8,7 +8,7 @@ from typing import Any
 from analysis.evaluation_stats import TaskResult, interval, success
 
 ROUNDS = """
-SELECT purpose_version AS version, task_id, sum(n_won)::BIGINT AS won,
+SELECT evaluated_version AS version, task_id, sum(n_won)::BIGINT AS won,
        sum(n_members)::BIGINT AS played
 FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0
 GROUP BY ALL ORDER BY version, task_id

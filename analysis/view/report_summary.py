@@ -37,11 +37,12 @@ training AS (
 heldout AS (
     FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0),
 evaluated AS (
-    SELECT task_id, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played FROM heldout
-    WHERE purpose_version = (SELECT max(purpose_version) FROM heldout) GROUP BY task_id),
+    SELECT task_id, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played
+    FROM newest_results GROUP BY task_id),
 before AS (
-    SELECT sum(n_won) / sum(n_members) AS first_heldout, any_value(purpose_version) AS first_version
-    FROM heldout WHERE purpose_version = (SELECT min(purpose_version) FROM heldout)),
+    SELECT sum(n_won) / sum(n_members) AS first_heldout,
+           any_value(evaluated_version) AS first_version
+    FROM heldout WHERE evaluated_version = (SELECT min(evaluated_version) FROM heldout)),
 alarms AS (
     SELECT replace(name, 'alarm/', '') AS alarm, arg_max(value, learner_step) = 1 AS is_on,
            sum(value) AS steps_on FROM metrics WHERE name LIKE 'alarm/%' GROUP BY name),
@@ -59,7 +60,7 @@ SELECT training.*, times.*, played.*, before.*,
            AS learner_step,
        (SELECT list({'task_id': task_id, 'won': won, 'played': played} ORDER BY task_id)
         FROM evaluated) AS heldout,
-       (SELECT max(purpose_version) FROM heldout) AS heldout_version,
+       (SELECT any_value(evaluated_version) FROM newest_results) AS heldout_version,
        (SELECT list(alarm ORDER BY alarm) FROM alarms WHERE is_on) AS alarms_on,
        (SELECT list(alarm ORDER BY alarm) FROM alarms WHERE steps_on > 0) AS alarms_ever,
        (SELECT count(*) FROM staleness_violations) AS too_stale,

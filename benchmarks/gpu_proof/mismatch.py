@@ -2,7 +2,8 @@
 
 The packed side is the learner's own: variable-length attention, trimmed last layer. The padded
 side is transformers alone over a padded batch. Each has its output layer in bf16, as the learner
-has, and in float32. KL is exact, over the whole vocabulary, in nats, at the response tokens.
+has, and in float32, as with `model.float32_head`. KL is exact, over the whole vocabulary, in nats,
+at the response tokens.
 """
 
 from __future__ import annotations
@@ -106,10 +107,13 @@ def _packed(proof: Proof, batch: MicroBatch) -> dict[torch.dtype, torch.Tensor]:
         positions_N=batch.positions_N,
     )
     result = _by_head(hidden_NH, policy.output.weight)
-    # The learner's own output layer must be the bf16 one of the two.
-    own_N, _ = policy(batch)
-    difference = float((own_N - _sampled(result[torch.bfloat16], batch)).abs().max())
-    proof.report.at_most("the learner's output layer is the bf16 one", difference, 0.05)
+    # The learner's own output layer must be the bf16 one of the two, or the other if it is chosen.
+    for head, limit in ((torch.bfloat16, 0.05), (torch.float32, 1e-3)):
+        policy.output.float32 = head == torch.float32
+        own_N, _ = policy(batch)
+        difference = float((own_N - _sampled(result[head], batch)).abs().max())
+        name = f"the learner's output layer is the {str(head).removeprefix('torch.')} one"
+        proof.report.at_most(name, difference, limit)
     return result
 
 

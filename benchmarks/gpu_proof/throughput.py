@@ -8,7 +8,8 @@ not fit is recorded as out of memory. `flops.py` has the formula of the utilisat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from gpu_proof.models import free_memory, make_batches
 from gpu_proof.shapes import GIB, ModelShape, Proof
 
 OVER_PLAN = 1.05  # of the memory at an optimizer step over the plan's
+PEAK_OVER_PLAN = 1.1  # of the memory of a whole update
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -47,11 +49,22 @@ CASES = (
     Case(key="zero2", name="ZeRO 2, checkpointing", settings={"zero_stage": 2, **SAVING}),
     Case(key="zero3", name="ZeRO 3, checkpointing", settings={"zero_stage": 3, **SAVING}),
     Case(key="reference", name="ZeRO 1, checkpointing, reference", settings=WITH_REFERENCE),
+    Case(
+        key="fa3",
+        name="ZeRO 1, checkpointing, FlashAttention 3",
+        settings={"zero_stage": 1, **SAVING, "flash_attention": 3},
+    ),
 )
 
 
 def run(proof: Proof) -> None:
     for case in (case for case in CASES if proof.case in ("", case.key)):
+        if case.key == "fa3" and not proof.on_gpu:
+            proof.report.needs_cuda("FlashAttention 3")
+            continue
+        if case.key == "fa3" and find_spec("flash_attn_interface") is None:
+            proof.report.figure(case.name, "not measured: flash-attn-3 is not installed")
+            continue
         with proof.report.case(case.name):
             _measure_case(proof, case)
         free_memory(proof)
@@ -70,6 +83,8 @@ def _measure_case(proof: Proof, case: Case) -> None:
         proof.report.figure(f"{case.name}, {budget} tokens", figures)
         if OUT_OF_MEMORY in figures:
             break
+        if proof.on_gpu:
+            _peak_against_plan(proof, case, engine, budget, peak_gib=figures["peak_gib"])
         if budget == proof.shapes.token_budgets[0]:
             _with_what_fits(proof, case, engine, batches)
     engine.close()
@@ -97,6 +112,31 @@ def _other_chunks(
             proof.report.figure(f"{name}, chunks of {chunk}", figures)
     finally:
         output_layer.CHUNK_TOKENS = usual
+
+
+def _peak_against_plan(
+    proof: Proof, case: Case, engine: Engine, budget_tokens: int, *, peak_gib: float
+) -> None:
+    """Compare the peak of whole updates with the plan's bytes, activations included."""
+    from configs import Shape, pass_bytes, rank_bytes  # here: the tiny form compares nothing
+
+    real = proof.shapes.real
+    shape = Shape(
+        layers=real.layers,
+        hidden=real.hidden,
+        key_values=real.kv_heads * real.hidden // real.heads,
+        feed_forward=real.feed_forward,
+        vocabulary=real.vocabulary,
+    )
+    model, learner, loss = engine_configs(proof, **case.settings)
+    n_parameters = sum(map(_elements, engine.policy.causal_lm.parameters()))
+    config = Config(
+        model=model, learner=replace(learner, micro_batch_tokens=budget_tokens), loss=loss
+    )
+    planned = rank_bytes(config, parameters=n_parameters)
+    planned += pass_bytes(config, shape, parameters=n_parameters)
+    name = f"{case.name}, {budget_tokens} tokens: peak over the plan"
+    proof.report.at_most(name, peak_gib * GIB / planned, PEAK_OVER_PLAN)
 
 
 def _against_plan(proof: Proof, case: Case, engine: Engine, batches: Sequence[MicroBatch]) -> None:

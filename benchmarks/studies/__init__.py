@@ -8,11 +8,19 @@ one module with a `STUDY`, listed in NAMES:
     advantage_accuracy.py   each estimator's advantages beside the true ones
     horizon.py              estimators, with the door at three distances
     staleness.py            old episodes, with each correction
+    kill_campaign.py        runs whose parts are killed, beside undisturbed ones
 
-`study.py` has the records, `runner.py` runs and resumes, `worker.py` is one of several processes,
+`study.py` has the records, `runner.py` runs and resumes, in one process or several,
 `results/` keeps a line of JSON for each finished run, `intervals.py` has the bootstrap, `page.py`
 and `svg.py` make the page. `small_world.py`, `small_training.py` and `corridor.py` are a world in
 which a run takes seconds.
 """
 
-NAMES = ("negative_control", "sync_equality", "advantage_accuracy", "horizon", "staleness")
+NAMES = (
+    "negative_control",
+    "sync_equality",
+    "advantage_accuracy",
+    "horizon",
+    "staleness",
+    "kill_campaign",
+)

@@ -1,12 +1,13 @@
-"""Study 3: how near is each estimator's advantage to the true one, from the same episodes?"""
+"""Study how near each estimator's advantage is to the true one, from the same episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.studies.horizon import MAX_STEPS, learner_config
 from benchmarks.studies.study import Arm, Result, Study
 
 if TYPE_CHECKING:
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from benchmarks.studies.small_world import World
     from learner.training.engine import Engine
 
-DISTANCE, MAX_STEPS = 5, 28
+DISTANCE = 5  # the middle one of horizon
 GROUPS, GROUP_SIZE = 48, 8  # of a sample that is judged
 JUDGED_AT = (0, 5, 10)  # learner steps after which a sample is played
 LAGS = (0, 1, 2, 4)  # learner steps between a sample and the policy that it is judged for
+# By how often a group met the state: less than once an episode, up to four times, more often.
 BINS = {"visits_1_7": (1, 7), "visits_8_31": (8, 31), "visits_32": (32, 10**9)}
 STEP_TERM = "gigpo's step term"
 ESTIMATORS: Mapping[str, Mapping[str, object]] = {
@@ -34,32 +36,56 @@ ESTIMATORS: Mapping[str, Mapping[str, object]] = {
     "gagpo": {"estimator": "gagpo"},
 }
 CONTINUED, CONTINUATIONS = 12, 64  # states of a sample, and episodes from each
+# Added to the learner steps before a sample, so that its random numbers, and those of its
+# continuations, are not those of a training batch.
+SAMPLE_SEED, CONTINUATION_SEED = 1000, 2000
+UNSURE = (0.05, 0.95)  # chances of a win; outside, a variance is too small to be a scale
+LEAST_STEPS = 30  # of a correlation; with fewer it is noise
 
-Chosen = Mapping[int, "np.ndarray"]  # sample -> bool [R]
+PerSample = Mapping[int, "np.ndarray"]  # learner steps before the sample -> an array [R]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Episodes of one training, and the truth about their actions."""
+
+    rows: Mapping[int, pa.Table]  # by the learner steps before them
+    # By the same and by the policy, "lag_2" or "discounted": true advantages [R].
+    truths_R: Mapping[tuple[int, str], np.ndarray]
+    scaled_errors: Sequence[float]  # of the check by Monte Carlo
+
+    def correlation(self, estimates_R: PerSample, truth: str, is_chosen_R: PerSample) -> float:
+        """Return the mean over the samples of an estimate's correlation with a truth."""
+        import numpy as np
+
+        found = [
+            _correlation(estimate_R[is_chosen_R[at]], self.truths_R[at, truth][is_chosen_R[at]])
+            for at, estimate_R in estimates_R.items()
+        ]
+        return float(np.mean([each for each in found if np.isfinite(each)] or [np.nan]))
 
 
 def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
-    import numpy as np
+    samples = _played(seed, work)
+    for arm in arms:
+        yield arm, _measures(arm, samples), []
 
+
+def _played(seed: int, work: Path) -> Samples:
+    """Train with GiGPO, and play a sample after each of JUDGED_AT learner steps."""
     from benchmarks.studies.corridor import Corridor
     from benchmarks.studies.small_training import learner_steps
     from benchmarks.studies.small_world import chances_of, make_engine, make_worlds, play
-    from configs import AlgorithmConfig, Config, LearnerConfig
-    from gigpo import AdvantageSettings, compute_advantages
+    from configs import AlgorithmConfig, Config
 
-    (world,), base = make_worlds(Corridor, [{"distance": DISTANCE}], max_steps=[MAX_STEPS], at=work)
-    learner = LearnerConfig(
-        steps=max(JUDGED_AT) + max(LAGS),
-        groups_per_step=8,
-        updates_per_step=4,
-        learning_rate=5e-4,
-        weight_decay=0.0,
-    )
+    panels = [{"distance": DISTANCE}]
+    (world,), base = make_worlds(Corridor, panels, max_steps=[MAX_STEPS[DISTANCE]], at=work)
+    learner = replace(learner_config(), steps=max(JUDGED_AT) + max(LAGS))
     config = Config(seed=seed, algorithm=AlgorithmConfig(group_filter="rewards"), learner=learner)
     engine = make_engine(base, learner=learner, loss=config.loss)
-    samples: dict[int, pa.Table] = {}  # by the learner steps before it
-    truths: dict[tuple[int, str], np.ndarray] = {}  # of each row of a sample
-    squares: list[float] = []
+    samples: dict[int, pa.Table] = {}
+    truths_R: dict[tuple[int, str], np.ndarray] = {}
+    scaled_errors: list[float] = []
     training = learner_steps(engine, world, config)
     for done in range(learner.steps + 1):
         chance_C = chances_of(world, engine)
@@ -69,39 +95,46 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
                 world,
                 n_groups=GROUPS,
                 group_size=GROUP_SIZE,
-                seed=(seed, 1000 + done),
+                seed=(seed, SAMPLE_SEED + done),
                 version=done,
             )
-            truths[done, "discounted"] = true_advantages(
+            truths_R[done, "discounted"] = true_advantages(
                 world, samples[done], chance_C, gamma=config.algorithm.gamma
             )
-            squares += continued(engine, world, samples[done], seed=(seed, 2000 + done))
+            scaled_errors += continued(
+                engine, world, samples[done], seed=(seed, CONTINUATION_SEED + done)
+            )
         for at, rows in samples.items():
-            truths[at, f"lag_{done - at}"] = true_advantages(world, rows, chance_C, gamma=1.0)
+            truths_R[at, f"lag_{done - at}"] = true_advantages(world, rows, chance_C, gamma=1.0)
         if done < learner.steps:
             next(training)
     engine.close()
+    return Samples(rows=samples, truths_R=truths_R, scaled_errors=scaled_errors)
 
-    def correlations(given: Mapping[int, np.ndarray], truth: str, chosen: Chosen) -> float:
-        found = [_r(given[at][chosen[at]], truths[at, truth][chosen[at]]) for at in JUDGED_AT]
-        return float(np.mean([each for each in found if np.isfinite(each)] or [np.nan]))
 
-    everything = {at: np.ones(len(rows), bool) for at, rows in samples.items()}
-    for arm in arms:
-        settings = AdvantageSettings.of(AlgorithmConfig(**dict(arm.settings)))
-        column = "step_advantage" if arm.name == STEP_TERM else "advantage"
-        tables = {at: compute_advantages(rows, settings) for at, rows in samples.items()}
-        given = {at: table[column].to_numpy() for at, table in tables.items()}
-        measures = {"correlation": correlations(given, "lag_0", everything)}
-        for name, (low, high) in BINS.items():
-            sizes = {at: visits(rows) for at, rows in samples.items()}
-            inside = {at: (sizes[at] >= low) & (sizes[at] <= high) for at in JUDGED_AT}
-            measures[name] = correlations(given, "lag_0", inside)
-        for lag in LAGS[1:]:
-            measures[f"lag_{lag}"] = correlations(given, f"lag_{lag}", everything)
-        measures["discounted"] = correlations(given, "discounted", everything)
-        measures["monte_carlo"] = float(np.mean(squares))
-        yield arm, {name: value for name, value in measures.items() if np.isfinite(value)}, []
+def _measures(arm: Arm, samples: Samples) -> dict[str, float]:
+    """Return the correlations of an arm's advantages; without those that are not defined."""
+    import numpy as np
+
+    from configs import AlgorithmConfig
+    from gigpo import AdvantageSettings, compute_advantages
+
+    settings = AdvantageSettings.of(AlgorithmConfig(**dict(arm.settings)))
+    column = "step_advantage" if arm.name == STEP_TERM else "advantage"
+    estimates_R = {
+        at: compute_advantages(rows, settings)[column].to_numpy()
+        for at, rows in samples.rows.items()
+    }
+    visits_R = {at: visits(rows) for at, rows in samples.rows.items()}
+    everything_R = {at: np.ones(len(rows), bool) for at, rows in samples.rows.items()}
+    measures = {"correlation": samples.correlation(estimates_R, "lag_0", everything_R)}
+    for name, (low, high) in BINS.items():
+        inside_R = {at: (n_R >= low) & (n_R <= high) for at, n_R in visits_R.items()}
+        measures[name] = samples.correlation(estimates_R, "lag_0", inside_R)
+    for truth in (*(f"lag_{lag}" for lag in LAGS[1:]), "discounted"):
+        measures[truth] = samples.correlation(estimates_R, truth, everything_R)
+    measures["monte_carlo"] = float(np.mean(samples.scaled_errors))
+    return {name: value for name, value in measures.items() if np.isfinite(value)}
 
 
 def true_advantages(
@@ -116,10 +149,10 @@ def true_advantages(
 
     from benchmarks.studies.small_world import WON, wins_of
 
-    worth = wins_of(world, chance_C, gamma=gamma)
+    worth_LS = wins_of(world, chance_C, gamma=gamma)
     before_R, after_R, left_R = positions(world, rows)
-    next_R = np.where(after_R == WON, 1.0, gamma * worth[left_R - 1, after_R])
-    return next_R - worth[left_R, before_R]
+    next_R = np.where(after_R == WON, 1.0, gamma * worth_LS[left_R - 1, after_R])
+    return next_R - worth_LS[left_R, before_R]
 
 
 def positions(world: World, rows: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -157,13 +190,13 @@ def continued(
 
     from benchmarks.studies.small_world import WON, chances_of, play, wins_of
 
-    worth = wins_of(world, chances_of(world, engine))
+    worth_LS = wins_of(world, chances_of(world, engine))
     _, after_R, left_R = positions(world, rows)
-    squares: list[float] = []
+    scaled_errors: list[float] = []
     for row in np.random.default_rng(seed).permutation(len(rows)):
         situation, left = int(after_R[row]), int(left_R[row]) - 1
-        if situation == WON or not 0.05 < worth[left, situation] < 0.95:
-            continue  # nearly sure: its variance is no scale
+        if situation == WON or not UNSURE[0] < worth_LS[left, situation] < UNSURE[1]:
+            continue
         from_there = replace(world, tasks=world.tasks[:1], starts=(situation,), max_steps=left)
         played = play(
             engine,
@@ -174,20 +207,20 @@ def continued(
             version=0,
         )
         won = float(np.sum(played["terminated"].to_numpy(zero_copy_only=False))) / CONTINUATIONS
-        chance = float(worth[left, situation])
-        squares.append((won - chance) ** 2 / (chance * (1 - chance) / CONTINUATIONS))
-        if len(squares) == CONTINUED:
+        chance = float(worth_LS[left, situation])
+        scaled_errors.append((won - chance) ** 2 / (chance * (1 - chance) / CONTINUATIONS))
+        if len(scaled_errors) == CONTINUED:
             break
-    return squares
+    return scaled_errors
 
 
-def _r(given: np.ndarray, truth: np.ndarray) -> float:
-    """Return Pearson's correlation; NaN if one of the two is constant or there are under 30."""
+def _correlation(estimate_R: np.ndarray, truth_R: np.ndarray) -> float:
+    """Return Pearson's; NaN if one of the two is constant or there are under LEAST_STEPS."""
     import numpy as np
 
-    if len(given) < 30 or np.ptp(given) == 0 or np.ptp(truth) == 0:
+    if len(estimate_R) < LEAST_STEPS or np.ptp(estimate_R) == 0 or np.ptp(truth_R) == 0:
         return float("nan")
-    return float(np.corrcoef(given, truth)[0, 1])
+    return float(np.corrcoef(estimate_R, truth_R)[0, 1])
 
 
 STUDY = Study(
@@ -236,13 +269,13 @@ STUDY = Study(
     },
     comparisons=tuple(("gigpo", other) for other in ESTIMATORS if other != "gigpo"),
     reading="""
-        A step's advantage from eight episodes is a weak guess: GiGPO's correlates with the true one
-        at {gigpo[correlation]}. That is more than ω = 0, by {gigpo - grpo[correlation]}, and about
-        as much as RLOO and REINFORCE++, which do not divide by each group's deviation: GiGPO less
-        REINFORCE++ is {gigpo - reinforce_pp[correlation]}. Within states that were met equally
-        often GiGPO is ahead of both. Its step term alone correlates as well as the sum over all
-        steps, and better within each class of visits: {gigpo - gigpo's step term[visits_8_31]} for
-        8 to 31 visits.
+        A step's advantage from one group's episodes is a weak guess: GiGPO's correlates with the
+        true one at {gigpo[correlation]}. That is more than ω = 0, by {gigpo - grpo[correlation]},
+        and about as much as RLOO and REINFORCE++, which do not divide by each group's deviation:
+        GiGPO less REINFORCE++ is {gigpo - reinforce_pp[correlation]}. Within states that were met
+        equally often GiGPO is ahead of both. Its step term alone correlates as well as the sum over
+        all steps, and better within each class of visits:
+        {gigpo - gigpo's step term[visits_8_31]} for 8 to 31 visits.
 
         Estimators that value successor states are much nearer to the truth: G2PO has
         {g2po[correlation]}, GraphGPO {graphgpo[correlation]}, GAGPO {gagpo[correlation]}. In

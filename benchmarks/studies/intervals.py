@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RESAMPLES = 10_000
+RESAMPLES = 10_000  # the bounds are then means number 250 and 9,750 in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs import Observation, environment_class
 from store import uid
 
+# As configs/key_room.yaml and the settings that sync_equality.py changes.
 GROUPS, GROUP_SIZE, STEPS, MAX_STEPS, MAX_TOKENS = 8, 8, 5, 16, 12
-GAMMA, PENALTY, WIN, EPSILON = 0.95, 0.1, 10.0, 1e-6
+GAMMA, PENALTY, WIN, EPSILON = 0.95, 0.1, 10.0, 1e-6  # as the paper and its authors' code
 KeyRoom = environment_class("key_room")
 
 

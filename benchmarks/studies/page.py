@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ best estimator there: G2PO learns faster, and its advantages are much nearer to 
 ([advantage_accuracy](advantage_accuracy.md)). Where no state recurs it is GRPO, bit for bit
 ([negative_control](negative_control.md)).
 
-**Does asynchrony cost anything?** What episodes cost that are one version old three seeds do not
-show; older ones teach slower ([staleness](staleness.md)). On two cores a learner step of the quick
-start takes two thirds of the time that it takes in turns with playing
+**Does asynchrony cost anything?** With {staleness_seeds} seeds we see no cost of training on
+episodes that are one version old. Older episodes slow learning ([staleness](staleness.md)). On two
+cores an asynchronous learner step of the quick start takes two thirds of a synchronous one's time
 ([performance](../performance.md)).
 
 ![Success over learner steps, by estimator and distance](horizon.svg)
@@ -34,7 +35,9 @@ All runs are small. They show what these algorithms do in worlds where a run tak
 what they do with a large model. Each page has the question, the prediction that was written before
 the first run, the settings, a table with intervals, a picture, a reading and the cost.
 `gigpo study NAME` repeats it. This page is made by `gigpo study NAME --page`."""
-WIDTH = 140
+WIDTH = 140  # characters, as in the other pages
+# A figure in a reading. Not str.format: the names of arms have dots in them.
+QUOTED = re.compile(r"\{(?P<arms>[^{}\[]+)\[(?P<measure>\w+)\]\}")
 
 Values = Mapping[tuple[str, str], Mapping[int, float]]  # (arm, measure) -> seed -> value
 
@@ -56,7 +59,8 @@ def write_index() -> None:
 
 
 def index_text() -> str:
-    parts = ["# What the studies found", _filled(INDEX)]
+    index = INDEX.format(staleness_seeds=load("staleness").seeds)
+    parts = ["# What the studies found", _filled(index)]
     for study in map(load, NAMES):
         rows = read(study)
         n_wanted = len(study.arms) * study.seeds
@@ -92,7 +96,9 @@ def page_text(study: Study, rows: Sequence[Row]) -> str:
 
 
 def _reading(study: Study, values: Values) -> str:
-    return f"**Reading.** {_filled(study.reading.format_map(_Summary(study, values)))}"
+    summary = _Summary(study, values)
+    reading = QUOTED.sub(lambda found: summary[found["arms"]][found["measure"]], study.reading)
+    return f"**Reading.** {_filled(reading)}"
 
 
 def values_of(rows: Sequence[Row]) -> Values:

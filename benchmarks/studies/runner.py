@@ -3,6 +3,8 @@
 Each finished run is one line of the study's results. A run that was stopped has no line, and is
 run again from its beginning. Arms of one seed come one after the other, so that what is there is
 made of whole pairs.
+
+    python -m benchmarks.studies.runner NAME SEEDS JOB JOBS     # a process of `gigpo study`
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from pathlib import Path
 from benchmarks.studies.study import ROOT, Arm, Study, load
 from printable import UserError, say
 
-SIGNIFICANT_DIGITS = 10
-CURVE_DIGITS = 4
+SIGNIFICANT_DIGITS = 10  # of a measure: more than any reading, less than rounding
+CURVE_DIGITS = 4  # of a point: as many as a picture shows
 PACKAGES = ("actors", "configs", "coordinator", "driver", "envs", "gigpo", "learner", "store")
 
 
@@ -97,7 +99,7 @@ def run_missing(study: Study, *, seeds: int, jobs: int) -> None:
         run_part(study, todo)
         return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.studies.worker", study.name, str(seeds)]
+    command = [sys.executable, "-m", "benchmarks.studies.runner", study.name, str(seeds)]
     processes = [
         subprocess.Popen([*command, str(job), str(jobs)], cwd=ROOT, env=environment)
         for job in range(jobs)
@@ -162,3 +164,8 @@ def _short(measures: object) -> str:
     return ", ".join(
         f"{name} {value:.4g}" for name, value in measures.items() if isinstance(value, float)
     )
+
+
+if __name__ == "__main__":
+    name, seeds, job, jobs = sys.argv[1:]
+    run_share(name, seeds=int(seeds), job=int(job), jobs=int(jobs))

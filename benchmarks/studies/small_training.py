@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from benchmarks.studies.small_world import World, play, success_of
-from configs import Config, has_critic
-from gigpo import TOKEN_LEVEL, AdvantageSettings, compute_advantages, filtered_groups
-from learner.data.batch_loader import cut_updates
-from learner.data.values import critic_values, with_token_advantages, with_token_values
-from learner.training.engine import Engine
+from configs import Config
+from learner.data.training_rows import RowSettings, rows_to_train, scored_rows
+from learner.data.updates import cut_updates
+from learner.step_times import LoadTimes
+from learner.training.engine import Engine, train_batch
 from learner.training.step_metrics import UpdateStats
 
 
@@ -67,28 +66,19 @@ def learner_steps(
 def _train(
     engine: Engine, rows: pa.Table, config: Config, *, version: int
 ) -> tuple[pa.Table, list[UpdateStats]]:
-    """Train on a batch as `learner/data/batch_loader.py` and `learner/rank_group.py` do."""
-    settings, critic = AdvantageSettings.of(config.algorithm), has_critic(config)
-    if critic:
-        values_R, values_N = critic_values(rows, engine.values, learner=config.learner)
-        rows = rows.append_column("value", pa.array(values_R))
-    advantages = compute_advantages(rows, settings)
-    filtered = filtered_groups(advantages, group_filter=config.algorithm.group_filter)
-    for name in ("advantage", "anchor_size", *(["value_target"] if critic else [])):
-        rows = rows.append_column(name, advantages[name])
-    if settings.estimator in TOKEN_LEVEL:
-        rows = with_token_values(rows, values_N)
-        rows = with_token_advantages(rows, gae_lambda=settings.gae_lambda)
-    uids = pa.array(list(filtered), rows.schema.field("group_uid").type)
-    trained = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
-    seed = config.seed + version + 1
-    updates = cut_updates(trained, learner=config.learner, version=version, seed=seed)
-    batches = [update.micro_batches for update in updates]
-    if critic:
-        engine.train_critic(batches)
-    if not batches or (critic and version < config.critic.warmup_steps):
-        return rows, []
-    return rows, engine.train(batches)
+    """Train on a batch with the learner's own functions. Return all rows, scored, and the updates.
+
+    `prepare_batch` in learner/data calls the same ones, and reads, refills and replays besides.
+    """
+    settings = RowSettings.of(config, values=engine.values)
+    scored = scored_rows(rows, settings, times=LoadTimes())
+    trained, _ = rows_to_train(scored, train_on=settings.train_on)
+    learner_step = version + 1
+    updates = cut_updates(
+        trained, learner=config.learner, version=version, seed=config.seed + learner_step
+    )
+    stats, _ = train_batch(engine, updates, config=config, learner_step=learner_step)
+    return scored.rows, stats
 
 
 def weights_digest(engine: Engine) -> str:

@@ -25,7 +25,7 @@ import torch
 from actors.policy import Completion, Prompt
 from actors.prompting.prompt import PromptForm
 from actors.prompting.template import TEMPLATES, render
-from actors.rollout.episode import EpisodeIds, step_of, trajectory_of
+from actors.rollout.episode import EpisodeIds, anchor_of, step_of, trajectory_of
 from configs import (
     CriticConfig,
     LearnerConfig,
@@ -45,9 +45,11 @@ TEMPLATE = "compact"
 PROMPT = PromptConfig(
     template=TEMPLATE, history_length=0, max_prompt_tokens=200, invalid="admissible"
 )
-SIZE = TinyModelConfig(vocabulary_size=300, hidden_size=64, layers=1)
+SIZE = TinyModelConfig(vocabulary_size=300, hidden_size=64, layers=1)  # a run takes seconds
+# The fewest updates, at a rate for so small a model, that give each admissible command about the
+# same chance.
 CLONE_UPDATES, CLONE_RATE = 60, 1e-2
-MAX_RESPONSE_TOKENS = 12
+MAX_RESPONSE_TOKENS = 12  # as configs/key_room.yaml
 WIN_REWARD = 10.0  # as env.win_reward
 FORWARD_TOKENS = 16384  # of one pass
 WON = -1  # in place of a situation
@@ -229,7 +231,7 @@ def chances_of(world: World, engine: Engine) -> np.ndarray:
 
 
 def wins_of(world: World, chance_C: np.ndarray, *, gamma: float = 1.0) -> np.ndarray:
-    """Return the worth of each situation by the steps left, float64 [max_steps + 1, S].
+    """Return the worth of each situation by the steps left, float64 [L, S], L = max_steps + 1.
 
     Worth is gamma ** (steps before the winning one), 0 without a win: with gamma=1 the probability
     of a win. By backward induction. The rest of the chances are answers that change nothing.
@@ -238,19 +240,19 @@ def wins_of(world: World, chance_C: np.ndarray, *, gamma: float = 1.0) -> np.nda
     leads_to_C = np.array([choice.leads_to for choice in world.choices])
     n_situations = len(world.observations)
     stay_S = 1.0 - np.bincount(situation_C, weights=chance_C, minlength=n_situations)
-    worth = np.zeros((world.max_steps + 1, n_situations))
+    worth_LS = np.zeros((world.max_steps + 1, n_situations))
     for left in range(1, world.max_steps + 1):
-        before_S = gamma * worth[left - 1]
+        before_S = gamma * worth_LS[left - 1]
         after_C = np.where(leads_to_C == WON, 1.0, before_S[leads_to_C])
         moved_S = np.bincount(situation_C, weights=chance_C * after_C, minlength=n_situations)
-        worth[left] = moved_S + stay_S * before_S
-    return worth
+        worth_LS[left] = moved_S + stay_S * before_S
+    return worth_LS
 
 
 def success_of(world: World, engine: Engine) -> float:
     """Return the probability of a win within max_steps, mean of the tasks."""
-    worth = wins_of(world, chances_of(world, engine))
-    return float(worth[world.max_steps][list(world.starts)].mean())
+    worth_LS = wins_of(world, chances_of(world, engine))
+    return float(worth_LS[world.max_steps][list(world.starts)].mean())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -308,6 +310,7 @@ def play(
                 number=len(episode.steps),
                 prompt=prompt,
                 observation=seen,
+                anchor=anchor_of(seen),
                 action=answer.action,
                 is_valid=answer.well_formed and completion.finish_reason == "stop" and is_known,
                 t_start_us=1,

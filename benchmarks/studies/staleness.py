@@ -1,4 +1,4 @@
-"""Study 5: what does training on old episodes cost, and which correction pays for it?"""
+"""Study what training on old episodes costs, and which correction pays for it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.studies.horizon import (
 )
 from benchmarks.studies.study import Arm, Result, Study
 
-STALENESS = (0, 1, 2, 4, 8, 16)
-DISTANCE = 5
+STALENESS = (0, 1, 2, 4, 8, 16)  # versions
+DISTANCE = 5  # the middle one of horizon
 CORRECTIONS: dict[str, dict[str, object]] = {
     "none": {"corrections": []},
     "token_tis": {"corrections": ["token_tis"]},

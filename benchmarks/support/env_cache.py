@@ -21,10 +21,10 @@ from envs import EnvironmentPool, Task
 from envs.textworld import TextWorldEnv
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUP = 8
-ROUNDS = 6
-P_FIRST, P_LAST = 0.2, 0.9
-NONSENSE = 0.02
+GROUP = 8  # episodes of a task
+ROUNDS = 6  # times that the policy has improved
+P_FIRST, P_LAST = 0.2, 0.9  # chance of the best action in the first and in the last round
+NONSENSE = 0.02  # chance of an action that the game does not know
 MS = 1000.0
 
 

@@ -52,6 +52,7 @@ async def _measure(
     policy = VLLMPolicy(
         model_path=base,
         dtype="float32",
+        lora=None,
         actors=ActorsConfig(max_response_tokens=1, kv_cache_gib=0.25, cpu_cores=cores),
         max_model_tokens=256,
         gate=RequestGate(8),

@@ -170,7 +170,7 @@ def _bytes(base: Path) -> dict[str, float]:
             seed=0,
         )
         copy = WeightsCopy()
-        copy.take(engine.weights())
+        copy.take(engine.published())
         n_bytes.append(copy.n_bytes)
         engine.close()
     return {"bytes_lora_over_full": n_bytes[0] / n_bytes[1]}

@@ -162,6 +162,7 @@ async def _answer(
     policy = VLLMPolicy(
         model_path=model_path,
         dtype=config.model.dtype,
+        lora=None,
         actors=config.actors,
         max_model_tokens=max_model_tokens(config),
         gate=RequestGate(in_flight),

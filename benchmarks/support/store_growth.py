@@ -19,6 +19,7 @@ from store import (
     Catalog,
     RunLayout,
     Trajectory,
+    VersionRecord,
     export,
     uid,
     write_open_sql,
@@ -96,7 +97,9 @@ def export_ms(catalog: Catalog, layout: RunLayout, *, n_exports: int) -> float:
     spent_s = []
     for version in range(first, first + n_exports):
         catalog.record_version(
-            version=version, path=f"weights/v{version:06d}", digest="d", learner_step=None
+            VersionRecord(
+                version=version, path=f"weights/v{version:06d}", digest="d", learner_step=None
+            )
         )
         catalog.log(component="w", what="x", detail="")
         started = time.perf_counter()

@@ -31,6 +31,7 @@ from store.segments import encode, write_rows
 
 GROUP_SIZE, BATCH_GROUPS = 8, 16
 GROUPS_PER_FILE = 64  # of a compacted file: 512 episodes, about 20,000 steps
+# Steps are like ALFWorld's: lengths in tokens, between two bounds, and texts that recur.
 POOL_EPISODES, EPISODE_STEPS = 128, (29, 50)
 TEMPLATE_TOKENS = 500
 PROMPT_TOKENS = (260, 460)

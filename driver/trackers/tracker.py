@@ -39,7 +39,7 @@ READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
 FAULT_CHARACTERS = 300
 # The content of these settings is not ours: any text in them may hold a key.
-FREE_KEYS = ("env.options", "environments", "endpoint.body")
+FREE_KEYS = ("env.options", "environments", "endpoint.body", "actors.workers")
 SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header|pin", re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Parts of a URL that may hold a key: a name and a password; a query and a fragment.

@@ -1,4 +1,6 @@
--- Quantities that the step term compares, and the steps that each is compared with:
+-- Quantities that the step term compares, and the steps that each is compared with. Sources: eq. 7;
+-- G2PO, arXiv 2606.22995, and GraphGPO, arXiv 2605.26684, in the form of their authors' code;
+-- GAGPO, arXiv 2605.13217, in our form after its abstract.
 --   g2po       two lines a step. V(s') within the anchor group, and V(s') - V(s), the temporal
 --              difference, within the whole task group: it has a value in a state met once, too.
 --              Temporal differences of equal episodes differ along the way, so they do not count as

@@ -1,5 +1,5 @@
--- G2PO (arXiv 2606.22995): the step advantage is the sum of the two terms of comparisons.sql.
--- step_return and spread are those of the first. For g2po only.
+-- G2PO (arXiv 2606.22995), in the form of its authors' code: the step advantage is the sum of the
+-- two terms of comparisons.sql. step_return and spread are those of the first. For g2po only.
 -- in:  step_advantage
 -- out: the columns of hierarchy
 SELECT

@@ -1,4 +1,5 @@
--- Generalised advantage estimation (arXiv 1506.02438) over the node values, or over a critic's:
+-- Generalised advantage estimation (arXiv 1506.02438, written as a recursion) over the node values,
+-- or over a critic's:
 --   A_t = delta_t + gamma lambda A_{t+1},  0 past the end,
 --   delta_t = r_t + gamma V(s_{t+1}) - V(s_t),  V = 0 past the end, also after a truncation
 -- A_t + V(s_t) is the lambda-return, which a critic learns. The recursion goes back from each

@@ -1,7 +1,8 @@
--- Distance-to-success returns of GraphGPO (arXiv 2605.26684). The anchor groups of one task, of all
--- policy versions, are the nodes of a directed graph, and each step is an edge to the node of the
--- next step. The last step of a won trajectory leads to 'success', that of another one to the node
--- of its final observation. Without a key, a step or a final observation is a node of its own.
+-- Distance-to-success returns of GraphGPO (arXiv 2605.26684), in the form of its authors' code. The
+-- anchor groups of one task, of all policy versions, are the nodes of a directed graph, and each
+-- step is an edge to the node of the next step. The last step of a won trajectory leads to
+-- 'success', that of another one to the node of its final observation. Without a key, a step or a
+-- final observation is a node of its own.
 --   d(s) = edges on the shortest path from s to 'success'
 -- and one more than the largest d of the group where there is no path. The return of a step that
 -- led to s' is 10 * graph_gamma ^ d(s'). The 10 is the authors', whatever winning pays.

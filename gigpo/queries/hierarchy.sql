@@ -1,5 +1,5 @@
--- HGPO (ICLR 2026): a step is compared within nested anchor groups, those of its last 1, 2, ...
--- K + 1 states. Longer shared histories count more:
+-- HGPO (ICLR 2026), in the form of its authors' code: a step is compared within nested anchor
+-- groups, those of its last 1, 2, ... K + 1 states. Longer shared histories count more:
 --   A_S = sum(w_k A_k) / sum(w_k),  w_k = k + 1 (alpha = 1),
 -- over the suffixes whose advantage is not 0, as in the authors' code; without any: 0. Advantages
 -- up to 1e-9 count as 0, because a middle return that is one ulp off the mean must not move the

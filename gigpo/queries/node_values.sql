@@ -2,8 +2,9 @@
 -- the anchor groups of one task; a step without a key is a node of its own. So a value needs no
 -- critic: it is the mean outcome of the steps taken there,
 --   V(s) = mean of o_t over the steps in s.
---   g2po    (arXiv 2606.22995)  o_t = gamma^(T - t) R(tau), for t from 0 and T steps
---   gagpo   (arXiv 2605.13217)  o_t = R_t, eq. 5
+--   g2po    o_t = gamma^(T - t) R(tau), for t from 0 and T steps: arXiv 2606.22995, in the form of
+--           its authors' code
+--   gagpo   o_t = R_t, eq. 5: arXiv 2605.13217, in our form after its abstract
 -- After the last step: g2po has a node for success, where o = R(tau), so 10 where winning pays 10;
 -- after a loss the value is 0. gagpo has 0, because the last reward has been paid.
 -- Penalties are in no value.

@@ -1,4 +1,5 @@
--- PPO with a critic. An estimate of each step, whitened over the steps of the batch:
+-- PPO with a critic (arXiv 1707.06347), in the form of verl. An estimate of each step, whitened
+-- over the steps of the batch:
 --   A <- (A - mean(A)) / sqrt(var(A) + 1e-8),  ddof 1.
 --   turn_ppo  the estimate of gae.sql (arXiv 2512.17008), less the penalty of an invalid action,
 --             which is in no value and in no target of one, as it is in no return

@@ -1,7 +1,8 @@
--- The last 1, 2, ... states of a step's trajectory, HGPO's contexts (ICLR 2026): one line per step
--- and suffix length. Anchor 'suffix' takes one length, `anchor_history` states; near the beginning
--- these are all states so far, which equal only other beginnings. hgpo takes every length from 1 to
--- `anchor_history`. The other anchors take the step's own state, see scores.sql.
+-- The last 1, 2, ... states of a step's trajectory, HGPO's contexts (ICLR 2026), in the form of its
+-- authors' code: one line per step and suffix length. Anchor 'suffix' takes one length,
+-- `anchor_history` states; near the beginning these are all states so far, which equal only other
+-- beginnings. hgpo takes every length from 1 to `anchor_history`. The other anchors take the step's
+-- own state, see scores.sql.
 -- States are written as text after their length, so that different suffixes never read the same.
 -- in:  scores; estimator, anchor_history
 -- out: scores' columns, n_states BIGINT, earlier_states VARCHAR (the suffix without this step's own

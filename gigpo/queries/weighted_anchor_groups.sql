@@ -1,6 +1,7 @@
 -- Anchor groups with importance weights, an off-policy baseline: a member counts more if the
--- current policy is likelier to take its action. weight = min(rho, C), rho = pi / mu of the step's
--- own response, C a cap (2 in the token-level correction); the caller computes it.
+-- current policy is likelier to take its action. Our form of eq. 7's statistics; we know of no
+-- paper. weight = min(rho, C), rho = pi / mu of the step's own response, C a cap (2 in the
+-- token-level correction); the caller computes it.
 -- With v = weight / (largest in the group):
 --   mean = sum(v x) / V,   var = sum(v (x - mean)^2) / (V - sum(v^2) / V),   V = sum(v)
 -- This is the unbiased variance for given weights. For equal weights v is exactly 1 and

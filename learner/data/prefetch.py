@@ -47,7 +47,8 @@ from learner.data.batch_loader import BatchLoader, PreparedBatch, n_wanted, prep
 from store import Batch
 
 # Between two claims while there are too few groups: POLL_SHARE of the wait so far, within these
-# limits. A claim costs the coordinator and the learner about a millisecond of CPU each.
+# limits: the wait grows by 2 % at most, and by half a second. A claim costs the coordinator and the
+# learner about a millisecond of CPU each.
 POLL_S, LONGEST_POLL_S = 0.05, 0.5
 POLL_SHARE = 0.02
 

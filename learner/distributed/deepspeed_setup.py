@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn import attention
 
 from configs import BUCKET_ELEMENTS, LearnerConfig, ModelConfig
 from store import broadcast
@@ -79,6 +80,7 @@ WHOLE_ELEMENTS = 100_000
 GROUP_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
 CUDA, CPU = "cuda", "cpu"
+HOPPER_FLASH_ATTENTION = 3
 
 
 def accelerator() -> str:
@@ -109,7 +111,20 @@ def prepare_device(learner: LearnerConfig) -> None:
         # cuBLAS reads it when it makes its first handle. Without it torch's deterministic mode
         # refuses matrix products.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if learner.flash_attention == HOPPER_FLASH_ATTENTION:
+        _use_flash_attention_3()
     torch.use_deterministic_algorithms(learner.deterministic)
+
+
+def _use_flash_attention_3() -> None:
+    """Replace torch's attention kernel in this process. Raises ValueError without the package."""
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, AttributeError) as error:  # AttributeError: an older torch
+        raise ValueError(
+            f"learner.flash_attention=3 finds no kernels ({error}); install flash-attn-3 for this "
+            "torch, or set learner.flash_attention=2"
+        ) from error
 
 
 def adapters_in_tf32(learner: LearnerConfig, model: ModelConfig) -> bool:
@@ -176,6 +191,47 @@ def initialize(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -
         return deepspeed.initialize(model=module, model_parameters=trained, config=settings)[0]
 
 
+def initialize_frozen(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> Any:
+    """Make a DeepSpeed engine for a divided model that is not trained. All ranks call it together.
+
+    Its only work is to gather the weights of each layer for a forward pass.
+    """
+    settings = _settings(module, dtype=dtype, learner=learner)
+    del settings["optimizer"]
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    with _standard_output_to_log():
+        return deepspeed.initialize(model=module, config=settings)[0]
+
+
+def divide_parameter(
+    parameter: torch.nn.Parameter,
+    *,
+    like: torch.nn.Parameter | None,
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    learner: LearnerConfig,
+) -> None:
+    """Divide rank 0's parameter among the ranks, as ZeRO 3 does. All ranks call it together.
+
+    `like` is another parameter of `module` that is divided already, None for the first.
+    """
+    with _standard_output_to_log():
+        if like is not None:
+            like.convert_to_zero_parameters(param_list=[parameter])
+            return
+        holder = torch.nn.Module()
+        holder.register_parameter("first", parameter)
+        bits = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        settings = _settings(module, dtype=bits, learner=learner)
+        deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
+
+
+def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """Return the shape of a parameter, also where a rank holds only its part of it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def full_parameter(*parameters: torch.nn.Parameter) -> contextlib.AbstractContextManager[None]:
     """Gather all elements of these parameters on every rank, to read. All ranks enter it together.
 
@@ -207,7 +263,7 @@ def forget_gradient(engine: Any) -> None:
 def _settings(module: torch.nn.Module, *, dtype: str, learner: LearnerConfig) -> dict[str, Any]:
     # DeepSpeed allocates its default of 5e8 elements at once, 2 GB in float32. A model needs no
     # more elements than it has.
-    n_elements = sum(parameter.numel() for parameter in module.parameters())
+    n_elements = sum(shape_of(parameter).numel() for parameter in module.parameters())
     # ZeRO 1 and 2 refuse an odd number.
     bucket_elements = min(BUCKET_ELEMENTS, n_elements + n_elements % 2)
     zero: dict[str, Any] = {

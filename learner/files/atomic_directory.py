@@ -127,8 +127,8 @@ def sync_whole(dest: Path) -> None:
         raise OSError(error.errno, text) from error
 
 
-def prune_oldest(parent: Path, *, keep: int) -> list[str]:
-    """Remove all directories but the last `keep` by name. Return the removed names.
+def prune_oldest(parent: Path, *, keep: int) -> None:
+    """Remove all directories but the last `keep` by name.
 
     Unfinished directories of dead writers are removed too.
     """
@@ -144,7 +144,6 @@ def prune_oldest(parent: Path, *, keep: int) -> list[str]:
             (parent / name).unlink()
         else:
             shutil.rmtree(parent / name)
-    return removed
 
 
 def _show(unfinished: Path, dest: Path) -> None:

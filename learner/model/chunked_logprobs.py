@@ -19,18 +19,22 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+# Logits of a chunk are 512 x 150,000 float32, 0.3 GB, where a whole batch's would be tens of GB.
+# The matrix product is large enough to keep a GPU busy.
 CHUNK_TOKENS = 512
 
 
 class OutputLayer(nn.Module):
     """Compute log softmax(logits_NV / temperature)[response_ids_N], and entropies in nats.
 
-    Both are float32. It shares the model's parameters, and all chunks are one call. So a weight
+    Both are float32. With `float32` the logits are too: products of a bfloat16 model are then not
+    rounded to bfloat16, as in vLLM's float32 head. It shares the model's parameters, and all chunks
+    are one call. So a weight
     partitioned by ZeRO 3 is gathered once forward and once backward, on every rank, however many
     response tokens each has.
     """
 
-    def __init__(self, layer: nn.Module, *, temperature: float) -> None:
+    def __init__(self, layer: nn.Module, *, temperature: float, float32: bool = False) -> None:
         super().__init__()
         if not isinstance(layer, nn.Linear):
             raise ValueError(
@@ -39,12 +43,13 @@ class OutputLayer(nn.Module):
             )
         self.weight, self.bias = layer.weight, layer.bias
         self.temperature = temperature
+        self.float32 = float32
 
     def forward(
         self, hidden_NH: torch.Tensor, response_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_N, entropy_N = _Chunked.apply(
-            hidden_NH, self.weight, self.bias, response_ids_N, self.temperature
+            hidden_NH, self.weight, self.bias, response_ids_N, self.temperature, self.float32
         )
         return logprobs_N, entropy_N
 
@@ -63,11 +68,12 @@ class _Chunked(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         response_ids_N: torch.Tensor,
         temperature: float,
+        float32: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normaliser_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         logprobs_N, entropy_N = torch.empty_like(normaliser_N), torch.empty_like(normaliser_N)
         for chunk in _chunks(len(hidden_NH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, temperature)
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, temperature, float32)
             normaliser_C = normaliser_N[chunk] = logits_CV.logsumexp(-1)
             logprobs_N[chunk] = (
                 logits_CV.gather(-1, response_ids_N[chunk, None]).squeeze(-1) - normaliser_C
@@ -75,7 +81,7 @@ class _Chunked(torch.autograd.Function):
             probabilities_CV = (logits_CV - normaliser_C[:, None]).exp_()
             entropy_N[chunk] = normaliser_C - probabilities_CV.mul_(logits_CV).sum(-1)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, response_ids_N, normaliser_N, entropy_N)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.float32 = temperature, float32
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
@@ -93,7 +99,7 @@ class _Chunked(torch.autograd.Function):
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(normaliser_N)
         for chunk in _chunks(len(hidden_NH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, ctx.temperature)
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, ctx.temperature, ctx.float32)
             probabilities_CV = (logits_CV - normaliser_N[chunk, None]).exp_()
             if grad_entropy_N is not None:  # by log p + H, in place of the logits
                 logits_CV.sub_((normaliser_N - entropy_N)[chunk, None]).mul_(probabilities_CV)
@@ -111,7 +117,7 @@ class _Chunked(torch.autograd.Function):
                 grad_bias_V += grad_logits_CV.sum(0, dtype=torch.float32)
         grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
 
 
 def _chunks(n_tokens: int) -> Iterator[slice]:
@@ -123,5 +129,14 @@ def _logits(
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     temperature: float,
+    float32: bool,
 ) -> torch.Tensor:
-    return nn.functional.linear(hidden_CH, weight_VH, bias_V).float().div_(temperature)
+    if not float32 or hidden_CH.dtype == torch.float32:
+        return nn.functional.linear(hidden_CH, weight_VH, bias_V).float().div_(temperature)
+    if hidden_CH.is_cuda:  # no copy of the weight in float32; other devices have no such product
+        logits_CV = torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)
+    else:
+        logits_CV = hidden_CH.float() @ weight_VH.float().T
+    if bias_V is not None:
+        logits_CV += bias_V
+    return logits_CV.div_(temperature)

@@ -26,20 +26,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from learner.distributed.deepspeed_setup import full_parameter
 from learner.files.atomic_directory import new_directory
+from store import ADAPTER_FILE, ADAPTER_PREFIX
 
 if TYPE_CHECKING:
     from peft.tuners import lora
 
 ADAPTER = "default"  # peft's own name; adapter files leave it out
-ADAPTER_FILE = "adapter_model.safetensors"
-# Every name in an adapter file begins with the name of peft's wrapper around the model.
-FILE_PREFIX = "base_model.model."
 NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 BASE, ADAPTER_WEIGHTS = ".base_layer.", (".lora_A.", ".lora_B.")
 
@@ -189,16 +187,37 @@ def write_adapter(causal_lm: PreTrainedModel, dest: Path) -> None:
 
     It holds adapter_config.json and adapter_model.safetensors.
     """
-    tensors = {}
-    for name, parameter in causal_lm.named_parameters():
-        if not any(part in name for part in ADAPTER_WEIGHTS):
-            continue
-        with full_parameter(parameter):
-            file_name = FILE_PREFIX + name.replace(f".{ADAPTER}.", ".")
-            tensors[file_name] = parameter.detach().cpu().clone()
+    tensors = {name: tensor.cpu().clone() for name, tensor in adapter_weights(causal_lm)}
     with new_directory(dest) as unfinished:
-        causal_lm.peft_config[ADAPTER].save_pretrained(str(unfinished))
+        write_adapter_config(causal_lm, unfinished)
         save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def adapter_weights(causal_lm: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in an adapter file, tensor) of A and B of every adapted layer, in float32.
+
+    They are the model's own, not copies: read each before the next one and the next update. Weights
+    partitioned by ZeRO 3 are gathered one by one, by all ranks together.
+    """
+    for name, parameter in causal_lm.named_parameters():
+        if any(part in name for part in ADAPTER_WEIGHTS):
+            with full_parameter(parameter):
+                yield ADAPTER_PREFIX + name.replace(f".{ADAPTER}.", "."), parameter.detach()
+
+
+def read_adapter(causal_lm: PreTrainedModel, source: Path) -> None:
+    """Give the adapters of a model the values in an adapter file. Names and shapes have to agree.
+
+    The model is not partitioned.
+    """
+    values = load_file(source / ADAPTER_FILE)
+    for name, tensor in adapter_weights(causal_lm):
+        tensor.copy_(values[name])
+
+
+def write_adapter_config(causal_lm: PreTrainedModel, directory: Path) -> None:
+    """Write adapter_config.json: rank, alpha and the adapted layers, as peft and vLLM read them."""
+    causal_lm.peft_config[ADAPTER].save_pretrained(str(directory))
 
 
 def _merged(layer: lora.Linear, weight: torch.Tensor) -> torch.Tensor:

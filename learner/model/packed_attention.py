@@ -35,7 +35,9 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings whose angles depend on the longest sequence of the forward pass, so that packed
 # sequences would change each other.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-SAME = 0.01  # relative distance of two results of one function, in bf16
+# Relative distance of two results of one function, in bf16, which rounds by up to 2^-8 = 0.004.
+# Another function is off by a multiple of this: leaked tokens change whole vectors.
+SAME = 0.01
 LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 SAME_TRIMMED = 1e-4  # the same operations in the same order, so only rounding differs
 # Errors of a layer of another kind when `_trimmed_forward` calls its parts: wrong arguments, wrong
@@ -90,7 +92,10 @@ def use_packed_attention(causal_lm: PreTrainedModel) -> None:
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor, *, relative: float = SAME) -> bool:
-    """Return whether two results of one function are equal up to rounding, by default in bf16."""
+    """Return whether two results of one function, of any shape, are equal up to rounding in bf16.
+
+    `relative` is the distance allowed, as a fraction of the norm.
+    """
     one, other = one.float(), other.float()
     return one.shape == other.shape and bool((one - other).norm() <= relative * other.norm())
 
@@ -98,7 +103,7 @@ def are_same(one: torch.Tensor, other: torch.Tensor, *, relative: float = SAME) 
 def _probe(
     causal_lm: PreTrainedModel, lengths: tuple[int, int], *, positions: list[int] | None = None
 ) -> torch.Tensor:
-    """Compute two sequences of these lengths: [T, H], or [N, H] at the given positions."""
+    """Compute two sequences of these lengths: float32 [T, H], or [N, H] at given positions."""
     device, was_training = causal_lm.device, causal_lm.training
     ids_T = torch.tensor([*range(lengths[0]), *range(lengths[1])], device=device)
     bounds_S1 = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
@@ -108,14 +113,14 @@ def _probe(
     causal_lm.eval()
     try:
         with torch.no_grad():
-            hidden = packed_hidden(
+            hidden_TH = packed_hidden(
                 causal_lm,
                 input_ids_T=ids_T,
                 position_ids_T=ids_T,
                 bounds_S1=bounds_S1,
                 positions_N=positions_N,
             )
-            return hidden.float()
+            return hidden_TH.float()  # [N, H] with positions
     finally:
         causal_lm.train(was_training)
 
@@ -130,7 +135,7 @@ def packed_hidden(
     compared: bool = False,
     positions_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the decoder's last hidden states [T, H].
+    """Return the decoder's last hidden states [T, H], in the model's dtype.
 
     `positions_N` is for a model whose last layer is trimmed, which then returns [N, H].
     `embedded` replaces ids and positions (`vision.py`). With `compared` each layer compares its

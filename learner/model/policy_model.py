@@ -23,8 +23,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from configs import SAFE_LOADING, ConfigError, load_safely
+from configs import SAFE_LOADING, ConfigError, LearnerConfig, load_safely
 from learner.data.micro_batch import MicroBatch
+from learner.distributed.partitioned_load import load_partitioned, only_last_layer
 from learner.model.chunked_logprobs import OutputLayer
 from learner.model.packed_attention import (
     MIXED,
@@ -50,17 +51,25 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(
-        self, causal_lm: PreTrainedModel, *, temperature: float, vision: Vision | None = None
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        temperature: float,
+        vision: Vision | None = None,
+        float32_head: bool = False,
     ) -> None:
         super().__init__()
         self.vision = vision
-        use_packed_attention(causal_lm)
-        self.is_trimmed = trim_last_layer(causal_lm)
+        # A divided model computes a forward pass only after `initialize`, but its last layer. The
+        # others are checked by `check_on_device`.
+        with only_last_layer(causal_lm):
+            use_packed_attention(causal_lm)
+            self.is_trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
         self.compared = False  # whether a forward pass compares each layer's kernel with the loop
         # A critic has a value head instead.
         self.output: nn.Module = OutputLayer(
-            causal_lm.get_output_embeddings(), temperature=temperature
+            causal_lm.get_output_embeddings(), temperature=temperature, float32=float32_head
         )
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,12 +165,19 @@ def _check_complete(path: Path, report: Mapping[str, Collection[Any]]) -> None:
 
 
 def load_policy(
-    path: Path, *, dtype: str, gradient_checkpointing: bool, temperature: float
+    path: Path,
+    *,
+    dtype: str,
+    gradient_checkpointing: bool,
+    temperature: float,
+    float32_head: bool = False,
+    divided_by: LearnerConfig | None = None,
 ) -> PolicyModel:
     """Load a model directory, without dropout.
 
-    Behaviour and learner log-probabilities must come from one function. Raises ConfigError for
-    files that are damaged or incomplete.
+    Behaviour and learner log-probabilities must come from one function. With `divided_by`, whose
+    ranks have joined, ZeRO 3 divides the model while it is loaded, if it is one of text. Raises
+    ConfigError for files that are damaged or incomplete.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is none of {sorted(DTYPES)}")
@@ -183,9 +199,29 @@ def load_policy(
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
     vision = load_vision(path, config)
-    of_its_kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    causal_lm = None
+    if divided_by is not None and vision is None:
+        causal_lm = load_partitioned(
+            path,
+            model_of=AutoModelForCausalLM,
+            config=config,
+            dtype=DTYPES[dtype],
+            learner=divided_by,
+        )
+    if causal_lm is None:
+        causal_lm = _load_whole(path, config, dtype=DTYPES[dtype], sees=vision is not None)
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    # Gradient checkpointing works in training mode only. Without dropout both modes are the same.
+    causal_lm.train()
+    return PolicyModel(causal_lm, temperature=temperature, vision=vision, float32_head=float32_head)
+
+
+def _load_whole(path: Path, config: Any, *, dtype: torch.dtype, sees: bool) -> Any:
+    """Load all weights into main memory. `sees` is for a vision model. Raises ConfigError."""
+    of_its_kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     # Mismatched tensors are left to `_check_complete`: the error of transformers names none.
-    as_asked = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True, **SAFE_LOADING}
+    as_asked = {"dtype": dtype, "ignore_mismatched_sizes": True, **SAFE_LOADING}
     causal_lm, report = load_safely(
         "weights",
         path,
@@ -194,8 +230,4 @@ def load_policy(
         ),
     )
     _check_complete(path, report)
-    if gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    # Gradient checkpointing works in training mode only. Without dropout both modes are the same.
-    causal_lm.train()
-    return PolicyModel(causal_lm, temperature=temperature, vision=vision)
+    return causal_lm

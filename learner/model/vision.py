@@ -57,7 +57,7 @@ class Vision:
             return {"inputs_embeds": embedded_1TH, "position_ids": positions_31T}
         values = self._processor(images=images, return_tensors="pt")
         grid_I3 = values["image_grid_thw"].numpy() // [1, self._merge_size, self._merge_size]
-        positions_31T, is_image_T = self._places(batch, grid_I3)
+        positions_31T, is_image_T = self._positions(batch, grid_I3)
         seen = causal_lm.base_model.get_image_features(
             values["pixel_values"].to(causal_lm.device),
             values["image_grid_thw"].to(causal_lm.device),
@@ -68,7 +68,7 @@ class Vision:
         embedded_1TH = embedded_1TH.masked_scatter(is_image_1T1, seen_KH)
         return {"inputs_embeds": embedded_1TH, "position_ids": positions_31T}
 
-    def _places(
+    def _positions(
         self, batch: MicroBatch, grid_I3: NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return positions [3, 1, T], and which tokens belong to images [T]."""
@@ -76,7 +76,7 @@ class Vision:
         bounds = batch.bounds_S1.tolist()
         parts, first = [], 0
         for start, end, images in zip(bounds[:-1], bounds[1:], batch.images_S, strict=True):
-            parts.append(places(is_pad_T[start:end], grid_I3[first : first + len(images)]))
+            parts.append(image_positions(is_pad_T[start:end], grid_I3[first : first + len(images)]))
             first += len(images)
         positions_3T, is_image_T = (
             np.concatenate(part, axis=-1) for part in zip(*parts, strict=True)
@@ -85,7 +85,7 @@ class Vision:
         return positions_31T, torch.from_numpy(is_image_T)
 
 
-def places(
+def image_positions(
     is_pad_L: NDArray[np.bool_], grids_I3: Sequence[Sequence[int]] | NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return each token's position [3, L], and whether it belongs to an image [L].

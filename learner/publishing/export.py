@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,17 +18,23 @@ from configs import Config
 from learner.checkpoint import check_parameters, check_whole, read_content, saved_tensors
 from learner.distributed.optimizer_state import MASTER, trainable
 from learner.files.atomic_directory import new_directory
-from learner.model.lora import add_adapters, merged, write_adapter
+from learner.model.lora import add_adapters, merged, read_adapter, write_adapter
 from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
 from learner.publishing.publish import write_weights
 from printable import UserError
 from store import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    BASE_FILE,
     RunLayout,
     VersionRecord,
+    check_adapter,
     check_trusted,
     files_digest,
+    is_adapter,
     local_directory,
+    tensor_shapes,
     weight_files,
 )
 
@@ -70,7 +77,13 @@ def newest_checkpoint(layout: RunLayout) -> int:
 
 
 def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
-    """Copy a published version and check its digest. Return the digest. Raises StoreError too."""
+    """Write a published version as a whole model, and check its digest.
+
+    Return the digest of the written weights: an adapter is merged into the base model. Raises
+    ExportError and StoreError.
+    """
+    if is_adapter(local_directory(layout, version.path)):
+        return _export_merged(layout, version, dest=dest)
     try:
         with new_directory(dest) as unfinished:
             source = local_directory(layout, version.path)
@@ -100,6 +113,63 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
             f"version {version.version} was removed while it was copied; ask for a newer one"
         ) from error
     return digest
+
+
+def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
+    """Copy a version's adapter as a peft directory, and check its digest. Return the digest.
+
+    Raises ExportError and StoreError.
+    """
+    if not is_adapter(local_directory(layout, version.path)):
+        raise ExportError(
+            f"version {version.version} of {layout.root} was published as whole weights; give "
+            "RUN@STEP for the adapters of a checkpoint, or leave out --adapter"
+        )
+    with new_directory(dest) as unfinished:
+        _copy_adapter(layout, version, unfinished)
+    return version.digest
+
+
+def _copy_adapter(layout: RunLayout, version: VersionRecord, dest: Path) -> None:
+    """Copy the files of a version's adapter, and compare the copy's digest with the published."""
+    source = local_directory(layout, version.path)
+    try:
+        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE, BASE_FILE):
+            shutil.copyfile(source / name, dest / name)
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"version {version.version} was removed while it was copied, or lacks {error.filename};"
+            " ask for a newer one"
+        ) from error
+    digest = files_digest([dest / ADAPTER_FILE])
+    if digest != version.digest:
+        raise ExportError(
+            f"{source} has digest {digest}, published was {version.digest}: it was changed or cut; "
+            "export another version, or a checkpoint"
+        )
+
+
+def _export_merged(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
+    """Merge a version's adapter into the base model, and write it. Return the digest."""
+    config = configs.from_yaml(layout.info.config_yaml)
+    base = base_model(layout, config).resolve()
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name)
+        _copy_adapter(layout, version, copy)
+        check_adapter(
+            copy,
+            rank=config.model.lora_rank,
+            alpha=config.model.lora_alpha,
+            base_shapes=tensor_shapes(base),
+            base_digest=files_digest(weight_files(base)),
+        )
+        disable_progress_bar()  # the output is one line
+        model = load_policy(
+            base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0
+        ).causal_lm
+        add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+        read_adapter(model, copy)
+    return write_weights(merged(model), dest, source_dir=base)
 
 
 def export_checkpoint(layout: RunLayout, learner_step: int, *, dest: Path) -> str:
@@ -191,7 +261,12 @@ def _versions(layout: RunLayout) -> list[VersionRecord]:
 def _whose_files_are_there(
     layout: RunLayout, versions: Iterable[VersionRecord]
 ) -> list[VersionRecord]:
-    return [version for version in versions if layout.storage.exists(f"{version.path}/config.json")]
+    exists = layout.storage.exists
+    return [
+        version
+        for version in versions
+        if exists(f"{version.path}/config.json") or exists(f"{version.path}/{ADAPTER_CONFIG_FILE}")
+    ]
 
 
 def _what_there_is(layout: RunLayout, there: list[VersionRecord]) -> str:

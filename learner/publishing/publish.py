@@ -25,7 +25,13 @@ from blake3 import blake3
 
 from configs import check_model_directory
 from learner.files.atomic_directory import atomic_directory, new_directory, visible_whole
-from store import SAFETENSORS_DTYPES, StoreError, TensorEntry, encode_safetensors_head
+from store import (
+    ADAPTER_FILE,
+    SAFETENSORS_DTYPES,
+    StoreError,
+    TensorEntry,
+    encode_safetensors_head,
+)
 
 SHARD_BYTES = 4 * 2**30  # of one file; `write_weights` holds the tensors of one at a time
 SUFFIX = ".safetensors"
@@ -94,11 +100,30 @@ class WeightsCopy:
     def _write_files(self, dest: Path, *, source_dir: Path) -> None:
         with visible_whole(dest) as unfinished:
             digest = _write(self._tensors.items(), unfinished, source_dir=source_dir)
-            if digest != self._digest:
-                raise StoreError(
-                    f"{dest} was announced with digest {self._digest}, its files have {digest}: "
-                    "this machine's memory is not sound; start the run again"
-                )
+            self._check(digest, dest)
+
+    def write_adapter(self, dest: Path, *, write_others: Callable[[Path], None]) -> None:
+        """Write an adapter directory like `write`. The copy is of `adapter_weights`.
+
+        `write_others` writes the other files of an adapter into a directory.
+        """
+        with visible_whole(dest) as unfinished:
+            # peft and vLLM read one file.
+            shards = write_shards(
+                self._tensors.items(),
+                unfinished,
+                stem=Path(ADAPTER_FILE).stem,
+                shard_bytes=SHARD_BYTES,
+            )
+            write_others(unfinished)
+            self._check(shards.digest, dest)
+
+    def _check(self, digest: str, dest: Path) -> None:
+        if digest != self._digest:
+            raise StoreError(
+                f"{dest} was announced with digest {self._digest}, its files have {digest}: this "
+                "machine's memory is not sound; start the run again"
+            )
 
 
 def host_memory(tensor: torch.Tensor) -> torch.Tensor:

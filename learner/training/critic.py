@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,16 @@ from torch import nn
 from configs import CriticConfig, LearnerConfig, ModelConfig
 from gigpo import explained_variance, value_loss
 from learner.data.micro_batch import MicroBatch, share_of_update
-from learner.distributed.deepspeed_setup import adapters_in_tf32, initialize
+from learner.distributed.deepspeed_setup import (
+    PARTITIONED,
+    adapters_in_tf32,
+    initialize,
+    shape_of,
+)
 from learner.model.lora import add_adapters
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.training.gradient import add_gradient, apply_gradient, share_of_rank
-from learner.training.step_metrics import finite_or_inf, gathered
+from learner.training.step_metrics import finite_or_inf, gathered, means
 
 
 class ValueHead(nn.Module):
@@ -146,12 +151,14 @@ class Critic:
 
 def critic_metrics(updates: Iterable[CriticStats]) -> dict[str, float]:
     """Return `critic/<name>`: each statistic's mean over the updates that have it."""
-    seen: dict[str, list[float]] = {}
-    for update in updates:
-        for item in fields(CriticStats):
-            if (value := getattr(update, item.name)) is not None:
-                seen.setdefault(f"critic/{item.name}", []).append(float(value))
-    return {name: sum(values) / len(values) for name, values in seen.items()}
+    return means(
+        {
+            f"critic/{name}": float(value)
+            for name, value in asdict(update).items()
+            if value is not None
+        }
+        for update in updates
+    )
 
 
 def _load(path: str, model: ModelConfig, *, learner: LearnerConfig) -> PolicyModel:
@@ -160,6 +167,7 @@ def _load(path: str, model: ModelConfig, *, learner: LearnerConfig) -> PolicyMod
         dtype=model.dtype,
         gradient_checkpointing=model.gradient_checkpointing,
         temperature=1.0,
+        divided_by=learner if learner.zero_stage == PARTITIONED else None,
     )
     causal_lm: Any = network.causal_lm
     embedding = causal_lm.get_input_embeddings().weight
@@ -168,5 +176,5 @@ def _load(path: str, model: ModelConfig, *, learner: LearnerConfig) -> PolicyMod
         add_adapters(causal_lm, rank=model.lora_rank, alpha=model.lora_alpha, tf32=tf32)
     causal_lm.set_output_embeddings(nn.Identity())  # a vocabulary's projection is never computed
     dtype = torch.float32 if model.lora_rank else embedding.dtype
-    network.output = ValueHead(embedding.shape[1], dtype=dtype)
+    network.output = ValueHead(shape_of(embedding)[1], dtype=dtype)
     return network

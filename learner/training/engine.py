@@ -20,24 +20,38 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from configs import CriticConfig, LearnerConfig, LossConfig, ModelConfig, is_served
+from configs import (
+    Config,
+    CriticConfig,
+    LearnerConfig,
+    LossConfig,
+    ModelConfig,
+    has_critic,
+    is_served,
+    serves_adapters,
+)
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
 from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
+from learner.data.updates import Update
 from learner.distributed.deepspeed_setup import (
+    PARTITIONED,
     adapters_in_tf32,
     from_all_ranks,
     initialize,
+    initialize_frozen,
     join_ranks,
     own_elements,
     prepare_device,
 )
 from learner.distributed.optimizer_state import trainable
+from learner.distributed.partitioned_load import is_partitioned
 from learner.interface import NonFiniteWeightsError
 from learner.loss_settings import objective_of
-from learner.model.lora import adapters_off, add_adapters, merged
+from learner.model.lora import adapter_weights, adapters_off, add_adapters, merged
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import names_to_publish
 from learner.training.critic import Critic, CriticStats
@@ -48,14 +62,15 @@ LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
 
 
 class Engine:
-    """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model on each rank.
+    """A model, its optimizer and, if `kl_coef` > 0, a frozen copy of the base model.
 
-    With a teacher's directory each rank has that model too. `critic` asks for a value network
-    beside it, see `critic.py`; None: there is none.
+    With a teacher's directory there is that model too. Each rank has them whole, or at ZeRO 3 its
+    parts of them. `critic` asks for a value network beside it, see `critic.py`; None: no such
+    network.
 
     With `model.lora_rank` only adapters are trained, and the base model is the policy without them:
     no copy. `address` is the rendezvous of several ranks (`deepspeed_setup.host_ranks`). Every rank
-    reads the whole model into main memory once, also at ZeRO 3, where it then keeps its part.
+    reads the whole model into main memory once, but at ZeRO 3 (`partitioned_load.py`).
     """
 
     def __init__(
@@ -78,27 +93,27 @@ class Engine:
         self.rank = rank
         self.ranks = learner.ranks
         self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
-        self.policy = _load(model_path, model, temperature=temperature)
+        join_ranks(rank, ranks=self.ranks, address=address)  # before ZeRO 3 divides a model
+        self.policy = _load(model_path, model, learner=learner, temperature=temperature)
         self.names = names_to_publish(Path(model_path), policy=self.policy, learner=learner)
         self.has_adapters = model.lora_rank > 0
+        self.publishes_adapters = serves_adapters(model)
         if self.has_adapters:
             tf32 = adapters_in_tf32(learner, model)
             add_adapters(
                 self.policy.causal_lm, rank=model.lora_rank, alpha=model.lora_alpha, tf32=tf32
             )
-        join_ranks(rank, ranks=self.ranks, address=address)
         # In DeepSpeed's bf16 mode adapters would be rounded like their base.
         trained_dtype = "float32" if self.has_adapters else model.dtype
         self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
         self.policy.check_on_device(self.deepspeed.device)
+        self._frozen: list[Any] = []  # DeepSpeed's engines of models that are not trained
         self.reference: PolicyModel | None = None
         if self.objective.kl_coef > 0.0 and not self.has_adapters:
-            self.reference = _load(model_path, model, temperature=temperature).requires_grad_(False)
-            self.reference.to(self.deepspeed.device)
+            self.reference = self._load_frozen(model_path, model, temperature=temperature)
         self.teacher: PolicyModel | None = None
         if loss.teacher and not is_served(loss.teacher):
-            self.teacher = _load(loss.teacher, model, temperature=temperature).requires_grad_(False)
-            self.teacher.to(self.deepspeed.device)
+            self.teacher = self._load_frozen(loss.teacher, model, temperature=temperature)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(
@@ -261,11 +276,35 @@ class Engine:
         for name, tensor in merged(self.policy.causal_lm):
             yield self.names.get(name, name), tensor
 
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in the version's files, tensor) of what engines need of this policy.
+
+        With `model.lora_serving=adapter` those are the adapters, else `weights`. The same rules
+        hold.
+        """
+        if self.publishes_adapters:
+            return adapter_weights(self.policy.causal_lm)
+        return self.weights()
+
     def close(self) -> None:
         """Free DeepSpeed's memory. The process group stays for the next engine of this process."""
         if self.critic is not None:
             self.critic.close()
-        self.deepspeed.destroy()
+        for engine in (*self._frozen, self.deepspeed):
+            engine.destroy()
+
+    def _load_frozen(
+        self, path: str | Path, model: ModelConfig, *, temperature: float
+    ) -> PolicyModel:
+        """Load a model that is not trained, on this rank's device. All ranks call it together."""
+        frozen = _load(path, model, learner=self.learner, temperature=temperature)
+        frozen.requires_grad_(False)
+        if is_partitioned(frozen):
+            engine = initialize_frozen(frozen, dtype=model.dtype, learner=self.learner)
+            self._frozen.append(engine)
+        else:
+            frozen.to(self.deepspeed.device)
+        return frozen
 
     def _is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Return whether the weights' norm and a short sequence's log-probabilities are finite.
@@ -318,6 +357,32 @@ class Engine:
                 return self.policy(batch)[0]
 
 
+class Trainer(Protocol):
+    """Train a policy and its critic: an Engine, or a RankGroup of several."""
+
+    def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]: ...
+
+    def train_critic(self, updates: Sequence[Sequence[MicroBatch]]) -> list[CriticStats]: ...
+
+
+def train_batch(
+    trainer: Trainer, updates: Sequence[Update], *, config: Config, learner_step: int
+) -> tuple[list[UpdateStats], list[CriticStats]]:
+    """Apply a learner step's updates: to the critic, if the run has one, and to the policy.
+
+    In the first `critic.warmup_steps` learner steps the policy is left as it is.
+    """
+    batches = [update.micro_batches for update in updates]
+    if not batches:
+        return [], []
+    if not has_critic(config):
+        return trainer.train(batches), []
+    critic = trainer.train_critic(batches)
+    if learner_step <= config.critic.warmup_steps:
+        return [], critic
+    return trainer.train(batches), critic
+
+
 def scheduled(learner: LearnerConfig, *, n_updates: int) -> float:
     """Return the learning rate of the update after `n_updates` applied ones.
 
@@ -358,12 +423,16 @@ def _ess_fraction(batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor])
     return fraction if math.isfinite(fraction) else 1.0
 
 
-def _load(path: str | Path, model: ModelConfig, *, temperature: float) -> PolicyModel:
+def _load(
+    path: str | Path, model: ModelConfig, *, learner: LearnerConfig, temperature: float
+) -> PolicyModel:
     return load_policy(
         Path(path),
         dtype=model.dtype,
         gradient_checkpointing=model.gradient_checkpointing,
         temperature=temperature,
+        float32_head=model.float32_head,
+        divided_by=learner if learner.zero_stage == PARTITIONED else None,
     )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Hashable, Iterator, Mapping
 import pyarrow as pa
 
 from configs import Config
-from learner.data.batch_loader import PreparedBatch, Update
+from learner.data.batch_loader import PreparedBatch
+from learner.data.updates import Update
 from learner.interface import BadUpdatesError, NonFiniteWeightsError, StarvationError
 from learner.training.alarms import Alarms, collapse_alarms
 from learner.training.step_metrics import UpdateStats
@@ -79,7 +80,8 @@ class RunHealth:
         """Raise StarvationError after too many batches in a row without an advantage."""
         teaches = batch.rows.num_rows or batch.replayed.num_rows
         self._empty_batches = 0 if teaches else self._empty_batches + 1
-        check_batches(self._empty_batches, success=batch.success, filtered=batch.filtered)
+        success = batch.summary.success
+        check_batches(self._empty_batches, success=success, unselected=batch.unselected)
 
     def bad_updates(
         self, batch: PreparedBatch, updates: list[UpdateStats], *, learner_step: int
@@ -157,14 +159,14 @@ def non_finite_weights(
     )
 
 
-def check_batches(empty_in_a_row: int, *, success: float, filtered: Mapping[bytes, str]) -> None:
+def check_batches(empty_in_a_row: int, *, success: float, unselected: Mapping[bytes, str]) -> None:
     """Raise StarvationError after too many empty batches, unless all tasks are solved.
 
-    `filtered` maps the last batch's filtered groups to their reasons. Groups excluded by
-    `offline.train_on` do not count as solved.
+    `unselected` maps the last batch's groups that `offline.train_on` excludes to their reasons.
+    They do not count as solved.
     """
     why, remedy = "every group's episodes were alike", "easier tasks, a larger algorithm.group_size"
-    excluded = next((why for why in filtered.values() if "offline.train_on" in why), None)
+    excluded = next(iter(unselected.values()), None)
     if excluded:
         why, remedy = excluded, "another offline.train_on, other groups"
     if empty_in_a_row > MAX_EMPTY_BATCHES and (success < SOLVED or excluded):

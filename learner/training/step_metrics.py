@@ -13,9 +13,7 @@ Letters as in `micro_batch.py`.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -27,9 +25,11 @@ from gigpo import (
     step_variance_share,
     token_diagnostics,
 )
-from learner.data.batch_loader import Episodes, PreparedBatch
+from learner.data.batch_loader import PreparedBatch
+from learner.data.batch_summary import Episodes
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.deepspeed_setup import Value, from_all_ranks
+from learner.step_times import StepTimes
 from learner.training.alarms import LENGTH
 
 # It compares two engines at the same weights, and the first update changes one of them.
@@ -128,49 +128,6 @@ def finite_or_inf(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-@dataclass(kw_only=True, slots=True)
-class StepTimes:
-    """Seconds that the loop spent in a learner step, which ends when its weights are published.
-
-    A checkpoint is copied after that, so its time is in the next step. The preparing thread's
-    seconds are in `PreparedBatch`; those of the writing thread are in none.
-    """
-
-    checkpoint_s: float = 0.0  # to copy that of the step before, if one was due
-    groups_wait_s: float = 0.0  # until workers had committed the groups
-    batch_wait_s: float = 0.0  # for reading, advantages and packing after that
-    publish_s: float = 0.0  # until the coordinator knew of the weights
-    step_s: float = 0.0  # the whole step
-
-
-class StepClock:
-    """Measure learner steps one after the other, so that every second is in exactly one."""
-
-    def __init__(self) -> None:
-        self._began_at_s = time.monotonic()
-        self._times = StepTimes()
-
-    def waited_for_batch(self, *, since_s: float, groups_at_s: float) -> None:
-        """Split a wait that ends now into the time before and after the groups were complete."""
-        waited_s = time.monotonic() - since_s
-        self._times.groups_wait_s = min(max(0.0, groups_at_s - since_s), waited_s)
-        self._times.batch_wait_s = waited_s - self._times.groups_wait_s
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Measure a part of the step: `publish_s` or `checkpoint_s` of StepTimes."""
-        started_s = time.monotonic()
-        yield
-        setattr(self._times, name, time.monotonic() - started_s)
-
-    def end_step(self) -> StepTimes:
-        """Return the times of the step that ends now, and begin the next."""
-        now_s, ended = time.monotonic(), self._times
-        ended.step_s = now_s - self._began_at_s
-        self._began_at_s, self._times = now_s, StepTimes()
-        return ended
-
-
 def step_metrics(
     batch: PreparedBatch, *, updates: list[UpdateStats], times: StepTimes
 ) -> dict[str, float]:
@@ -191,41 +148,42 @@ def step_metrics(
     }
     if batch.values:
         figures["time/values_s"] = batch.times.values_s
-    if batch.live is not None:
-        figures["tokens/generated_per_s"] = batch.n_live_tokens / times.step_s
+    if batch.summary.own is not None:
+        figures["tokens/generated_per_s"] = batch.summary.n_own_tokens / times.step_s
     return figures | timeless_metrics(batch, updates)
 
 
 def timeless_metrics(batch: PreparedBatch, updates: list[UpdateStats]) -> dict[str, float]:
     """Return the figures that depend on batch and weights alone, which a replay repeats."""
-    live = [group for group in batch.batch.groups if group.source is None]
+    summary, filtered = batch.summary, batch.filtered
+    own = [group for group in batch.batch.groups if group.source is None]
     figures = {
-        **episode_metrics("train", batch.live),
-        **episode_metrics("offline", batch.offline),
-        LENGTH: batch.n_response_tokens / batch.n_rows,
+        **episode_metrics("train", summary.own),
+        **episode_metrics("offline", summary.offline),
+        LENGTH: summary.n_response_tokens / summary.n_rows,
         "learner/updates": float(len(updates)),
-        "groups/filtered": float(len(batch.filtered)),
-        "groups/trained": float(len(batch.batch.groups) - len(batch.filtered)),
-        "groups/offline": float(len(batch.batch.groups) - len(live)),
+        "groups/filtered": float(len(filtered)),
+        "groups/trained": float(len(batch.batch.groups) - len(filtered)),
+        "groups/offline": float(len(batch.batch.groups) - len(own)),
         "anchor/step_variance_share": step_variance_share(batch.rows),
     }
     for name, share in anchor_size_shares(batch.rows).items():
         figures[f"anchor/{name}"] = share
-    if batch.values_digest is not None:
-        figures["critic/values_digest"] = float(batch.values_digest)
+    if summary.values_digest is not None:
+        figures["critic/values_digest"] = float(summary.values_digest)
     if batch.batch.replayed:
         ages = [batch.version - group.oldest_version for group in batch.batch.replayed]
         figures["replay/groups"] = float(len(ages))
         figures["replay/steps"] = float(batch.replayed.num_rows)
         figures["replay/age"] = sum(ages) / len(ages)
-    if live:
-        oldest = min(group.oldest_version for group in live)
+    if own:
+        oldest = min(group.oldest_version for group in own)
         figures["staleness/max"] = float(batch.version - oldest)
     return figures | mean_of_updates(updates)
 
 
 def episode_metrics(prefix: str, episodes: Episodes | None) -> dict[str, float]:
-    """Return the figures of live ("train") or offline episodes, none without any."""
+    """Return the figures of own ("train") or offline episodes, none without any."""
     if episodes is None:
         return {}
     return {
@@ -240,11 +198,28 @@ def mean_of_updates(updates: list[UpdateStats]) -> dict[str, float]:
 
     Statistics of FIRST_UPDATE_ONLY are taken from the first update.
     """
-    seen: dict[str, list[float]] = {}
+    records = []
     for index, update in enumerate(updates):
         record = asdict(update)
         tokens, bad_rows = record.pop("tokens"), record.pop("bad_rows")
-        for name, value in (record | tokens | {"bad_rows": len(bad_rows)}).items():
-            if index == 0 or name not in FIRST_UPDATE_ONLY:
-                seen.setdefault(f"loss/{name}", []).append(float(value))
+        figures = record | tokens | {"bad_rows": len(bad_rows)}
+        records.append(
+            {
+                f"loss/{name}": float(value)
+                for name, value in figures.items()
+                if index == 0 or name not in FIRST_UPDATE_ONLY
+            }
+        )
+    return means(records)
+
+
+def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return each figure's mean over the records that have it.
+
+    Example: {"a": 1, "b": 5} and {"a": 3} give {"a": 2, "b": 5}.
+    """
+    seen: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            seen.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in seen.items()}

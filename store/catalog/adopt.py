@@ -43,7 +43,7 @@ class FoundGroup:
     ordinal: int
     task_id: str
     size: int
-    purpose_version: int | None
+    evaluated_version: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,8 @@ from store.records import uid_text
 from store.segments import SegmentMeta
 
 COMPONENT = "catalog"
-WINS = Path(__file__).with_name("wins.sql").read_text()
+WINS = Path(__file__).with_name("wins.sql").read_text().format(free_use=imported_groups.FREE_USE)
+FIRST_REPLAY = 2  # use 1 is the batch that trained on the whole group
 # A condition on a row `l` of batch_group.
 _IS_REPLAYED = (
     """(l.use > 1 AND (SELECT source FROM grp WHERE grp.group_uid = l.group_uid) IS NULL)"""
@@ -72,7 +73,9 @@ def claim(
     _add(tx, batch_id, rows)
     if n_replayed:
         oldest_version = current_version - max_age
-        for row in tx.rows(WINS, oldest_version=oldest_version, n_groups=n_replayed):
+        for row in tx.rows(
+            WINS, oldest_version=oldest_version, n_groups=n_replayed, first_use=FIRST_REPLAY
+        ):
             _insert(tx, batch_id, row)
     return batch_of(tx, batch_id)
 
@@ -95,16 +98,28 @@ def refill(
     batch = tx.row("SELECT state FROM batch WHERE batch_id = :id", id=batch_id)
     if batch is None or batch["state"] != "claimed":
         raise StoreError(f"batch {batch_id} is not claimed, so it cannot be refilled")
-    # The learner asks until the groups are there: only the first time there is something to change.
-    counted = {
-        row["group_uid"]
-        for row in tx.rows(
-            """SELECT group_uid FROM batch_group JOIN grp USING (group_uid)
-               WHERE batch_id = :batch_id AND outcome = 'claimed' AND source IS NULL""",
-            batch_id=batch_id,
-        )
-    }
-    for group_uid in filtered:
+    _mark_filtered(tx, batch_id, filtered)
+    _expire(tx, current_version=current_version, max_staleness=max_staleness)
+    rows = _oldest_complete(tx, n_groups)
+    # All at once: the advantages of the whole batch are computed again for each refill.
+    if not n_groups or len(rows) < n_groups:
+        return None
+    _add(tx, batch_id, rows)
+    return batch_of(tx, batch_id)
+
+
+def _mark_filtered(tx: Transaction, batch_id: int, group_uids: Collection[bytes]) -> None:
+    """Record which own groups of a claimed batch teach nothing.
+
+    The learner asks until others are there: only the first time there is something to change.
+    """
+    rows = tx.rows(
+        """SELECT group_uid FROM batch_group JOIN grp USING (group_uid)
+           WHERE batch_id = :batch_id AND outcome = 'claimed' AND source IS NULL""",
+        batch_id=batch_id,
+    )
+    counted = {row["group_uid"] for row in rows}
+    for group_uid in group_uids:
         if group_uid in counted:
             tx.run(
                 """UPDATE batch_group SET outcome = 'filtered'
@@ -113,13 +128,6 @@ def refill(
                 group_uid=group_uid,
             )
             tx.touch("lineage")
-    _expire(tx, current_version=current_version, max_staleness=max_staleness)
-    rows = _oldest_complete(tx, n_groups)
-    # All at once: the advantages of the whole batch are computed again for each refill.
-    if not n_groups or len(rows) < n_groups:
-        return None
-    _add(tx, batch_id, rows)
-    return batch_of(tx, batch_id)
 
 
 def _oldest_complete(tx: Transaction, n_groups: int) -> list[sqlite3.Row]:
@@ -150,9 +158,9 @@ def batch_of(tx: Transaction, batch_id: int) -> Batch:
     The run's own groups come by age, then the offline ones by the number of their uses. Replayed
     groups come newest first.
     """
-    query = """SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.purpose_version,
+    query = f"""SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.size, g.evaluated_version,
                       g.state, l.version_min, l.version_max, g.source, b.claimed_us, l.use,
-                      g.source IS NULL AND l.use > 1 AS is_replayed
+                      {_IS_REPLAYED} AS is_replayed
                FROM batch b JOIN batch_group l USING (batch_id) JOIN grp g USING (group_uid)
                WHERE b.batch_id = :batch_id
                ORDER BY is_replayed, g.source IS NOT NULL,
@@ -283,16 +291,8 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
     n_metrics = tx.run(
         "UPDATE metric SET live = 0 WHERE live = 1 AND learner_step > :step", step=learner_step
     )
-    # Open evaluation rounds of rolled-back weights would be played with other weights.
-    n_rounds = tx.run(
-        """UPDATE grp SET state = 'abandoned', reason = :rolled_back,
-                          lease_worker = NULL, lease_until_us = NULL
-           WHERE split = 'heldout' AND state = 'open'
-             AND purpose_version IN (SELECT version FROM version WHERE learner_step > :step)""",
-        rolled_back=ROLLED_BACK,
-        step=learner_step,
-    )
-    if batches or n_checkpoints or n_metrics or n_rounds:
+    n_heldout = _abandon_rounds(tx, learner_step)
+    if batches or n_checkpoints or n_metrics or n_heldout:
         detail = (
             f"to learner step {learner_step}: {len(batches)} batches, "
             f"{n_groups} groups complete again"
@@ -310,6 +310,21 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
             """SELECT count(*) FROM trajectory JOIN segment USING (segment_id)
                WHERE retired_lsn IS NULL"""
         ),
+    )
+
+
+def _abandon_rounds(tx: Transaction, learner_step: int) -> int:
+    """Abandon the open held-out groups of versions after `learner_step`. Return their number.
+
+    They would be played with other weights than those of their round.
+    """
+    return tx.run(
+        """UPDATE grp SET state = 'abandoned', reason = :rolled_back,
+                          lease_worker = NULL, lease_until_us = NULL
+           WHERE split = 'heldout' AND state = 'open'
+             AND evaluated_version IN (SELECT version FROM version WHERE learner_step > :step)""",
+        rolled_back=ROLLED_BACK,
+        step=learner_step,
     )
 
 

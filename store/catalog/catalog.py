@@ -17,6 +17,7 @@ from store.catalog import (
     task_results,
 )
 from store.catalog.database import Database, Transaction, one_transaction, raise_if_interrupted
+from store.catalog.records import CheckpointRecord
 from store.catalog.snapshot import ExportedPart, Snapshot, take_snapshot
 from store.errors import FencedError, StoreError
 from store.layout import RunLayout
@@ -27,7 +28,7 @@ class Catalog:
     """Own a run's catalog. A call is done when it returns, or it has changed nothing.
 
         catalog = Catalog.open(layout)        # a new epoch: older owners and leases are fenced
-        catalog.open_group(ordinal=0, task_id=…, split="train", size=8, purpose_version=None)
+        catalog.open_group(ordinal=0, task_id=…, split="train", size=8, evaluated_version=None)
         group = catalog.lease_open_group(worker="w0", lease_s=60.0)
         catalog.commit(write_segment(…), epoch=group.epoch)
         batch = catalog.claim(n_groups=16, current_version=7, max_staleness=4)
@@ -65,7 +66,7 @@ class Catalog:
         """
         try:
             with self._backing_up, closing(self._database.copy()) as copy:
-                self._layout.check_home()
+                self._layout.check_primary()
                 write_backup(copy, self._layout)
                 (self.backed_up_lsn,) = copy.execute("SELECT lsn FROM meta").fetchone()
         except FencedError:
@@ -90,7 +91,7 @@ class Catalog:
     def unsynced(self) -> AbstractContextManager[object]:
         """Make the calls within one transaction that a power cut may undo.
 
-        Leases, the groups that they open, and heartbeats need no more.
+        Leases, the groups that they open, heartbeats and events need no more.
         """
         return self._database.unsynced_transaction()
 
@@ -164,18 +165,14 @@ class Catalog:
     correct_segment = one_transaction(repairs.correct_segment)
     correct_group = one_transaction(repairs.correct_group)
 
-    def record_checkpoint(
-        self, *, learner_step: int, path: str, version: int, lsn: int | None = None
-    ) -> bool:
+    def record_checkpoint(self, record: CheckpointRecord, *, lsn: int | None = None) -> bool:
         """Record a checkpoint that is complete on disk, and make a backup of this catalog.
 
         `lsn` is that of the catalog when it was copied, to which a fork goes back; None: now.
         Return whether the backup was made.
         """
         with self._database.transaction() as tx:
-            run_records.record_checkpoint(
-                tx, learner_step=learner_step, path=path, version=version, lsn=lsn
-            )
+            run_records.record_checkpoint(tx, record, lsn=lsn)
         return self.back_up()
 
     def snapshot(self, known: Mapping[str, tuple[ExportedPart, ...]]) -> Snapshot:

@@ -403,7 +403,7 @@ def _check_not_lost(layout: RunLayout) -> None:
 
 
 def check_unowned(layout: RunLayout) -> None:
-    """Raise LockedError naming the process if a live one owns the catalog. Take no lock."""
+    """Raise LockedError naming the process if a running one owns the catalog. Take no lock."""
     if is_file(layout.catalog_lock, root=layout.root):
         os.close(take_lock(layout))
 
@@ -421,7 +421,7 @@ def check_owner(layout: RunLayout) -> None:
             "this run: going on would write and remove files there. If you trust it: gigpo train "
             f"--resume {layout.root} --trust"
         )
-    layout.check_home()
+    layout.check_primary()
 
 
 def check_consent(layout: RunLayout) -> None:

@@ -8,7 +8,15 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 
 from store.catalog.database import Transaction, columns_of, pick
-from store.catalog.records import CommitResult, Counts, Evaluation, Group, SuccessRate
+from store.catalog.records import (
+    HELDOUT,
+    TRAIN,
+    CommitResult,
+    Counts,
+    Evaluation,
+    Group,
+    SuccessRate,
+)
 from store.catalog.segment_states import insert_segment
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
@@ -16,8 +24,6 @@ from store.hashing import uid, valid_text
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta
 
-TRAIN = "train"
-HELDOUT = "heldout"
 # Reason of a held-out group that was abandoned in a roll-back: its round has no result.
 ROLLED_BACK = "the evaluated version was rolled back"
 GROUP_COLUMNS = tuple(set(Group.__slots__) - {"missing", "epoch"})
@@ -30,17 +36,17 @@ def open_group(
     task_id: str,
     split: str,
     size: int,
-    purpose_version: int | None,
+    evaluated_version: int | None,
 ) -> Group:
     """Return the group of this ordinal, opened now if it is new.
 
-    `purpose_version` names the evaluation round of a held-out group, which is never claimed. Raises
-    StoreError if the ordinal belongs to another task or size.
+    `evaluated_version` is the version whose evaluation round a held-out group is of. Such a group
+    is never claimed. Raises StoreError if the ordinal belongs to another task or size.
     """
     if size < 1:
         raise StoreError(f"group size {size}: a group has at least one member")
-    _check_split(split, purpose_version)
-    group_uid = uid(tx.run_id, split, ordinal, purpose_version)
+    _check_split(split, evaluated_version)
+    group_uid = uid(tx.run_id, split, ordinal, evaluated_version)
     find = "SELECT * FROM grp WHERE group_uid = :group_uid"
     group = tx.row(find, group_uid=group_uid)
     if group is not None and (group["task_id"], group["size"]) != (task_id, size):
@@ -56,7 +62,7 @@ def open_group(
             ordinal=ordinal,
             task_id=task_id,
             size=size,
-            purpose_version=purpose_version,
+            evaluated_version=evaluated_version,
             state="open",
             reason=None,
         )
@@ -82,18 +88,18 @@ def open_round(
     for ordinal in range(episodes_per_task * len(task_ids)):
         task_id = task_ids[ordinal % len(task_ids)]
         open_group(
-            tx, ordinal=ordinal, task_id=task_id, split=HELDOUT, size=1, purpose_version=version
+            tx, ordinal=ordinal, task_id=task_id, split=HELDOUT, size=1, evaluated_version=version
         )
 
 
-def next_ordinal(tx: Transaction, split: str, *, purpose_version: int | None) -> int:
+def next_ordinal(tx: Transaction, split: str, *, evaluated_version: int | None) -> int:
     """Return the ordinal that the next group of the split (and evaluation round) gets."""
-    _check_split(split, purpose_version)
+    _check_split(split, evaluated_version)
     row = tx.row(
-        """SELECT ordinal FROM grp WHERE split = :split AND purpose_version IS :round
+        """SELECT ordinal FROM grp WHERE split = :split AND evaluated_version IS :round
            ORDER BY ordinal DESC LIMIT 1""",
         split=split,
-        round=purpose_version,
+        round=evaluated_version,
     )
     return 0 if row is None else int(row["ordinal"]) + 1
 
@@ -107,7 +113,7 @@ def lease_open_group(
     without: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> Group | None:
-    """Lease the oldest open group that has no live lease. Return None if there is none.
+    """Lease the oldest open group that has no unexpired lease. Return None if there is none.
 
     Held-out groups come first, so that evaluation rounds end soon. After a crash this returns the
     groups that were dispatched and not finished, before any new one. Skip the tasks `without`, and
@@ -140,7 +146,7 @@ def lease_open_group(
 
 
 def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | None) -> bool:
-    """Return whether one of the tasks has an open group without a live lease."""
+    """Return whether one of the tasks has an open group without an unexpired lease."""
     if not task_ids:
         return False
     row = tx.row(
@@ -171,9 +177,9 @@ def times_lost(tx: Transaction) -> dict[str, int]:
     return {row["task_id"]: row["n"] for row in rows}
 
 
-def renew_leases(tx: Transaction, workers: Collection[str], *, lease_s: float) -> int:
-    """Extend all leases of workers that are alive. Return the number of leases."""
-    return tx.run(
+def renew_leases(tx: Transaction, workers: Collection[str], *, lease_s: float) -> None:
+    """Extend all leases of workers that are alive."""
+    tx.run(
         """UPDATE grp SET lease_until_us = :until_us
            WHERE lease_worker IN (SELECT value FROM json_each(:workers))""",
         until_us=tx.now_us + round(lease_s * US_PER_S),
@@ -232,12 +238,12 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
     for trajectory in segment.trajectories:
         size = sizes[trajectory.group_uid]
         check_member(trajectory, size=size, remedy="use the traj_uids of the lease")
-    home = {trajectory.traj_uid: _home(tx, trajectory) for trajectory in segment.trajectories}
-    new = [trajectory for trajectory in segment.trajectories if home[trajectory.traj_uid] is None]
+    segment_of = {one.traj_uid: _segment_of(tx, one.traj_uid) for one in segment.trajectories}
+    new = [one for one in segment.trajectories if segment_of[one.traj_uid] is None]
     if new:
         insert_segment(tx, segment, epoch=epoch, level=0)
         insert_trajectories(tx, new, segment_id=segment.segment_id)
-        for traj_uid, segment_id in home.items():
+        for traj_uid, segment_id in segment_of.items():
             if segment_id is not None:
                 tx.insert("duplicate", segment_id=segment.segment_id, traj_uid=traj_uid)
                 tx.touch("excluded")
@@ -245,19 +251,19 @@ def commit(tx: Transaction, segment: SegmentMeta, *, epoch: int) -> CommitResult
             recompute(tx, group_uid)  # once for each group, because its triggers cost the most here
             complete_if_full(tx, group_uid)
     counted = {trajectory.traj_uid for trajectory in new} | {
-        traj_uid for traj_uid, segment_id in home.items() if segment_id == segment.segment_id
+        traj_uid for traj_uid, segment_id in segment_of.items() if segment_id == segment.segment_id
     }
     return CommitResult(
-        new=tuple(traj_uid for traj_uid in home if traj_uid in counted),
-        duplicates=tuple(traj_uid for traj_uid in home if traj_uid not in counted),
+        new=tuple(traj_uid for traj_uid in segment_of if traj_uid in counted),
+        duplicates=tuple(traj_uid for traj_uid in segment_of if traj_uid not in counted),
         full=tuple(group_uid for group_uid in group_uids if _is_full(tx, group_uid)),
     )
 
 
-def _check_split(split: str, purpose_version: int | None) -> None:
-    if split not in (TRAIN, HELDOUT) or (purpose_version is not None) != (split == HELDOUT):
+def _check_split(split: str, evaluated_version: int | None) -> None:
+    if split not in (TRAIN, HELDOUT) or (evaluated_version is not None) != (split == HELDOUT):
         raise StoreError(
-            f"split {split!r} with purpose_version {purpose_version}: "
+            f"split {split!r} with evaluated_version {evaluated_version}: "
             f"use {TRAIN!r} with None, or {HELDOUT!r} with the number of the evaluation round"
         )
 
@@ -299,10 +305,10 @@ def check_member(trajectory: TrajectoryMeta, *, size: int, remedy: str) -> None:
         )
 
 
-def _home(tx: Transaction, trajectory: TrajectoryMeta) -> str | None:
-    """Return the segment from which the trajectory counts."""
+def _segment_of(tx: Transaction, traj_uid: bytes) -> str | None:
+    """Return the segment from which the trajectory counts, None before its first commit."""
     query = "SELECT segment_id FROM trajectory WHERE traj_uid = :traj_uid"
-    row = tx.row(query, traj_uid=trajectory.traj_uid)
+    row = tx.row(query, traj_uid=traj_uid)
     return None if row is None else row["segment_id"]
 
 
@@ -445,10 +451,10 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
         # Step from round to round by the index. Look only into the groups of rounds without a
         # figure, which are few.
         """WITH RECURSIVE round (version) AS (
-               SELECT min(purpose_version) FROM grp WHERE split = 'heldout'
+               SELECT min(evaluated_version) FROM grp WHERE split = 'heldout'
                UNION ALL
-               SELECT (SELECT min(purpose_version) FROM grp
-                       WHERE split = 'heldout' AND purpose_version > round.version)
+               SELECT (SELECT min(evaluated_version) FROM grp
+                       WHERE split = 'heldout' AND evaluated_version > round.version)
                FROM round WHERE round.version IS NOT NULL)
            SELECT v.version, coalesce(v.learner_step, 0) AS learner_step,
                   sum(g.n_members) AS n_trajectories, sum(g.n_won) AS n_won,
@@ -456,7 +462,7 @@ def finished_evaluations(tx: Transaction) -> list[Evaluation]:
                   coalesce(max(g.version_max), v.version) AS newest_version,
                   sum(g.return_sum) AS return_sum, sum(g.n_steps) AS n_steps
            FROM round CROSS JOIN version v ON v.version = round.version
-           CROSS JOIN grp g ON g.split = 'heldout' AND g.purpose_version = round.version
+           CROSS JOIN grp g ON g.split = 'heldout' AND g.evaluated_version = round.version
            WHERE NOT EXISTS (
                SELECT 1 FROM metric m
                WHERE m.name = 'heldout/success' AND m.policy_version = round.version)

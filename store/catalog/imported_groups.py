@@ -29,6 +29,14 @@ COMPONENT = "import"
 OFFLINE_COMPONENT = "offline"
 TAKEN = "sources taken"
 NEXT_ORDINAL = "SELECT coalesce(max(ordinal) + 1, 0) FROM grp WHERE split = 'imported'"
+# The smallest number from :first_use on that no live use of the group `c` has: the next number, or
+# that of a batch that was rolled back.
+FREE_USE = """(
+    SELECT min(number)
+    FROM (SELECT :first_use AS number
+          UNION SELECT use + 1 FROM batch_group WHERE group_uid = c.group_uid AND live = 1)
+    WHERE number NOT IN (
+        SELECT use FROM batch_group WHERE group_uid = c.group_uid AND live = 1))"""
 
 
 def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozenset[bytes]:
@@ -164,24 +172,17 @@ def has_offline_groups(tx: Transaction) -> bool:
 def least_used(tx: Transaction, *, n_groups: int, uses: int) -> list[sqlite3.Row]:
     """Return the next `n_groups` offline groups: by the number of their uses, then by their order.
 
-    Fewer are returned if fewer are left. `use` is the smallest number that no live use of the group
-    has: the next number, or that of a batch that was rolled back.
+    Fewer are returned if fewer are left. `use` is the number of the group's next use.
     """
     return tx.rows(
-        """WITH used AS NOT MATERIALIZED (
-               SELECT group_uid, use FROM batch_group WHERE live = 1),
-           chosen AS (
-               SELECT g.*, count(use) AS n_uses
-               FROM grp g LEFT JOIN used USING (group_uid)
+        f"""WITH chosen AS (
+               SELECT g.*, count(l.use) AS n_uses
+               FROM grp g LEFT JOIN batch_group l ON l.group_uid = g.group_uid AND l.live = 1
                WHERE source IS NOT NULL AND state = 'complete'
                GROUP BY g.group_uid HAVING n_uses < :uses
                ORDER BY n_uses, ordinal LIMIT :n_groups)
-           SELECT *, (
-               SELECT min(number)
-               FROM (SELECT 1 AS number
-                     UNION SELECT use + 1 FROM used WHERE group_uid = c.group_uid)
-               WHERE number NOT IN (SELECT use FROM used WHERE group_uid = c.group_uid)) AS use
-           FROM chosen c ORDER BY n_uses, ordinal""",
+           SELECT *, {FREE_USE} AS use FROM chosen c ORDER BY n_uses, ordinal""",
+        first_use=1,
         uses=uses,
         n_groups=n_groups,
     )

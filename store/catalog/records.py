@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from store.hashing import uid
 from store.segments import SegmentMeta
 
-# The split of other runs' groups. They are never leased, and claimed only if they have a source.
-IMPORTED = "imported"
+# Splits of a group. TRAIN and HELDOUT are those of its task. IMPORTED is the split of other runs'
+# groups. They are never leased, and claimed only if they have a source.
+TRAIN, HELDOUT, IMPORTED = "train", "heldout", "imported"
 NO_ORDINAL = -1  # of a group that the catalog does not have yet
 
 
@@ -18,11 +19,11 @@ class Group:
     """The attempts at one task: a row of the catalog's table `grp`."""
 
     group_uid: bytes
-    split: str  # "train", "heldout", or IMPORTED for a group of another run
+    split: str  # TRAIN, HELDOUT or IMPORTED
     ordinal: int  # its number among the groups of the split, and of the evaluation round
     task_id: str
     size: int  # members in all
-    purpose_version: int | None  # the evaluation round of a held-out group
+    evaluated_version: int | None  # of a held-out group: the version that its round evaluates
     state: str  # open, complete, claimed, trained, stale, filtered or abandoned
     version_min: int | None  # oldest and newest policy version of its trajectories
     version_max: int | None  # None: no member is committed
@@ -39,7 +40,7 @@ class Group:
             ordinal=NO_ORDINAL,
             task_id=task_id,
             size=size,
-            purpose_version=None,
+            evaluated_version=None,
             state="abandoned",
             version_min=None,
             version_max=None,

@@ -30,7 +30,8 @@ COMPONENT = "fsck"
 STILL_TO_BE_CONSUMED = """(state = 'open' OR split = 'train' AND state IN ('complete', 'claimed')
     OR split = 'heldout' AND state = 'complete' AND NOT EXISTS (
         SELECT 1 FROM metric m
-        WHERE m.name = 'heldout/success' AND m.live = 1 AND m.policy_version = purpose_version))"""
+        WHERE m.name = 'heldout/success' AND m.live = 1
+          AND m.policy_version = evaluated_version))"""
 
 
 def replaced_files(tx: Transaction) -> Mapping[str, frozenset[bytes]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -14,22 +15,17 @@ from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
 VERSIONS = "SELECT version, path, digest, learner_step FROM version"
 
 
-def record_version(
-    tx: Transaction, *, version: int, path: str, digest: str, learner_step: int | None
-) -> None:
+def record_version(tx: Transaction, record: VersionRecord) -> None:
     """Record a published set of weights. Raises StoreError if its number is not a new one."""
     latest = latest_version(tx)
-    if latest is not None and version <= latest.version:
+    if latest is not None and record.version <= latest.version:
         raise StoreError(
-            f"policy version {version} is not after the latest, {latest.version}; publish as "
-            f"{latest.version + 1}"
+            f"policy version {record.version} is not after the latest, {latest.version}; publish "
+            f"as {latest.version + 1}"
         )
     tx.insert(
         "version",
-        version=version,
-        path=path,
-        digest=digest,
-        learner_step=learner_step,
+        **columns_of(record),
         epoch=tx.epoch,
         published_us=tx.now_us,
         lsn=tx.lsn,
@@ -49,19 +45,15 @@ def checked_version(row: sqlite3.Row) -> VersionRecord:
     return VersionRecord(**row)
 
 
-def record_checkpoint(
-    tx: Transaction, *, learner_step: int, path: str, version: int, lsn: int | None
-) -> None:
+def record_checkpoint(tx: Transaction, record: CheckpointRecord, *, lsn: int | None) -> None:
     """Record a checkpoint that is complete on disk. A restart begins there from now on.
 
     It has everything up to `lsn`; None: up to this transaction.
     """
     tx.insert(
         "checkpoint",
+        **columns_of(record),
         lsn=tx.lsn if lsn is None else lsn,
-        learner_step=learner_step,
-        path=path,
-        version=version,
         live=1,
         saved_us=tx.now_us,
     )
@@ -114,7 +106,7 @@ def record_metrics(
 
 
 def latest_metrics(tx: Transaction) -> dict[str, float]:
-    """Return the newest live figure of every name."""
+    """Return the newest figure of every name that was not rolled back."""
     # Step from name to name by the index: the terminal asks twice a second, and the table has
     # millions of rows.
     rows = tx.rows(
@@ -153,12 +145,11 @@ def record_unfinished(tx: Transaction, episodes: Sequence[Unfinished], *, worker
 
 def heartbeats(tx: Transaction, waiting_on: Mapping[str, str | None]) -> None:
     """Record that components are alive, and what each waits for. None: it is working."""
-    for name, reason in waiting_on.items():
-        tx.run(
-            """INSERT OR REPLACE INTO component (name, waiting_on, beat_us)
-               VALUES (:name, :waiting_on, :now_us)""",
-            name=name,
-            waiting_on=reason,
-            now_us=tx.now_us,
-        )
+    # One statement, because there may be thousands of components.
+    tx.run(
+        """INSERT OR REPLACE INTO component (name, waiting_on, beat_us)
+           SELECT key, value, :now_us FROM json_each(:waiting_on)""",
+        waiting_on=json.dumps(dict(waiting_on)),
+        now_us=tx.now_us,
+    )
     tx.touch("component")

@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS grp (
     ordinal INTEGER NOT NULL,
     task_id TEXT NOT NULL,
     size INTEGER NOT NULL,
-    purpose_version INTEGER,  -- the evaluation round; NULL for training groups
+    evaluated_version INTEGER,  -- the version that its round evaluates; NULL for training groups
     state TEXT NOT NULL CHECK (state IN (
         'open', 'complete', 'claimed', 'trained', 'stale', 'filtered', 'abandoned')),
     reason TEXT,
@@ -73,10 +73,10 @@ CREATE TABLE IF NOT EXISTS grp (
     weight REAL,
     success_before REAL,
     weighed_lsn INTEGER,
-    CHECK ((purpose_version IS NOT NULL) = (split = 'heldout'))
+    CHECK ((evaluated_version IS NOT NULL) = (split = 'heldout'))
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS grp_by_state ON grp (split, state, version_min, ordinal);
-CREATE INDEX IF NOT EXISTS grp_by_ordinal ON grp (split, purpose_version, ordinal);
+CREATE INDEX IF NOT EXISTS grp_by_ordinal ON grp (split, evaluated_version, ordinal);
 CREATE INDEX IF NOT EXISTS grp_by_completion ON grp (completed_lsn);
 CREATE INDEX IF NOT EXISTS grp_by_change ON grp (changed_lsn);
 CREATE INDEX IF NOT EXISTS grp_open ON grp (opened_lsn) WHERE state = 'open';

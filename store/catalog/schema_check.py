@@ -18,7 +18,7 @@ from store.errors import ForeignSchemaError
 from store.layout import other_format
 
 # In the header of each catalog: reading it executes nothing. Another format needs another number.
-APPLICATION_ID = int.from_bytes(b"gig1", "big")
+APPLICATION_ID = int.from_bytes(b"gig3", "big")
 # Read on import: a sandboxed query cannot read the file later.
 SCHEMA = (
     f"PRAGMA application_id = {APPLICATION_ID};\n"

@@ -64,11 +64,8 @@ def segment_meta(
     segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]]
 ) -> SegmentMeta:
     """Return rows of the tables `segment` and `trajectory` as `read_segment` needs them."""
-    metas = [
-        TrajectoryMeta(**pick(row, TrajectoryMeta.__slots__) | {"won": bool(row["won"])})
-        for row in trajectories
-    ]
-    return SegmentMeta(**pick(segment, COLUMNS), trajectories=tuple(metas))
+    metas = tuple(TrajectoryMeta.of_row(row) for row in trajectories)
+    return SegmentMeta(**pick(segment, COLUMNS), trajectories=metas)
 
 
 def replace_segments(

@@ -97,19 +97,19 @@ class Export:
 
 EXPORTS: Mapping[str, Export] = {
     "groups": Export(
-        columns="""group_uid uid, split text, ordinal int64, task_id text, purpose_version int64,
+        columns="""group_uid uid, split text, ordinal int64, task_id text, evaluated_version int64,
             size int32, n_members int32, n_steps int64, n_won int32, return_sum double, state text,
             reason text, version_min int64, version_max int64, opened_at time, completed_at time,
             changed_lsn int64, source text, weight double, success_before double,
             weighed_lsn int64""",
         query="""
-            SELECT group_uid, split, ordinal, task_id, purpose_version, size, n_members, n_steps,
+            SELECT group_uid, split, ordinal, task_id, evaluated_version, size, n_members, n_steps,
                    n_won, return_sum, state, reason, version_min, version_max, opened_us,
                    completed_us, changed_lsn, source, weight, success_before, weighed_lsn
             FROM grp WHERE changed_lsn > :since AND changed_lsn <= :until
             ORDER BY opened_lsn, ordinal""",
         as_of="""
-            SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.purpose_version, g.size,
+            SELECT g.group_uid, g.split, g.ordinal, g.task_id, g.evaluated_version, g.size,
                    count(t.traj_uid), coalesce(sum(t.n_steps), 0), coalesce(sum(t.won), 0),
                    coalesce(sum(t.episode_return), 0.0), s.state, s.reason, min(t.version_min),
                    max(t.version_max), g.opened_us,

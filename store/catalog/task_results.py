@@ -44,7 +44,7 @@ def handed_out(tx: Transaction, *, first: int, until: int) -> list[tuple[int, st
     """Return ordinal and task of the training groups opened up to lsn `until`, from `first` on."""
     rows = tx.rows(
         """SELECT ordinal, task_id FROM grp
-           WHERE split = 'train' AND purpose_version IS NULL AND ordinal >= :first
+           WHERE split = 'train' AND evaluated_version IS NULL AND ordinal >= :first
              AND opened_lsn <= :until
            ORDER BY ordinal""",
         first=first,
@@ -61,7 +61,7 @@ def first_weighed(tx: Transaction, *, lsn: int, ordinal: int) -> int:
     row = tx.row(
         # The index is walked from its end, back to the first group that was weighed earlier.
         """SELECT ordinal FROM grp
-           WHERE split = 'train' AND purpose_version IS NULL AND ordinal < :ordinal
+           WHERE split = 'train' AND evaluated_version IS NULL AND ordinal < :ordinal
              AND weighed_lsn IS NOT :lsn
            ORDER BY ordinal DESC LIMIT 1""",
         lsn=lsn,
@@ -89,7 +89,7 @@ def round_success(tx: Transaction, version: int) -> dict[str, float]:
     """Return by environment the fraction of an evaluation round's episodes that were won."""
     rows = tx.rows(
         f"""SELECT {ENVIRONMENT} AS environment, sum(n_won) * 1.0 / sum(n_members) AS success
-            FROM grp WHERE split = 'heldout' AND purpose_version = :version AND n_members > 0
+            FROM grp WHERE split = 'heldout' AND evaluated_version = :version AND n_members > 0
             GROUP BY 1""",
         version=version,
     )

@@ -1,8 +1,8 @@
 -- Choose groups whose wins are trained on again: trained on before, won by some of their episodes
 -- and not by all, young enough, with all their rows. The least used come first, then the newest.
--- in:  :oldest_version, :n_groups
--- out: the columns of grp, and `use`, the smallest number above 1 that no live use of the group
---      has. Use 1 is the batch that trained on the whole group
+-- in:  :oldest_version, :n_groups, :first_use, which is 2: use 1 is the batch that trained on the
+--      whole group. batches.py puts FREE_USE of imported_groups.py into the last line
+-- out: the columns of grp, and `use`, the number of the group's next use
 WITH chosen AS (
     SELECT g.*,
            (SELECT count(*) FROM batch_group l
@@ -15,10 +15,4 @@ WITH chosen AS (
             WHERE t.group_uid = g.group_uid AND s.retired_lsn IS NULL)
     ORDER BY n_uses, g.version_min DESC, g.ordinal DESC LIMIT :n_groups
 )
-SELECT *, (
-    SELECT min(number)
-    FROM (SELECT 2 AS number
-          UNION SELECT use + 1 FROM batch_group WHERE group_uid = c.group_uid AND live = 1)
-    WHERE number NOT IN (
-        SELECT use FROM batch_group WHERE group_uid = c.group_uid AND live = 1)) AS use
-FROM chosen c ORDER BY n_uses, version_min DESC, ordinal DESC
+SELECT *, {free_use} AS use FROM chosen c ORDER BY n_uses, version_min DESC, ordinal DESC

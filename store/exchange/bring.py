@@ -6,9 +6,9 @@
     run = run_at(uri)     # only to be read: a directory in this user's cache
     bring_catalog(uri)    # and its catalog there, for a fork
 
-`bring_run` makes the directory the run's home. Its catalog is the newest backup, with the segment
-files that are newer. Weights and checkpoints are fetched when they are needed. Killed at any
-moment, the same call begins again.
+`bring_run` makes the directory the run's primary one. Its catalog is the newest backup, with the
+segment files that are newer. Weights and checkpoints are fetched when they are needed. Killed at
+any moment, the same call begins again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from store import home
+from store import primary_directory
 from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
 from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import (
     BASE_POLICY,
     CONFIG_FILE,
     OUTSIDE_FILE,
-    UNFINISHED_FORK,
+    UNFINISHED_BRING,
     RunInfo,
     RunLayout,
     is_unused,
@@ -66,7 +66,7 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
     is_new = not root.exists()
     _empty(root)
     make_directory(root, beneath=root)
-    (root / UNFINISHED_FORK).touch()
+    (root / UNFINISHED_BRING).touch()
     try:
         layout = _bring_small_files(storage, RunLayout(root=root, info=info))
         if trusts:
@@ -78,7 +78,7 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
         make_directory(layout.logs, beneath=root)
         if has_directory(layout, BASE_POLICY):
             local_directory(layout, BASE_POLICY)
-        with home.taken(root, storage):
+        with primary_directory.taken(root, storage):
             report = rebuild(layout, only_new=True)
     except BaseException:
         with suppress(OSError, StoreError):
@@ -86,7 +86,7 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
             if is_new:
                 root.rmdir()
         raise
-    (root / UNFINISHED_FORK).unlink()
+    (root / UNFINISHED_BRING).unlink()
     return report
 
 
@@ -101,7 +101,7 @@ def is_brought(uri: str, root: Path) -> bool:
     Raises StoreError if another run is there.
     """
     root = root.absolute()
-    if not RunLayout.exists(root) or (root / UNFINISHED_FORK).exists():
+    if not RunLayout.exists(root) or (root / UNFINISHED_BRING).exists():
         return False
     there = RunLayout.open(root).info.storage_uri
     if there is None or open_storage(there).locate("") != open_storage(uri).locate(""):
@@ -122,7 +122,7 @@ def run_at(place: str) -> Path:
     if not storage.exists(RUN_JSON):
         return Path(place)
     info, _ = _read_run_json(storage)
-    root = cache_of(info.run_id, place, kind="homes")
+    root = cache_of(info.run_id, place, kind="settings")
     _bring_small_files(storage, RunLayout(root=root, info=info))
     return root
 
@@ -200,7 +200,7 @@ def _empty(root: Path) -> None:
         return
     except OSError as error:
         raise StoreError(f"{root} cannot be read: {error.strerror}; give run_dir=NEW") from error
-    marker = root / UNFINISHED_FORK
+    marker = root / UNFINISHED_BRING
     if there and marker not in there:
         names = ", ".join(sorted(path.name for path in there)[:3])
         raise StoreError(

@@ -180,14 +180,19 @@ def export_selection(
         parts=parts,
         uids=TEXT if text_uids else BINARY,
     )
+    _describe(dataset, storage)
+    return dataset
+
+
+def _describe(dataset: Dataset, storage: Storage) -> None:
+    """Write the dataset's README and, last, the file by which it counts as whole."""
     facts = {
-        "where": where or "none, all of it",
+        "where": dataset.where or "none, all of it",
         "here": storage.locate("").rstrip("/"),
         "uid_form": UIDS[dataset.uids],
     }
     storage.write("README.md", README.format(**{**dataclasses.asdict(dataset), **facts}).encode())
     storage.write(DATASET_JSON, json.dumps(dataclasses.asdict(dataset), indent=1).encode())
-    return dataset
 
 
 def import_selection(run: Path, source: Path | str) -> ImportReport:

@@ -15,6 +15,7 @@ import os
 import shutil
 import sqlite3
 import stat
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
@@ -48,42 +49,48 @@ from store.untrusted.signatures import made_by_this_user
 
 UNFINISHED = ".unfinished"
 # Go back to the lsn :cut. The order matters: files outlive their rows.
-CUT = """
-INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
-    SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut;
-DELETE FROM trajectory WHERE lsn > :cut;
-DELETE FROM critic_value WHERE lsn > :cut;
-DELETE FROM batch_group WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut);
-DELETE FROM batch WHERE claimed_lsn > :cut;
-UPDATE batch_group SET live = 0, outcome = 'claimed'
-    WHERE batch_id IN (SELECT batch_id FROM batch WHERE trained_lsn IS NULL OR trained_lsn > :cut);
-UPDATE batch SET state = 'rolled_back', learner_step = NULL, version_in = NULL,
-                 trained_us = NULL, trained_lsn = NULL,
-                 rolled_back_lsn = min(:cut, coalesce(rolled_back_lsn, :cut))
-    WHERE trained_lsn IS NULL OR trained_lsn > :cut;
-DELETE FROM group_state WHERE lsn > :cut;
-DELETE FROM unfinished WHERE lsn > :cut;
-DELETE FROM lost_trajectory WHERE group_uid IN (SELECT group_uid FROM grp WHERE opened_lsn > :cut);
-DELETE FROM grp WHERE opened_lsn > :cut;
-UPDATE grp SET completed_lsn = NULL, completed_us = NULL WHERE completed_lsn > :cut;
-UPDATE grp SET lease_worker = NULL, lease_until_us = NULL;
-UPDATE grp SET (state, reason) = (SELECT state, reason FROM group_state s
-                                  WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1)
-    WHERE state <> (SELECT state FROM group_state s
-                    WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1);
-DELETE FROM version WHERE lsn > :cut;
-DELETE FROM checkpoint WHERE lsn > :cut;
-UPDATE checkpoint SET live = 0 WHERE lsn <> :cut;
-DELETE FROM metric WHERE lsn > :cut;
-DELETE FROM event WHERE lsn > :cut;
-DELETE FROM component;
-DELETE FROM segment WHERE lsn > :cut AND segment_id NOT IN (SELECT segment_id FROM trajectory)
-    AND segment_id NOT IN (SELECT segment_id FROM lost_trajectory);
-UPDATE segment SET removed_us = :now_us WHERE retired_lsn IS NOT NULL AND removed_us IS NULL;
-DELETE FROM duplicate
-    WHERE segment_id NOT IN (SELECT segment_id FROM segment WHERE retired_lsn IS NULL);
-UPDATE meta SET run_id = :run_id, horizon_lsn = lsn + 1;
-"""
+CUT = (
+    """INSERT OR IGNORE INTO duplicate (segment_id, traj_uid)
+           SELECT segment_id, traj_uid FROM trajectory WHERE lsn > :cut""",
+    "DELETE FROM trajectory WHERE lsn > :cut",
+    "DELETE FROM critic_value WHERE lsn > :cut",
+    """DELETE FROM batch_group
+           WHERE batch_id IN (SELECT batch_id FROM batch WHERE claimed_lsn > :cut)""",
+    "DELETE FROM batch WHERE claimed_lsn > :cut",
+    """UPDATE batch_group SET live = 0, outcome = 'claimed'
+           WHERE batch_id IN (SELECT batch_id FROM batch
+                              WHERE trained_lsn IS NULL OR trained_lsn > :cut)""",
+    """UPDATE batch SET state = 'rolled_back', learner_step = NULL, version_in = NULL,
+                        trained_us = NULL, trained_lsn = NULL,
+                        rolled_back_lsn = min(:cut, coalesce(rolled_back_lsn, :cut))
+           WHERE trained_lsn IS NULL OR trained_lsn > :cut""",
+    "DELETE FROM group_state WHERE lsn > :cut",
+    "DELETE FROM unfinished WHERE lsn > :cut",
+    """DELETE FROM lost_trajectory
+           WHERE group_uid IN (SELECT group_uid FROM grp WHERE opened_lsn > :cut)""",
+    "DELETE FROM grp WHERE opened_lsn > :cut",
+    "UPDATE grp SET completed_lsn = NULL, completed_us = NULL WHERE completed_lsn > :cut",
+    "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL",
+    """UPDATE grp SET (state, reason) = (
+               SELECT state, reason FROM group_state s
+               WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1)
+           WHERE state <> (SELECT state FROM group_state s
+                           WHERE s.group_uid = grp.group_uid ORDER BY seq DESC LIMIT 1)""",
+    "DELETE FROM version WHERE lsn > :cut",
+    "DELETE FROM checkpoint WHERE lsn > :cut",
+    "UPDATE checkpoint SET live = 0 WHERE lsn <> :cut",
+    "DELETE FROM metric WHERE lsn > :cut",
+    "DELETE FROM event WHERE lsn > :cut",
+    "DELETE FROM component",
+    """DELETE FROM segment WHERE lsn > :cut
+           AND segment_id NOT IN (SELECT segment_id FROM trajectory)
+           AND segment_id NOT IN (SELECT segment_id FROM lost_trajectory)""",
+    """UPDATE segment SET removed_us = :now_us
+           WHERE retired_lsn IS NOT NULL AND removed_us IS NULL""",
+    """DELETE FROM duplicate
+           WHERE segment_id NOT IN (SELECT segment_id FROM segment WHERE retired_lsn IS NULL)""",
+    "UPDATE meta SET run_id = :run_id, horizon_lsn = lsn + 1",
+)
 
 
 def fork(
@@ -287,36 +294,54 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
         copy.row_factory = sqlite3.Row
         copy.create_function("now_us", 0, now_us)
         checkpoint = _checkpoint(source, copy, learner_step=learner_step)
-        copy.execute("BEGIN IMMEDIATE")
-        query = "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
-        for (trigger,) in copy.execute(query).fetchall():
-            copy.execute(f"DROP TRIGGER {trigger}")  # they keep a ledger from being cut
-        values = {"cut": checkpoint["lsn"], "run_id": layout.info.run_id, "now_us": now_us()}
-        query = "SELECT DISTINCT group_uid FROM trajectory WHERE lsn > ?"
-        touched = copy.execute(query, (checkpoint["lsn"],)).fetchall()
-        for statement in CUT.split(";\n"):
-            used = {name: value for name, value in values.items() if f":{name}" in statement}
-            copy.execute(statement, used)
-        copy.execute("COMMIT")
+        changed_groups = _cut(copy, lsn=checkpoint["lsn"], run_id=layout.info.run_id)
         copy.executescript(SCHEMA)  # the triggers again
+        where = f"of {source.root} at learner step {learner_step}"
         copy.execute("BEGIN IMMEDIATE")
         lsn, epoch = copy.execute("SELECT lsn + 1, epoch FROM meta").fetchone()
         tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
-        for row in touched:
-            recompute(tx, row["group_uid"])
-        where = f"of {source.root} at learner step {learner_step}"
-        tx.run(
-            "UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'",
-            reason=f"fork {where}",
-        )
+        _recompute(tx, changed_groups, reason=f"fork {where}")
         detail = f"{where}, run {source.info.run_id}, version {checkpoint['version']}"
-        tx.log(component="fork", what="forked", detail=detail)
-        for name in tx.touched:
-            tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
-        tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
-        tx.run("UPDATE meta SET lsn = :lsn", lsn=lsn)
+        _record_fork(tx, detail=detail)
         copy.execute("COMMIT")
     return int(checkpoint["version"])
+
+
+def _cut(catalog: sqlite3.Connection, *, lsn: int, run_id: str) -> tuple[bytes, ...]:
+    """Take the catalog back to `lsn`, as the run `run_id`. Its triggers are dropped.
+
+    Return the groups that lost trajectories: their sums are not those of their members.
+    """
+    catalog.execute("BEGIN IMMEDIATE")
+    query = "SELECT name FROM sqlite_schema WHERE type = 'trigger'"
+    for (trigger,) in catalog.execute(query).fetchall():
+        catalog.execute(f"DROP TRIGGER {trigger}")  # they keep a ledger from being cut
+    query = "SELECT DISTINCT group_uid FROM trajectory WHERE lsn > ?"
+    changed_groups = tuple(row[0] for row in catalog.execute(query, (lsn,)))
+    values = {"cut": lsn, "run_id": run_id, "now_us": now_us()}
+    for statement in CUT:
+        catalog.execute(statement, values)
+    catalog.execute("COMMIT")
+    return changed_groups
+
+
+def _recompute(tx: Transaction, group_uids: Sequence[bytes], *, reason: str) -> None:
+    """Correct the sums of these groups, and make every claimed group available."""
+    for group_uid in group_uids:
+        recompute(tx, group_uid)
+    tx.run(
+        "UPDATE grp SET state = 'complete', reason = :reason WHERE state = 'claimed'",
+        reason=reason,
+    )
+
+
+def _record_fork(tx: Transaction, *, detail: str) -> None:
+    """Log the fork as the catalog's newest lsn, at which every table changed."""
+    tx.log(component="fork", what="forked", detail=detail)
+    for name in tx.touched:
+        tx.run("INSERT OR IGNORE INTO changed (name, lsn) VALUES (:name, 0)", name=name)
+    tx.run("UPDATE changed SET lsn = :lsn", lsn=tx.lsn)
+    tx.run("UPDATE meta SET lsn = :lsn", lsn=tx.lsn)
 
 
 def _checkpoint(

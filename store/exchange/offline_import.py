@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from printable import one_line
 from store.catalog.catalog import Catalog
-from store.catalog.groups import TRAIN
+from store.catalog.records import TRAIN
 from store.errors import FormatError, StoreError
 from store.exchange.bring import run_at
 from store.exchange.datasets import (
@@ -222,28 +222,36 @@ def _sorted(candidates: pa.Table, order: str) -> pa.Table:
 
 
 def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
+    """Return the groups of a file of chats, a run or a dataset. `opened` keeps its files."""
     if source.rows is not None:
-        if source.where is not None:
-            raise StoreError(
-                f"source {source.place}@{source.where}: a file of chats has no SQL; write the "
-                "chats that you want into a file of their own, or use offline.train_on"
-            )
-        made = source.rows()
-        groups = _groups_of(made.tables)
-        sizes = {group_uid: len(members) for group_uid, members in groups.items()}
-        return _selected(
-            source, groups, run_id=made.run_id, size_of=sizes.__getitem__, tables=made.tables
-        )
+        return _select_of_chats(source, source.rows)
     run = run_at(source.place)
-    if not RunLayout.exists(run):
-        storage = open_storage(source.place)
-        if not storage.exists(DATASET_JSON):
-            raise FormatError(
-                f"source {source.place!r} does not exist, or is neither a run directory nor one "
-                "that `gigpo export` wrote, nor a file of chats (.jsonl or .parquet)"
-            )
-        return _select_of_dataset(source, storage)
-    theirs = RunLayout.open(run)
+    if RunLayout.exists(run):
+        return _select_of_run(source, RunLayout.open(run), opened=opened)
+    storage = open_storage(source.place)
+    if not storage.exists(DATASET_JSON):
+        raise FormatError(
+            f"source {source.place!r} does not exist, or is neither a run directory nor one "
+            "that `gigpo export` wrote, nor a file of chats (.jsonl or .parquet)"
+        )
+    return _select_of_dataset(source, storage)
+
+
+def _select_of_chats(source: OfflineSource, rows: Callable[[], OfflineRows]) -> _Selection:
+    if source.where is not None:
+        raise StoreError(
+            f"source {source.place}@{source.where}: a file of chats has no SQL; write the "
+            "chats that you want into a file of their own, or use offline.train_on"
+        )
+    made = rows()
+    groups = _groups_of(made.tables)
+    sizes = {group_uid: len(members) for group_uid, members in groups.items()}
+    return _selected(
+        source, groups, run_id=made.run_id, size_of=sizes.__getitem__, tables=made.tables
+    )
+
+
+def _select_of_run(source: OfflineSource, theirs: RunLayout, *, opened: ExitStack) -> _Selection:
     # The open reader keeps the run's files until all is read.
     reader = opened.enter_context(open_run(theirs.root, warn=False))
     if reader.left_out:

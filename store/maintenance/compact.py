@@ -33,6 +33,7 @@ from store.catalog.records import LiveSegment
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.segments import SegmentMeta, read_segment, write_rows
+from store.untrusted.trust import is_trusted
 
 COMPONENT = "compaction"
 WORKER = "compact"  # the directory of merged files
@@ -77,8 +78,9 @@ def merges(
     """
     live = catalog.live_segments()
     skip = {*skip}
+    is_own = is_trusted(layout.root)
     while sources := choose(live, policy=policy, skip=skip):
-        result = _merge(catalog, layout, sources=sources)
+        result = _merge(catalog, layout, sources=sources, is_own=is_own)
         skip.update(result.left_out)
         if result.merged is not None:
             newest = dataclasses.replace(
@@ -95,11 +97,11 @@ def merges(
 
 
 def _merge(
-    catalog: Catalog, layout: RunLayout, *, sources: Sequence[LiveSegment]
+    catalog: Catalog, layout: RunLayout, *, sources: Sequence[LiveSegment], is_own: bool
 ) -> CompactionResult:
     """Merge the sources that can be read together."""
     metas = catalog.segment_metas([source.segment_id for source in sources])
-    tables, left_out = _read(catalog, layout, metas=metas)
+    tables, left_out = _read(catalog, layout, metas=metas, is_own=is_own)
     if left_out:  # the next choice tells whether the others are still due
         return CompactionResult(sources=(), merged=None, left_out=left_out)
     metas = metas[: len(tables)]
@@ -168,7 +170,7 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _read(
-    catalog: Catalog, layout: RunLayout, *, metas: Sequence[SegmentMeta]
+    catalog: Catalog, layout: RunLayout, *, metas: Sequence[SegmentMeta], is_own: bool
 ) -> tuple[list[pa.Table], tuple[str, ...]]:
     """Return the verified rows that count of the first files that fit into MAX_ROW_BYTES.
 
@@ -179,7 +181,7 @@ def _read(
     room = MAX_ROW_BYTES
     for meta in metas:
         try:
-            table = read_segment(layout, meta)
+            table = read_segment(layout, meta, is_own=is_own)
             expected = sum(trajectory.n_steps for trajectory in meta.trajectories)
             if table.num_rows != expected:
                 raise StoreError(

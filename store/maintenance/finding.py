@@ -47,7 +47,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
         "error", "a group's state does not fit its number of members", REBUILD_FORCE
     ),
     "group_batch": ("error", "a group's state does not fit its batch", REBUILD_FORCE),
-    "doubly_claimed": ("error", "a group is live in two batches", REBUILD_FORCE),
+    "doubly_claimed": ("error", "a group counts in two batches", REBUILD_FORCE),
     "replayed_group": (
         "error", "a batch replays wins of a group that is not trained", REBUILD_FORCE
     ),

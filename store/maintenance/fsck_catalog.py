@@ -87,7 +87,7 @@ RULES = {
                     AND NOT (g.state = 'claimed' AND l.outcome = 'filtered')),
             l.live = 1 AND b.state IS NOT iif(l.outcome = 'claimed', 'claimed', 'trained'))""",
     "doubly_claimed": """
-        SELECT 'group', group_uid, 'it is live in the batches ' || group_concat(batch_id)
+        SELECT 'group', group_uid, 'it counts in the batches ' || group_concat(batch_id)
         FROM batch_group JOIN grp USING (group_uid)
         WHERE live = 1 GROUP BY group_uid, use HAVING count(*) > 1""",
     "replayed_group": """

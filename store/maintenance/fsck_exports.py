@@ -167,32 +167,45 @@ def check_exported_rows(layout: RunLayout) -> list[Finding]:
 def _check_table(
     views: duckdb.DuckDBPyConnection, layout: RunLayout, *, manifest: Manifest, name: str
 ) -> Iterator[Finding]:
+    """Compare one exported table with the catalog."""
     export = EXPORTS[name]
-    parts = []
-    for part in manifest.tables[name]:
-        try:
-            parts.append(_read_part(layout, part.path).cast(export.schema))
-        except MemoryError:  # Arrow's own is one of its exceptions, and says nothing about the file
-            raise
-        except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values
-            why = one_line(problem)[:REASON_CHARACTERS]
-            detail = f"it has other columns than an export of {name} ({why})"
-            yield found("export_damaged", part.path, detail)
-            return
-    shown = pa.concat_tables(parts)
+    shown = _shown_rows(layout, manifest, name=name)
+    if isinstance(shown, Finding):
+        yield shown
+        return
     with open_catalog(layout) as connection:
         query = "SELECT (SELECT lsn FROM meta), (SELECT lsn FROM changed WHERE name = ?)"
         newest, changed = connection.execute(query, (touched_name(name),)).fetchone()
         rows = connection.execute(export.query, {"since": 0, "until": newest}).fetchall()
     if not export.in_parts and (changed or 0) > manifest.lsn:
         return  # rows of this table do not say when they changed
-    here = arrow_table(export, rows)
+    views.register("here", arrow_table(export, rows))
+    views.register("shown", shown)
+    yield from _differences(views, name=name, lsn=manifest.lsn)
+
+
+def _shown_rows(layout: RunLayout, manifest: Manifest, *, name: str) -> pa.Table | Finding:
+    """Return the rows of a table that readers were shown, or the finding of a damaged part."""
+    parts = []
+    for part in manifest.tables[name]:
+        try:
+            parts.append(_read_part(layout, part.path).cast(EXPORTS[name].schema))
+        except MemoryError:  # Arrow's own is one of its exceptions, and says nothing about the file
+            raise
+        except (ValueError, pa.ArrowException) as problem:  # other columns, or unfit values
+            why = one_line(problem)[:REASON_CHARACTERS]
+            detail = f"it has other columns than an export of {name} ({why})"
+            return found("export_damaged", part.path, detail)
+    return pa.concat_tables(parts)
+
+
+def _differences(views: duckdb.DuckDBPyConnection, *, name: str, lsn: int) -> Iterator[Finding]:
+    """Compare the tables `here`, of the catalog, and `shown`, as of `lsn`, row by row."""
+    export = EXPORTS[name]
     columns = [column for column in export.schema.names if column not in BORROWED.get(name, ())]
     names = _listed(columns)
-    lsn = next((column for column in ("changed_lsn", "lsn") if column in columns), None)
-    since = "" if lsn is None else f"WHERE {lsn} <= {int(manifest.lsn)}"
-    views.register("here", here)
-    views.register("shown", shown)
+    lsn_column = next((column for column in ("changed_lsn", "lsn") if column in columns), None)
+    since = "" if lsn_column is None else f"WHERE {lsn_column} <= {int(lsn)}"
     differing = f"(SELECT {names} FROM here {since} EXCEPT SELECT {names} FROM shown)"
     if name in KEYS:  # of a row that changed since, the key is still there
         keys = _listed(KEYS[name])

@@ -7,6 +7,8 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+import pyarrow as pa
+
 from store.catalog.segment_states import WANTED_BACK
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError
@@ -102,7 +104,7 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
         names = TrajectoryMeta.__slots__
         query = f"SELECT {', '.join(names)} FROM trajectory WHERE segment_id = ?"
         counted = connection.execute(query, (segment_id,))
-        metas = tuple(TrajectoryMeta(**{**dict(row), "won": bool(row["won"])}) for row in counted)
+        metas = tuple(TrajectoryMeta.of_row(row) for row in counted)
         query = "SELECT traj_uid FROM duplicate WHERE segment_id = ?"
         excluded = frozenset(row[0] for row in connection.execute(query, (segment_id,)))
         return Committed(**dict(segment), trajectories=metas, excluded=excluded)
@@ -133,20 +135,30 @@ def _check(
     except StoreError as unreadable:
         return [found(f"{kind}_damaged", path, str(unreadable))]
     if (digest, n_bytes) != (committed.digest, committed.n_bytes):
-        if digest == PurePosixPath(path).stem:  # the file is what it was: the row is not
-            detail = (
-                f"the file is whole; the catalog says digest {committed.digest}, "
-                f"{committed.n_bytes} bytes instead of {digest}, {n_bytes} bytes"
-            )
-            return [found("segment_row", path, detail)]
-        if n_bytes != committed.n_bytes:
-            detail = f"it has {n_bytes} bytes, committed were {committed.n_bytes}"
-        else:
-            detail = f"it has digest {digest}, committed was {committed.digest}"
-        return [found(f"{kind}_damaged", path, detail)]
+        return [_changed(committed, kind=kind, n_bytes=n_bytes, digest=digest)]
     assert data is not None
-    if kind == "retired":
-        return []
+    return [] if kind == "retired" else _check_content(layout, committed, data=data)
+
+
+def _changed(committed: Committed, *, kind: str, n_bytes: int, digest: str) -> Finding:
+    """Say how a file of this size and digest differs from the row of the catalog."""
+    path = committed.path
+    if digest == PurePosixPath(path).stem:  # the file is what it was: the row is not
+        detail = (
+            f"the file is whole; the catalog says digest {committed.digest}, "
+            f"{committed.n_bytes} bytes instead of {digest}, {n_bytes} bytes"
+        )
+        return found("segment_row", path, detail)
+    if n_bytes != committed.n_bytes:
+        detail = f"it has {n_bytes} bytes, committed were {committed.n_bytes}"
+    else:
+        detail = f"it has digest {digest}, committed was {committed.digest}"
+    return found(f"{kind}_damaged", path, detail)
+
+
+def _check_content(layout: RunLayout, committed: Committed, *, data: pa.Buffer) -> list[Finding]:
+    """Check the rows of a file whose bytes are those that were committed."""
+    path = committed.path
     try:
         held = segment_rows.open_rows(data, path=layout.root / path)
     except FormatError as unreadable:

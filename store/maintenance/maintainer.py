@@ -103,7 +103,7 @@ class Maintainer:
         An unavailable source is raised at the end: one file must not keep the rest from being done.
         """
         unavailable: UnavailableError | None = None
-        self.layout.check_home()
+        self.layout.check_primary()
         if self.layout.info.storage_uri is not None and time.monotonic() >= self._backup_at:
             self._back_up()
         try:

@@ -35,8 +35,7 @@ from store.catalog.database import (
     shown_lsn,
     take_lock,
 )
-from store.catalog.groups import HELDOUT, TRAIN
-from store.catalog.records import IMPORTED
+from store.catalog.records import HELDOUT, IMPORTED, TRAIN
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
 from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
 from store.hashing import file_digest, uid
@@ -171,37 +170,45 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             unread.append(PurePosixPath(path).stem)
             continue
         try:
-            data = layout.storage.read(path)
-            digest = file_digest(data)
-            if digest != PurePosixPath(path).stem:
-                raise StoreError(f"{path} has digest {digest}, its name is that of another content")
-            rows = open_rows(data, path=layout.root / path)
-            if not layout.info.wrote(rows.run_id):
-                raise StoreError(f"{path} was written for run {rows.run_id}")
+            file, held = _read_segment(layout, path)
         except UnavailableError:
             raise
         except StoreError as error:
             rejected[path] = error
             continue
-        held = trajectories(rows.table)
+        files.append(file)
         played += held
-        meta = SegmentMeta(
-            segment_id=digest,
-            path=path,
-            digest=digest,
-            n_steps=rows.table.num_rows,
-            n_bytes=data.size,
-            worker=rows.worker,
-            trajectories=tuple(trajectory.meta for trajectory in held),
-        )
-        level = int(rows.worker == COMPACTED)
-        files.append(FoundFile(meta=meta, epoch=rows.epoch, level=level))
     # A merged file replaced others, and a larger one holds more that no other file does.
     files.sort(key=lambda file: (-file.level, -file.meta.n_bytes, file.meta.path))
     lines = [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
     return Contents(
         files=tuple(files), played=tuple(played), rejected=tuple(lines), unread=tuple(unread)
     )
+
+
+def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played, ...]]:
+    """Return a segment file and its trajectories.
+
+    Raises StoreError unless its content is the one that its name says, and of this run.
+    """
+    data = layout.storage.read(path)
+    digest = file_digest(data)
+    if digest != PurePosixPath(path).stem:
+        raise StoreError(f"{path} has digest {digest}, its name is that of another content")
+    rows = open_rows(data, path=layout.root / path)
+    if not layout.info.wrote(rows.run_id):
+        raise StoreError(f"{path} was written for run {rows.run_id}")
+    held = trajectories(rows.table)
+    meta = SegmentMeta(
+        segment_id=digest,
+        path=path,
+        digest=digest,
+        n_steps=rows.table.num_rows,
+        n_bytes=data.size,
+        worker=rows.worker,
+        trajectories=tuple(trajectory.meta for trajectory in held),
+    )
+    return FoundFile(meta=meta, epoch=rows.epoch, level=int(rows.worker == COMPACTED)), held
 
 
 def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Contents) -> Recovered:
@@ -258,7 +265,7 @@ def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
                 ordinal=ordinal,
                 task_id=held[0].task_id,
                 size=max(largest, sizes.get(split, 0)),
-                purpose_version=round_,
+                evaluated_version=round_,
             )
         )
     return found
@@ -289,8 +296,8 @@ def _addresses(
             if not left:
                 break
     left = {group_uid for group_uid, held in members.items() if held[0].split == HELDOUT}
-    query = "SELECT purpose_version FROM grp WHERE split = :split"
-    rounds = Counter(row["purpose_version"] for row in tx.rows(query, split=HELDOUT))
+    query = "SELECT evaluated_version FROM grp WHERE split = :split"
+    rounds = Counter(row["evaluated_version"] for row in tx.rows(query, split=HELDOUT))
     newest = tx.rows("SELECT coalesce(max(version), 0) AS n FROM version")[0]["n"]
     per_round = max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
     for version in range(max([newest, *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -88,24 +90,22 @@ def trajectories(table: pa.Table) -> tuple[Played, ...]:
             ]
         )
     )
-    return tuple(
-        Played(
-            meta=TrajectoryMeta(
-                traj_uid=row["traj_uid"],
-                group_uid=row["group_uid_first"],
-                member=row["member_first"],
-                n_steps=row["step_index_count"],
-                episode_return=row["reward_sum"] or 0.0,
-                won=bool(row["won_first"]),
-                task_score=row["task_score_first"],
-                invalid_steps=row["is_action_valid_count"] - (row["is_action_valid_sum"] or 0),
-                version_min=row["version_min_min"],
-                version_max=row["version_max_max"],
-            ),
-            task_id=row["task_id_first"],
-            split=row["split_first"],
-        )
-        for row in figures.to_pylist()
+    return tuple(_played(row) for row in figures.to_pylist())
+
+
+def _played(row: Mapping[str, Any]) -> Played:
+    """Return one trajectory of the aggregates that `trajectories` asks Arrow for."""
+    figures = {
+        "traj_uid": row["traj_uid"],
+        "n_steps": row["step_index_count"],
+        "episode_return": row["reward_sum"] or 0.0,
+        "invalid_steps": row["is_action_valid_count"] - (row["is_action_valid_sum"] or 0),
+        "version_min": row["version_min_min"],
+        "version_max": row["version_max_max"],
+        **{name: row[f"{name}_first"] for name in _FIRST},
+    }
+    return Played(
+        meta=TrajectoryMeta.of_row(figures), task_id=figures["task_id"], split=figures["split"]
     )
 
 

@@ -62,7 +62,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
     check_consent(layout)
     info = dataclasses.replace(layout.info, storage_uri=None)
     root = cache_of(info.run_id, uri, kind="runs")
-    copy = RunLayout(root=root, info=info, home=layout.root)
+    copy = RunLayout(root=root, info=info, copy_of=layout.root)
     _make_copy(copy)
     with _locked(copy):
         if is_file(layout.open_sql, root=layout.root):
@@ -110,7 +110,8 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
 def cache_of(run_id: str, uri: str, *, kind: str) -> Path:
     """Return this user's directory for a run at `uri`, made if it is not there.
 
-    `kind` is "runs" for its rows, and "homes" for its settings and its catalog. Raises StoreError.
+    `kind` is "runs" for its rows, and "settings" for its settings and its catalog. Raises
+    StoreError.
     """
     ours = user_directory("XDG_CACHE_HOME", default=".cache")
     digest = blake2b(uri.encode(errors="surrogatepass"), digest_size=URI_DIGEST_BYTES).hexdigest()
@@ -136,7 +137,7 @@ def _make_copy(copy: RunLayout) -> None:
     for directory in (copy.exports, copy.segments):
         make_directory(directory, beneath=copy.root)
     content = json.dumps(dataclasses.asdict(copy.info), indent=1).encode()
-    if not is_file(copy.run_json, root=copy.root) or copy.home is not None:
+    if not is_file(copy.run_json, root=copy.root) or copy.copy_of is not None:
         write_atomically(copy.run_json, content, mode=READ_ONLY, beneath=copy.root)
 
 

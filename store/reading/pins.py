@@ -34,7 +34,7 @@ NO_PIN = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pinned:
-    """The files that a live reader needs."""
+    """The files that an open reader needs."""
 
     since: int
     shown: int | None  # the one lsn it needs; None: it is opening, and needs all from `since` on
@@ -96,12 +96,12 @@ class Pin:
 
 
 def oldest_pinned_lsn(layout: RunLayout) -> int | None:
-    """Return the oldest lsn that a live reader may read, None without a reader."""
+    """Return the oldest lsn that an open reader may read, None without a reader."""
     return min((pin.since for pin in pinned(layout)), default=None)
 
 
 def pinned(layout: RunLayout) -> Sequence[Pinned]:
-    """Return the needs of live readers. Remove the pins of dead readers.
+    """Return the needs of open readers. Remove the pins of dead readers.
 
     Never raises OSError, because readers may be other users. A pin that cannot be read counts as
     held.
@@ -133,7 +133,7 @@ def make_readers(layout: RunLayout) -> None:
 
 
 def _look(path: Path, *, root: Path) -> tuple[bool, bytes]:
-    """Return whether a live reader holds the pin, and the pin's content."""
+    """Return whether an open reader holds the pin, and the pin's content."""
     try:
         descriptor = open_file(path, root=root)
     # No reader of ours made it, or its reader has just finished.

@@ -242,7 +242,7 @@ class Reader:
             self._discard()
             order = {
                 "run": str(self.layout.root),
-                "home": None if self.layout.home is None else str(self.layout.home),
+                "copy_of": None if self.layout.copy_of is None else str(self.layout.copy_of),
                 "lsn": lsn,
                 "protection": self.protection,
                 "memory_limit": self._memory_limit,

@@ -140,8 +140,8 @@ def _open(order: dict) -> _Opened:
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
     layout = RunLayout.open(Path(order["run"]))
-    if order["home"] is not None:  # the parent has fetched the files of a remote storage
-        layout = dataclasses.replace(layout, home=Path(order["home"]))
+    if order["copy_of"] is not None:  # the parent has fetched the files of a remote storage
+        layout = dataclasses.replace(layout, copy_of=Path(order["copy_of"]))
     files = None
     if order["protection"] == FILESYSTEM:
         from store.reading.read_only_files import ReadOnlyFiles  # fsspec is slow to import

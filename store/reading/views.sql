@@ -35,6 +35,16 @@ CREATE OR REPLACE VIEW groups AS
 SELECT * EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid) FROM exported.groups
 QUALIFY row_number() OVER (PARTITION BY group_uid ORDER BY changed_lsn DESC) = 1;
 
+-- The held-out groups of the newest evaluation round, played or not.
+CREATE OR REPLACE VIEW newest_round AS
+SELECT * FROM groups WHERE split = 'heldout'
+QUALIFY evaluated_version = max(evaluated_version) OVER ();
+
+-- The whole held-out groups of the newest evaluation round that has any.
+CREATE OR REPLACE VIEW newest_results AS
+SELECT * FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0
+QUALIFY evaluated_version = max(evaluated_version) OVER ();
+
 -- The training tasks that were handed out, and what is known of each now. An SQL text for
 -- `tasks.order` can be tried on it.
 CREATE OR REPLACE VIEW tasks AS
@@ -70,6 +80,17 @@ CREATE OR REPLACE VIEW versions AS FROM exported.versions;
 CREATE OR REPLACE VIEW checkpoints AS FROM exported.checkpoints;
 CREATE OR REPLACE VIEW components AS FROM exported.component;
 CREATE OR REPLACE VIEW events AS SELECT "at" AS logged_at, * EXCLUDE ("at") FROM exported.events;
+
+-- The weights that each worker loaded, and for how long its generation paused. The phases are those
+-- of `WeightLoad` in actors/inference/weight_load.py. An event of another form gives NULL and 0.
+CREATE OR REPLACE VIEW weight_loads AS
+SELECT component AS worker, logged_at AS loaded_at,
+       try_cast(regexp_extract(detail, '"version": ([0-9]{1,15})', 1) AS BIGINT) AS version,
+       list_sum(list_transform(
+           ['pause', 'start', 'update', 'finish', 'resume'],
+           lambda phase: coalesce(try_cast(regexp_extract(
+               detail, '"' || phase || '_ms": ([0-9.]{1,15})', 1) AS DOUBLE), 0))) AS pause_ms
+FROM events WHERE what = 'weights loaded';
 
 -- The groups that each learner step consumed, what became of them, and the digests of the weights
 -- that wrote them. The source of an offline group is the run that played it. Its versions are that

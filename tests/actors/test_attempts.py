@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors import EngineLostError
-from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeOverdue, EpisodeRules
 from actors.rollout.group import Attempts
 from envs import EnvironmentFailed, Task
 from store import Trajectory, write_segment
@@ -101,10 +101,12 @@ def test_every_failed_attempt_is_recorded_and_the_rest_of_an_abandoned_group(
     async def body(stage: Stage) -> None:
         inner = stage.run
 
-        async def run(task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+        async def run(
+            task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+        ) -> Trajectory:
             if ids.member == 0:
-                return await inner(task, ids, rules)
-            ids.progress.add(make_step(0, n_steps=1, version=0))
+                return await inner(task, ids, rules, progress=progress)
+            progress.add(make_step(0, n_steps=1, version=0))
             raise EpisodeOverdue("too late")
 
         stage.run = run  # type: ignore[method-assign]

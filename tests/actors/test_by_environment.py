@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.rollout.by_environment import EpisodesByEnvironment
-from actors.rollout.episode import EpisodeIds, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules
 from envs import Task, of_environment
 from store import Group, Trajectory
 from tests.support.store_samples import make_trajectory
@@ -23,7 +23,9 @@ class Player:
     async def start(self) -> None:
         self.is_open = True
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         self.tasks.append(task)
         group = Group.imported(group_uid=ids.group_uid, task_id=task.id, size=2)
         return make_trajectory(group, ids.member)
@@ -54,7 +56,9 @@ def test_a_task_goes_to_the_runner_of_its_environment() -> None:
     async def play() -> Trajectory:
         await episodes.start()
         ids = EpisodeIds.of(b"g" * 16, 1)
-        played = await episodes.run(of_environment(task, "lakes"), ids, rules)
+        played = await episodes.run(
+            of_environment(task, "lakes"), ids, rules, progress=AttemptProgress()
+        )
         assert all(player.is_open for player in players.values())
         await episodes.close()
         return played

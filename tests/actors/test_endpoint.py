@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 from actors.endpoint.request import ChatRequest
 from actors.endpoint.server import Endpoint, Recording
 from actors.policy import Completion, EngineLostError, Prompt
-from actors.rollout.episode import Progress, request_seed
+from actors.rollout.episode import AttemptProgress, request_seed
 from envs import ClientSettings
 from store import state_hash
 from tests.support.chat_samples import IDS, TextPolicy, completion, encode, rules, served, tokenizer
@@ -53,10 +52,10 @@ def ask(**fields: object) -> dict[str, object]:
 
 def test_the_openai_client_plays_and_every_completion_is_a_step() -> None:
     policy = TextPolicy(["it is 7", "it is 12"])
-    progress = Progress()
+    progress = AttemptProgress()
 
     async def body(endpoint: Endpoint) -> tuple[Recording, Any, Any, Any]:
-        with endpoint.episode(replace(IDS, progress=progress), rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=progress) as recording:
             client = openai.AsyncOpenAI(
                 base_url=recording.client.base_url, api_key=recording.client.api_key
             )
@@ -118,7 +117,7 @@ def test_the_openai_client_plays_and_every_completion_is_a_step() -> None:
 
 def test_a_stream_brings_the_same_reply() -> None:
     async def body(endpoint: Endpoint) -> list[Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             client = openai.AsyncOpenAI(
                 base_url=recording.client.base_url, api_key=recording.client.api_key
             )
@@ -205,7 +204,7 @@ def test_what_is_not_there_is_refused_by_name(
     fields: dict[str, object], param: str, says: str
 ) -> None:
     async def body(endpoint: Endpoint) -> tuple[int, Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             answer = await post(recording.client, ask(**fields))
             assert recording.steps() == []
             return answer
@@ -223,7 +222,7 @@ def test_it_serves_on_the_event_loop_that_ray_takes_where_uvloop_is_installed() 
     uvloop = pytest.importorskip("uvloop")
 
     async def body(endpoint: Endpoint) -> tuple[int, Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             return await post(recording.client, ask())
 
     status, _ = served(TextPolicy(["7"]), body, loop_factory=uvloop.new_event_loop)
@@ -241,7 +240,7 @@ def test_what_makes_no_difference_may_be_said() -> None:
     }
 
     async def body(endpoint: Endpoint) -> int:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             return (await post(recording.client, ask(**fields, stop=None, logit_bias={})))[0]
 
     assert served(TextPolicy(["7"]), body) == 200
@@ -249,7 +248,7 @@ def test_what_makes_no_difference_may_be_said() -> None:
 
 def test_errors_of_other_kinds() -> None:
     async def body(endpoint: Endpoint) -> list[tuple[int, Any]]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             client = recording.client
             short = ClientSettings(base_url=client.base_url, api_key="sk-mine")
             forged = ClientSettings(base_url=client.base_url, api_key=client.api_key[:-1] + "g")
@@ -284,7 +283,7 @@ def test_the_openai_client_raises_its_own_errors_and_asks_for_none_of_them_again
     policy = TextPolicy(["7"])
 
     async def body(endpoint: Endpoint) -> None:
-        with endpoint.episode(IDS, rules(max_steps=1)) as recording:
+        with endpoint.episode(IDS, rules(max_steps=1), progress=AttemptProgress()) as recording:
             client = openai.AsyncOpenAI(
                 base_url=recording.client.base_url, api_key=recording.client.api_key
             )
@@ -323,7 +322,7 @@ def test_a_reply_is_as_long_as_asked_for(
     fields: dict[str, object], text: str | None, n_tokens: int, reason: str
 ) -> None:
     async def body(endpoint: Endpoint) -> tuple[Any, Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             _, answer = await post(recording.client, ask(**fields))
         return answer["choices"][0], recording.steps()[0]
 
@@ -366,7 +365,7 @@ def test_requests_at_once_are_steps_in_the_order_they_came() -> None:
     policy = Slow()
 
     async def body(endpoint: Endpoint) -> Recording:
-        with endpoint.episode(IDS, rules(max_steps=3)) as recording:
+        with endpoint.episode(IDS, rules(max_steps=3), progress=AttemptProgress()) as recording:
             asking = []
             for n in (1, 2):
                 asking.append(asyncio.create_task(post(recording.client, ask(n=n))))
@@ -387,7 +386,9 @@ def test_a_reply_that_nobody_got_is_no_step() -> None:
     policy = Slow()
 
     async def body(endpoint: Endpoint) -> Recording:
-        with endpoint.episode(IDS, rules(max_steps=1, turn_timeout_s=1000.0)) as recording:
+        with endpoint.episode(
+            IDS, rules(max_steps=1, turn_timeout_s=1000.0), progress=AttemptProgress()
+        ) as recording:
             given_up = asyncio.create_task(post(recording.client, ask()))
             while not policy.n_asked:
                 await asyncio.sleep(0.005)
@@ -407,7 +408,7 @@ def test_a_reply_that_comes_after_the_end_is_no_step() -> None:
     policy = Slow()
 
     async def body(endpoint: Endpoint) -> tuple[int, Recording]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             late = asyncio.create_task(post(recording.client, ask()))
             while not policy.n_asked:
                 await asyncio.sleep(0.005)
@@ -444,7 +445,7 @@ def test_a_failure_of_the_policy_is_kept_and_nobody_asks_again(
     policy = Failing(["stop", failure, "stop"])
 
     async def body(endpoint: Endpoint) -> Recording:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             client = openai.AsyncOpenAI(
                 base_url=recording.client.base_url, api_key=recording.client.api_key
             )
@@ -462,7 +463,9 @@ def test_a_failure_of_the_policy_is_kept_and_nobody_asks_again(
 
 def test_a_reply_that_takes_too_long_cuts_the_episode_off() -> None:
     async def body(endpoint: Endpoint) -> tuple[int, str]:
-        with endpoint.episode(IDS, rules(turn_timeout_s=0.05)) as recording:
+        with endpoint.episode(
+            IDS, rules(turn_timeout_s=0.05), progress=AttemptProgress()
+        ) as recording:
             status, _ = await post(recording.client, ask())
             return status, recording.cut_off
 
@@ -500,7 +503,7 @@ def test_a_request_beyond_measure_is_refused_and_the_next_one_answered(
     body: bytes, code: str
 ) -> None:
     async def ask_both(endpoint: Endpoint) -> tuple[int, Any, int, str]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             status, answer = await post(recording.client, body)
             return status, answer, (await post(recording.client, ask()))[0], recording.cut_off
 
@@ -522,7 +525,7 @@ def test_one_wrong_message_is_enough_for_an_error(around: str) -> None:
 
 def test_an_error_quotes_no_more_than_a_line() -> None:
     async def body(endpoint: Endpoint) -> tuple[int, Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             return await post(recording.client, ask(n="7" * 100_000))
 
     status, answer = served(TextPolicy(["7"]), body)
@@ -556,7 +559,7 @@ def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.Monkey
 
     async def body(endpoint: Endpoint) -> bytes:
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             reader, writer = await asyncio.open_connection(host, int(port))
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
             head += f"Authorization: Bearer {recording.client.api_key}\r\n"
@@ -572,7 +575,7 @@ def test_a_body_that_is_not_packed_as_its_head_says_is_refused(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     async def body(endpoint: Endpoint) -> tuple[int, Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             key, url = recording.client.api_key, recording.client.base_url
             headers = {"Authorization": f"Bearer {key}", "Content-Encoding": "gzip"}
             async with (
@@ -612,7 +615,7 @@ def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.Monk
                     with contextlib.suppress(BlockingIOError, ConnectionError):
                         attacker.send(request * 100)
                     await asyncio.sleep(0.01)
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             status, _ = await post(recording.client, ask())
         return status
 

@@ -61,6 +61,7 @@ def policy_on(error: Exception) -> VLLMPolicy:
     policy = VLLMPolicy(
         model_path=Path("model"),
         dtype="float32",
+        lora=None,
         actors=ActorsConfig(max_response_tokens=4),
         max_model_tokens=64,
         gate=RequestGate(1),

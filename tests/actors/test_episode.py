@@ -14,7 +14,13 @@ import pytest
 from actors import EngineLostError
 from actors.policy import Completion, Prompt, ScriptedPolicy
 from actors.prompting.prompt import PromptForm
-from actors.rollout.episode import EpisodeIds, EpisodeRules, play_episode, request_seed
+from actors.rollout.episode import (
+    AttemptProgress,
+    EpisodeIds,
+    EpisodeRules,
+    play_episode,
+    request_seed,
+)
 from envs import Observation, Task, Transition, environment_class, list_tasks
 from store import FinalObservation, Trajectory, state_hash, to_table
 
@@ -87,6 +93,7 @@ def play(form: Form, policy: object, **changes: object) -> Trajectory:
             task=task,
             episode=IDS,
             rules=rules(**changes),
+            progress=AttemptProgress(),
         )  # type: ignore[arg-type]
     )
 
@@ -125,16 +132,22 @@ def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:
                 raise asyncio.CancelledError
             return await super().generate(prompt, seed=seed, temperature=temperature)
 
-    ids = EpisodeIds.of(b"g" * 16, 3)
+    ids, progress = EpisodeIds.of(b"g" * 16, 3), AttemptProgress()
     policy = Silent(form(), ["<action>go east</action>"] * 4)
     task = list_tasks("key_room", OPTIONS)["train"][0]
     playing = play_episode(
-        InProcess("key_room"), policy, form=form(), task=task, episode=ids, rules=rules()
+        InProcess("key_room"),
+        policy,
+        form=form(),
+        task=task,
+        episode=ids,
+        rules=rules(),
+        progress=progress,
     )
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(playing)
     n_tokens = len(form().tokenizer.encode("<action>go east</action>", add_special_tokens=False))
-    assert (ids.progress.n_steps, ids.progress.n_response_tokens) == (2, 2 * n_tokens)
+    assert (progress.n_steps, progress.n_response_tokens) == (2, 2 * n_tokens)
 
 
 def test_the_step_limit_truncates_and_pays_nothing(form: Form) -> None:
@@ -210,6 +223,7 @@ def test_an_action_that_is_understood_and_not_listed(form: Form, rule: str, vali
         task=task,
         episode=IDS,
         rules=rules(max_steps=1, invalid=rule),
+        progress=AttemptProgress(),
     )
     assert asyncio.run(played).steps[0].is_action_valid is valid
 
@@ -243,6 +257,7 @@ def test_an_observation_that_no_prompt_has_a_place_for_is_named(form: Form) -> N
                 task=task,
                 episode=IDS,
                 rules=rules(),
+                progress=AttemptProgress(),
             )
         )
 

@@ -12,7 +12,7 @@ import pytest
 
 from actors.policy import EngineLostError
 from actors.rollout.committer import as_group_of_its_own
-from actors.rollout.episode import EpisodeIds, EpisodeOverdue, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeOverdue, EpisodeRules
 from actors.rollout.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, GroupRollout
 from configs import Config
 from coordinator import Lease
@@ -50,7 +50,9 @@ class Table:
     given_up: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         self.ends[ids.member] = asyncio.get_running_loop().create_future()
         return await self.ends[ids.member]
 
@@ -275,7 +277,9 @@ class Failing:
     def __init__(self, errors: Sequence[Exception]) -> None:
         self.errors, self.n_attempts = list(errors), 0
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         self.n_attempts += 1
         if self.errors:
             raise self.errors.pop(0)

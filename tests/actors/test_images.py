@@ -13,7 +13,7 @@ from actors.policy import Completion
 from actors.prompting.images import ImageForm, load_image_form
 from actors.prompting.prompt import PromptForm
 from actors.prompting.template import Turn
-from actors.rollout.episode import step_of
+from actors.rollout.episode import anchor_of, step_of
 from configs import PromptConfig
 from envs import Observation
 from tests.support.vision_samples import IMAGE_PAD, VISION_END, VISION_START
@@ -122,6 +122,7 @@ def test_a_step_has_the_pixels_that_were_shown(vision_base: Path, images: ImageF
         number=0,
         prompt=prompt,
         observation=SEEN,
+        anchor=anchor_of(SEEN),
         action="up",
         is_valid=True,
         t_start_us=0,

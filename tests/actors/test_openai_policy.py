@@ -29,7 +29,7 @@ from actors.inference.openai_policy import EndpointFailed, with_stop_text
 from actors.policy import Completion
 from actors.prompting.chat_template import Chat
 from actors.prompting.template import Turn
-from actors.rollout.episode import EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeRules
 from configs import MAX_ANSWER_BYTES, Config, EndpointConfig, PromptConfig
 from envs import Observation
 from tests.support.chat_samples import IDS, TextPolicy, rules, served
@@ -349,7 +349,7 @@ def test_a_thought_that_quotes_a_stop_text_does_not_end_the_reply() -> None:
 
 def test_it_plays_with_this_projects_own_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(endpoint: Endpoint) -> tuple[Recording, Completion]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             monkeypatch.setenv("EPISODE_KEY", recording.client.api_key)
             policy = ChatPolicy(config_of(recording.client.base_url, api_key_env="EPISODE_KEY"))
             prompt = codepoint_form(PromptConfig(template="direct")).prompt(DOOR, [])

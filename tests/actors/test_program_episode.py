@@ -15,6 +15,7 @@ import pytest
 from actors.endpoint.program_episode import ProgramEpisodes
 from actors.endpoint.server import Endpoint
 from actors.policy import Policy
+from actors.rollout.episode import AttemptProgress
 from envs import (
     ClientSettings,
     EnvironmentDied,
@@ -106,7 +107,9 @@ def playing(name: str, body: Callable[[Play], Any], *, policy: Policy, processes
         pool = ProgramPool(name, NUMBER_GAME, processes=processes)
 
         def play(played: Task, **changes: object) -> Coroutine[Any, Any, Trajectory]:
-            return ProgramEpisodes(pool, endpoint).run(played, IDS, rules(**changes))
+            return ProgramEpisodes(pool, endpoint).run(
+                played, IDS, rules(**changes), progress=AttemptProgress()
+            )
 
         try:
             return await body(play)

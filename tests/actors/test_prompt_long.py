@@ -22,7 +22,7 @@ from actors.prompting import prompt_thread
 from actors.prompting.chat_template import LONG_CHARACTERS
 from actors.prompting.prompt import COUNTED_CHARACTERS, PromptForm
 from actors.prompting.template import Turn, shortened
-from actors.rollout.episode import play_episode
+from actors.rollout.episode import AttemptProgress, play_episode
 from configs import PromptConfig
 from envs import ClientSettings, EnvironmentDied, Observation, Outcome, Task, Transition
 from tests.support.chat_samples import IDS, endpoint_config, rules, tokenizer
@@ -96,7 +96,15 @@ def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
     form = PromptForm(counting, settings("window", 4000))
     policy = ScriptedPolicy(form.encode_answer)
     trajectory = asyncio.run(
-        play_episode(Wordy(), policy, form=form, task=TASK, episode=IDS, rules=rules())
+        play_episode(
+            Wordy(),
+            policy,
+            form=form,
+            task=TASK,
+            episode=IDS,
+            rules=rules(),
+            progress=AttemptProgress(),
+        )
     )
     assert len(trajectory.steps[0].prompt_ids) <= 4000
     assert counting.longest > LONG_CHARACTERS
@@ -168,7 +176,15 @@ def test_a_template_that_loops_ends_the_worker_by_name(
         tasks = [replace(TASK, id=name) for name in ("one", "two")]
         n_words = 20_000 if most_characters == LONG_CHARACTERS else 20
         playing = [
-            play_episode(Wordy(n_words), policy, form=form, task=task, episode=IDS, rules=rules())
+            play_episode(
+                Wordy(n_words),
+                policy,
+                form=form,
+                task=task,
+                episode=IDS,
+                rules=rules(),
+                progress=AttemptProgress(),
+            )
             for task in tasks
         ]
         return await asyncio.wait_for(asyncio.gather(*playing, return_exceptions=True), timeout=60)
@@ -265,7 +281,8 @@ def test_a_program_whose_messages_make_the_template_loop_ends_the_worker_by_name
         try:
             pool: Any = Asks()
             await asyncio.wait_for(
-                ProgramEpisodes(pool, endpoint).run(TASK, IDS, rules()), timeout=60
+                ProgramEpisodes(pool, endpoint).run(TASK, IDS, rules(), progress=AttemptProgress()),
+                timeout=60,
             )
         finally:
             await endpoint.close()

@@ -14,7 +14,7 @@ import pytest
 
 from actors.concurrency import MORE_AFTER, Concurrency
 from actors.rollout.committer import STORAGE_TIMEOUT_S, Committer, StorageSilent
-from actors.rollout.episode import EpisodeIds, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
 from coordinator import Coordinator, CoordinatorClient
 from envs import PendingOperations, Task
@@ -36,11 +36,13 @@ class Stage:
     loads: list[int] = field(default_factory=list)
     version: int = -1  # that it serves
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         number = ids.member
         key = (ids.group_uid, number)
         for index in range(number):  # the later its number, the further it gets
-            ids.progress.add(make_step(index, n_steps=number, version=0))
+            progress.add(make_step(index, n_steps=number, version=0))
         self.playing[key] = asyncio.get_running_loop().create_future()
         try:
             await self.playing[key]
@@ -147,6 +149,37 @@ def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for
         await asyncio.sleep(1.0)
         assert stage.sql("SELECT member FROM trajectories") == [(1,)]
         stage.coordinator.remove("w", "stopped")
+        lease = stage.coordinator.lease("v")
+        assert lease is not None and lease.group.missing == (0,)
+
+    on_stage(tmp_path, body)
+
+
+def test_a_worker_that_leaves_ends_what_is_almost_done_and_begins_nothing(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        (group,) = {group for group, _ in stage.playing}
+        stage.runner.leave(within_s=20.0)
+        await asyncio.sleep(15.0)
+        assert {each for each, _ in stage.playing} == {group}, "it leases no other group"
+        stage.end(0, 1)
+        await asyncio.sleep(1.0)
+        assert stage.playing == {}
+        assert stage.sql("SELECT state, count(*) FROM groups GROUP BY ALL") == [("complete", 1)]
+
+    on_stage(tmp_path, body)
+
+
+def test_a_worker_that_leaves_hands_back_what_takes_longer(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        stage.runner.leave(within_s=20.0)
+        await asyncio.sleep(19.0)
+        assert sorted(number for _, number in stage.playing) == [0, 1]
+        stage.end(1)
+        await asyncio.sleep(2.0)
+        assert stage.playing == {}
+        assert stage.sql("SELECT member FROM trajectories") == [(1,)]
+        assert stage.sql("SELECT number, why FROM unfinished") == [(0, "stopped")]
+        stage.coordinator.remove("w", "left")
         lease = stage.coordinator.lease("v")
         assert lease is not None and lease.group.missing == (0,)
 

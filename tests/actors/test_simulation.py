@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -292,11 +291,7 @@ def write_nothing(
     layout: RunLayout, trajectories: Sequence[Trajectory], *, worker: str, epoch: int
 ) -> SegmentMeta:
     """Return what the catalog would be told of a file."""
-    values_of = attrgetter(*TrajectoryMeta.__slots__)
-    metas = tuple(
-        TrajectoryMeta(**dict(zip(TrajectoryMeta.__slots__, values_of(trajectory), strict=True)))
-        for trajectory in trajectories
-    )
+    metas = tuple(TrajectoryMeta.of(trajectory) for trajectory in trajectories)
     name = f"{worker}-{time.perf_counter_ns()}"
     n_steps = sum(meta.n_steps for meta in metas)
     # as the store names it

@@ -14,6 +14,7 @@ from actors.endpoint import vllm_tool_calls
 from actors.endpoint.server import Endpoint
 from actors.endpoint.vllm_tool_calls import ToolCallParser
 from actors.prompting.messages import Message, ToolCall, parse_arguments, seen_text
+from actors.rollout.episode import AttemptProgress
 from store import Step
 from tests.support.chat_samples import IDS, TextPolicy, rules, served, tokenizer
 
@@ -41,7 +42,7 @@ def played(
     policy = TextPolicy(texts)
 
     async def body(endpoint: Endpoint) -> tuple[list[Any], list[Step]]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             client = openai.AsyncOpenAI(
                 base_url=recording.client.base_url, api_key=recording.client.api_key
             )
@@ -134,7 +135,7 @@ def test_arguments_are_an_object_of_bounded_depth(arguments: str, says: str) -> 
 
 def test_two_calls_are_two_and_a_stream_numbers_them() -> None:
     async def body(endpoint: Endpoint) -> list[Any]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             client = openai.AsyncOpenAI(
                 base_url=recording.client.base_url, api_key=recording.client.api_key
             )
@@ -216,7 +217,7 @@ def test_an_mcp_client_passes_calls_on_to_its_server() -> None:
         return a + b
 
     async def body(endpoint: Endpoint) -> tuple[Any, list[Step]]:
-        with endpoint.episode(IDS, rules()) as recording:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             model = openai.AsyncOpenAI(
                 base_url=recording.client.base_url, api_key=recording.client.api_key
             )

@@ -102,6 +102,7 @@ async def start(*, model: Path, log_path: Path, kv_cache_gib: float = 0.125) -> 
     policy = VLLMPolicy(
         model_path=model,
         dtype="float32",
+        lora=None,
         actors=actors,
         max_model_tokens=256,
         gate=RequestGate(16),
@@ -430,7 +431,7 @@ def test_a_text_ends_the_answer_at_the_token_that_completes_it(served: Served) -
         params = served.policy._sampling_params(1.0)
         params.detokenize, params.stop = True, [words[whole[seed].token_ids[2]]]
         form = await requests.form(prompt(seed), params)
-        return await requests.answer(form, prompt(seed), seed=seed, version=0)
+        return await requests.answer(form, prompt(seed), seed=seed, version=0, adapter=None)
 
     try:
         for seed, answer in enumerate(whole):
@@ -559,7 +560,9 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
                 tensors.items(), layout.weights_dir(version), source_dir=served.directories["base"]
             )
             path = layout.relative(layout.weights_dir(version))
-            catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
+            catalog.record_version(
+                VersionRecord(version=version, path=path, digest=digest, learner_step=version)
+            )
 
         def served_now() -> list[Completion]:
             served.run(weights.sync(catalog.latest_version()))

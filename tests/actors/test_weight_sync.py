@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from actors.inference import weight_sync
 from actors.inference.weight_load import WeightLoad
 from actors.inference.weight_sync import LOADED, REFUSED, WeightSync
 from store import Catalog, RunLayout, VersionRecord, WeightFileError, export, write_open_sql
+from store.reading import open_sql
 
 # One row per published version: by how many loads it was served, and how many of them read
 # something else.
@@ -108,7 +110,9 @@ class Run:
         (directory / "file").write_text(f"digest {version}" if whole else "something else")
         path = self.layout.relative(directory)
         self.catalog.record_version(
-            version=version, path=path, digest=f"digest {version}", learner_step=version
+            VersionRecord(
+                version=version, path=path, digest=f"digest {version}", learner_step=version
+            )
         )
         newest = self.catalog.latest_version()
         assert newest is not None
@@ -125,6 +129,13 @@ class Run:
     def events(self, what: str) -> list[dict[str, object]]:
         rows = self.sql(f"SELECT detail FROM events WHERE what = '{what}' ORDER BY lsn")
         return [json.loads(str(row["detail"])) for row in rows]
+
+
+def test_the_view_weight_loads_adds_the_phases_in_which_generation_pauses() -> None:
+    names = [field.name for field in fields(WeightLoad)]
+    paused = names[names.index("pause_ms") : names.index("resume_ms") + 1]
+    added = ", ".join(f"'{name.removesuffix('_ms')}'" for name in paused)
+    assert f"[{added}]" in open_sql.VIEWS.read_text()
 
 
 @pytest.fixture

@@ -82,9 +82,9 @@ class Run:
 
     def open(self, catalog: Catalog, task: str, *, size: int, split: str = "train") -> Group:
         version = 0 if split == "heldout" else None
-        ordinal = catalog.next_ordinal(split, purpose_version=None) if version is None else 0
+        ordinal = catalog.next_ordinal(split, evaluated_version=None) if version is None else 0
         return catalog.open_group(
-            ordinal=ordinal, task_id=task, split=split, size=size, purpose_version=version
+            ordinal=ordinal, task_id=task, split=split, size=size, evaluated_version=version
         )
 
     def commit(

@@ -16,7 +16,7 @@ from analysis.view.pages import run as run_page
 from analysis.view.sql_text import fill
 from configs import Config, EnvConfig, ModelConfig, as_yaml
 from driver.screen import shown_in
-from store import Catalog, RunLayout, export, write_open_sql
+from store import Catalog, CheckpointRecord, RunLayout, VersionRecord, export, write_open_sql
 from tests.support.run_views import connect
 from tests.support.store_samples import play
 
@@ -36,10 +36,10 @@ def test_a_run_is_finished_when_it_is_trained_and_evaluated(tmp_path: Path) -> N
     with Catalog.open(layout) as catalog:
         for step in (2, 4):
             catalog.record_version(
-                version=step, path=f"weights/v{step}", digest="d", learner_step=step
+                VersionRecord(version=step, path=f"weights/v{step}", digest="d", learner_step=step)
             )
             catalog.record_checkpoint(
-                learner_step=step, path=f"checkpoints/step{step}", version=step
+                CheckpointRecord(learner_step=step, path=f"checkpoints/step{step}", version=step)
             )
         export(catalog, layout)
         assert (report.trained_to(at_3), report.is_finished(at_3)) == (4, False)
@@ -62,8 +62,12 @@ def test_fewer_steps_than_were_trained_are_said(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml=as_yaml(config))
     write_open_sql(layout, macros=(), max_staleness=1)
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=1, path="weights/v1", digest="d", learner_step=4)
-        catalog.record_checkpoint(learner_step=4, path="checkpoints/step4", version=1)
+        catalog.record_version(
+            VersionRecord(version=1, path="weights/v1", digest="d", learner_step=4)
+        )
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=4, path="checkpoints/step4", version=1)
+        )
         catalog.record_metrics(learner_step=4, policy_version=1, values={"heldout/success": 0.5})
         export(catalog, layout)
     line = f"{tmp_path}/run is trained to learner step 4 already, so learner.steps=3 trains nothing"
@@ -82,7 +86,9 @@ def test_an_unfinished_round_of_held_out_tasks_is_called_that(tmp_path: Path) ->
     write_open_sql(layout, macros=(), max_staleness=1)
     printed = []
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=None)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d", learner_step=None)
+        )
         catalog.open_round(["a", "b"], episodes_per_task=1, version=0)
         for _ in range(2):
             group = catalog.lease_open_group(worker="w0", lease_s=60.0)

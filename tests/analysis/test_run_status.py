@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from analysis.run_status import duration, progress_lines
-from store import Catalog, RunLayout, export, write_open_sql
+from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
 from tests.support.run_views import connect
 from tests.support.store_samples import open_train_group, play
 
@@ -30,7 +30,9 @@ class Run:
         self.step = 0
 
     def publish_base(self) -> None:
-        self.catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=None)
+        self.catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d", learner_step=None)
+        )
 
     def train(self, *, step_s: float, success: float) -> None:
         self.now_us += round(step_s * 1e6)
@@ -40,7 +42,12 @@ class Run:
             batch = self.catalog.claim(n_groups=1, current_version=self.step, max_staleness=99)
             assert batch is not None
             self.catalog.record_version(
-                version=self.step, path=f"weights/v{self.step}", digest="d", learner_step=self.step
+                VersionRecord(
+                    version=self.step,
+                    path=f"weights/v{self.step}",
+                    digest="d",
+                    learner_step=self.step,
+                )
             )
             self.catalog.settle(
                 batch.batch_id, learner_step=self.step, filtered={}, version_in=self.step - 1

@@ -78,7 +78,7 @@ def make_run(root: Path, *, config_yaml: str) -> Path:
             catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=0)
         commit(
             catalog.open_group(
-                ordinal=0, task_id="held", split="heldout", size=3, purpose_version=0
+                ordinal=0, task_id="held", split="heldout", size=3, evaluated_version=0
             )
         )
         export(catalog, layout)

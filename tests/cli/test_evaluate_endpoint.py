@@ -196,6 +196,8 @@ def test_another_server_goes_on_and_another_model_does_not() -> None:
             ["endpoint.url=host:8000"],
             "endpoint.url='host:8000' is no URL like http://localhost:8000/v1",
         ),
+        (["endpoint.url='http://[x/v1'"], "endpoint.url='http://[x/v1' is no URL like"),
+        (["endpoint.url=http://host:70000/v1"], "'http://host:70000/v1' is no URL like"),
         (["endpoint.url=http://me:secret@host/v1"], "name or password in it; leave them out"),
         (
             [*AT, "endpoint.api_key_env=sk-12345"],

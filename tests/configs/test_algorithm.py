@@ -1,6 +1,7 @@
-"""The settings of an advantage stand in three places, as none may import the others: the record of
-gigpo, the check of its SQL (a bare shell has nothing else), and a config's section `algorithm`.
-Names, defaults, choices and bounds are the same in all."""
+"""Test a config's section `algorithm` beside gigpo's record, and gigpo's record beside its SQL.
+
+A bare DuckDB shell has the SQL alone. Names, defaults, choices and bounds are the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import pytest
 
 import configs
 from configs import AlgorithmConfig, Config, ConfigError
+from driver.preflight import check_algorithm
 from gigpo import (
     ANCHOR_VERSIONS,
     ANCHORS,
@@ -24,6 +26,7 @@ from gigpo import (
     NORMALISATIONS,
     PUBLISHED_SETTINGS,
     WEIGHTINGS,
+    WITH_CRITIC,
     AdvantageSettings,
 )
 
@@ -67,12 +70,11 @@ def test_the_names_and_the_defaults_are_the_same() -> None:
 
 @pytest.mark.parametrize("name", [*CHOICES, "group_filter"])
 def test_the_choices_are_the_same(name: str) -> None:
-    """Compare the choices with the lists in the config's refusal and in the SQL."""
+    """Compare the choices with the lists in a run's refusal and in the SQL."""
     known = set(GROUP_FILTERS if name == "group_filter" else CHOICES[name])
-    with pytest.raises(ConfigError, match=f"algorithm.{name}='no such' is not one of") as caught:
-        configs.check(Config(algorithm=AlgorithmConfig(**{name: "no such"})))
-    listed = set(re.findall(r"'(\w+)'", str(caught.value).partition("not one of")[2]))
-    assert listed == known - (NOT_IN_A_RUN.get(name, set()) if name == "anchor" else set())
+    with pytest.raises(ConfigError, match=f"algorithm.{name}='no such' is unknown") as caught:
+        check_algorithm(Config(algorithm=AlgorithmConfig(**{name: "no such"})))
+    assert set(str(caught.value).partition("one of ")[2].split(", ")) == known
     for choice in known:
         assert config_takes(name, choice) is (choice not in NOT_IN_A_RUN.get(name, ()))
     if name != "group_filter":
@@ -108,6 +110,12 @@ def test_the_bounds_are_the_same(shell: duckdb.DuckDBPyConnection, name: str, va
         assert sql_takes(shell, name, value) is taken
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_config_has_a_critic_for_the_estimators_that_need_one(estimator: str) -> None:
+    config = Config(algorithm=AlgorithmConfig(estimator=estimator))
+    assert configs.has_critic(config) is (estimator in WITH_CRITIC)
+
+
 def test_hgpo_has_its_own_anchors_everywhere(shell: duckdb.DuckDBPyConnection) -> None:
     for estimator, anchor in itertools.product(("hgpo", "gigpo"), ("state", "suffix")):
         taken = estimator != "hgpo" or anchor == "state"
@@ -127,7 +135,9 @@ def gigpo_takes(name: str, value: object, **others: Any) -> bool:
 def config_takes(name: str, value: object, **others: Any) -> bool:
     with_it = {**READERS.get(name, {}), **others, name: value}
     try:
-        configs.check(Config(algorithm=AlgorithmConfig(**with_it)))
+        config = Config(algorithm=AlgorithmConfig(**with_it))
+        configs.check(config)
+        check_algorithm(config)
     except ConfigError:
         return False
     return True

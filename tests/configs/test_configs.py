@@ -12,7 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import configs
-from configs import AlgorithmConfig, Config, ConfigError
+from configs import AlgorithmConfig, Config, ConfigError, WorkerRange
+from driver.preflight import check_algorithm
 from gigpo import ESTIMATORS, AdvantageSettings, compute_advantages
 
 PAPER = Path(__file__).parents[2] / "docs" / "paper.md"
@@ -146,20 +147,10 @@ def test_overrides_go_on_top(empty: Path) -> None:
         ("learner.steps=many", ["learner.steps=many: Value 'many'"]),
         ("learner.steps=[", ["learner.steps=[: not readable as YAML"]),
         ("learner.steps=0", ["learner.steps=0", "above 0"]),
-        ("algorithm.estimator=gipgo", ["gipgo", "'gigpo'"]),
-        ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
         ("algorithm.group_size=1", ["algorithm.group_size=1", "at least 2"]),
-        ("algorithm.normalise=leave_one", ["leave_one", "'leave_one_out'"]),
-        (
-            "algorithm.group_filter=reward",
-            ["algorithm.group_filter='reward'", "did you mean 'rewards'"],
-        ),
         ("algorithm.penalty_is_signal=false", ["algorithm.penalty_is_signal"]),
-        ("algorithm.anchor=suffixes", ["suffixes", "'suffix'"]),
+        ("algorithm.anchor=anchor_key", ["'anchor_key'", "'similar'"]),
         ("algorithm.anchor_versions=weighted", ["'weighted'", "'window'"]),
-        ("algorithm.anchor_history=0", ["algorithm.anchor_history=0", "above 0"]),
-        ("algorithm.similarity=1.0", ["algorithm.similarity=1.0", "(0, 1)"]),
-        ("algorithm.version_window=-1", ["algorithm.version_window=-1", "within one version"]),
         ("max_staleness=-1", ["max_staleness=-1", "0"]),
         ("learner.keep_versions=2", ["learner.keep_versions=2", "at least 3"]),
         ("actors.max_model_tokens=100", ["no setting any more", "max_prompt_tokens +"]),
@@ -200,6 +191,35 @@ def test_a_mistake_is_one_line_that_names_the_value(
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.lora_rank=513"], "model.lora_rank=513 is above 512.*model.lora_serving=merged"),
+        (
+            ["model.lora_rank=8", "learner.transfer=broadcast"],
+            "learner.transfer='broadcast' with model.lora_rank=8 would do nothing",
+        ),
+        (
+            ["model.lora_rank=8", "actors.gpus_per_worker=1"],
+            "model.dtype='float32' on a GPU.*use model.dtype=bfloat16",
+        ),
+        (["model.lora_serving=adapters"], "did you mean 'adapter'"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(
+    empty: Path, overrides: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configs.load(empty, overrides)
+
+
+def test_merged_adapters_may_be_of_any_rank_and_be_sent(empty: Path) -> None:
+    merged = configs.load(
+        empty, ["model.lora_rank=513", "learner.transfer=broadcast", "model.lora_serving=merged"]
+    )
+    assert not configs.serves_adapters(merged.model)
 
 
 def test_two_ranks_on_one_gpu_are_refused(empty: Path) -> None:
@@ -282,7 +302,8 @@ def test_a_plan_counts_the_parameters_in_the_name() -> None:
         ("bfloat16", {"zero_stage": 1, "ranks": 4}, 2 + 2 + 4 + 12 / 4),
         ("bfloat16", {"zero_stage": 2, "ranks": 4}, 2 + 20 / 4),
         ("bfloat16", {"zero_stage": 3, "ranks": 4}, 22 / 4),
-        ("bfloat16", {"zero_stage": 3, "ranks": 4, "kl": True}, 22 / 4 + 2),
+        ("bfloat16", {"zero_stage": 3, "ranks": 4, "kl": True}, 22 / 4 + 2 / 4),
+        ("bfloat16", {"zero_stage": 2, "ranks": 4, "kl": True}, 2 + 20 / 4 + 2),
         ("bfloat16", {"zero_stage": 1, "offload": True}, 4.0),
         ("bfloat16", {"zero_stage": 1, "lora": True, "kl": True}, 2.0),
     ],
@@ -344,6 +365,50 @@ def test_processes_may_share_a_gpu(empty: Path, overrides: list[str], n_gpus: in
     assert configs.from_yaml(configs.as_yaml(config)) == config
 
 
+def test_workers_are_a_number_or_a_range(empty: Path) -> None:
+    number = configs.load(empty, ["actors.workers=4"])
+    assert (configs.least_workers(number.actors), configs.most_workers(number.actors)) == (4, 4)
+    for given in (
+        ["actors.workers={min: 2, max: 16}"],
+        ["actors.workers.min=2", "actors.workers.max=16"],
+    ):
+        config = configs.load(empty, [*given, "actors.gpus_per_worker=1"])
+        assert config.actors.workers == WorkerRange(min=2, max=16)
+        assert (configs.least_workers(config.actors), configs.most_workers(config.actors)) == (
+            2,
+            16,
+        )
+        assert configs.gpus_needed(config, learns=True) == configs.n_workers(config) == 2
+        assert "2 to 16 x 1 GPU" in configs.describe_plan(config)
+        assert configs.from_yaml(configs.as_yaml(config)) == config
+        assert "max: 16" in configs.differences(config)
+        saved = configs.as_yaml(config)
+        again = configs.load_saved(saved, ["actors.workers=3"], name="saved")
+        assert again.actors.workers == 3
+        assert configs.forbidden_changes(config, again) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("={min: 3, max: 2}", "{min: 3, max: 2} is no range: it needs 1 <= min <= max"),
+        ("={min: 0, max: 2}", "{min: 0, max: 2} is no range"),
+        ("={min: 2, mx: 16}", "Key 'mx' not in 'WorkerRange'. Did you mean: 'max'?"),
+        ("={min: 2, max: many}", "'many' of type 'str' could not be converted to Integer"),
+        ("={min: 2}", "missing mandatory value: max"),
+        (".max=16", "missing mandatory value: min"),
+        ("=some", "is no whole number, and no range such as {min: 2, max: 16}"),
+        ("=2.5", "is no whole number, and no range such as {min: 2, max: 16}"),
+        ("=[1]", "is no whole number, and no range such as {min: 2, max: 16}"),
+        ("=0", "actors.workers=0 must be above 0"),
+    ],
+)
+def test_a_wrong_number_of_workers_is_refused(empty: Path, given: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as refused:
+        configs.load(empty, [f"actors.workers{given}"])
+    assert str(refused.value).startswith("actors.workers")
+
+
 def test_an_engine_that_shares_a_gpu_has_a_cache_of_its_own_size(empty: Path) -> None:
     shared = ["actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5", "actors.kv_cache_gib=3"]
     plan = configs.describe_plan(configs.load(empty, shared))
@@ -361,9 +426,33 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
         "group_filter=rewards",
     ):
         key, _, value = choice.partition("=")
-        assert getattr(configs.load(empty, [f"algorithm.{choice}"]).algorithm, key) == value
-    with pytest.raises(ConfigError, match="anchor='suffix' is not hgpo's"):
-        configs.load(empty, ["algorithm.estimator=hgpo", "algorithm.anchor=suffix"])
+        config = configs.load(empty, [f"algorithm.{choice}"])
+        check_algorithm(config)
+        assert getattr(config.algorithm, key) == value
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ("estimator=gipgo", ["algorithm.estimator='gipgo'", "did you mean 'gigpo'"]),
+        ("gamma=1.5", ["algorithm.gamma=1.5", "[0, 1]"]),
+        ("normalise=leave_one", ["leave_one", "leave_one_out"]),
+        ("group_filter=reward", ["algorithm.group_filter='reward'", "did you mean 'rewards'"]),
+        ("anchor=suffixes", ["suffixes", "did you mean 'suffix'"]),
+        ("anchor_history=0", ["algorithm.anchor_history=0", "at least 1"]),
+        ("similarity=1.0", ["algorithm.similarity=1.0", "(0, 1)"]),
+        ("version_window=-1", ["algorithm.version_window=-1", "within one version"]),
+        ("estimator=hgpo anchor=suffix", ["algorithm.estimator='hgpo'", "anchors of its own"]),
+    ],
+)
+def test_gigpos_bounds_are_asked_before_a_start(
+    empty: Path, algorithm: str, words: list[str]
+) -> None:
+    config = configs.load(empty, [f"algorithm.{setting}" for setting in algorithm.split()])
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(config)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -408,10 +497,10 @@ def test_every_estimator_and_anchor_can_be_configured(empty: Path) -> None:
 def test_a_setting_that_nothing_reads_is_refused(empty: Path, algorithm: str, words: str) -> None:
     overrides = [f"algorithm.{setting}" for setting in algorithm.split()]
     if not words:
-        configs.load(empty, overrides)
+        check_algorithm(configs.load(empty, overrides))
         return
     with pytest.raises(ConfigError, match=words):
-        configs.load(empty, overrides)
+        check_algorithm(configs.load(empty, overrides))
 
 
 def some_steps() -> pa.Table:
@@ -466,7 +555,7 @@ def test_what_is_said_to_be_read_changes_advantages_and_nothing_else_does(estima
 
     def is_read(key: str) -> bool:
         try:
-            configs.check(
+            check_algorithm(
                 Config(algorithm=AlgorithmConfig(estimator=estimator, **{key: OTHER[key]}))
             )
         except ConfigError:

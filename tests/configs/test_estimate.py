@@ -11,20 +11,12 @@ import pytest
 
 import configs
 from cli.__main__ import main
-from configs import Config, ConfigError
-from configs.estimate import (
-    ASSUMED,
-    CHUNK_TOKENS,
-    GIB,
-    SHAPES,
-    Shape,
-    activation_bytes,
-    better_split,
-    describe_estimate,
-    estimate_run,
-    mean_lengths,
-    model_shape,
-)
+from configs import GIB, Config, ConfigError, describe_estimate, pass_bytes, rank_bytes
+from configs.assumptions import ASSUMED
+from configs.engine_estimate import mean_lengths
+from configs.estimate import better_split, estimate_run
+from configs.learner_memory import CHUNK_TOKENS, activation_bytes
+from configs.model_size import SHAPES, Shape, model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 ALFWORLD = ROOT / "configs/alfworld_qwen2.5_1.5b.yaml"
@@ -97,6 +89,38 @@ def test_the_activations_of_a_micro_batch_are_worked_out_by_hand() -> None:
     assert activation_bytes(whole, shape) == pytest.approx(1000 * 29 * of_layer + output)
     adapters = alfworld("learner.micro_batch_tokens=1000", "model.lora_rank=8", "loss.kl_coef=0")
     assert activation_bytes(adapters, shape) == pytest.approx(checkpointed - 4 * 151_936 * 1536)
+
+
+def test_zero_3_gathers_weights_for_a_pass_and_divides_the_reference() -> None:
+    """7B has more than the 1e9 weights that are gathered at once, a critic of 0.5B has fewer."""
+    config = alfworld(
+        "model.path=org/Qwen2.5-7B", "learner.zero_stage=3", "learner.ranks=4", "loss.kl_coef=0.1"
+    )
+    shape = SHAPES["Qwen2.5-7B"]
+    policy_and_reference = pass_bytes(config, shape, parameters=7e9) - activation_bytes(
+        config, shape
+    )
+    assert policy_and_reference == pytest.approx(2 * 2 * 1e9)
+    valued = replace(
+        config,
+        algorithm=replace(config.algorithm, estimator="turn_ppo"),
+        critic=configs.CriticConfig(path="org/Qwen2.5-0.5B"),
+    )
+    with_critic = pass_bytes(valued, shape, parameters=7e9) - activation_bytes(valued, shape)
+    assert with_critic == pytest.approx(2 * 2 * 1e9 + 2 * 0.5e9)
+    whole = replace(config, learner=replace(config.learner, zero_stage=2))
+    assert pass_bytes(whole, shape, parameters=7e9) == activation_bytes(whole, shape)
+    without = replace(config, loss=replace(config.loss, kl_coef=0.0))
+    for each, ranks in ((config, 4), (whole, 1)):
+        alone = replace(each, loss=without.loss)
+        reference = rank_bytes(each, parameters=7e9) - rank_bytes(alone, parameters=7e9)
+        assert reference == pytest.approx(14e9 / ranks)
+
+
+def test_the_plan_of_every_run_has_the_activations_of_a_model_whose_sizes_are_known() -> None:
+    assert "; 11.3 GiB activations on top, for" in configs.describe_plan(alfworld())
+    unknown = configs.describe_plan(alfworld("model.path=org/Other-3B"))
+    assert "; activations on top, for" in unknown
 
 
 def test_the_chunks_of_the_output_layer_are_those_of_the_learner() -> None:

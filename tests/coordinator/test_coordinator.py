@@ -262,7 +262,7 @@ def evaluates_at_start(run_dir: Path, *, learner_step: int = 0) -> Coordinator:
 def test_version_0_is_evaluated_before_anything_is_trained(tmp_path: Path) -> None:
     coordinator = evaluates_at_start(tmp_path / "run")
     round_0 = leases(coordinator)
-    assert [(lease.group.split, lease.group.purpose_version) for lease in round_0] == [
+    assert [(lease.group.split, lease.group.evaluated_version) for lease in round_0] == [
         ("heldout", 0)
     ] * 20
     assert coordinator.lease("w") is None, (
@@ -285,7 +285,7 @@ def test_a_run_that_goes_on_does_not_evaluate_its_start_again(tmp_path: Path) ->
     coordinator.close()
     coordinator = evaluates_at_start(run)
     left = leases(coordinator)
-    assert [(lease.group.split, lease.group.purpose_version) for lease in left] == [
+    assert [(lease.group.split, lease.group.evaluated_version) for lease in left] == [
         ("heldout", 0)
     ] * 15
     for lease in left:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+import configs
 from configs import SupervisionConfig
-from coordinator import Component, Heartbeat, heartbeats
+from coordinator import Component, Heartbeat, heartbeat_every_s, heartbeats
 from coordinator.heartbeats import HeartbeatTracker
 from driver.health import HealthMonitor, Restarts
 from learner import LEARNER_STEP
@@ -35,26 +36,37 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return pass_s
 
 
-def test_it_beats_by_itself_and_at_once_when_the_reason_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("every_s", [0.01, 60.0])
+def test_it_beats_by_itself_and_at_once_when_the_reason_changes(every_s: float) -> None:
     beats: list[str | None] = []
-    monkeypatch.setattr(heartbeats, "SEND_EVERY_S", 0.01)
-    heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on))
+    heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on), every_s=every_s)
     heart.promise("groups", waits_s=0.0, within_s=60.0)
-    wait_for(lambda: beats.count("groups") >= 3)
-    monkeypatch.setattr(heartbeats, "SEND_EVERY_S", 60.0)
+    wait_for(lambda: beats.count("groups") >= (3 if every_s < 1.0 else 1))
     heart.promise(None, waits_s=0.0, within_s=60.0)
     wait_for(lambda: beats[-1] is None)
     heart.close()
 
 
-def test_it_stops_when_a_promise_is_broken_and_goes_on_with_the_next(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("workers", "silent_s", "every_s"),
+    [
+        (1, 15.0, 0.5),
+        (250, 15.0, 0.5),
+        (1_000, 15.0, 2.0),
+        (10_000, 15.0, 5.0),
+        (10_000, 90.0, 20.0),
+    ],
+)
+def test_many_workers_beat_more_seldom_but_well_within_their_silence(
+    workers: int, silent_s: float, every_s: float
 ) -> None:
+    settings = f"{{actors: {{workers: {workers}}}, supervision: {{silent_s: {silent_s}}}}}"
+    assert heartbeat_every_s(configs.from_yaml(settings)) == every_s
+
+
+def test_it_stops_when_a_promise_is_broken_and_goes_on_with_the_next() -> None:
     beats: list[str | None] = []
-    monkeypatch.setattr(heartbeats, "SEND_EVERY_S", 0.01)
-    heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on))
+    heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on), every_s=0.01)
     heart.promise("a", waits_s=0.0, within_s=0.1)
     time.sleep(0.3)
     n = len(beats)
@@ -91,7 +103,8 @@ def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     """Say "learner step" again and again without a pause, as a learner does that never waits."""
     monitor, beats = HealthMonitor(CONFIG), HeartbeatTracker()
     heart = Heartbeat(
-        lambda waiting_on, waits_s: beats.record("learner", waiting_on, waits_s=waits_s)
+        lambda waiting_on, waits_s: beats.record("learner", waiting_on, waits_s=waits_s),
+        every_s=0.5,
     )
     heart.close()  # ends its thread: this test sends the heartbeats
     named: dict[str, str] = {}
@@ -119,6 +132,34 @@ def test_beats_are_written_together_and_not_at_each(clock: Callable[[float], Non
     assert list(beats.take_unwritten()) == ["a", "b"]
     clock(heartbeats.WRITE_EVERY_S)
     assert beats.take_unwritten() == {}
+
+
+def test_a_write_that_takes_long_is_followed_by_a_pause(clock: Callable[[float], None]) -> None:
+    beats = HeartbeatTracker()
+    for took_s, pause_s in ((0.2, 4.0), (5.0, 10.0)):
+        beats.record("a", None, waits_s=0.0)
+        assert list(beats.take_unwritten()) == ["a"]
+        beats.record("a", None, waits_s=0.0)
+        clock(took_s)
+        beats.written()
+        clock(pause_s - 0.1)
+        assert beats.take_unwritten() == {}
+        clock(0.2)
+
+
+def test_leases_are_renewed_more_seldom_than_heartbeats_come(
+    clock: Callable[[float], None],
+) -> None:
+    beats = HeartbeatTracker()
+    beats.record("a", None, waits_s=0.0)
+    assert beats.take_unrenewed(every_s=15.0) == {"a"}
+    beats.record("a", None, waits_s=0.0)
+    beats.record("b", None, waits_s=0.0)
+    beats.remove("b")
+    clock(14.0)
+    assert not beats.take_unrenewed(every_s=15.0)
+    clock(1.0)
+    assert beats.take_unrenewed(every_s=15.0) == {"a"}, "b is gone"
 
 
 def component(

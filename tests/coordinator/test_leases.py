@@ -15,6 +15,7 @@ from coordinator.leases import (
     MAX_REQUEUES,
     SUSPECT_LOSSES,
     WEIGHT_UPDATE_S,
+    LeaseTable,
     WeightUpdateLock,
 )
 from envs import EnvironmentFailed
@@ -178,7 +179,7 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
 def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lock = WeightUpdateLock()
+    lock = WeightUpdateLock(n_workers=19)
     assert lock.acquire("a")
     assert lock.acquire("a")
     assert not lock.acquire("b")
@@ -188,6 +189,21 @@ def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatc
     assert lock.acquire("b")
     now[0] += WEIGHT_UPDATE_S
     assert lock.acquire("a"), "who takes too long loses it"
+
+
+def test_one_of_ten_workers_changes_its_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lock = WeightUpdateLock(n_workers=30)
+    for worker in ("a", "b", "c"):
+        assert lock.acquire(worker)
+        now[0] += 1.0
+    assert not lock.acquire("d")
+    lock.release("b")
+    assert lock.acquire("d") and not lock.acquire("b")
+    now[0] = 100.0 + WEIGHT_UPDATE_S
+    assert lock.acquire("b"), "a held it for longest"
+    assert not lock.acquire("a")
 
 
 def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
@@ -281,3 +297,17 @@ def test_groups_that_were_lost_together_are_not_all_to_blame(coordinator: Coordi
     play(coordinator, together[0])
     rest = leased(coordinator)
     assert rest.group.group_uid != together[0].group.group_uid
+
+
+def test_a_lease_that_ran_out_belongs_to_the_worker_that_has_it_now(
+    coordinator: Coordinator,
+) -> None:
+    lease = leased(coordinator, "v")
+    table = LeaseTable(extra_members=0)
+    table.begin(lease)
+    table.begin(replace(lease, worker="w"))
+    assert table.of("v") == [] and [each.worker for each in table.of("w")] == ["w"]
+    assert table.lose("v") == []
+    lost = table.lose("w")
+    assert {episode.number for episode in lost} == set(lease.group.missing)
+    assert table.of("w") == [] and table.task_id(lease.group.group_uid) is None

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from store import (
     Catalog,
+    CheckpointRecord,
     DigestError,
     FencedError,
     LockedError,
     RunLayout,
     StoreError,
+    VersionRecord,
     export,
     read_segment,
     write_open_sql,
@@ -79,11 +81,15 @@ def run_with_everything(
         )
         catalog.commit(early, epoch=catalog.epoch)
         catalog.commit(both, epoch=catalog.epoch)  # one of it is a duplicate
-        catalog.record_version(version=5, path="weights/v5", digest="", learner_step=None)
+        catalog.record_version(
+            VersionRecord(version=5, path="weights/v5", digest="", learner_step=None)
+        )
         batch = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=5)
-        catalog.record_checkpoint(learner_step=1, path="checkpoints/step1", version=5)
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=1, path="checkpoints/step1", version=5)
+        )
         catalog.record_metrics(learner_step=1, policy_version=5, values={"loss": 1.0})
         export(catalog, layout)
     return layout, early
@@ -229,5 +235,7 @@ def names_are_taken_once(root: str) -> None:
         catalog.roll_back(0)
         refuses(
             StoreError,
-            lambda: catalog.record_version(version=4, path="weights/v4", digest="", learner_step=1),
+            lambda: catalog.record_version(
+                VersionRecord(version=4, path="weights/v4", digest="", learner_step=1)
+            ),
         )

@@ -244,7 +244,7 @@ CHECKS = [
     Mutation(
         name="known trajectories",
         file="store/catalog/groups.py",
-        edit=swap(("if home[trajectory.traj_uid] is None]", "if trajectory]")),
+        edit=swap(("if segment_of[one.traj_uid] is None]", "if one]")),
         check="kill commit",
     ),
     Mutation(

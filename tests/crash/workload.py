@@ -14,8 +14,10 @@ from pathlib import Path
 
 from store import (
     Catalog,
+    CheckpointRecord,
     Group,
     RunLayout,
+    VersionRecord,
     export,
     now_us,
     read_segment,
@@ -108,12 +110,12 @@ def play(layout: RunLayout, catalog: Catalog, diary: Diary, *, number: int) -> N
                 task_id=f"task-{ordinal}",
                 split="train",
                 size=size,
-                purpose_version=None,
+                evaluated_version=None,
             )
             for ordinal, size in ((GROUPS_PER_STEP * number, 3), (GROUPS_PER_STEP * number + 1, 2))
         )
         trial = catalog.open_group(
-            ordinal=number, task_id="trial", split="heldout", size=1, purpose_version=0
+            ordinal=number, task_id="trial", split="heldout", size=1, evaluated_version=0
         )
     show(layout, catalog, diary)
     diary.done("open", groups=[group.group_uid.hex() for group in (large, small, trial)])
@@ -187,7 +189,9 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
         checkpoint = layout.checkpoint_dir(step)
         make_directory(checkpoint, beneath=layout.root)
         catalog.record_checkpoint(
-            learner_step=step, path=layout.relative(checkpoint), version=latest.version + 1
+            CheckpointRecord(
+                learner_step=step, path=layout.relative(checkpoint), version=latest.version + 1
+            )
         )
         diary.done("checkpoint", step=step)
 
@@ -197,10 +201,12 @@ def publish(catalog: Catalog, diary: Diary, *, learner_step: int | None) -> None
     latest = catalog.latest_version()
     version = 0 if latest is None else latest.version + 1
     catalog.record_version(
-        version=version,
-        path=f"weights/v{version}",
-        digest=f"{version:032x}",
-        learner_step=learner_step,
+        VersionRecord(
+            version=version,
+            path=f"weights/v{version}",
+            digest=f"{version:032x}",
+            learner_step=learner_step,
+        )
     )
     diary.done("version", version=version)
 

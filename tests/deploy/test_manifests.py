@@ -13,11 +13,13 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from ray.scripts.scripts import cli as ray_commands
 
 import configs
 from cli.__main__ import SECTIONS
 from cli.train import train
-from configs.estimate import describe_estimate, estimate_run
+from configs import describe_estimate
+from configs.estimate import estimate_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -63,7 +65,7 @@ SKYPILOT = loaded(DEPLOY / "skypilot.yaml")
 RAYJOB_FIELDS = loaded(HERE / "rayjob_fields.yaml")["job"]
 SKYPILOT_FIELDS = loaded(HERE / "skypilot_fields.yaml")["task"]
 HEAD = RAYJOB["spec"]["rayClusterSpec"]["headGroupSpec"]
-(GPU_GROUP,) = RAYJOB["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+GPU_GROUP, SPOT_GROUP = RAYJOB["spec"]["rayClusterSpec"]["workerGroupSpecs"]
 
 
 def test_the_rayjob_has_published_fields_only() -> None:
@@ -108,13 +110,14 @@ def test_what_kuberay_checks_beyond_its_schema_holds() -> None:
 
 def test_all_pods_see_the_same_paths_and_have_the_same_image_and_user() -> None:
     """Check that model, checkout and data are under equal paths, as docs/operations.md asks."""
-    head, gpus = (group["template"]["spec"] for group in (HEAD, GPU_GROUP))
-    for pod in (head, gpus):
+    head, gpus, spot = (group["template"]["spec"] for group in (HEAD, GPU_GROUP, SPOT_GROUP))
+    for pod in (head, gpus, spot):
         assert pod["securityContext"]["runAsUser"] == 1000
         volumes = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
     for key in ("image", "env", "envFrom", "volumeMounts"):
         assert head["containers"][0][key] == gpus["containers"][0][key]
+        assert head["containers"][0][key] == spot["containers"][0][key]
     docker = (DEPLOY / "Dockerfile").read_text()
     assert f"WORKDIR {IMAGE_ROOT}\n" in docker and "--uid 1000 gigpo" in docker
     paths = [mount["mountPath"] for mount in head["containers"][0]["volumeMounts"]]
@@ -204,6 +207,33 @@ def test_the_eight_gpus_are_all_used_and_well_divided(entrypoint: str) -> None:
     assert limits["nvidia.com/gpu"] == "8" and SKYPILOT["resources"]["accelerators"] == "H100:8"
     shown = describe_estimate(config)
     assert "does not fit" not in shown and "better" not in shown
+
+
+def test_the_pods_that_come_and_go_have_room_for_the_workers_beyond_the_least() -> None:
+    file, settings = given(RAYJOB["spec"]["entrypoint"])
+    config = configs.load(ROOT / file.replace(f"{IMAGE_ROOT}/", ""), settings)
+    n_beyond = configs.most_workers(config.actors) - configs.least_workers(config.actors)
+    assert RAYJOB["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"]
+    assert SPOT_GROUP["minReplicas"] == 0 and SPOT_GROUP["maxReplicas"] == n_beyond == 8
+    (container,) = SPOT_GROUP["template"]["spec"]["containers"]
+    assert float(container["resources"]["limits"]["nvidia.com/gpu"]) == (
+        config.actors.gpus_per_worker
+    )
+
+
+def test_a_pod_that_goes_tells_ray_in_time() -> None:
+    pod = SPOT_GROUP["template"]["spec"]
+    *shell, line = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    drain, wait = line.split(" && ")
+    assert shell == ["/bin/sh", "-c"] and wait == "sleep 30"
+    words = shlex.split(drain)[1:]
+    assert words[0] == "drain-node"
+    given = ray_commands.commands["drain-node"].make_context(words[0], words[1:]).params
+    assert (given["reason"], given["deadline_remaining_seconds"]) == (
+        "DRAIN_NODE_REASON_PREEMPTION",
+        30,
+    )
+    assert pod["terminationGracePeriodSeconds"] > 30
 
 
 def test_the_stages_of_the_documentation_are_what_the_plan_says() -> None:

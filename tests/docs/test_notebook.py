@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from gigpo import PUBLISHED_SETTINGS, advantages_macro
-from store import Catalog, RunLayout, export, write_open_sql
+from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
 from tests.support.store_samples import open_train_group, play
 
 marimo = pytest.importorskip(
@@ -31,7 +31,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_open_sql(layout, macros=[macro], max_staleness=4)
         for version in range(2):
             catalog.record_version(
-                version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=None
+                VersionRecord(
+                    version=version,
+                    path=f"weights/v{version}",
+                    digest=f"d{version}",
+                    learner_step=None,
+                )
             )
         for ordinal in range(N_GROUPS):
             play(layout, catalog, open_train_group(catalog, ordinal), version=ordinal % 2)

@@ -222,7 +222,7 @@ def test_one_command_begins_a_run_in_a_storage_or_goes_on_with_it(
     # killed as soon as the storage was taken: it begins again
     storage = Path("storage/mine")
     storage.mkdir(parents=True)
-    for name in ("run.json", "home.json"):
+    for name in ("run.json", "primary.json"):
         (storage / name).write_text("{}")
     assert main(given) == 0 and len(started) == 2
     shutil.rmtree(storage)

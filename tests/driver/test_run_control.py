@@ -26,7 +26,7 @@ from driver.interrupt import REPEAT_S, Interrupt
 from driver.run_lock import RUN_MARK, driver_of, driving, remove_leftovers
 from learner import make_ray_directory, replay, started_ticks
 from learner.distributed import private_ray
-from store import DRIVER_FILE, Catalog, RunLayout, StoreError, export, write_open_sql
+from store import DRIVER_FILE, Catalog, RunLayout, StoreError, VersionRecord, export, write_open_sql
 from store.clock import now_us
 from tests.support.store_damage import no_file_may_grow
 from tests.support.store_runs import make_run, rewrite
@@ -513,7 +513,9 @@ def test_the_status_of_a_run_that_has_just_begun_is_what_it_does_first(tmp_path:
                 max_staleness=1,
             )
         with Catalog.open(RunLayout.open(run / "base")) as catalog:
-            catalog.record_version(version=7, path="weights/v7", digest="d", learner_step=None)
+            catalog.record_version(
+                VersionRecord(version=7, path="weights/v7", digest="d", learner_step=None)
+            )
             catalog.heartbeats({"worker-0": "admission"})
             export(catalog, RunLayout.open(run / "base"))
         first, second, third, *_ = status_of(run).splitlines()

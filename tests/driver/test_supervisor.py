@@ -36,7 +36,7 @@ from actors.prompting.prompt import PromptForm
 from cli.__main__ import main
 from configs import PromptConfig
 from coordinator import Component, Coordinator
-from driver import processes, shutdown
+from driver import nodes, processes, shutdown
 from driver import supervisor as supervisor_module
 from driver.cluster import DRIVER_DIRECTORY, cpus_of_a_process, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
@@ -359,6 +359,7 @@ def test_a_rank_that_is_lost_too_often_ends_the_run(session: Supervisor) -> None
 def test_workers_that_are_asked_for_start_one_after_the_other(
     session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    session.processes[LEARNER] = process(LEARNER, is_placed=True)
     monkeypatch.setattr(supervisor_module, "wanted_workers", lambda run: 50)
     session._follow_wanted_workers()
     due = list(session.due.values())
@@ -451,6 +452,167 @@ def test_a_start_and_a_stop_that_take_long_say_so(
     assert len(said) == n_of_stop, "nothing is said once it has ended"
 
 
+# following a cluster
+
+
+@pytest.fixture
+def elastic(session: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    """Give a supervisor on a joined cluster, with a learner and the first two of 2 to 4 workers."""
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    monkeypatch.setattr(supervisor_module, "node_of", lambda handle: handle.node)
+    monkeypatch.setattr(supervisor_module, "has_left", lambda node: node == "gone")
+    monkeypatch.setattr(supervisor_module, "draining_nodes", dict)
+    monkeypatch.setattr(processes, "has_process", lambda process: process.is_placed)
+    monkeypatch.setattr(ray, "get", lambda call: None)
+    workers = "{workers: {min: 2, max: 4}}"
+    session.config = configs.from_yaml(f"{{run_dir: {session.config.run_dir}, actors: {workers}}}")
+    for name in (LEARNER, "worker-0", "worker-1"):
+        place(session, name, node="a")
+    return session
+
+
+def place(session: Supervisor, name: str, *, node: str) -> ManagedProcess:
+    handle = Actor()
+    handle.node = node
+    given = {"handle": handle, "node": node, "call": f"run {name}"}
+    session.processes[name] = process(name, has_started=True, is_placed=True, **given)
+    return session.processes[name]
+
+
+def test_a_range_asks_for_its_most_once_the_run_has_begun(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elastic.is_up = False
+    elastic._follow_wanted_workers()
+    assert not elastic.due
+    elastic.is_up = True
+    elastic._follow_wanted_workers()
+    assert list(elastic.due) == ["worker-2", "worker-3"]
+    monkeypatch.setattr(supervisor_module, "wanted_workers", lambda run: 3)
+    elastic._follow_wanted_workers()
+    assert list(elastic.due) == ["worker-2"], "gigpo workers RUN 3 comes before the range"
+
+
+def test_on_one_machine_a_range_is_its_least(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    elastic._follow_wanted_workers()
+    assert not elastic.due
+
+
+def test_a_worker_beyond_the_least_may_wait_for_a_place_in_silence(elastic: Supervisor) -> None:
+    elastic.processes["worker-2"] = process("worker-2", handle=Actor())
+    elastic._look_for_place(elastic.processes["worker-2"])
+    assert elastic.coordinator.told == []  # type: ignore[attr-defined]
+
+
+def test_a_lost_learner_gets_its_place_before_more_workers(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(elastic, "worker-2", node="a")
+    elastic.processes["worker-3"] = process("worker-3", handle=Actor())
+    elastic.processes[LEARNER] = process(LEARNER, handle=Actor(), asked_at_s=time.monotonic())
+    elastic._follow_wanted_workers()
+    assert list(elastic.processes) == [LEARNER, "worker-0", "worker-1", "worker-2"]
+    assert not elastic.due, "worker-3 is not asked for until the learner has its place"
+    elastic.processes[LEARNER].asked_at_s = -1e9
+    monkeypatch.setattr(processes, "why_unplaced", lambda name, config: "no room")
+    for _ in range(2):
+        elastic._look_for_place(elastic.processes[LEARNER])
+    asked = {name: each.handle.asked for name, each in elastic.processes.items()}
+    assert asked == {LEARNER: [], "worker-0": [], "worker-1": [], "worker-2": ["leave"]}
+    elastic.processes[LEARNER].is_placed = True
+    elastic._follow_wanted_workers()
+    assert list(elastic.due) == ["worker-3"]
+
+
+def test_a_worker_of_a_draining_node_leaves_in_order_and_is_asked_for_again(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving, calls = place(elastic, "worker-1", node="b"), elastic.coordinator
+    monkeypatch.setattr(supervisor_module, "draining_nodes", lambda: {"b": 20.0})
+    for _ in range(2):
+        elastic._leave_draining_nodes()
+    assert leaving.handle.asked == ["leave"]
+    assert elastic.processes["worker-0"].handle.asked == []
+    elastic._ended(leaving)  # its run
+    assert leaving.handle.asked == ["leave", "close"]
+    told: Any = calls.told  # type: ignore[attr-defined]
+    assert told[-1] == ("gone", "left, with its node"), "its groups are free before it has closed"
+    elastic._ended(leaving)  # its close
+    assert "worker-1" in elastic.due and "worker-1" not in elastic.processes
+    assert elastic.restarts.pause_s("worker-1") == 1.0, "the first that counts"
+
+
+def test_a_worker_that_starts_on_a_draining_node_is_asked_for_again_at_once(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting = place(elastic, "worker-1", node="b")
+    starting.has_started = False
+    monkeypatch.setattr(supervisor_module, "draining_nodes", lambda: {"b": 20.0})
+    elastic._leave_draining_nodes()
+    assert starting.handle.asked == [] and "worker-1" in elastic.due
+
+
+def test_a_notice_that_is_too_short_counts_as_no_restart(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving = place(elastic, "worker-1", node="b")
+    monkeypatch.setattr(supervisor_module, "draining_nodes", lambda: {"b": 0.0})
+    elastic._leave_draining_nodes()
+    elastic._failed(leaving, ActorDiedError())
+    assert "worker-1" in elastic.due and "worker-1" not in elastic.processes
+    assert elastic.restarts.pause_s("worker-1") == 1.0
+
+
+def test_nodes_may_be_lost_as_often_as_they_like(elastic: Supervisor) -> None:
+    for name in ("worker-1", LEARNER):
+        for _ in range(elastic.config.supervision.max_restarts + 2):
+            elastic.due.clear()
+            elastic._failed(place(elastic, name, node="gone"), ActorDiedError())
+            assert name in elastic.due
+    for _ in range(elastic.config.supervision.max_restarts):
+        elastic._failed(place(elastic, "worker-1", node="a"), ActorDiedError())
+    with pytest.raises(ComponentFailed, match="more than 5 times"):
+        elastic._failed(place(elastic, "worker-1", node="a"), ActorDiedError())
+
+
+def test_a_worker_that_does_not_close_is_killed(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(processes, "kill", lambda process: killed.append(process.name))
+    leaving = place(elastic, "worker-1", node="a")
+    elastic._leave(leaving, "left", within_s=0.0)
+    elastic._ended(leaving)
+    elastic._end_late_closings()
+    assert killed == []
+    leaving.closes_by_s = 0.0
+    elastic._end_late_closings()
+    assert killed == ["worker-1"] and "worker-1" not in elastic.processes
+
+
+def test_the_number_of_workers_is_recorded_when_it_changes(elastic: Supervisor) -> None:
+    elastic._tell_workers()
+    elastic._tell_workers()
+    place(elastic, "worker-2", node="a")
+    elastic._tell_workers()
+    assert elastic.coordinator.recorded == [  # type: ignore[attr-defined]
+        ("workers", "2 play; 2 to 4 are wanted"),
+        ("workers", "3 play; 2 to 4 are wanted"),
+    ]
+
+
+def test_a_part_of_each_notice_is_kept_for_the_last_commits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(time=lambda: 1000.0))
+    for notice_s, episodes_s in ((30.0, 20.0), (15.0, 5.0), (5.0, 0.0), (-3.0, 0.0), (600.0, 20.0)):
+        assert nodes.grace_s(1000.0 + notice_s) == episodes_s
+    assert nodes.grace_s(0.0) == 20.0, "Ray names no deadline"
+
+
 # stopping
 
 
@@ -461,7 +623,9 @@ class Actor:
         self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda: self.asked.append(name) or f"{name} of {id(self)}")
+        return SimpleNamespace(
+            remote=lambda **given: self.asked.append(name) or f"{name} of {id(self)}"
+        )
 
 
 class World:

@@ -15,7 +15,15 @@ import pytest
 import configs
 from driver.tensorboard_writer import TensorBoardFiles
 from driver.trackers.follow import Metrics, follow_metrics
-from store import Catalog, MetricChanges, RunLayout, StoreError, export, write_open_sql
+from store import (
+    Catalog,
+    MetricChanges,
+    RunLayout,
+    StoreError,
+    VersionRecord,
+    export,
+    write_open_sql,
+)
 from tests.support.curves_read import in_store, in_tensorboard
 from tests.support.store_samples import open_train_group, play
 
@@ -30,7 +38,9 @@ class Run:
         write_open_sql(self.layout, macros=(), max_staleness=9)
         self.catalog = Catalog.open(self.layout)
         self.step = self.version = 0
-        self.catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=None)
+        self.catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d", learner_step=None)
+        )
 
     def train(self, n_steps: int, *, loss: float) -> None:
         for _ in range(n_steps):
@@ -39,10 +49,12 @@ class Run:
             assert batch is not None
             self.step, self.version = self.step + 1, self.version + 1
             self.catalog.record_version(
-                version=self.version,
-                path=f"weights/v{self.version}",
-                digest="d",
-                learner_step=self.step,
+                VersionRecord(
+                    version=self.version,
+                    path=f"weights/v{self.version}",
+                    digest="d",
+                    learner_step=self.step,
+                )
             )
             self.catalog.settle(
                 batch.batch_id, learner_step=self.step, filtered={}, version_in=self.version - 1
@@ -63,7 +75,9 @@ class Run:
         self.step = step
         self.version += 1  # the restored weights get a number of their own
         self.catalog.record_version(
-            version=self.version, path=f"weights/v{self.version}", digest="d", learner_step=step
+            VersionRecord(
+                version=self.version, path=f"weights/v{self.version}", digest="d", learner_step=step
+            )
         )
 
     def shown(self) -> list[tuple[str, int, float]]:

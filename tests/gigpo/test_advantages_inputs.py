@@ -161,7 +161,7 @@ def test_extreme_versions_are_refused_by_value():
 
 
 @pytest.mark.parametrize("given", [None, {"gamma": 0.5}])
-def test_what_are_no_settings_is_refused_by_type(given):
+def test_a_record_that_is_no_settings_is_refused_by_type(given):
     for computed in (lambda: compute_advantages(STEPS, given), lambda: prepare_advantages(given)):
         with pytest.raises(
             TypeError,

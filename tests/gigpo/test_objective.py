@@ -260,7 +260,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_does_not_go_together_is_refused_with_the_reason(settings, message):
+def test_parts_that_do_not_go_together_are_refused_with_the_reason(settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         Objective(**settings)
     assert "\n" not in str(caught.value)
@@ -288,7 +288,7 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, message)
         {"policy": PpoClip(), "kl": "k1"},  # no penalty, so nothing it could do wrong
     ],
 )
-def test_what_is_published_together_is_not(settings):
+def test_parts_that_are_published_together_are_not_refused(settings):
     Objective(**settings)
 
 

@@ -271,7 +271,7 @@ def test_turn_ppo_equals_its_definition_to_1e_9(
     ],
     ids=lambda s: f"{s.estimator}-{s.anchor}-{s.anchor_versions}-{s.gamma}-{s.omega}",
 )
-def test_what_differs_is_what_differs_in_exact_decimals(s):
+def test_differences_are_those_of_exact_decimals(s):
     """No difference that rounding made, none that is there is lost. Half of the groups are the
     rewards of one trajectory in other orders, whose float sums differ in the last bits and whose
     exact ones do not."""

@@ -22,6 +22,7 @@ from configs import (
     LossConfig,
     ReplayConfig,
 )
+from driver.preflight import check_algorithm
 from gigpo import (
     CORRECTIONS,
     POLICY_LOSSES,
@@ -108,8 +109,8 @@ OTHERS: dict[str, list[Callable[[], object]]] = {
         ),
     ],
     "a setting of `algorithm` that is not the default": [
-        lambda: configs.check(Config(algorithm=AlgorithmConfig(estimator="rloo", omega=0.5))),
-        lambda: configs.check(Config(algorithm=AlgorithmConfig(version_window=0))),
+        lambda: check_algorithm(Config(algorithm=AlgorithmConfig(estimator="rloo", omega=0.5))),
+        lambda: check_algorithm(Config(algorithm=AlgorithmConfig(version_window=0))),
     ],
     "a mask with low 0 and high `.inf`": [
         lambda: TokenIcepop(low=0, high=math.inf),
@@ -175,7 +176,7 @@ def test_every_row_of_the_table_has_its_examples_here() -> None:
     assert all(sum(row.startswith(example) for row in rows) == 1 for example in examples)
 
 
-def test_what_combinations_refuses_is_in_the_table_and_the_table_in_it() -> None:
+def test_the_table_and_the_refusals_are_the_same() -> None:
     said = set(refusals())
     patterns = [pattern for ways in COMBINATIONS.values() for pattern in ways]
     found = {

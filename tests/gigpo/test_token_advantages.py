@@ -37,13 +37,13 @@ def test_lambda_1_looks_to_the_end_and_0_one_token_ahead(
     assert (targets - [1.0, 2.0, 3.0]).tolist() == advantages
 
 
-def test_nothing_differs_is_exactly_0() -> None:
+def test_equal_tokens_have_advantages_of_exactly_0() -> None:
     assert token_advantages([0.1, 0.1], [0.7, 0.7], [1, 1], gae_lambda=1.0)[0].tolist() == [0, 0]
     assert token_advantages([3.0], [1.0], [1], gae_lambda=1.0)[0].tolist() == [0]
     assert [len(x) for x in token_advantages([], [1.0], [0], gae_lambda=1.0)] == [0, 0]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="2 rows of 3 tokens together have 2 scores and 2 values"):
         token_advantages([1, 2], [1, 1], [2, 1], gae_lambda=1.0)
     with pytest.raises(ValueError, match="1 rows of 2 tokens together have 2 scores"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from configs import Config
+from configs import AlgorithmConfig, Config, CriticConfig
 from coordinator import Coordinator
-from learner.data.batch_loader import (
-    PreparedBatch,
-    cut_updates,
-    in_batch_order,
-    prepare_batch,
-)
+from learner.data.batch_loader import PreparedBatch, in_batch_order, prepare_batch
+from learner.data.micro_batch import MicroBatch
+from learner.data.updates import cut_updates
+from learner.training.critic import CriticStats
+from learner.training.engine import train_batch
+from learner.training.step_metrics import UpdateStats, means
 from store import DigestError, VersionRecord, read_segments
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import loader_of, make_config, open_coordinator, play, play_all
@@ -55,8 +55,8 @@ def test_a_group_without_a_signal_is_counted_but_not_trained_on(coordinator: Coo
     silent, telling = (group.group_uid for group in ready.batch.groups)
     assert list(ready.filtered) == [silent]
     assert set(ready.rows["group_uid"].to_pylist()) == {telling}
-    assert (ready.n_rows, ready.rows.num_rows, ready.n_response_tokens) == (8, 4, 24)
-    assert ready.success == 0.5
+    assert (ready.summary.n_rows, ready.rows.num_rows) == (8, 4)
+    assert (ready.summary.n_response_tokens, ready.summary.success) == (24, 0.5)
     (update,) = ready.updates
     assert sum(batch.n_response_tokens for batch in update.micro_batches) == 12
     assert {"advantage", "episode_advantage", "step_advantage", "anchor_size"} <= set(
@@ -71,7 +71,7 @@ def test_a_batch_without_any_signal_has_no_updates(coordinator: Coordinator) -> 
 
 
 @pytest.mark.parametrize("updates_per_step", [2, 9])
-def test_nor_has_it_any_where_a_batch_is_several_updates(
+def test_a_batch_without_any_signal_that_is_cut_in_several_has_no_updates(
     coordinator: Coordinator, updates_per_step: int
 ) -> None:
     play_all(coordinator, alike=True)
@@ -204,3 +204,38 @@ def test_the_order_of_rows_is_that_of_the_seed() -> None:
 
     assert cut(4) == cut(4)
     assert any(cut(4) != cut(seed) for seed in range(5, 9))
+
+
+class Noted:
+    """Stand in for an engine: note which network is trained, and return no statistics."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def train(self, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
+        self.calls.append(f"policy {len(updates)}")
+        return []
+
+    def train_critic(self, updates: Sequence[Sequence[MicroBatch]]) -> list[CriticStats]:
+        self.calls.append(f"critic {len(updates)}")
+        return []
+
+
+def test_the_policy_waits_for_the_warm_up_of_a_critic_and_nothing_trains_on_nothing() -> None:
+    updates = cut_updates(
+        make_rows([0, 0], [1, 1]), learner=learner_config(updates_per_step=2), version=0, seed=0
+    )
+    config = Config(
+        algorithm=AlgorithmConfig(estimator="turn_ppo"), critic=CriticConfig(warmup_steps=1)
+    )
+    engine = Noted()
+    for learner_step in (1, 2):
+        train_batch(engine, [], config=config, learner_step=learner_step)
+        train_batch(engine, updates, config=config, learner_step=learner_step)
+    train_batch(engine, updates, config=Config(), learner_step=1)
+    assert engine.calls == ["critic 2", "critic 2", "policy 2", "policy 2"]
+
+
+def test_a_figure_is_the_mean_of_the_records_that_have_it() -> None:
+    assert means([{"a": 1.0, "b": 5.0}, {"a": 3.0}]) == {"a": 2.0, "b": 5.0}
+    assert means([]) == {}

@@ -336,7 +336,7 @@ def test_a_damaged_checkpoint_is_refused(
     load_checkpoint(engine, source)
 
 
-def test_what_is_no_checkpoint_of_this_code_is_refused(
+def test_a_checkpoint_of_other_code_is_refused(
     checkpoint: tuple[Engine, Path], tmp_path: Path
 ) -> None:
     engine, _ = checkpoint
@@ -383,7 +383,9 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_what_is_not_trained_is_not_written(base: Path, tmp_path: Path, zero_stage: int) -> None:
+def test_weights_that_are_not_trained_are_not_written(
+    base: Path, tmp_path: Path, zero_stage: int
+) -> None:
     policy = load_policy(base, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     add_adapters(policy.causal_lm, rank=2, alpha=4.0)
     learner = LearnerConfig(zero_stage=zero_stage)

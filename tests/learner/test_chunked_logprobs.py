@@ -76,6 +76,24 @@ def test_in_bf16_the_gradient_of_the_weights_does_not_depend_on_the_chunks(
             assert (gradient - expected).norm() < 0.01 * expected.norm(), chunk_tokens
 
 
+def test_a_float32_head_rounds_no_logit_to_bf16() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, V).bfloat16()
+    hidden_NH = (4.0 * torch.randn(700, 64)).bfloat16().requires_grad_()
+    ids_N = torch.randint(0, V, (700,))
+    exact_NV = layer.weight.double() @ hidden_NH.detach().double().T
+    exact_NV = (exact_NV.T + layer.bias.double()) / TEMPERATURE
+    exact_N = exact_NV.log_softmax(-1).gather(-1, ids_N[:, None]).squeeze(-1)
+    errors = {}
+    for float32 in (False, True):
+        output = OutputLayer(layer, temperature=TEMPERATURE, float32=float32)
+        logprobs_N, _ = output(hidden_NH, ids_N)
+        errors[float32] = float((logprobs_N - exact_N).abs().max())
+        gradients = torch.autograd.grad(logprobs_N.sum(), [hidden_NH, layer.weight, layer.bias])
+        assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 3
+    assert errors[True] < 1e-5 < 1e-3 < errors[False]
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that is made while it is active."""
 

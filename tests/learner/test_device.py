@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs import Config, LearnerConfig, ModelConfig
+import configs
+from configs import Config, ConfigError, LearnerConfig, ModelConfig
 from learner import LearnerSetup, RankError
 from learner.distributed import deepspeed_setup
 from learner.distributed.deepspeed_setup import (
@@ -129,3 +130,28 @@ def test_a_learner_whose_gpu_is_full_at_its_start_may_be_started_again(
     ):
         process.start()
     process.close()
+
+
+def test_flash_attention_3_is_torchs_kernel_where_it_is_chosen(
+    on_a_gpu: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", chosen.append)
+    for version in (2, 3):
+        prepare_device(LearnerConfig(gpus_per_rank=1, flash_attention=version))
+    assert chosen == ["FA3"]
+
+
+def test_flash_attention_3_without_its_package_is_one_line(
+    on_a_gpu: dict[str, list[object]],
+) -> None:
+    """torch itself looks for the package, which this environment lacks."""
+    with pytest.raises(ValueError, match=r"flash_attn_interface.*learner\.flash_attention=2"):
+        prepare_device(LearnerConfig(gpus_per_rank=1, flash_attention=3))
+
+
+@pytest.mark.parametrize("overrides", [[], ["learner.gpus_per_rank=1"]])
+def test_flash_attention_3_is_refused_where_no_kernel_would_run(overrides: list[str]) -> None:
+    key_room = Path(__file__).resolve().parents[2] / "configs/key_room.yaml"
+    with pytest.raises(ConfigError, match="learner.flash_attention=3 does nothing without a GPU"):
+        configs.load(key_room, [*overrides, "learner.flash_attention=3"])

@@ -524,7 +524,7 @@ def test_adapters_of_a_bf16_base_are_trained_in_float32(
     )
 
 
-def test_what_cannot_be_trained_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_settings_that_cannot_train_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set learner\.zero_stage=1"):
         initialize(torch.nn.Linear(1, 1), dtype="bfloat16", learner=LEARNER)
     with pytest.raises(ValueError, match=r"learner\.offload=true with learner\.zero_stage=0"):

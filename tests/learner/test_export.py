@@ -23,11 +23,20 @@ from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
 from learner.distributed.deepspeed_setup import initialize, join_ranks
 from learner.distributed.optimizer_state import trainable
 from learner.files.atomic_directory import prune_oldest
-from learner.model.lora import add_adapters, merged
+from learner.model.lora import adapter_weights, add_adapters, merged, write_adapter_config
 from learner.model.policy_model import load_policy
-from learner.publishing.publish import write_weights
+from learner.publishing.publish import WeightsCopy, write_weights
 from learner.training.engine import Engine
-from store import Catalog, RunLayout, export, files_digest, write_open_sql
+from store import (
+    Catalog,
+    CheckpointRecord,
+    RunLayout,
+    VersionRecord,
+    export,
+    files_digest,
+    write_base,
+    write_open_sql,
+)
 from tests.support.engine_samples import copied, cut, make_base, random_rows, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +70,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, dict[i
             directory = layout.weights_dir(version)
             digest = write_weights(engine.weights(), directory, source_dir=base)
             path = layout.relative(directory)
-            catalog.record_version(version=version, path=path, digest=digest, learner_step=version)
+            catalog.record_version(
+                VersionRecord(version=version, path=path, digest=digest, learner_step=version)
+            )
             weights[version] = copied(engine)
             if version in (1, 3):
                 save_checkpoint(
@@ -99,7 +110,7 @@ def assert_weights(directory: Path, weights: Weights) -> None:
     ("at", "options", "version"),
     [("", [], 3), ("", ["--version", "1"], 1), ("", ["--version", "2"], 2), ("@1", [], 1)],
 )
-def test_what_is_exported_is_what_was_published(
+def test_an_export_has_the_published_weights(
     trained: tuple[RunLayout, dict[int, Weights]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -137,7 +148,7 @@ def test_what_is_exported_is_what_was_published(
         ),
     ],
 )
-def test_what_is_gone_is_named_with_what_there_is(
+def test_a_missing_checkpoint_is_named_with_those_that_are_there(
     trained: tuple[RunLayout, dict[int, Weights]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -225,7 +236,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunLayout, PreTra
     with Catalog.open(layout) as catalog:
         for learner_step in (5, 8):  # the second has been removed
             path = layout.relative(layout.checkpoint_dir(learner_step))
-            catalog.record_checkpoint(learner_step=learner_step, path=path, version=learner_step)
+            catalog.record_checkpoint(
+                CheckpointRecord(learner_step=learner_step, path=path, version=learner_step)
+            )
         export(catalog, layout)
     return layout, policy.causal_lm
 
@@ -295,6 +308,84 @@ def test_adapters_alone_are_the_same_policy_in_vllm(
         torch.testing.assert_close(torch.tensor(logprobs), expected_T, atol=1e-5, rtol=0.0)
 
 
+@pytest.fixture
+def served(
+    adapted: tuple[RunLayout, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> RunLayout:
+    """Make a run whose version 1 is the adapter of `adapted`, to damage."""
+    layout, model = adapted
+    root = tmp_path_factory.mktemp("served") / "run"
+    shutil.copytree(layout.root / "base", root / "base")
+    config = Config(run_dir=str(root), model=ModelConfig(lora_rank=2, lora_alpha=4.0))
+    layout = RunLayout.create(root, config_yaml=configs.as_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=1)
+    base = layout.root / "base" / "policy"
+
+    def write_others(directory: Path) -> None:
+        write_adapter_config(model, directory)
+        write_base(directory, digest=files_digest([base / "model.safetensors"]))
+
+    copy = WeightsCopy()
+    digest = copy.take(adapter_weights(model))
+    copy.write_adapter(layout.weights_dir(1), write_others=write_others)
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(
+            VersionRecord(
+                version=1,
+                path=layout.relative(layout.weights_dir(1)),
+                digest=digest,
+                learner_step=1,
+            )
+        )
+        export(catalog, layout)
+    return layout
+
+
+def test_a_served_version_is_exported_merged(
+    adapted: tuple[RunLayout, PreTrainedModel], served: RunLayout, tmp_path: Path
+) -> None:
+    assert main(["export-model", str(served.root), str(tmp_path / "out")]) == 0
+    assert_weights(tmp_path / "out", {name: tensor.clone() for name, tensor in merged(adapted[1])})
+
+
+def test_a_served_versions_adapter_is_exported_as_it_is(
+    adapted: tuple[RunLayout, PreTrainedModel],
+    served: RunLayout,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    assert main(["export-model", str(served.root), str(out), "--adapter", "--version", "1"]) == 0
+    digest = files_digest([served.weights_dir(1) / "adapter_model.safetensors"])
+    assert f"of learner step 1 of {served.root}; digest {digest}" in capsys.readouterr().out
+    read = AutoPeftModelForCausalLM.from_pretrained(str(out)).get_base_model().state_dict()
+    model = adapted[1].state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize("options", [[], ["--adapter", "--version", "1"]])
+def test_a_served_version_that_changed_is_not_exported(
+    served: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    path = served.weights_dir(1) / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert main(["export-model", str(served.root), str(tmp_path / "out"), *options]) == 2
+    assert "it was changed or cut" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_served_version_is_not_merged_into_another_base(
+    served: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(served.root / "base" / "policy")
+    make_base(served.root / "base" / "policy", seed=1)
+    assert main(["export-model", str(served.root), str(tmp_path / "out")]) == 2
+    assert "belongs to a base model with digest" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_adapters_that_are_nowhere_are_an_error_in_one_line(
     trained: tuple[RunLayout, dict[int, Weights]],
     adapted: tuple[RunLayout, PreTrainedModel],
@@ -311,10 +402,10 @@ def test_adapters_that_are_nowhere_are_an_error_in_one_line(
         ),
         (trained[0], "", [], "has no checkpoint yet; adapters are in checkpoints only"),
         (
-            adapted[0],
+            trained[0],
             "",
-            ["--version", "1"],
-            "--version 1 was published with its adapters merged; give RUN@STEP instead",
+            ["--version", "2"],
+            "was published as whole weights; give RUN@STEP for the adapters of a checkpoint",
         ),
         (
             adapted[0],

@@ -147,7 +147,7 @@ def test_the_last_checkpoint_has_a_deadline(
     assert loop.heart.promised[-1] == (None, math.inf), "all that is left is to be closed"
 
 
-def test_who_is_stuck_in_reading_a_batch_promises_once(
+def test_a_learner_stuck_in_reading_a_batch_promises_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path / "run", max_staleness=0, steps=1, step_timeout_s=STEP_TIMEOUT_S)

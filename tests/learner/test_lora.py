@@ -372,7 +372,7 @@ def test_only_adapters_multiply_in_tf32_forward_and_backward(qwen2: Path) -> Non
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-def test_what_cannot_be_adapted_is_refused(qwen2: Path) -> None:
+def test_a_model_that_cannot_be_adapted_is_refused(qwen2: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.lora_rank=0 must be at least 1"):
         add_adapters(plain(qwen2), rank=0, alpha=1.0)
     with pytest.raises(ValueError, match=r"model\.lora_alpha=-1\.0 must be above 0"):

@@ -17,7 +17,7 @@ from configs import (
     ConfigError,
     LossConfig,
 )
-from driver.preflight import check_loss
+from driver.preflight import check_algorithm, check_loss
 from gigpo import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -77,7 +77,7 @@ def test_a_number_of_the_config_is_the_one_that_counts() -> None:
     )
 
 
-def test_what_is_switched_off_stays_off() -> None:
+def test_an_infinite_bound_is_off_and_stays_off() -> None:
     infinite = float("inf")
     loss = LossConfig(numbers={"ppo_clip": {"dual_clip": infinite}, "token_tis": {"cap": infinite}})
     assert objective_of(loss) == Objective(
@@ -240,9 +240,10 @@ def test_an_algorithm_s_numbers_have_the_bounds_of_its_record_and_no_others(
             AdvantageSettings.of(config.algorithm)
         except ValueError:
             with pytest.raises(ConfigError, match=f"algorithm.{key}"):
-                configs.check(config)
+                check_algorithm(config)
         else:
-            configs.check(config)
+            check_algorithm(config)
+        configs.check(config)
 
 
 def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:

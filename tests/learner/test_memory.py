@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from configs import Config, LearnerConfig, LossConfig, ModelConfig, TinyModelConfig, rank_bytes
-from configs.plan import model_billions
+from configs.model_size import model_billions
 from learner import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
 from tests.support.engine_samples import cut, random_rows

@@ -16,15 +16,12 @@ import configs
 from configs import Config, ConfigError
 from coordinator import Coordinator
 from learner import Learner, check_train_on
-from learner.data.batch_loader import (
-    OFFLINE_STALENESS,
-    PreparedBatch,
-    prepare_batch,
-    with_staleness,
-)
+from learner.data.batch_loader import PreparedBatch, prepare_batch
+from learner.data.updates import OFFLINE_STALENESS, with_staleness
 from learner.explain import explain, table
+from learner.step_times import StepTimes
 from learner.training.run_health import StarvationError, check_batches
-from learner.training.step_metrics import StepTimes, step_metrics
+from learner.training.step_metrics import step_metrics
 from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
 from tests.support.fast_directory import fast_directory
 from tests.support.learner_loop import (
@@ -121,7 +118,9 @@ def loop(
     return learner, coordinator
 
 
-def test_what_is_left_out_of_training_is_still_compared_with(tmp_path: Path, played: Path) -> None:
+def test_rows_left_out_of_training_still_count_in_the_baseline(
+    tmp_path: Path, played: Path
+) -> None:
     all_of_it = next_ready(make_run(stored_config(tmp_path / "all", played)))
     winners = next_ready(
         make_run(stored_config(tmp_path / "won", played, train_on="won AND advantage > 0"))
@@ -134,7 +133,8 @@ def test_what_is_left_out_of_training_is_still_compared_with(tmp_path: Path, pla
     assert all(row["advantage"] > 0 for row in expected), (
         "a winner alone would have nothing to be better than"
     )
-    assert (winners.n_rows, winners.success, winners.filtered) == (8, 0.5, {})
+    assert (winners.summary.n_rows, winners.summary.success) == (8, 0.5)
+    assert winners.filtered == {}
     (update,) = winners.updates
     assert {int(value) for batch in update.micro_batches for value in batch.staleness_N} == {
         OFFLINE_STALENESS
@@ -145,7 +145,8 @@ def test_a_group_of_which_nothing_is_wanted_says_so(tmp_path: Path, played: Path
     first = "group_uid = (SELECT min(group_uid) FROM steps)"
     ready = next_ready(make_run(stored_config(tmp_path / "run", played, train_on=first)))
     kept = set(ready.rows["group_uid"].to_pylist())
-    (why,) = ready.filtered.values()
+    assert ready.no_signal == {} and ready.filtered == ready.unselected
+    (why,) = ready.unselected.values()
     assert len(kept) == 1 and not kept & ready.filtered.keys() and "offline.train_on" in why
 
 
@@ -185,8 +186,8 @@ def test_batches_that_train_on_empties_end_the_run_with_its_name(
         StarvationError,
         match="no step of it is one of offline.train_on=false. Use another offline.train_on",
     ):
-        check_batches(11, success=1.0, filtered=ready.filtered)
-    check_batches(11, success=1.0, filtered={b"g": "all returned 1"})
+        check_batches(11, success=1.0, unselected=ready.unselected)
+    check_batches(11, success=1.0, unselected={})
 
 
 def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
@@ -203,12 +204,14 @@ def test_the_figures_of_a_mixed_batch_tell_what_was_played_from_what_was_stored(
         next_ready(config),
         next_ready(make_run(stored_config(tmp_path / "offline", played))),
     )
-    assert 0 < mixed.n_live_tokens < mixed.n_response_tokens and offline.n_live_tokens == 0
+    n_own_tokens = mixed.summary.n_own_tokens
+    assert 0 < n_own_tokens < mixed.summary.n_response_tokens
+    assert offline.summary.n_own_tokens == 0
     times = StepTimes(step_s=2.0)
     figures = step_metrics(mixed, updates=[], times=times)
-    assert figures["tokens/generated_per_s"] == mixed.n_live_tokens / 2.0
-    assert mixed.live is not None and mixed.offline is not None
-    assert (mixed.live.success, mixed.offline.success) == (0.5, 0.5)
+    assert figures["tokens/generated_per_s"] == n_own_tokens / 2.0
+    assert mixed.summary.own is not None and mixed.summary.offline is not None
+    assert (mixed.summary.own.success, mixed.summary.offline.success) == (0.5, 0.5)
     assert (figures["train/success"], figures["offline/success"]) == (0.5, 0.5)
     of_split = rows(
         config.run_dir,

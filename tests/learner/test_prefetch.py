@@ -28,6 +28,7 @@ from tests.support.learner_loop import (
     loader_of,
     make_config,
     make_learner,
+    no_values,
     open_coordinator,
     play,
     play_all,
@@ -208,7 +209,7 @@ def test_the_next_batch_is_made_ready_for_the_version_it_will_train_at(
     }
 
 
-def test_what_would_be_too_old_by_then_is_not_prefetched(
+def test_groups_too_old_for_the_next_version_are_not_prefetched(
     tmp_path: Path, closing: list[Coordinator]
 ) -> None:
     config = make_config(tmp_path / "run", max_staleness=1)
@@ -292,7 +293,7 @@ def test_the_pages_of_another_users_run_are_counted_before_they_are_decoded(
     batch = loader.claim(0)
     assert batch is not None
     prepared = prepare_batch(loader, batch, version=0, learner_step=1, more=None)
-    assert prepared.n_rows > 0 and len(counted) == (0 if is_own else len(batch.segments))
+    assert prepared.summary.n_rows > 0 and len(counted) == (0 if is_own else len(batch.segments))
 
 
 def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_ready_yet(
@@ -304,7 +305,7 @@ def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_r
     def claim(version: int) -> None:
         raise TimeoutError("the coordinator is gone")
 
-    loader = make_loader(config, layout, claim=claim, refill=no_refill)
+    loader = make_loader(config, layout, claim=claim, refill=no_refill, values=no_values)
     with contextlib.closing(Prefetch(loader)) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(TimeoutError, match="gone"):
@@ -325,7 +326,7 @@ def test_an_error_that_nobody_takes_is_logged(
         claiming.set()
         raise DigestError("a segment is damaged")
 
-    loader = make_loader(config, layout, claim=claim, refill=no_refill)
+    loader = make_loader(config, layout, claim=claim, refill=no_refill, values=no_values)
     with contextlib.closing(Prefetch(loader)) as batches:
         batches.start(version=0, learner_step=1)
         assert claiming.wait(DEADLINE_S)

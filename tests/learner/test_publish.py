@@ -375,7 +375,7 @@ def test_a_copy_is_whole(base: Path, tmp_path: Path) -> None:
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:
     for name in ("v000009", "v000010", "v000011", "v000012.tmp", "v000008.old"):
         (tmp_path / name).mkdir()
-    assert prune_oldest(tmp_path, keep=2) == ["v000008.old", "v000012.tmp", "v000009"]
+    prune_oldest(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000010", "v000011"]
     with pytest.raises(ValueError, match="keep=0"):
         prune_oldest(tmp_path, keep=0)
@@ -389,6 +389,6 @@ def test_a_version_that_is_a_link_to_somebodys_model_goes_and_the_model_stays(
     (model / "model.safetensors").write_bytes(b"not ours")
     (weights_dir / "v000001").mkdir(parents=True)
     (weights_dir / "v000000").symlink_to(model)
-    assert prune_oldest(weights_dir, keep=1) == ["v000000"]
+    prune_oldest(weights_dir, keep=1)
     assert [path.name for path in weights_dir.iterdir()] == ["v000001"]
     assert (model / "model.safetensors").read_bytes() == b"not ours"

@@ -17,6 +17,7 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from actors.inference.broadcast_receiver import Receiver
 from configs import Config, LearnerConfig, ModelConfig
@@ -24,10 +25,11 @@ from learner import RankError
 from learner.checkpoint import load_checkpoint
 from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ranks, join_ranks
 from learner.files.write_behind import WriteBehind
-from learner.rank_group import RankDiedError, RankGroup, gather_weights
+from learner.model.lora import add_adapters, merged, read_adapter
+from learner.rank_group import RankDiedError, RankGroup
 from learner.training.engine import Engine
 from learner.training.step_metrics import Pass, UpdateStats, gathered
-from store import RunLayout, files_digest
+from store import RunLayout, check_adapter, files_digest, tensor_shapes, weight_files
 from tests.support.engine_samples import (
     CUT,
     assert_first_step_same,
@@ -133,7 +135,7 @@ def test_weights_are_those_of_stage_0_by_the_same_names_and_shapes(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_needs_the_whole_updates_tokens_has_those_of_all_ranks(
+def test_a_correction_of_a_whole_update_has_the_tokens_of_all_ranks(
     spread: tuple[Found, Found, Found], name: str
 ) -> None:
     alone, *others = (found[f"loss {name}"] for found in spread)
@@ -149,7 +151,7 @@ def test_what_needs_the_whole_updates_tokens_has_those_of_all_ranks(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(
+def test_an_update_not_finite_on_one_rank_is_skipped_on_all(
     spread: tuple[Found, Found, Found], stage: int
 ) -> None:
     for found in spread:
@@ -297,7 +299,9 @@ def test_passes_of_all_ranks_come_in_the_order_of_the_micro_batches() -> None:
         assert done.values_6N.tolist() == passes[index].values_6N.tolist()
 
 
-def test_what_cannot_be_shared_is_refused(spread: tuple[Found, Found, Found], base: Path) -> None:
+def test_work_that_cannot_be_shared_is_refused(
+    spread: tuple[Found, Found, Found], base: Path
+) -> None:
     with pytest.raises(RuntimeError, match="rank 0 of 1 already and cannot become rank 1 of 2"):
         join_ranks(1, ranks=2, address="127.0.0.1:1")
     with Place(base=base, rank=0, ranks=1, address=None).engine() as engine:
@@ -311,6 +315,12 @@ def test_only_the_address_asked_for_takes_connections() -> None:
     socket.create_connection((LOOPBACK, store.port), timeout=DEADLINE_S).close()
     with pytest.raises(ConnectionRefusedError):  # another address of this machine
         socket.create_connection(("127.0.0.2", store.port), timeout=DEADLINE_S)
+
+
+def gather_merged(engine: Engine) -> None:
+    """Take part in gathering the whole weights, also of a model with adapters."""
+    for _ in engine.weights():
+        pass
 
 
 class Held(RankGroup):
@@ -348,7 +358,7 @@ class Held(RankGroup):
         return self.engine.n_updates
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._run_on_all(lambda: copied(self.engine), gather_weights)
+        return self._run_on_all(lambda: copied(self.engine), gather_merged)
 
 
 @pytest.fixture
@@ -364,6 +374,40 @@ def local_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+def test_two_ranks_at_zero_3_publish_whole_adapters(
+    base: Path, tmp_path: Path, local_ray: None
+) -> None:
+    learner = LearnerConfig(learning_rate=1e-2, zero_stage=3, ranks=2)
+    model = ModelConfig(path=str(base), lora_rank=2, lora_alpha=4.0)
+    config = Config(run_dir=str(tmp_path / "run"), model=model, learner=learner)
+    RunLayout.create(tmp_path / "run", config_yaml="")
+    ranks = ray.remote(Held).options(num_cpus=0).remote(config, model_path=str(base))
+    parts = [cut(far_rows(), CUT, ranks=2)]
+    ray.get(ranks.train.remote(parts), timeout=DEADLINE_S)
+    digest = ray.get(ranks.copy_weights.remote(), timeout=DEADLINE_S)
+    version = tmp_path / "v1"
+    ray.get(ranks.write_weights.remote(version), timeout=DEADLINE_S)
+    assert digest == files_digest([version / "adapter_model.safetensors"])
+    check_adapter(
+        version,
+        rank=2,
+        alpha=4.0,
+        base_shapes=tensor_shapes(base),
+        base_digest=files_digest(weight_files(base)),
+    )
+    # The merged weights are those of the same model, gathered from both ranks.
+    weights = ray.get(ranks.weights.remote(), timeout=DEADLINE_S)
+    causal_lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    add_adapters(causal_lm, rank=2, alpha=4.0)
+    read_adapter(causal_lm, version)
+    again = dict(merged(causal_lm))
+    assert again.keys() == weights.keys()
+    for name, tensor in again.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6)
+    plain = load_file(base / "model.safetensors")
+    assert any(not torch.equal(plain[name], tensor) for name, tensor in weights.items())
 
 
 def test_two_ranks_through_ray_are_one_learner(base: Path, tmp_path: Path, local_ray: None) -> None:

@@ -156,7 +156,7 @@ def test_a_changed_byte_of_a_segment_a_checkpoint_or_the_base_model_is_named(
     )
 
 
-def test_what_is_gone_is_named_with_the_remedy(copy: Path, replay: Replay) -> None:
+def test_a_missing_step_or_file_is_named_with_the_remedy(copy: Path, replay: Replay) -> None:
     layout = RunLayout.open(copy)
     status, _, errors = replay(copy, STEPS + 1)
     assert (status, errors) == (
@@ -191,7 +191,7 @@ def test_explaining_a_step_does_not_change_it(run: Path, replay: Replay) -> None
     assert output.count("gradient") == 1, "one table, of the step that was asked for"
 
 
-def test_what_a_step_is_said_to_learn_is_what_it_learns(run: Path) -> None:
+def test_the_explained_gradient_is_the_gradient_of_the_step(run: Path) -> None:
     explanation, step = explained(run, 17, updates_per_step=1)
     gradients = [one.gradient for one in explanation.groups if one.gradient is not None]
     total = explanation.total
@@ -369,7 +369,7 @@ def test_the_values_of_tokens_are_compared_by_their_digest(replay: Replay) -> No
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU")
-def test_what_cannot_be_replayed_is_refused_in_a_line(
+def test_a_run_that_cannot_be_replayed_is_refused_in_a_line(
     run: Path, replay: Replay, arguments: tuple[str, ...], said: str
 ) -> None:
     status, _, errors = replay(run, 1, *arguments)

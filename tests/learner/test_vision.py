@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, Qwen2_5_VLForConditionalGeneration
 from configs import LearnerConfig
 from learner.data.micro_batch import MicroBatch, micro_batches, shortest_sequence
 from learner.model.policy_model import PolicyModel, load_policy
-from learner.model.vision import checkpoint_names, names_to_publish, places
+from learner.model.vision import checkpoint_names, image_positions, names_to_publish
 from store.records import IMAGES_TYPE
 from tests.support.vision_samples import IMAGE_PAD
 
@@ -62,9 +62,9 @@ def by_row(policy: PolicyModel, batches: list[MicroBatch]) -> dict[int, torch.Te
     return found
 
 
-def test_an_image_has_places_in_two_directions_and_text_goes_on_behind_them() -> None:
+def test_an_image_has_positions_in_two_directions_and_text_goes_on_behind_them() -> None:
     is_pad = np.array([0, 0, 1, 1, 1, 1, 1, 1, 0], dtype=bool)
-    positions, is_image = places(is_pad, [(1, 2, 3)])
+    positions, is_image = image_positions(is_pad, [(1, 2, 3)])
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],
         [0, 1, 2, 2, 2, 3, 3, 3, 5],
@@ -72,16 +72,17 @@ def test_an_image_has_places_in_two_directions_and_text_goes_on_behind_them() ->
     ]
     assert (is_image == is_pad).all()
     assert (
-        places(np.array([True, False, True]), [(1, 1, 1), (1, 1, 1)])[0].tolist() == [[0, 1, 2]] * 3
+        image_positions(np.array([True, False, True]), [(1, 1, 1), (1, 1, 1)])[0].tolist()
+        == [[0, 1, 2]] * 3
     )
-    assert places(np.zeros(3, dtype=bool), [])[0].tolist() == [[0, 1, 2]] * 3
+    assert image_positions(np.zeros(3, dtype=bool), [])[0].tolist() == [[0, 1, 2]] * 3
     for too_large in ((1, 2, 4), (1, 3, 3)):
         with pytest.raises(ValueError, match=f"an image of {np.prod(too_large)} tokens"):
-            places(is_pad, [too_large])
+            image_positions(is_pad, [too_large])
 
 
 def test_an_image_token_that_was_sampled_is_a_word() -> None:
-    positions, is_image = places(np.array([1, 1, 0, 1, 1], dtype=bool), [(1, 1, 2)])
+    positions, is_image = image_positions(np.array([1, 1, 0, 1, 1], dtype=bool), [(1, 1, 2)])
     assert is_image.tolist() == [True, True, False, False, False]
     assert positions.tolist() == [[0, 0, 2, 3, 4], [0, 0, 2, 3, 4], [0, 1, 2, 3, 4]]
 

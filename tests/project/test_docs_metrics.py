@@ -13,11 +13,12 @@ import torch
 import configs
 from coordinator.coordinator import REMEMBERED
 from gigpo import Tokens, token_diagnostics
-from learner.data.batch_loader import Episodes, LoadTimes
+from learner.data.batch_summary import BatchSummary, Episodes
+from learner.step_times import LoadTimes, StepTimes
 from learner.training.alarms import collapse_alarms
 from learner.training.critic import CriticStats, critic_metrics
 from learner.training.run_health import BAD_IN_A_ROW, EMPTY_IN_A_ROW
-from learner.training.step_metrics import StepTimes, UpdateStats, step_metrics
+from learner.training.step_metrics import UpdateStats, step_metrics
 from store.catalog.records import Evaluation, SuccessRate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,19 +69,22 @@ def of_an_update() -> UpdateStats:
 
 
 def of_a_learner_step() -> set[str]:
-    """Return the names of a batch with live, offline and replayed groups."""
+    """Return the names of a batch with own, offline and replayed groups."""
     groups = [
         SimpleNamespace(source=None, oldest_version=0),
         SimpleNamespace(source="run", version_min=0),
     ]
     episodes = Episodes(success=0.5, mean_return=1.0, mean_steps=3.0)
     advantages = ("advantage", "episode_advantage", "step_advantage")
+    summary = BatchSummary(
+        n_rows=1, n_response_tokens=7, n_own_tokens=7, success=0.5, own=episodes, offline=episodes,
+        values_digest=1,
+    )  # fmt: skip
     ready = SimpleNamespace(
-        batch=SimpleNamespace(groups=groups, replayed=groups[:1]), version=1,
-        live=episodes, offline=episodes, filtered={}, values={b"t": [0.0]},
+        batch=SimpleNamespace(groups=groups, replayed=groups[:1]), version=1, summary=summary,
+        filtered={}, values={b"t": [0.0]}, replayed=pa.table({"advantage": [0.5]}),
         rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
-        replayed=pa.table({"advantage": [0.5]}), n_rows=1, n_response_tokens=7, n_live_tokens=7,
-        times=LoadTimes(), values_digest=1,
+        times=LoadTimes(),
     )  # fmt: skip
     metrics = step_metrics(ready, updates=[of_an_update()], times=StepTimes(step_s=1.0))  # type: ignore[arg-type]
     alarms = collapse_alarms(metrics, before={}, learner_step=1, config=configs.Config())

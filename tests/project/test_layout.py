@@ -142,6 +142,8 @@ def test_only_the_vllm_files_import_vllm() -> None:
     }
     assert importers <= {
         "engine_process.py",
+        "vllm_adapters.py",
+        "vllm_cpu_adapters.py",
         "vllm_engine.py",
         "vllm_images.py",
         "vllm_policy.py",

@@ -27,7 +27,7 @@ from driver.progress import Progress, said_with_spinner
 from driver.screen import shown_in
 from gigpo import PUBLISHED_SETTINGS, advantages_macro
 from printable import one_line, plain_console, printable, printable_json, shell_word
-from store import Catalog, Group, RunLayout, export, write_open_sql, write_segment
+from store import Catalog, Group, RunLayout, VersionRecord, export, write_open_sql, write_segment
 from store.maintenance.finding import Finding
 from tests.support.store_samples import make_step, make_trajectory
 
@@ -94,16 +94,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     task_id=f"{ALL}{ordinal}",
                     split="train",
                     size=3,
-                    purpose_version=None,
+                    evaluated_version=None,
                 )
             )
         commit(
-            catalog.open_group(ordinal=0, task_id=ALL, split="heldout", size=3, purpose_version=0)
+            catalog.open_group(ordinal=0, task_id=ALL, split="heldout", size=3, evaluated_version=0)
         )
         batch = catalog.claim(n_groups=1, current_version=0, max_staleness=1)
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0)
-        catalog.record_version(version=0, path="weights/v0", digest="d", learner_step=1)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d", learner_step=1)
+        )
         catalog.heartbeats({"worker-0": f"reset of task {ALL}", f"worker {ALL}": None})
         export(catalog, layout)
     return root

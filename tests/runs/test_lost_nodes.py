@@ -228,7 +228,7 @@ def check_disks_are_apart(run: Run, nodes: Sequence[Node]) -> None:
     for node in nodes:
         listed = node.run(["ls", str(run.directory)], environ=run.environ).stdout.split()
         assert [name for name in listed if name.startswith("only")] == [f"only-on-{node.name}"]
-        assert ("catalog.sqlite" in listed) == ("home.json" in listed) == (node is run.head)
+        assert ("catalog.sqlite" in listed) == ("primary.json" in listed) == (node is run.head)
 
 
 def test_any_node_may_go(tmp_path: Path) -> None:

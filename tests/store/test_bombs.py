@@ -20,6 +20,7 @@ from store import (
     Catalog,
     FormatError,
     RunLayout,
+    VersionRecord,
     export,
     read_segment,
     to_table,
@@ -91,7 +92,9 @@ def run_with(
     layout = RunLayout.create(root, config_yaml="a: 1\n")
     with Catalog.open(layout) as catalog:
         write_open_sql(layout, macros=(), max_staleness=4)
-        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=None)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d0", learner_step=None)
+        )
         play(layout, catalog, open_train_group(catalog, 0), version=0)
         group = open_train_group(catalog, 1, size=1)
         meta = write_segment(

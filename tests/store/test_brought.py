@@ -16,22 +16,24 @@ import pytest
 from cli.__main__ import main
 from store import (
     Catalog,
+    CheckpointRecord,
     FencedError,
     FormatError,
     Maintainer,
     RunLayout,
     StoreError,
+    VersionRecord,
     bring_catalog,
     bring_run,
     check_trusted,
     export,
     fork,
-    home,
     is_brought,
     local_directory,
     local_model,
     made_by_this_user,
     open_run,
+    primary_directory,
     publish_directory,
     run_at,
     sign_run,
@@ -41,7 +43,7 @@ from store import (
 )
 from store.exchange import bring
 from store.exchange.offline_import import parse_source, take_sources
-from store.layout import BASE_POLICY, UNFINISHED_FORK
+from store.layout import BASE_POLICY, UNFINISHED_BRING
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
 from store.remote_directory import has_directory, is_published, prune_published
@@ -74,11 +76,11 @@ def train(catalog: Catalog, layout: RunLayout, *, step: int) -> None:
     assert batch is not None
     path = f"weights/v{step:06d}"
     publish_directory(layout, make_directory(layout, path, b"weights"))
-    catalog.record_version(version=step, path=path, digest="d", learner_step=step)
+    catalog.record_version(VersionRecord(version=step, path=path, digest="d", learner_step=step))
     catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=step - 1)
     path = f"checkpoints/step{step:06d}"
     publish_directory(layout, make_directory(layout, path, b"checkpoint %d" % step))
-    assert catalog.record_checkpoint(learner_step=step, path=path, version=step)
+    assert catalog.record_checkpoint(CheckpointRecord(learner_step=step, path=path, version=step))
 
 
 @pytest.fixture
@@ -96,7 +98,9 @@ def lost(tmp_path: Path) -> RunLayout:
     publish_directory(layout, make_directory(layout, BASE_POLICY, b"base"))
     write_open_sql(layout, macros=(), max_staleness=9)
     catalog = Catalog.open(layout)
-    catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=None)
+    catalog.record_version(
+        VersionRecord(version=0, path="weights/v000000", digest="d", learner_step=None)
+    )
     for ordinal in range(3):
         play(layout, catalog, open_train_group(catalog, ordinal))
     for step in (1, 2):
@@ -104,7 +108,9 @@ def lost(tmp_path: Path) -> RunLayout:
     batch = catalog.claim(n_groups=1, current_version=2, max_staleness=9)
     assert batch is not None
     catalog.settle(batch.batch_id, learner_step=3, filtered={}, version_in=2)
-    catalog.record_version(version=3, path="weights/v000003", digest="d", learner_step=3)
+    catalog.record_version(
+        VersionRecord(version=3, path="weights/v000003", digest="d", learner_step=3)
+    )
     publish_directory(layout, make_directory(layout, "weights/v000003", b"weights"))
     make_directory(layout, "weights/v000004", b"weights")
     layout.storage.write("weights/v000004/model.safetensors", b"wei")
@@ -195,7 +201,7 @@ def test_only_files_that_are_newer_than_the_backup_are_read(
     assert (n_files, sum(path.startswith("segments/") for path in read)) == (5, 2)
 
 
-def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> None:
+def test_the_old_disk_is_no_longer_the_primary_one(lost: RunLayout, tmp_path: Path) -> None:
     """Neither a driver that was only cut off, nor one that is started there again, writes over what
     the run does elsewhere.
     """
@@ -211,7 +217,9 @@ def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> 
     with pytest.raises(FencedError, match=message):
         maintainer.work()
     with pytest.raises(FencedError, match=message):
-        owner.record_checkpoint(learner_step=7, path="checkpoints/step000007", version=3)
+        owner.record_checkpoint(
+            CheckpointRecord(learner_step=7, path="checkpoints/step000007", version=3)
+        )
     owner.close()
     with pytest.raises(FencedError, match=message):
         Catalog.open(lost)
@@ -229,23 +237,26 @@ def test_the_old_disk_is_no_longer_the_home(lost: RunLayout, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "moment", ["store.home.take", "store.maintenance.rebuild._replace_catalog"]
+    "moment", ["store.primary_directory.take", "store.maintenance.rebuild._replace_catalog"]
 )
-@pytest.mark.parametrize("has_home", [True, False])
+@pytest.mark.parametrize("has_primary", [True, False])
 def test_a_run_that_could_not_be_brought_stays_where_it_was(
-    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, has_home: bool
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, has_primary: bool
 ) -> None:
-    """Ctrl-C while the home is taken, or when the catalog is written. A full disk is the same."""
-    if not has_home:  # as of a run that was made before there were homes
-        lost.storage.remove(home.HOME)
-    take = home.take
+    """Press Ctrl-C while the directory becomes the primary one, or when the catalog is written.
+
+    A full disk is the same.
+    """
+    if not has_primary:
+        lost.storage.remove(primary_directory.PRIMARY)
+    take = primary_directory.take
 
     def interrupted(*given: Any, **_: object) -> None:
-        if moment == "store.home.take":
+        if moment == "store.primary_directory.take":
             take(*given)
         uri = re.escape(uri_of(lost))
         with pytest.raises(FencedError, match=f"goes on there.*--resume {uri} run_dir=NEW"):
-            lost.check_home()
+            lost.check_primary()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(moment, interrupted)
@@ -253,7 +264,7 @@ def test_a_run_that_could_not_be_brought_stays_where_it_was(
         bring_run(uri_of(lost), tmp_path / "new", trusts=False)
     assert not (tmp_path / "new").exists()
     Catalog.open(lost).close()
-    assert lost.storage.exists(home.HOME) is has_home
+    assert lost.storage.exists(primary_directory.PRIMARY) is has_primary
 
 
 def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(
@@ -261,7 +272,7 @@ def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(
 ) -> None:
     with Catalog.open(lost) as owner:
         maintainer = Maintainer(owner, lost, settings=replace(SETTINGS, pause_s=0.01))
-        home.take(tmp_path, lost.storage)
+        primary_directory.take(tmp_path, lost.storage)
         maintainer.start()
         maintainer._thread.join(30.0)
         with pytest.raises(FencedError, match="goes on there"):
@@ -331,10 +342,12 @@ def test_a_killed_call_begins_again_and_nothing_else_is_removed(
 ) -> None:
     root = tmp_path / "mounted"
     (root / "lost+found").mkdir(parents=True)
-    (root / UNFINISHED_FORK).touch()
+    (root / UNFINISHED_BRING).touch()
     (root / "run.json").write_text("{")
     (root / "catalog.sqlite").write_text("half of one")
     assert not is_brought(uri_of(lost), root)
+    with pytest.raises(FormatError, match=r"in part; .* gigpo train --resume URI run_dir=\S+$"):
+        RunLayout.open(root)
     bring_run(uri_of(lost), root, trusts=False)
     assert is_brought(uri_of(lost), root)
     assert (root / "lost+found").is_dir() and states(root)[0] == ("trained", 2)

@@ -13,10 +13,12 @@ import pytest
 
 from store import (
     Catalog,
+    CheckpointRecord,
     FencedError,
     LockedError,
     RunLayout,
     StoreError,
+    VersionRecord,
     export,
     read_segment,
     write_open_sql,
@@ -57,14 +59,14 @@ def test_leases_run_out_and_held_out_groups_go_first(
         clock_us = [1_000_000]
         monkeypatch.setattr("store.catalog.database.now_us", lambda: clock_us[0])
         open_train_group(catalog, 0)
-        catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=3)
+        catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, evaluated_version=3)
         first = catalog.lease_open_group(worker="a", lease_s=1.0)
         second = catalog.lease_open_group(worker="b", lease_s=1.0)
         assert first is not None and first.split == "heldout"
         assert second is not None and second.split == "train"
         assert catalog.lease_open_group(worker="c", lease_s=1.0) is None
         clock_us[0] += 999_999
-        assert catalog.renew_leases(["b"], lease_s=1.0) == 1
+        catalog.renew_leases(["b"], lease_s=1.0)
         clock_us[0] += 1
         assert catalog.lease_open_group(worker="c", lease_s=1.0, split="train") is None
         taken_over = catalog.lease_open_group(worker="c", lease_s=1.0)
@@ -145,13 +147,13 @@ def test_strangers_are_refused(layout: RunLayout) -> None:
         group = open_train_group(catalog, 0)
         with pytest.raises(StoreError, match="use the task list and group size"):
             catalog.open_group(
-                ordinal=0, task_id="another", split="train", size=2, purpose_version=None
+                ordinal=0, task_id="another", split="train", size=2, evaluated_version=None
             )
         with pytest.raises(StoreError, match="'test'"):
-            catalog.open_group(ordinal=0, task_id="t", split="test", size=2, purpose_version=None)
+            catalog.open_group(ordinal=0, task_id="t", split="test", size=2, evaluated_version=None)
         with pytest.raises(StoreError, match="evaluation round"):
             catalog.open_group(
-                ordinal=0, task_id="t", split="heldout", size=2, purpose_version=None
+                ordinal=0, task_id="t", split="heldout", size=2, evaluated_version=None
             )
         other = RunLayout.create(layout.root.parent / "other", config_yaml="a: 1\n")
         segment = write_segment(layout, [make_trajectory(group, 0)], worker="w0", epoch=1)
@@ -305,15 +307,25 @@ def test_settling_needs_a_claimed_batch_and_a_later_step(layout: RunLayout) -> N
 
 def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=None)
-        catalog.record_version(version=1, path="weights/v1", digest="d1", learner_step=1)
-        catalog.record_checkpoint(learner_step=1, path="checkpoints/step1", version=1)
-        catalog.record_checkpoint(learner_step=5, path="checkpoints/step5", version=1)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d0", learner_step=None)
+        )
+        catalog.record_version(
+            VersionRecord(version=1, path="weights/v1", digest="d1", learner_step=1)
+        )
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=1, path="checkpoints/step1", version=1)
+        )
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=5, path="checkpoints/step5", version=1)
+        )
         assert catalog.roll_back(1).checkpoints == 1
         checkpoint = next(reversed(catalog.live_checkpoints()), None)
         assert checkpoint is not None and checkpoint.learner_step == 1
         with pytest.raises(StoreError, match="publish as 2"):
-            catalog.record_version(version=1, path="weights/v1", digest="other", learner_step=1)
+            catalog.record_version(
+                VersionRecord(version=1, path="weights/v1", digest="other", learner_step=1)
+            )
         with pytest.raises(StoreError, match="NaN"):
             catalog.record_metrics(learner_step=1, policy_version=1, values={"loss": float("nan")})
 
@@ -326,7 +338,9 @@ def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(
         play(
             layout,
             catalog,
-            catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=3),
+            catalog.open_group(
+                ordinal=0, task_id="h", split="heldout", size=1, evaluated_version=3
+            ),
         )
         assert catalog.roll_back(0).trajectories == 3
         assert catalog.counts().trajectories == 2, "of training groups"
@@ -338,11 +352,13 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
         heldout = [
             catalog.open_group(
-                ordinal=k, task_id=f"h{k}", split="heldout", size=1, purpose_version=7
+                ordinal=k, task_id=f"h{k}", split="heldout", size=1, evaluated_version=7
             )
             for k in range(2)
         ]
-        catalog.record_version(version=7, path="weights/v7", digest="d7", learner_step=3)
+        catalog.record_version(
+            VersionRecord(version=7, path="weights/v7", digest="d7", learner_step=3)
+        )
         play(layout, catalog, heldout[0])
         assert catalog.finished_evaluations() == []
         play(layout, catalog, heldout[1])
@@ -377,14 +393,16 @@ def test_abandoned_episodes_do_not_keep_a_round_from_its_result_and_a_roll_back_
     with Catalog.open(layout) as catalog:
         for version, step in ((7, 3), (8, 4)):
             catalog.record_version(
-                version=version, path=f"weights/v{version}", digest="d", learner_step=step
+                VersionRecord(
+                    version=version, path=f"weights/v{version}", digest="d", learner_step=step
+                )
             )
             catalog.open_round(["h0", "h1"], episodes_per_task=1, version=version)
         broken = catalog.lease_open_group(worker="w", lease_s=60.0)
-        assert broken is not None and broken.purpose_version == 7
+        assert broken is not None and broken.evaluated_version == 7
         catalog.give_up(broken.group_uid, worker="w", state="abandoned", reason="it broke")
         played = catalog.lease_open_group(worker="w", lease_s=60.0)
-        assert played is not None and played.purpose_version == 7
+        assert played is not None and played.evaluated_version == 7
         play(layout, catalog, played, version=9)
         (done,) = catalog.finished_evaluations()
         assert (

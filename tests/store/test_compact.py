@@ -23,12 +23,14 @@ from store import (
     SEGMENT_SCHEMA,
     Batch,
     Catalog,
+    CheckpointRecord,
     CompactionPolicy,
     LiveSegment,
     Maintainer,
     MaintainerSettings,
     RunLayout,
     StoreError,
+    VersionRecord,
     export,
     now_us,
     read_segment,
@@ -520,12 +522,18 @@ def history(layout: RunLayout, catalog: Catalog) -> dict[str, str]:
         ),
         epoch=catalog.epoch,
     )
-    heldout = catalog.open_group(ordinal=0, task_id="h", split="heldout", size=2, purpose_version=5)
+    heldout = catalog.open_group(
+        ordinal=0, task_id="h", split="heldout", size=2, evaluated_version=5
+    )
     play(layout, catalog, heldout, version=5)
-    catalog.record_version(version=9, path="weights/v000009", digest="d", learner_step=2)
+    catalog.record_version(
+        VersionRecord(version=9, path="weights/v000009", digest="d", learner_step=2)
+    )
     for step in (1, 2):
         catalog.record_checkpoint(
-            learner_step=step, path=layout.relative(layout.checkpoint_dir(step)), version=step
+            CheckpointRecord(
+                learner_step=step, path=layout.relative(layout.checkpoint_dir(step)), version=step
+            )
         )
         layout.checkpoint_dir(step).mkdir()
     names = ("trained 1", "trained 2", "claimed", "stale", "complete", "open", "heldout")
@@ -674,7 +682,7 @@ def test_the_maintainer_merges_expires_and_sweeps(layout: RunLayout, catalog: Ca
     assert [f.level for f in catalog.live_segments()] == [1]
     layout.checkpoint_dir(4).mkdir()
     catalog.record_checkpoint(
-        learner_step=4, path=layout.relative(layout.checkpoint_dir(4)), version=4
+        CheckpointRecord(learner_step=4, path=layout.relative(layout.checkpoint_dir(4)), version=4)
     )
     export(catalog, layout)
     maintainer.start()

@@ -203,7 +203,7 @@ def test_an_import_is_seen_and_never_played_or_trained_on(tmp_path: Path) -> Non
         assert catalog.counts().trajectories == 2
         assert catalog.lease_open_group(worker="w0", lease_s=60.0) is None
         assert catalog.claim(n_groups=2, current_version=0, max_staleness=9) is None
-        assert catalog.next_ordinal("train", purpose_version=None) == 1
+        assert catalog.next_ordinal("train", evaluated_version=None) == 1
 
 
 def test_importing_again_or_back_changes_nothing(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from store import (
     Catalog,
+    CheckpointRecord,
     RunLayout,
     StoreError,
+    VersionRecord,
     check_fork,
     export,
     fork,
@@ -58,7 +60,7 @@ class Life:
         (directory / "model.safetensors").write_text(str(version))
         path, step = self.layout.relative(directory), self.step
         self.catalog.record_version(
-            version=version, path=path, digest=f"d{version}", learner_step=step
+            VersionRecord(version=version, path=path, digest=f"d{version}", learner_step=step)
         )
         self.version = version
 
@@ -67,11 +69,11 @@ class Life:
         group = self.catalog.lease_open_group(worker="w0", lease_s=60.0)
         if held_out:
             group = self.catalog.open_group(
-                ordinal=self.catalog.next_ordinal("heldout", purpose_version=self.version),
+                ordinal=self.catalog.next_ordinal("heldout", evaluated_version=self.version),
                 task_id="h",
                 split="heldout",
                 size=1,
-                purpose_version=self.version,
+                evaluated_version=self.version,
             )
         elif group is None or self.random.random() < 0.5:
             group = open_train_group(self.catalog, None, size=3)
@@ -117,7 +119,9 @@ class Life:
         directory.mkdir(exist_ok=True)
         (directory / "checkpoint.json").write_text("{}")
         path = self.layout.relative(directory)
-        self.catalog.record_checkpoint(learner_step=step, path=path, version=version, lsn=lsn)
+        self.catalog.record_checkpoint(
+            CheckpointRecord(learner_step=step, path=path, version=version), lsn=lsn
+        )
 
     def live(self, events: int) -> None:
         for _ in range(events):

@@ -35,7 +35,7 @@ from tests.support.store_runs import rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 EARLIER = {"format_version": 4}  # as runs were marked before FORMAT
-NEWER = {"format": "async-gigpo/3"}
+NEWER = {"format": "async-gigpo/4"}
 
 
 @pytest.fixture

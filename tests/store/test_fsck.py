@@ -17,6 +17,7 @@ import pytest
 from cli.__main__ import main
 from store import (
     Catalog,
+    CheckpointRecord,
     DigestError,
     RunLayout,
     StoreError,
@@ -161,7 +162,9 @@ def test_a_bound_in_open_sql_that_no_run_has_is_not_taken_over(layout: RunLayout
 def test_a_checkpoint_replaces_a_damaged_backup(layout: RunLayout) -> None:
     flip(layout.backup, 8 * 4 * PAGE_BYTES)
     with Catalog.open(layout) as catalog:
-        catalog.record_checkpoint(learner_step=1, path="checkpoints/step000001", version=2)
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=1, path="checkpoints/step000001", version=2)
+        )
         assert check(layout, level=CONTENTS) == []
 
 

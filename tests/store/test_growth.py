@@ -14,7 +14,7 @@ import duckdb
 import pytest
 
 import store.reading.manifest as manifest_module
-from store import Catalog, RunLayout, StoreError, export, write_open_sql
+from store import Catalog, RunLayout, StoreError, VersionRecord, export, write_open_sql
 from store.maintenance.compact import CompactionPolicy, choose, merges
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin, pinned
@@ -133,7 +133,9 @@ def plans(catalog: Catalog, ask: Callable[[], object]) -> list[str]:
 )
 def test_the_status_goes_through_no_table_that_grows(layout: RunLayout, name: str) -> None:
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=None)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v000000", digest="d", learner_step=None)
+        )
         catalog.open_round(["a", "b"], episodes_per_task=1, version=0)
         lines = plans(catalog, getattr(catalog, name))
         assert [
@@ -148,7 +150,9 @@ def test_the_status_goes_through_no_table_that_grows(layout: RunLayout, name: st
 def test_a_draw_goes_through_no_table_that_grows(layout: RunLayout) -> None:
     """It walks over the groups that were drawn, or became whole, since the newest learner step."""
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v000000", digest="d", learner_step=0)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v000000", digest="d", learner_step=0)
+        )
         known = catalog.known_results()
 
         def draw() -> None:
@@ -221,7 +225,9 @@ def test_a_reader_left_open_keeps_the_exports_it_shows_and_no_later_ones(
         before = [reader.sql(question) for question in questions]
         for number in range(40):
             catalog.record_version(
-                version=number, path=f"weights/v{number:06d}", digest="d", learner_step=None
+                VersionRecord(
+                    version=number, path=f"weights/v{number:06d}", digest="d", learner_step=None
+                )
             )
             catalog.heartbeats({"w": str(number)})
             catalog.log(component="w", what="x", detail=str(number))

@@ -9,8 +9,10 @@ import pytest
 from store import (
     Batch,
     Catalog,
+    CheckpointRecord,
     RunLayout,
     StoreError,
+    VersionRecord,
     published_version,
     read_segments,
     restart_points,
@@ -32,7 +34,12 @@ def settle(
     """Publish a version, then settle, as the learner does."""
     version = version_in + 1
     catalog.record_version(
-        version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=learner_step
+        VersionRecord(
+            version=version,
+            path=f"weights/v{version}",
+            digest=f"d{version}",
+            learner_step=learner_step,
+        )
     )
     catalog.settle(batch.batch_id, learner_step=learner_step, filtered={}, version_in=version_in)
     catalog.record_metrics(
@@ -45,7 +52,9 @@ def test_groups_come_in_the_order_of_the_claim_and_rows_from_where_they_are_now(
 ) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=0)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d0", learner_step=0)
+        )
         for ordinal, version in enumerate((2, 0, 1)):
             play(layout, catalog, open_train_group(catalog, ordinal), version=version)
         batch = claim(catalog, version=3)
@@ -75,20 +84,28 @@ def test_groups_come_in_the_order_of_the_claim_and_rows_from_where_they_are_now(
 def test_of_a_step_that_was_trained_again_the_last_time_counts(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=0)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d0", learner_step=0)
+        )
         for ordinal in range(6):
             play(layout, catalog, open_train_group(catalog, ordinal), version=0)
         settle(catalog, claim(catalog, version=0), learner_step=1, version_in=0, loss=0.5)
-        catalog.record_checkpoint(learner_step=1, path="checkpoints/step000001", version=1)
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=1, path="checkpoints/step000001", version=1)
+        )
         settle(catalog, claim(catalog, version=1), learner_step=2, version_in=1, loss=0.25)
-        catalog.record_checkpoint(learner_step=2, path="checkpoints/step000002", version=2)
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=2, path="checkpoints/step000002", version=2)
+        )
         assert [point.learner_step for point in restart_points(layout)] == [2, 1]
         catalog.roll_back(1)
         assert [point.learner_step for point in restart_points(layout)] == [1]
         with pytest.raises(StoreError, match="trained to learner step 1"):
             trained_step(layout, 2)
         # a restart publishes again
-        catalog.record_version(version=3, path="weights/v3", digest="d1", learner_step=1)
+        catalog.record_version(
+            VersionRecord(version=3, path="weights/v3", digest="d1", learner_step=1)
+        )
         again = claim(catalog, version=3)
         settle(catalog, again, learner_step=2, version_in=3, loss=0.125)
         step = trained_step(layout, 2)

@@ -18,9 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store import (
     Batch,
     Catalog,
+    CheckpointRecord,
     FencedError,
     SegmentMeta,
     Trajectory,
+    VersionRecord,
     export,
     read_segment,
     read_segments,
@@ -122,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.catalog.open_round(tasks, episodes_per_task=1, version=version)
         for k, task in enumerate(tasks):
             group = self.catalog.open_group(
-                ordinal=k, task_id=task, split="heldout", size=1, purpose_version=version
+                ordinal=k, task_id=task, split="heldout", size=1, evaluated_version=version
             )
             self.model.opened(group)
 
@@ -136,9 +138,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.wait(after_s)
         until_us = self.run.clock_us + LEASE_S * US_PER_S
         if renews:
-            held = self.model.held_by(worker)
-            assert self.catalog.renew_leases([worker], lease_s=LEASE_S) == len(held)
-            self.model.lease(held, worker=worker, until_us=until_us)
+            self.catalog.renew_leases([worker], lease_s=LEASE_S)
+            self.model.lease(self.model.held_by(worker), worker=worker, until_us=until_us)
             return
         expected = self.model.next_free(self.run.clock_us)
         leased = self.catalog.lease_open_group(worker=worker, lease_s=LEASE_S)
@@ -295,13 +296,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.settle(batch_id, step=step, filtered=filtered)
         version = self.model.version
         self.catalog.record_version(
-            version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=step
+            VersionRecord(
+                version=version, path=f"weights/v{version}", digest=f"d{version}", learner_step=step
+            )
         )
         if saved:
             directory = self.layout.checkpoint_dir(step)
             directory.mkdir(exist_ok=True)
             self.catalog.record_checkpoint(
-                learner_step=step, path=self.layout.relative(directory), version=version
+                CheckpointRecord(
+                    learner_step=step, path=self.layout.relative(directory), version=version
+                )
             )
             self.model.checkpoints.append(step)
             self.model.kept.add(step)

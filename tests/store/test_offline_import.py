@@ -24,6 +24,7 @@ from store import (
     FormatError,
     RunLayout,
     StoreError,
+    VersionRecord,
     export,
     read_segments,
     trained_step,
@@ -71,7 +72,9 @@ def make_source(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout
         play(
             layout,
             catalog,
-            catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=0),
+            catalog.open_group(
+                ordinal=0, task_id="h", split="heldout", size=1, evaluated_version=0
+            ),
         )
         export(catalog, layout)
     return layout
@@ -523,7 +526,7 @@ def test_a_task_of_a_stored_group_that_is_held_out_here_is_an_overlap(
 ) -> None:
     for ordinal, task in enumerate(("h", "task-1")):
         catalog.open_group(
-            ordinal=ordinal, task_id=task, split="heldout", size=1, purpose_version=0
+            ordinal=ordinal, task_id=task, split="heldout", size=1, evaluated_version=0
         )
     export(catalog, target)
     assert ask(target, "FROM task_overlap") == [("task-1",)]
@@ -535,7 +538,12 @@ def test_retention_and_compaction_leave_them_to_be_used(
     learn(catalog, 1)
     for version in range(9):
         catalog.record_version(
-            version=version, path=f"weights/v{version}", digest="d", learner_step=version or None
+            VersionRecord(
+                version=version,
+                path=f"weights/v{version}",
+                digest="d",
+                learner_step=version or None,
+            )
         )
     assert expire_old(catalog, target, keep_days=None, keep_versions=1) == ()
     assert expire_old(catalog, target, keep_days=1e-9, keep_versions=None) == ()
@@ -619,6 +627,8 @@ def test_a_mixed_batch_is_told_afterwards_as_it_was_claimed(
         (True, 2),
         (True, 0),
     ]
-    catalog.record_version(version=VERSION_HERE + 1, path="weights/v4", digest="d4", learner_step=2)
+    catalog.record_version(
+        VersionRecord(version=VERSION_HERE + 1, path="weights/v4", digest="d4", learner_step=2)
+    )
     catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=VERSION_HERE)
     assert trained_step(target, 2).batch.groups == batch.groups

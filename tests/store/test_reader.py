@@ -26,6 +26,7 @@ from store import (
     LockedError,
     RunLayout,
     StoreError,
+    VersionRecord,
     check_unowned,
     export,
     write_open_sql,
@@ -43,6 +44,8 @@ VIEWS = [
     "steps",
     "trajectories",
     "groups",
+    "newest_round",
+    "newest_results",
     "tasks",
     "anchor_groups",
     "lineage",
@@ -55,6 +58,7 @@ VIEWS = [
     "unfinished",
     "components",
     "events",
+    "weight_loads",
     "staleness_violations",
     "task_overlap",
     "generation_overlap",
@@ -74,7 +78,9 @@ def full(layout: RunLayout) -> RunLayout:
     complete.
     """
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v000000", digest="d0", learner_step=None)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v000000", digest="d0", learner_step=None)
+        )
         for ordinal in range(2):
             play(layout, catalog, open_train_group(catalog, ordinal), version=ordinal)
         batch = catalog.claim(n_groups=1, current_version=1, max_staleness=1)
@@ -106,6 +112,42 @@ def test_every_view_is_typed_and_empty_before_the_first_commit(
     layout: RunLayout, view: str
 ) -> None:
     assert query(layout, f"SELECT count(*) FROM {view}") == [(0,)]
+
+
+def test_the_newest_round_may_be_unplayed_its_results_are_of_the_last_with_a_whole_group(
+    layout: RunLayout,
+) -> None:
+    with Catalog.open(layout) as catalog:
+        for version, ordinal, is_played in ((0, 0, True), (2, 0, True), (2, 1, False)):
+            group = catalog.open_group(
+                ordinal=ordinal,
+                task_id=f"h{ordinal}",
+                split="heldout",
+                size=1,
+                evaluated_version=version,
+            )
+            if is_played:
+                play(layout, catalog, group)
+        play(layout, catalog, open_train_group(catalog, 0))
+        export(catalog, layout)
+        newest = "SELECT evaluated_version, ordinal FROM {} ORDER BY ALL"
+        assert query(layout, newest.format("newest_round")) == [(2, 0), (2, 1)]
+        assert query(layout, newest.format("newest_results")) == [(2, 0)]
+        catalog.open_group(ordinal=0, task_id="h0", split="heldout", size=1, evaluated_version=4)
+        export(catalog, layout)
+    assert query(layout, newest.format("newest_round")) == [(4, 0)]
+    assert query(layout, newest.format("newest_results")) == [(2, 0)]
+
+
+def test_weight_loads_have_their_version_and_the_pause_in_all(layout: RunLayout) -> None:
+    load = {"version": 7, "check_ms": 100.0, "pause_ms": 1.5, "start_ms": 2.0, "update_ms": 4.0}
+    with Catalog.open(layout) as catalog:
+        for worker, detail in (("w0", json.dumps({**load, "resume_ms": 8.0})), ("w1", "{")):
+            catalog.log(component=worker, what="weights loaded", detail=detail)
+        catalog.log(component="w0", what="merged", detail='{"version": 3}')
+        export(catalog, layout)
+    loaded = "SELECT worker, version, pause_ms FROM weight_loads ORDER BY worker"
+    assert query(layout, loaded) == [("w0", 7, 15.5), ("w1", None, 0.0)]
 
 
 def test_the_views_say_what_was_committed(full: RunLayout) -> None:
@@ -156,7 +198,9 @@ def test_a_duplicate_trajectory_is_seen_once(layout: RunLayout) -> None:
 def test_a_task_in_both_splits_is_named(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
         open_train_group(catalog, 0)
-        catalog.open_group(ordinal=0, task_id="task-0", split="heldout", size=1, purpose_version=0)
+        catalog.open_group(
+            ordinal=0, task_id="task-0", split="heldout", size=1, evaluated_version=0
+        )
         export(catalog, layout)
     assert query(layout, "SELECT task_id FROM task_overlap") == [("task-0",)]
 

@@ -21,6 +21,7 @@ from store import (
     RunLayout,
     StoreError,
     UnavailableError,
+    VersionRecord,
     export,
     write_open_sql,
     write_segment,
@@ -39,7 +40,7 @@ from tests.support.store_samples import make_trajectory, open_train_group, play
 
 # Every row of the catalog, without its times of leases and heartbeats.
 RECOVERED = (
-    """SELECT group_uid, split, ordinal, task_id, size, purpose_version, state, reason, n_members,
+    """SELECT group_uid, split, ordinal, task_id, size, evaluated_version, state, reason, n_members,
               n_steps, n_won, return_sum, version_min, version_max, opened_us, opened_lsn,
               completed_us, completed_lsn, changed_lsn FROM grp""",
     "SELECT * FROM trajectory",
@@ -126,7 +127,9 @@ def test_a_closed_run_comes_back_as_it_was(layout: RunLayout, intact: RunLayout)
         catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 1
-        catalog.record_version(version=4, path="weights/v1", digest="d", learner_step=2)
+        catalog.record_version(
+            VersionRecord(version=4, path="weights/v1", digest="d", learner_step=2)
+        )
         export(catalog, layout)
     assert check(layout, level=CONTENTS) == []
 
@@ -141,7 +144,9 @@ def test_what_was_committed_after_the_backup_is_found_in_the_files(layout: RunLa
         play(
             layout,
             catalog,
-            catalog.open_group(ordinal=3, task_id="h3", split="heldout", size=1, purpose_version=4),
+            catalog.open_group(
+                ordinal=3, task_id="h3", split="heldout", size=1, evaluated_version=4
+            ),
         )
         assert catalog.claim(n_groups=1, current_version=2, max_staleness=2) is not None
         trajectories = ask(layout, "SELECT traj_uid, segment_id FROM trajectory ORDER BY traj_uid")
@@ -163,8 +168,8 @@ def test_what_was_committed_after_the_backup_is_found_in_the_files(layout: RunLa
             9: "complete",
         }
     }
-    heldout = """SELECT ordinal, purpose_version, task_id, state FROM grp WHERE split = 'heldout'
-                 ORDER BY purpose_version"""
+    heldout = """SELECT ordinal, evaluated_version, task_id, state FROM grp WHERE split = 'heldout'
+                 ORDER BY evaluated_version"""
     assert ask(layout, heldout) == [(0, 2, "h", "complete"), (3, 4, "h3", "complete")]
     assert any("4 trajectories that are newer than the backup" in line for line in report.recovered)
     assert check(layout, level=CONTENTS) == []
@@ -172,7 +177,7 @@ def test_what_was_committed_after_the_backup_is_found_in_the_files(layout: RunLa
         assert catalog.epoch > epoch
         version = catalog.latest_version()
         assert version is not None and version.version == 7  # the next one is 8
-        assert catalog.next_ordinal("train", purpose_version=None) == 10
+        assert catalog.next_ordinal("train", evaluated_version=None) == 10
 
 
 def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLayout) -> None:
@@ -180,7 +185,9 @@ def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLay
         batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
-        catalog.record_version(version=4, path="weights/v000004", digest="d4", learner_step=2)
+        catalog.record_version(
+            VersionRecord(version=4, path="weights/v000004", digest="d4", learner_step=2)
+        )
         export(catalog, layout)
     (layout.weights / "v000004").mkdir()
     layout.catalog.unlink()
@@ -194,7 +201,9 @@ def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLay
         ]
         catalog.settle(again.batch_id, learner_step=2, filtered={}, version_in=4)
         with pytest.raises(StoreError, match="not after the latest, 4"):
-            catalog.record_version(version=4, path="weights/v000004", digest="d", learner_step=2)
+            catalog.record_version(
+                VersionRecord(version=4, path="weights/v000004", digest="d", learner_step=2)
+            )
         export(catalog, layout)
     with closing(connect(layout)) as views:
         assert views.sql("SELECT count(*) FROM staleness_violations").fetchall() == [(0,)]
@@ -257,7 +266,7 @@ def test_without_a_sound_backup_the_files_alone_give_groups_and_trajectories(
     assert [file.read_bytes() for file in layout.quarantine.glob("catalog*")] == (
         [] if data is None else [data]
     )
-    query = """SELECT group_uid, split, ordinal, task_id, purpose_version, n_members, n_steps,
+    query = """SELECT group_uid, split, ordinal, task_id, evaluated_version, n_members, n_steps,
                       return_sum FROM grp"""
     assert ask(layout, query) == ask(intact, query)
     assert {

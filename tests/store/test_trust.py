@@ -161,8 +161,9 @@ def test_a_run_on_read_only_media_is_trusted_for_one_command(
 # Settings that are texts, or have texts in them, and name nothing outside of the run that would be
 # followed.
 RUN_DIR = "run_dir"  # the directory that the user gives counts
-WORDS = {  # one of a few words each, checked by configs
+WORDS = {  # one of a few words each, checked by configs, or by gigpo before a start
     *("stragglers", "model.dtype", "learner.schedule", "learner.transfer", "actors.cpu_cores"),
+    "model.lora_serving",
     *("prompt.style", "prompt.parser", "prompt.invalid"),
     "prompt.tool_parser",  # a name in vLLM's list of parsers
     *(
@@ -178,6 +179,7 @@ WORDS = {  # one of a few words each, checked by configs
     ),
     *(f"loss.{name}" for name in ("policy", "corrections", "proximal", "aggregation", "kl")),
     "loss.numbers",  # names of parts and of their numbers
+    "actors.engine",  # words without a dot, colon or slash, so no module, file or server
 }
 # of prompts, and of requests to endpoint.url, which is shown
 CONTENT = {"prompt.stop", "endpoint.model", "endpoint.body"}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.endpoint.server import Endpoint
 from actors.policy import Completion, Policy, Prompt
-from actors.rollout.episode import EpisodeIds, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules
 from configs import ActorsConfig, Config, PromptConfig
 from learner import train_tokenizer
 from store import Step
@@ -199,7 +199,7 @@ async def two_turns_over_http(policy: Policy, *, max_model_tokens: int) -> list[
     config = endpoint_config("m", max_response=12, max_model=max_model_tokens)
     endpoint = Endpoint(policy, LetterTokenizer(), config=config)
     await endpoint.start()
-    with endpoint.episode(IDS, rules()) as recording:
+    with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
         client = openai.AsyncOpenAI(
             base_url=recording.client.base_url, api_key=recording.client.api_key
         )

@@ -105,26 +105,7 @@ class FaultRun:
 
     def find(self, name: str) -> psutil.Process | None:
         """The same; None while there is none."""
-        component, _, child = name.partition(" ")
-        log = str((self.run / "logs" / f"{component}.log").resolve())
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if (
-                    process.environ().get(RUN_MARK) != str(self.run.resolve())
-                    or process.status() == psutil.STATUS_ZOMBIE
-                ):
-                    continue
-                command = " ".join(process.cmdline())
-                is_child = "envs.hosting.environment_process" in command or "EngineCore" in command
-                if not child and not is_child and os.readlink(f"/proc/{process.pid}/fd/1") == log:
-                    return process
-                wanted = {
-                    "environment": "envs.hosting.environment_process",
-                    "engine": "EngineCore",
-                }.get(child)
-                if wanted is not None and wanted in command and self._belongs(process, log):
-                    return process
-        return None
+        return find_part(self.run, name)
 
     def wait(
         self, condition: Callable[[], bool], *, what: str, within_s: float = PATIENCE_S
@@ -170,11 +151,6 @@ class FaultRun:
         """Exit code and last line."""
         code = self.process.wait(timeout=within_s)
         return code, self.said().strip().splitlines()[-1]
-
-    def _belongs(self, process: psutil.Process, log: str) -> bool:
-        # Not `process.parent()`: it compares starting times, of which psutil knows an older
-        # process's by an older clock.
-        return os.readlink(f"/proc/{process.ppid()}/fd/1") == log
 
 
 @contextlib.contextmanager
@@ -252,6 +228,28 @@ def catalog_number(run: Path, query: str) -> int:
 def trained_step(run: Path) -> int:
     """Return the newest learner step; 0 before the first."""
     return catalog_number(run, "SELECT max(learner_step) FROM batch WHERE state = 'trained'")
+
+
+def find_part(run: Path, name: str) -> psutil.Process | None:
+    """Return the living process of a run's component, named as in `FaultRun.part`, if there is one."""
+    component, _, child = name.partition(" ")
+    log = str((run / "logs" / f"{component}.log").resolve())
+    wanted = {"environment": "envs.hosting.environment_process", "engine": "EngineCore"}
+    for process in processes_of(run):
+        with contextlib.suppress(psutil.Error, OSError):
+            command = " ".join(process.cmdline())
+            is_child = any(word in command for word in wanted.values())
+            if not child and not is_child and os.readlink(f"/proc/{process.pid}/fd/1") == log:
+                return process
+            # Not `process.parent()`: it compares starting times, of which psutil knows an older
+            # process's by an older clock.
+            if (
+                child
+                and wanted[child] in command
+                and os.readlink(f"/proc/{process.ppid()}/fd/1") == log
+            ):
+                return process
+    return None
 
 
 def processes_of(run: Path) -> list[psutil.Process]:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from blake3 import blake3
 
 import configs
@@ -68,6 +69,10 @@ def open_coordinator(config: Config) -> Coordinator:
     return Coordinator(config, learns=True)
 
 
+def no_values(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    raise AssertionError("these runs have no critic")
+
+
 def loader_of(coordinator: Coordinator, *, config: Config | None = None) -> BatchLoader:
     """Return the loader of a coordinator's run, with other settings if they are given."""
     return make_loader(
@@ -75,6 +80,7 @@ def loader_of(coordinator: Coordinator, *, config: Config | None = None) -> Batc
         coordinator.layout,
         claim=coordinator.claim,
         refill=coordinator.refill,
+        values=no_values,
     )
 
 

@@ -25,9 +25,15 @@ from actors.inference.codepoint_tokenizer import codepoint_form
 from actors.policy import Completion, Prompt, ScriptedPolicy
 from actors.prompting.prompt import PromptForm
 from actors.rollout.committer import Committer
-from actors.rollout.episode import AsyncEnvironment, EpisodeIds, EpisodeRules, play_episode
+from actors.rollout.episode import (
+    AsyncEnvironment,
+    AttemptProgress,
+    EpisodeIds,
+    EpisodeRules,
+    play_episode,
+)
 from actors.rollout.runner import CALLS_PER_S, RolloutRunner
-from configs import Config
+from configs import Config, most_workers
 from coordinator import CoordinatorClient, Lease
 from envs import Environment, Observation, PendingOperations, Task, Transition
 from store import Batch, CheckpointRecord, RunLayout, Trajectory, Unfinished, VersionRecord
@@ -169,10 +175,18 @@ class SimulatedEpisodes:
 
     async def start(self) -> None: ...
 
-    async def run(self, task: Task, ids: EpisodeIds, rules: EpisodeRules) -> Trajectory:
+    async def run(
+        self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
+    ) -> Trajectory:
         environment = self._setup.environment(random.Random(self._random.getrandbits(64)))
         return await play_episode(
-            environment, self._policy, form=self._form, task=task, episode=ids, rules=rules
+            environment,
+            self._policy,
+            form=self._form,
+            task=task,
+            episode=ids,
+            rules=rules,
+            progress=progress,
         )
 
     def waiting(self) -> tuple[str, float] | None:
@@ -235,7 +249,7 @@ class SimulatedWorker:
 
     async def _send_heartbeats(self) -> None:
         """Send heartbeats as `Heartbeat` does, but fewer, for thousands of workers."""
-        every_s = max(HEARTBEAT_S, self.config.actors.workers / CALLS_PER_S)
+        every_s = max(HEARTBEAT_S, most_workers(self.config.actors) / CALLS_PER_S)
         while True:
             waiting_on, waits_s = self.runner.waiting() or (None, 0.0)
             await self.coordinator.heartbeat(waiting_on, waits_s)

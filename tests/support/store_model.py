@@ -21,6 +21,7 @@ from store import (
     RunLayout,
     Trajectory,
     TrajectoryMeta,
+    VersionRecord,
     now_us,
     uid_text,
     write_open_sql,
@@ -194,7 +195,7 @@ class Model:
             if (
                 group.state == "open"
                 and not group.is_train
-                and self.versions[group.record.purpose_version or 0] > step
+                and self.versions[group.record.evaluated_version or 0] > step
             ):
                 group.state, group.leased_by = "abandoned", None
 
@@ -283,7 +284,9 @@ def new_run(root: Path, *, max_staleness: int) -> RunLayout:
     with Catalog.open(layout) as catalog:
         for version in range(FIRST_VERSION - 2, FIRST_VERSION + 1):
             catalog.record_version(
-                version=version, path=f"weights/v{version}", digest="d", learner_step=None
+                VersionRecord(
+                    version=version, path=f"weights/v{version}", digest="d", learner_step=None
+                )
             )
     return layout
 

@@ -7,7 +7,16 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from store import Catalog, Group, RunLayout, export, write_open_sql, write_segment
+from store import (
+    Catalog,
+    CheckpointRecord,
+    Group,
+    RunLayout,
+    VersionRecord,
+    export,
+    write_open_sql,
+    write_segment,
+)
 from store.maintenance.compact import CompactionPolicy, CompactionResult, merges
 from tests.support.store_samples import (
     make_trajectory,
@@ -63,7 +72,7 @@ def make_run(root: Path) -> RunLayout:
             )
             catalog.record_metrics(learner_step=step, policy_version=2, values={"loss": step / 2})
             catalog.record_checkpoint(
-                learner_step=step, path=f"checkpoints/step{step:06d}", version=2
+                CheckpointRecord(learner_step=step, path=f"checkpoints/step{step:06d}", version=2)
             )
         publish(catalog, 3, learner_step=2)
         catalog.roll_back(1)
@@ -79,7 +88,9 @@ def make_run(root: Path) -> RunLayout:
         play(
             layout,
             catalog,
-            catalog.open_group(ordinal=0, task_id="h", split="heldout", size=1, purpose_version=2),
+            catalog.open_group(
+                ordinal=0, task_id="h", split="heldout", size=1, evaluated_version=2
+            ),
             version=2,
         )
         lost = {"why": "worker_lost", "n_steps": None, "n_response_tokens": None}
@@ -93,10 +104,12 @@ def make_run(root: Path) -> RunLayout:
 
 def publish(catalog: Catalog, version: int, *, learner_step: int | None) -> None:
     catalog.record_version(
-        version=version,
-        path=f"weights/v{version}",
-        digest=f"d{version}",
-        learner_step=learner_step,
+        VersionRecord(
+            version=version,
+            path=f"weights/v{version}",
+            digest=f"d{version}",
+            learner_step=learner_step,
+        )
     )
 
 

@@ -88,20 +88,20 @@ def make_trajectory(group: Group, member: int, *, version: int = 0, n_steps: int
 def open_train_group(catalog: Catalog, ordinal: int | None, *, size: int = 2) -> Group:
     """The group of this ordinal, by default the next one."""
     if ordinal is None:
-        ordinal = catalog.next_ordinal("train", purpose_version=None)
+        ordinal = catalog.next_ordinal("train", evaluated_version=None)
     return catalog.open_group(
-        ordinal=ordinal, task_id=f"task-{ordinal}", split="train", size=size, purpose_version=None
+        ordinal=ordinal, task_id=f"task-{ordinal}", split="train", size=size, evaluated_version=None
     )
 
 
 def open_task_group(catalog: Catalog, task_id: str, *, size: int = 2) -> Group:
     """The next training group, of this task."""
     return catalog.open_group(
-        ordinal=catalog.next_ordinal("train", purpose_version=None),
+        ordinal=catalog.next_ordinal("train", evaluated_version=None),
         task_id=task_id,
         split="train",
         size=size,
-        purpose_version=None,
+        evaluated_version=None,
     )
 
 

@@ -11,7 +11,7 @@ task.py        one task under successive versions
 what_if.py     advantages under other settings
 staleness.py   learner steps against policy versions
 lineage.py     from a row to its file, weights, learner step and checkpoint, and back
-timeline.py    who works and who waits, over time
+timeline.py    who works and who waits, over time; its queries are in timeline_*.sql
 compare.py     two runs
 sql.py         any SELECT
 """

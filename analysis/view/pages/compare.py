@@ -68,16 +68,14 @@ WITH recent AS (
     SELECT DISTINCT group_uid FROM lineage WHERE batch_state = 'trained' AND live
       AND learner_step > (SELECT max(learner_step) FROM lineage
                           WHERE batch_state = 'trained' AND live) - $steps),
-newest AS (
-    SELECT max(purpose_version) AS version FROM groups
-    WHERE split = 'heldout' AND state = 'complete')
+played AS (
+    FROM groups WHERE split = 'train' AND n_members > 0
+      AND group_uid IN (SELECT group_uid FROM recent)
+    UNION ALL
+    FROM newest_results)
 SELECT split, split_part(regexp_replace(task_id, '^[a-z_]+/', ''), '-', 1) AS kind, task_id,
        sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played
-FROM groups
-WHERE n_members > 0 AND (
-    split = 'train' AND group_uid IN (SELECT group_uid FROM recent)
-    OR split = 'heldout' AND state = 'complete' AND purpose_version = (FROM newest))
-GROUP BY ALL ORDER BY ALL
+FROM played GROUP BY ALL ORDER BY ALL
 """
 TASKS = """
 SELECT task_id, split, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played

@@ -62,13 +62,13 @@ heldout AS (
     WHERE name = 'heldout/success'
     QUALIFY row_number() OVER (PARTITION BY learner_step ORDER BY policy_version DESC) = 1),
 tasks AS (
-    SELECT purpose_version, task_id, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played
+    SELECT evaluated_version, task_id, sum(n_won)::BIGINT AS won, sum(n_members)::BIGINT AS played
     FROM groups WHERE split = 'heldout' AND state = 'complete' AND n_members > 0 GROUP BY ALL),
 rounds AS (
-    SELECT purpose_version AS policy_version,
+    SELECT evaluated_version AS policy_version,
            list({'task_id': task_id, 'won': won, 'played': played} ORDER BY task_id)
                AS heldout_tasks
-    FROM tasks GROUP BY purpose_version)
+    FROM tasks GROUP BY evaluated_version)
 SELECT learner_step, success, greatest(0, success - $z * error) AS low,
        least(1, success + $z * error) AS high, episodes, heldout, heldout_tasks
 FROM batches FULL JOIN (FROM heldout LEFT JOIN rounds USING (policy_version)) USING (learner_step)

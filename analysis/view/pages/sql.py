@@ -24,7 +24,7 @@ FROM trajectories WHERE split = 'train' GROUP BY 1 ORDER BY 1""",
     ),
     (
         "Success on held-out tasks",
-        """SELECT purpose_version AS version, sum(n_won) / sum(n_members) AS success,
+        """SELECT evaluated_version AS version, sum(n_won) / sum(n_members) AS success,
        sum(n_members) AS episodes
 FROM groups WHERE split = 'heldout' AND state = 'complete' GROUP BY 1 ORDER BY 1""",
     ),

@@ -6,10 +6,10 @@ these spare the other files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +30,7 @@ from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.sql_text import fill
 from analysis.view.text import plain
+from analysis.view.timeline_trace import to_trace
 
 WINDOW_S = 120  # unless the address says more
 MOST_S = 3600
@@ -64,170 +65,21 @@ FROM groups LEFT JOIN given_up USING (group_uid)
 WHERE split <> 'imported' AND opened_at < $end::TIMESTAMP
   AND coalesce(completed_at, left_at, 'infinity'::TIMESTAMP) > $begin::TIMESTAMP
 """
-REQUESTS = """
-WITH requests AS (
-    SELECT traj_uid, group_uid, step_index, split, task_id, version_min AS version,
-           epoch_us(t_start) AS begin_us, epoch_us(t_start) + gen_us AS answered_us,
-           epoch_us(t_start) + gen_us + env_us AS end_us
-    FROM steps
-    WHERE version_min >= $oldest AND version_max <= $newest AND split <> 'imported'
-      AND t_start < $reach_end::TIMESTAMP
-      AND t_start + to_microseconds(gen_us + env_us) > $reach_begin::TIMESTAMP),
-bounds AS (
-    SELECT epoch_us($begin::TIMESTAMP) AS low_us, epoch_us($end::TIMESTAMP) AS high_us),
-batches AS (
-    SELECT learner_step, min(epoch_us(claimed_at)) AS claimed_us,
-           max(epoch_us(trained_at)) AS trained_us, count(*) AS n_groups
-    FROM lineage WHERE batch_state = 'trained' AND live
-      AND claimed_at < $reach_end::TIMESTAMP + INTERVAL 1 HOUR
-      AND trained_at > $reach_begin::TIMESTAMP - INTERVAL 1 HOUR
-    GROUP BY learner_step)
-"""
-SLICES = """,
-in_order AS (
-    SELECT *, lag(trained_us) OVER (ORDER BY learner_step) AS before_us FROM batches),
-times AS (
-    SELECT learner_step, name, value * 1e6 AS value_us FROM metrics
-    WHERE name IN ('time/publish_s', 'time/checkpoint_s')
-      AND learner_step BETWEEN (SELECT min(learner_step) FROM batches)
-                           AND (SELECT max(learner_step) + 1 FROM batches)),
-loads AS (
-    SELECT component, epoch_us(logged_at) AS end_us,
-           regexp_extract(detail, '"version": ([0-9]{1,15})', 1) AS version,
-           list_sum(list_transform(
-               ['pause', 'start', 'update', 'finish', 'resume'],
-               lambda phase: coalesce(try_cast(regexp_extract(
-                   detail, '"' || phase || '_ms": ([0-9.]{1,15})', 1) AS DOUBLE), 0))) * 1e3
-               AS pause_us
-    FROM events WHERE what = 'weights loaded'
-      AND logged_at BETWEEN $begin::TIMESTAMP AND $end::TIMESTAMP + INTERVAL 1 MINUTE),
-slices AS (
-    SELECT 'learner' AS lane, 'trains' AS what, learner_step,
-           greatest(claimed_us, coalesce(before_us, claimed_us)) AS begin_us,
-           trained_us AS end_us, n_groups || ' groups' AS detail FROM in_order
-    UNION ALL BY NAME
-    SELECT 'learner' AS lane, 'waits' AS what, learner_step, before_us AS begin_us,
-           claimed_us AS end_us, 'for groups' AS detail
-    FROM in_order WHERE claimed_us > before_us
-    UNION ALL BY NAME
-    SELECT 'publishing' AS lane, 'publishes' AS what, v.learner_step,
-           epoch_us(published_at) - coalesce(t.value_us, 0)::BIGINT AS begin_us,
-           epoch_us(published_at) AS end_us, 'version ' || version AS detail
-    FROM versions AS v LEFT JOIN times AS t
-      ON t.learner_step = v.learner_step AND t.name = 'time/publish_s'
-    UNION ALL BY NAME
-    SELECT 'checkpoints' AS lane, 'saves' AS what, c.learner_step,
-           least(coalesce(b.trained_us, epoch_us(saved_at)), epoch_us(saved_at)) AS begin_us,
-           greatest(epoch_us(saved_at), begin_us + coalesce(t.value_us, 0)::BIGINT) AS end_us,
-           path AS detail
-    FROM checkpoints AS c LEFT JOIN batches AS b USING (learner_step)
-    LEFT JOIN times AS t
-      ON t.learner_step = c.learner_step + 1 AND t.name = 'time/checkpoint_s'
-    WHERE c.live
-    UNION ALL BY NAME
-    SELECT component AS lane, 'pauses' AS what, (end_us - pause_us)::BIGINT AS begin_us, end_us,
-           'loads version ' || version AS detail FROM loads
-    UNION ALL BY NAME
-    SELECT 'evaluation' AS lane, 'evaluates' AS what, min(epoch_us(opened_at)) AS begin_us,
-           max(epoch_us(coalesce(completed_at, $end::TIMESTAMP))) AS end_us,
-           'version ' || purpose_version AS detail
-    FROM groups WHERE split = 'heldout' GROUP BY purpose_version
-    UNION ALL BY NAME
-    SELECT 'events' AS lane, what, epoch_us(logged_at) AS begin_us,
-           epoch_us(logged_at) AS end_us, component || ': ' || left(detail, 200) AS detail
-    FROM events WHERE what <> 'weights loaded')
-"""
-LANES = (
-    REQUESTS
-    + SLICES
-    + """,
-phases AS (
-    SELECT 'engine' AS lane, split, begin_us, answered_us AS end_us FROM requests
-    UNION ALL
-    SELECT 'environments', split, answered_us, end_us FROM requests),
-cut AS (
-    SELECT lane, split, greatest(begin_us, low_us) AS begin_us, least(end_us, high_us) AS end_us,
-           low_us, (high_us - low_us) / $bins AS width
-    FROM phases, bounds WHERE begin_us < high_us AND end_us > low_us),
-spread AS (
-    SELECT *, unnest(range(floor((begin_us - low_us) / width)::BIGINT,
-                           least($bins, ceil((end_us - low_us) / width))::BIGINT)) AS bin
-    FROM cut)
-SELECT lane, split AS what, NULL::BIGINT AS learner_step,
-       (any_value(low_us) + bin * any_value(width))::BIGINT AS begin_us,
-       (any_value(low_us) + (bin + 1) * any_value(width))::BIGINT AS end_us,
-       sum(least(end_us, low_us + (bin + 1) * width) - greatest(begin_us, low_us + bin * width))
-           / any_value(width) AS at_once, NULL AS detail
-FROM spread GROUP BY lane, split, bin
-UNION ALL BY NAME
-SELECT s.* FROM slices AS s, bounds WHERE s.begin_us < high_us AND s.end_us >= low_us
-ORDER BY lane, begin_us, what
-"""
-)
-# The view generation_overlap for this window's requests and learner steps, and for the window
-# itself (a span without a learner step): each interval adds what the ones before have not covered.
-OVERLAP = (
-    REQUESTS
-    + """,
-phases AS (
-    SELECT 'engine' AS lane, begin_us, answered_us AS end_us FROM requests
-    UNION ALL
-    SELECT 'environments', answered_us, end_us FROM requests),
-spans AS (
-    SELECT learner_step, n_groups, claimed_us AS from_us, trained_us AS until_us
-    FROM batches, bounds WHERE claimed_us < high_us AND trained_us > low_us
-    UNION ALL
-    SELECT NULL, NULL, low_us, high_us FROM bounds),
-beside AS (
-    SELECT s.*, p.*, max(p.end_us) OVER (
-               PARTITION BY learner_step, lane ORDER BY p.begin_us
-               ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS covered_us
-    FROM spans AS s LEFT JOIN phases AS p ON p.begin_us < s.until_us AND p.end_us > s.from_us),
-added AS (
-    SELECT *, greatest(0, least(end_us, until_us) - greatest(begin_us, from_us, covered_us))
-        AS added_us FROM beside),
-shares AS (
-    SELECT learner_step, n_groups, from_us, (until_us - from_us) / 1e6 AS span_s,
-           coalesce(sum(added_us) FILTER (lane = 'engine'), 0) / (until_us - from_us) AS engine,
-           coalesce(sum(added_us) FILTER (lane = 'environments'), 0) / (until_us - from_us)
-               AS environments
-    FROM added GROUP BY learner_step, n_groups, from_us, until_us)
-SELECT s.learner_step, make_timestamp(s.from_us) AS claimed_at, s.span_s AS training_s,
-       s.engine AS overlap, s.n_groups AS groups,
-       sum(s.engine * s.span_s) OVER () / sum(s.span_s) OVER () AS overlap_of_all,
-       w.engine, w.environments
-FROM shares AS w LEFT JOIN shares AS s ON s.learner_step IS NOT NULL
-WHERE w.learner_step IS NULL ORDER BY s.learner_step DESC
-"""
-)
-TRACED = (
-    REQUESTS
-    + SLICES
-    + """,
-following AS (
-    SELECT *, lead(begin_us) OVER (PARTITION BY traj_uid ORDER BY begin_us, step_index) AS next_us
-    FROM requests),
-traced AS (
-    SELECT lane, 'all' AS thread, what, begin_us, end_us, learner_step, detail FROM slices
-    UNION ALL BY NAME
-    SELECT 'episodes' AS lane, traj_uid::VARCHAR AS thread, 'generates' AS what, begin_us,
-           least(answered_us, coalesce(next_us, answered_us)) AS end_us,
-           'step ' || step_index || ' of ' || left(task_id, 200) || ', version ' || version
-               AS detail
-    FROM following
-    UNION ALL BY NAME
-    SELECT 'episodes' AS lane, traj_uid::VARCHAR AS thread, 'environment' AS what,
-           least(answered_us, coalesce(next_us, answered_us)) AS begin_us,
-           least(end_us, coalesce(next_us, end_us)) AS end_us,
-           'step ' || step_index || ' of ' || left(task_id, 200) AS detail
-    FROM following)
-SELECT make_timestamp(begin_us) AS begin_at, greatest(0, end_us - begin_us) / 1e3 AS duration_ms,
-       lane, thread, what, detail, learner_step, begin_us,
-       greatest(0, end_us - begin_us) AS duration_us
-FROM traced, bounds WHERE begin_us < high_us AND end_us >= low_us
-ORDER BY begin_us, duration_us DESC, lane, thread, what LIMIT $slices
-"""
-)
+
+
+def _query(*names: str) -> str:
+    """Return the tables of these files beside this one as one query.
+
+    Each file is a list of tables for a WITH. The last one also has the SELECT.
+    """
+    return "WITH " + ",\n".join(
+        Path(__file__).with_name(f"timeline_{name}.sql").read_text().rstrip() for name in names
+    )
+
+
+LANES = _query("requests", "slices", "lanes")
+OVERLAP = _query("requests", "overlap")
+TRACED = _query("requests", "slices", "trace")
 FIRST_LANES = ("learner", "publishing", "checkpoints", "evaluation", "engine", "environments")
 COUNTED_LANES = ("engine", "environments")  # their height says how many ran at once
 AXIS_PX, LANE_PX = 70, 46  # heights
@@ -488,46 +340,6 @@ def show_slices(asked: PageRequest, table: pa.Table) -> Markup:
         links={"what": address},
         hidden=("thread", "begin_us", "duration_us", "learner_step"),
     )
-
-
-def to_trace(table: pa.Table) -> bytes:
-    """Return the slices as Chrome trace events: a process for each lane, a thread for an episode.
-
-    Every event has a name, ph, ts, dur, pid and tid, and they are sorted by time. Times are in us.
-    """
-    rows = table.to_pylist()
-    pids: dict[str, int] = {}
-    tids: dict[tuple[str, str], int] = {}
-    for row in rows:
-        pids.setdefault(row["lane"], len(pids) + 1)
-        tids.setdefault((row["lane"], row["thread"]), len(tids) + 1)
-    names = [("process_name", pid, 0, lane) for lane, pid in pids.items()]
-    names += [("thread_name", pids[lane], tid, thread) for (lane, thread), tid in tids.items()]
-    events: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "ph": "M",
-            "ts": 0,
-            "dur": 0,
-            "pid": pid,
-            "tid": tid,
-            "args": {"name": plain(text)},
-        }
-        for name, pid, tid, text in names
-    ]
-    events += [
-        {
-            "name": plain(row["what"]),
-            "ph": "X",
-            "ts": row["begin_us"],
-            "dur": row["duration_us"],
-            "pid": pids[row["lane"]],
-            "tid": tids[row["lane"], row["thread"]],
-            "args": {"detail": plain(row["detail"] or "", at_most=300)},
-        }
-        for row in rows
-    ]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
 
 
 def _form(

@@ -13,9 +13,11 @@ from starlette.testclient import TestClient
 from analysis.view.server import make_app
 from store import (
     Catalog,
+    CheckpointRecord,
     Group,
     RunLayout,
     Trajectory,
+    VersionRecord,
     export,
     open_run,
     write_open_sql,
@@ -63,13 +65,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     layout = RunLayout.create(tmp_path_factory.mktemp("runs") / "run", config_yaml="")
     write_open_sql(layout, macros=(), max_staleness=1)
     with Catalog.open(layout) as catalog:
-        catalog.record_version(version=0, path="weights/v0", digest="d0", learner_step=None)
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v0", digest="d0", learner_step=None)
+        )
         for ordinal, version in enumerate((0, 0, 0, 1, 0, 0)):
             if ordinal == 3:
                 consume(catalog, step=1, n_groups=2)
             task = HOSTILE if ordinal == 3 else f"task-{ordinal}"
             group = catalog.open_group(
-                ordinal=ordinal, task_id=task, split="train", size=2, purpose_version=None
+                ordinal=ordinal, task_id=task, split="train", size=2, evaluated_version=None
             )
             begin_us = opened_us(catalog, layout, group)
             played = [
@@ -81,7 +85,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
             )
         consume(catalog, step=2, n_groups=2)
         assert catalog.claim(n_groups=2, current_version=2, max_staleness=1) is None
-        catalog.record_checkpoint(learner_step=2, path="checkpoints/step000002", version=2)
+        catalog.record_checkpoint(
+            CheckpointRecord(learner_step=2, path="checkpoints/step000002", version=2)
+        )
         catalog.log(component="worker-0", what=HOSTILE, detail=HOSTILE)
         export(catalog, layout)
     return layout
@@ -98,7 +104,7 @@ def consume(catalog: Catalog, *, step: int, n_groups: int) -> None:
     batch = catalog.claim(n_groups=n_groups, current_version=step - 1, max_staleness=1)
     assert batch is not None
     catalog.record_version(
-        version=step, path=f"weights/v{step}", digest=f"d{step}", learner_step=step
+        VersionRecord(version=step, path=f"weights/v{step}", digest=f"d{step}", learner_step=step)
     )
     catalog.settle(batch.batch_id, learner_step=step, filtered={}, version_in=step - 1)
 

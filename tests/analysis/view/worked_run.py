@@ -30,6 +30,7 @@ from store import (
     RunLayout,
     StepImage,
     Trajectory,
+    VersionRecord,
     export,
     state_hash,
     write_open_sql,
@@ -68,10 +69,12 @@ def make_worked_run(root: Path) -> RunLayout:
         write_open_sql(layout, macros=[advantages_macro(SETTINGS)], max_staleness=4)
         for version in range(4):
             catalog.record_version(
-                version=version,
-                path=f"weights/v{version}",
-                digest=f"d{version}",
-                learner_step=version or None,
+                VersionRecord(
+                    version=version,
+                    path=f"weights/v{version}",
+                    digest=f"d{version}",
+                    learner_step=version or None,
+                )
             )
         play(layout, catalog, "maze", [WON, WON, BACK, DUST], version=1)
         play(layout, catalog, "cave", [CAVE], version=2)

@@ -1,13 +1,13 @@
-"""Know the home of a run whose files are in a storage: the one directory that goes on with it.
+"""Know the primary directory of a run whose files are in a storage: only there the run goes on.
 
-    take(root, storage)         # by who makes the run
-    with taken(root, storage):  # by who brings it to an empty disk
-    check(root, uri)            # by who is about to own the run, and by its owner again and again
+    take(root, storage)         # while the run is made
+    with taken(root, storage):  # while the run is brought to an empty disk
+    check(root, uri)            # before a process owns the run, and by its owner again and again
 
-HOME has the same token in the directory and in the storage. Who brings the run to another disk
-writes a new one. The owner on the old disk, if it is alive or comes back, finds that and stops:
-otherwise two histories of one run would be written over one another. A copy of the directory that
-somebody makes has the token too.
+PRIMARY has the same token in the directory and in the storage. Bringing the run to another disk
+writes a new token. An owner on the old disk that is alive, or comes back, finds that and stops.
+Otherwise two histories of one run would be written over one another. A copy of the directory has
+the token too.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from store.storage import Storage, open_storage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes
 
-HOME = "home.json"
+PRIMARY = "primary.json"
 SHOWN_CHARACTERS = 200  # of a text that another machine wrote
 
 
 def take(root: Path, storage: Storage) -> None:
-    """Make `root` the home, and no other directory any longer. Raises StoreError."""
+    """Make `root` the primary directory, and no other any longer. Raises StoreError."""
     content = {"token": uuid.uuid4().hex, "where": f"{root} on {socket.gethostname()}"}
     data = json.dumps(content).encode()
-    # Killed in between, the directory is no home, and the run is brought there again.
-    write_atomically(root / HOME, data, mode=READ_ONLY, beneath=root)
-    storage.write(HOME, data)
+    # Killed in between, the directory is not the primary one, and the run is brought there again.
+    write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
+    storage.write(PRIMARY, data)
 
 
 @contextmanager
 def taken(root: Path, storage: Storage) -> Iterator[None]:
-    """Make `root` the home. If the block fails, make the one before it the home again.
+    """Make `root` the primary directory. If the block fails, restore the one before it.
 
-    Raises StoreError. `root` stays the home if the storage does not answer then.
+    Raises StoreError. `root` stays the primary directory if the storage does not answer then.
     """
     before = _there(storage)
     try:
@@ -53,16 +53,16 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
         with suppress(OSError, StoreError):
             if _there(storage) == _here(root):  # and no third directory is by now
                 if before is None:
-                    storage.remove(HOME)
+                    storage.remove(PRIMARY)
                 else:
-                    storage.write(HOME, before)
+                    storage.write(PRIMARY, before)
         raise
 
 
 def check(root: Path, uri: str) -> None:
-    """Raise FencedError if another directory is the home of the run at `uri` by now.
+    """Raise FencedError if the run at `uri` has another primary directory by now.
 
-    A run that was made before there were homes has none. Raises UnavailableError.
+    A storage without PRIMARY refuses no directory. Raises UnavailableError.
     """
     there = _there(open_storage(uri))
     if there is not None and there != _here(root):
@@ -74,9 +74,9 @@ def check(root: Path, uri: str) -> None:
 
 
 def _there(storage: Storage) -> bytes | None:
-    """Return HOME of the storage, None if it has none. Raises UnavailableError."""
+    """Return PRIMARY of the storage, None if it has none. Raises UnavailableError."""
     try:
-        data: bytes = storage.read(HOME, at_most=MAX_TEXT_BYTES).to_pybytes()
+        data: bytes = storage.read(PRIMARY, at_most=MAX_TEXT_BYTES).to_pybytes()
     except UnavailableError:
         raise
     except StoreError:
@@ -86,7 +86,7 @@ def _there(storage: Storage) -> bytes | None:
 
 def _here(root: Path) -> bytes:
     try:
-        return read_bytes(root / HOME, root=root, at_most=MAX_TEXT_BYTES)
+        return read_bytes(root / PRIMARY, root=root, at_most=MAX_TEXT_BYTES)
     except FileNotFoundError:
         return b""
 

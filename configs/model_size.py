@@ -1,0 +1,123 @@
+"""Return the sizes of the models of a run: parameters, and the shape of their layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.check import ConfigError
+from configs.schema import Config
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of a language model's layers."""
+
+    layers: int
+    hidden: int
+    key_values: int  # heads of keys times their size
+    feed_forward: int
+    vocabulary: int
+
+
+# Of models that may not be downloaded yet, from their config.json on the Hugging Face Hub.
+SHAPES = {
+    "SmolLM2-135M": Shape(
+        layers=30, hidden=576, key_values=192, feed_forward=1536, vocabulary=49_152
+    ),
+    "Qwen2.5-1.5B": Shape(
+        layers=28, hidden=1536, key_values=256, feed_forward=8960, vocabulary=151_936
+    ),
+    "Qwen2.5-3B": Shape(
+        layers=36, hidden=2048, key_values=256, feed_forward=11_008, vocabulary=151_936
+    ),
+    "Qwen2.5-VL-3B": Shape(
+        layers=36, hidden=2048, key_values=256, feed_forward=11_008, vocabulary=151_936
+    ),
+    "Qwen2.5-7B": Shape(
+        layers=28, hidden=3584, key_values=512, feed_forward=18_944, vocabulary=152_064
+    ),
+}
+
+
+def model_shape(config: Config) -> Shape:
+    """Return the sizes of the policy, from its directory or by its name. Raises ConfigError."""
+    if not config.model.path:
+        tiny = config.model.tiny
+        return Shape(
+            layers=tiny.layers,
+            hidden=tiny.hidden_size,
+            key_values=tiny.hidden_size,
+            feed_forward=2 * tiny.hidden_size,
+            vocabulary=tiny.vocabulary_size,
+        )
+    file = Path(config.model.path) / "config.json"
+    if file.is_file():
+        return _shape_in(file)
+    names = [name for name in SHAPES if name in config.model.path]
+    if not names:
+        raise ConfigError(
+            f"model.path={config.model.path!r} is no local directory, and --plan knows the sizes "
+            f"of {', '.join(SHAPES)} only; download it, and give its directory"
+        )
+    return SHAPES[max(names, key=len)]
+
+
+def known_shape(config: Config) -> Shape | None:
+    """Return the sizes of the policy, or None for a model whose sizes are unknown."""
+    try:
+        return model_shape(config)
+    except ConfigError:
+        return None
+
+
+def _shape_in(file: Path) -> Shape:
+    """Return the sizes in a config.json; a vision model has its text model's in `text_config`."""
+    try:
+        content = json.loads(file.read_text())
+        sizes = content.get("text_config", content)
+        heads = int(sizes["num_attention_heads"])
+        hidden = int(sizes["hidden_size"])
+        head = int(sizes.get("head_dim") or hidden // heads)
+        return Shape(
+            layers=int(sizes["num_hidden_layers"]),
+            hidden=hidden,
+            key_values=int(sizes.get("num_key_value_heads") or heads) * head,
+            feed_forward=int(sizes["intermediate_size"]),
+            vocabulary=int(sizes["vocab_size"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} does not say the sizes of the model ({type(error).__name__}: {error!s:.80}); "
+            "--plan needs them"
+        ) from error
+
+
+def model_billions(config: Config) -> float:
+    """Return the billions of parameters, counted from a local directory or read from the name."""
+    if not config.model.path:
+        tiny = config.model.tiny
+        # four square matrices of the attention, three of the feed-forward layer twice as large
+        layer_parameters = 10 * tiny.hidden_size**2
+        return (tiny.vocabulary_size * tiny.hidden_size + tiny.layers * layer_parameters) / 1e9
+    directory = Path(config.model.path)
+    if directory.is_dir():
+        return billions_in(directory)
+    named = re.search(r"(\d+(?:\.\d+)?)([bm])\b", config.model.path, re.IGNORECASE)
+    if not named:
+        raise ConfigError(
+            f"model.path={config.model.path!r} is no local directory and its name does not say its "
+            "size (like '1.5B')"
+        )
+    return float(named.group(1)) * (1.0 if named.group(2).lower() == "b" else 1e-3)
+
+
+def billions_in(directory: Path) -> float:
+    content = json.loads((directory / "config.json").read_text())
+    dtype = str(content.get("dtype", content.get("torch_dtype", "bfloat16")))  # the older name
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return size / BYTES.get(dtype, 2) / 1e9
