@@ -260,7 +260,7 @@ def _group(device_type: str, store: dist.Store, *, rank: int, size: int, host: s
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = LIBRARY_TIMEOUT
         return dist.ProcessGroupGloo(store, rank, size, options)
-    nccl: Any = vars(dist)["ProcessGroupNCCL"]  # absent from a CPU build
+    nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = LIBRARY_TIMEOUT
     options.config.max_ctas = MAX_CTAS
