@@ -1,4 +1,4 @@
-"""Read from Ray which nodes of a joined cluster are about to leave it, and which have left.
+"""Read from Ray which nodes of a joined cluster are about to leave it.
 
 Ray marks a node as draining when its `ray start --block` gets a SIGTERM, by `ray drain-node`, and
 when an autoscaler takes the node back. It starts nothing there any more, but tells no actor.
@@ -18,7 +18,6 @@ from driver.cluster import is_joined
 LONGEST_GRACE_S = 20.0  # of episodes in play; also where Ray names no deadline
 # End of the notice in which a worker commits, hands back its leases and closes its engine.
 RESERVED_S = 10.0
-LEARNED_WITHIN_S, POLL_S = 3.0, 0.2
 
 
 def draining_nodes() -> Mapping[str, float]:
@@ -41,18 +40,3 @@ def node_of(handle: Any) -> str:
     # the public call needs Ray's dashboard
     state = ray._private.state.actors(handle._actor_id.hex())
     return str(state["Address"]["NodeID"]) if state.get("Pid") else ""
-
-
-def has_left(node: str) -> bool:
-    """Return whether a node of this cluster is gone, of which a process was just lost.
-
-    Ray may know of the process before it knows of its node, so this waits for LEARNED_WITHIN_S.
-    """
-    deadline_s = time.monotonic() + LEARNED_WITHIN_S
-    while node:
-        if not any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
-            return True
-        if time.monotonic() >= deadline_s:
-            break
-        time.sleep(POLL_S)
-    return False

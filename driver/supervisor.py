@@ -39,7 +39,7 @@ from driver.cluster import is_joined
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.health import HealthMonitor, Restarts
 from driver.interrupt import hold_interrupts
-from driver.nodes import draining_nodes, has_left, node_of
+from driver.nodes import draining_nodes, node_of
 from driver.processes import LEARNER, CoordinatorProcess, ManagedProcess
 from driver.progress import said_while
 from driver.run_control import wanted_workers
@@ -286,7 +286,7 @@ class Supervisor:
             return
         processes.kill(process)
         self.processes.pop(process.name, None)
-        if process.node in self._drained or has_left(process.node):
+        if process.node in self._drained:
             self._remove(process.name, f"{why}; its node left the cluster")
             self._notice(
                 "started again",

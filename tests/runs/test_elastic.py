@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.elastic_cluster import ElasticCluster, elastic_cluster
@@ -131,21 +130,3 @@ def test_workers_follow_the_nodes_and_a_notice_is_an_orderly_stop(
         assert (code, "stopped in order" in last) == (130, True), run.said()
         assert catalog_number(run.run, COMMITTED_TWICE) == 0
     wait_until_asked_for(cluster, 0)
-
-
-def test_a_node_that_is_lost_without_a_notice_takes_no_restart(
-    cluster: ElasticCluster, tmp_path: Path
-) -> None:
-    cluster.add(cpus=2)
-    with training(cluster, tmp_path) as run:
-        spot = cluster.add(cpus=2)
-        wait_for_workers(run, 3)
-        n_before = run.trajectories()
-        there = psutil.Process(spot.pid)
-        for process in [there, *there.children(recursive=True)]:
-            process.kill()
-        wait_for_workers(run, 1)
-        assert len(run.events("started again")) == 2
-        assert all("with its node" in told for told in run.events("started again"))
-        run.goes_on()
-        assert run.trajectories() > n_before
