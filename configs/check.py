@@ -72,6 +72,7 @@ MAY_BE_ZERO = {
 }
 COUNTS_OF_GROUPS = ("algorithm.group_size", "algorithm.refill_groups")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+MAX_WIN_REWARD = 1e6
 LAST_PORT = 65535
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 TEMPLATES = (  # the files in actors/templates
@@ -221,6 +222,11 @@ def _check_numbers(config: Config) -> None:
             raise ConfigError(f"{key}={number} is below 0{MAY_BE_ZERO[key]}")
         if key not in MAY_BE_ZERO and number <= 0:
             raise ConfigError(f"{key}={number} must be above 0")
+        if key.endswith("env.win_reward") and number > MAX_WIN_REWARD:
+            raise ConfigError(
+                f"{key}={number:g} is above {MAX_WIN_REWARD:g}, and learning squares rewards; use "
+                "e.g. 10"
+            )
 
 
 def _check_scripted(config: Config) -> None:

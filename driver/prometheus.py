@@ -10,11 +10,16 @@ of the workers at each scrape: without a scrape they cost nothing.
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -23,8 +28,57 @@ from configs import Config, ConfigError
 from coordinator import Status
 
 ADDRESS = "127.0.0.1"
+MAX_CONNECTIONS = 16  # at once; Prometheus needs one
+CONNECTION_S = 30.0  # for a whole request and its answer
 EngineMetrics = Callable[[], Mapping[str, Sequence[Family]]]  # by worker
 GROUP_STATES = ("open", "leased", "complete", "claimed", "trained", "stale", "filtered")
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answer a few connections at once, each for a bounded time.
+
+    Every user of the machine can connect, and each connection is a thread and a file of the driver.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments, **settings)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a new thread, or close the connection if too many are open."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one connection, and end it after CONNECTION_S, also one that drips bytes."""
+        end = threading.Timer(CONNECTION_S, _shut_down, args=(request,))
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._free.release()
+
+
+class _Handler(WSGIRequestHandler):
+    def handle(self) -> None:
+        """Answer a request. A client that goes is no error."""
+        with suppress(ConnectionError):
+            super().handle()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Print nothing for a scrape."""
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):  # it ended just now
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class RunFigures(Collector):
@@ -124,11 +178,19 @@ def prometheus_endpoint(config: Config, engine_metrics: EngineMetrics) -> Iterat
     registry = CollectorRegistry(auto_describe=False)
     registry.register(figures)
     try:
-        server, thread = start_http_server(config.metrics_port, addr=ADDRESS, registry=registry)
+        server = make_server(
+            ADDRESS,
+            config.metrics_port,
+            make_wsgi_app(registry),
+            server_class=_Server,
+            handler_class=_Handler,
+        )
     except OSError as error:
         raise ConfigError(
             f"metrics_port={config.metrics_port}: {error.strerror or error}; give another port"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield figures
     finally:

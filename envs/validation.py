@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,10 @@ MAX_CHARACTERS = 64 * 2**20
 MAX_ACTIONS = 1_000_000  # an empty action has no characters to count, and takes memory all the same
 SHOWN_CHARACTERS = 80  # of a wrong value in an error
 COLOURS = 3  # red, green, blue
+# Learning squares and adds rewards, also in float32. A larger one ends the run: it is stored, so it
+# comes back at every start.
+MAX_REWARD = 1e12
+_MUST_BE = f"it must be a finite number, at most {MAX_REWARD:g} in size"
 
 
 def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]] | None:
@@ -128,13 +131,13 @@ def checked_answer(method: str, answer: object) -> Observation | Transition:
         return _checked_observation(answer, method)
     if not isinstance(answer, Transition):
         raise TypeError(f"step returned {_shown(answer)}; it must return a Transition")
-    if isinstance(answer.reward, bool) or not _is_finite(answer.reward):
-        raise ValueError(f"step returned reward={answer.reward!r}; it must be a finite number")
+    if isinstance(answer.reward, bool) or not _is_bounded(answer.reward):
+        raise ValueError(f"step returned reward={_brief(answer.reward)}; {_MUST_BE}")
     flags = {}
     for name in ("terminated", "truncated", "won", "valid"):
         flag = getattr(answer, name)
         if flag not in (True, False):
-            raise TypeError(f"step returned {name}={flag!r}; it must be True or False")
+            raise TypeError(f"step returned {name}={_brief(flag)}; it must be True or False")
         flags[name] = bool(flag)
     return replace(
         answer,
@@ -152,10 +155,10 @@ def checked_outcome(answer: object) -> Outcome:
     """
     if not isinstance(answer, Outcome):
         raise TypeError(f"run returned {type(answer).__name__}; it must return an envs.Outcome")
-    if not _is_finite(answer.reward):
-        raise ValueError(f"run returned reward={answer.reward!r}; it must be a finite number")
+    if not _is_bounded(answer.reward):
+        raise ValueError(f"run returned reward={_brief(answer.reward)}; {_MUST_BE}")
     if answer.won not in (True, False):
-        raise TypeError(f"run returned won={answer.won!r}; it must be True or False")
+        raise TypeError(f"run returned won={_brief(answer.won)}; it must be True or False")
     return Outcome(
         reward=float(answer.reward),
         won=bool(answer.won),
@@ -166,15 +169,23 @@ def checked_outcome(answer: object) -> Outcome:
 def _checked_score(score: float | None, method: str) -> float | None:
     if score is None:
         return None
-    if not _is_finite(score):
-        raise ValueError(
-            f"{method} returned task_score={score!r}; it must be a finite number or None"
-        )
+    if not _is_bounded(score):
+        raise ValueError(f"{method} returned task_score={_brief(score)}; {_MUST_BE}, or None")
     return float(score)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+def _is_bounded(value: object) -> bool:
+    """Return whether a value is a number within MAX_REWARD; no NaN is."""
+    return isinstance(value, Real) and bool(-MAX_REWARD <= value <= MAX_REWARD)  # type: ignore[operator]
+
+
+def _brief(value: object) -> str:
+    """Return a value as text, cut. A whole number of thousands of digits has no text."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"{type(value).__name__} of very many digits"
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def _checked_observation(answer: object, method: str) -> Observation:
@@ -187,7 +198,7 @@ def _checked_observation(answer: object, method: str) -> Observation:
     for name in ("anchor", "demonstrated"):
         value = getattr(answer, name)
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{method} returned {name}={value!r}; it must be text or None")
+            raise TypeError(f"{method} returned {name}={_brief(value)}; it must be text or None")
     _check_images(answer.images, method)
     texts = (answer.text, answer.objective, answer.anchor or "", answer.demonstrated or "")
     _check_texts(texts, method)
@@ -201,7 +212,8 @@ def _checked_observation(answer: object, method: str) -> Observation:
         )
     if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in actions):
         raise TypeError(
-            f"{method} returned actions={answer.actions!r}; they must be a tuple of texts or None"
+            f"{method} returned actions={_brief(answer.actions)}; they must be a tuple of texts or "
+            "None"
         )
     _check_texts(actions, method)
     return replace(answer, actions=actions)
@@ -252,10 +264,7 @@ def _check_encodable(text: str, *, method: str) -> None:
 
 
 def _shown(answer: object) -> str:
-    text = repr(answer)
-    if len(text) > SHOWN_CHARACTERS:
-        text = text[:SHOWN_CHARACTERS] + "..."
-    return f"{type(answer).__name__} {text}"
+    return f"{type(answer).__name__} {_brief(answer)}"
 
 
 def _load_class(name: str) -> type[Environment] | type[Program]:

@@ -6,7 +6,8 @@ subsequence > 0.9". Its authors' code computes difflib's ratio instead (longest 
 Ratcliff/Obershelp). That ratio is never larger and depends on the order of its arguments. Its
 `autojunk` heuristic may give 0 to texts of 200 characters or more that differ in one.
 
-A text of more than MAX_CHARACTERS is similar to itself only: the time grows with the square.
+A text of more than MAX_CHARACTERS is similar to itself only: the time grows with the square. So are
+a group's longest texts, where comparing all of its texts would take more than MAX_WORK.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from gigpo.input_columns import columns_of
 # rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers afterwards
 _MARGIN: Final = 1e-3
 MAX_CHARACTERS: Final = 1 << 16  # two such texts take up to 50 ms
+# Products of two lengths, added up over the pairs of a group: up to about 15 s, and enough for 400
+# texts of 5,000 characters each.
+MAX_WORK: Final = 1 << 41
+MAX_RATIO_WORK: Final = 1 << 34  # the same for difflib, which is slower and compares fewer pairs
 
 
 def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Array:
@@ -81,9 +86,23 @@ def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Arr
 
 def _keys(texts: list[str], threshold: float, *, method: str) -> list[str]:
     """Return the keys of a group's texts, which are all different."""
-    compared = [text for text in texts if len(text) <= MAX_CHARACTERS]
+    short = _within_work([text for text in texts if len(text) <= MAX_CHARACTERS])
+    compared = [text for text in texts if text in short]
     key_of = dict(zip(compared, _METHODS[method](compared, threshold), strict=True))
     return [key_of.get(text, text) for text in texts]
+
+
+def _within_work(texts: list[str]) -> set[str]:
+    """Return the shortest texts whose pairs are within MAX_WORK. Row order does not matter."""
+    kept: set[str] = set()
+    work = n_characters = 0
+    for text in sorted(texts, key=lambda text: (len(text), text)):
+        work += n_characters * len(text)
+        if work > MAX_WORK:
+            break
+        n_characters += len(text)
+        kept.add(text)
+    return kept
 
 
 def _linked(texts: list[str], threshold: float) -> list[str]:
@@ -134,15 +153,19 @@ def _greedy(texts: list[str], threshold: float) -> list[str]:
     """Return the key of each text, by difflib's ratio in row order.
 
     difflib is slow. Common blocks are a common subsequence, so only a text that passes by LCS can
-    pass by blocks.
+    pass by blocks. After MAX_RATIO_WORK a text is similar to itself only.
     """
     keys: list[str] = []
     leaders: list[str] = []
     matchers: list[SequenceMatcher[str]] = []  # one per leader: it prepares its second text once
+    work = 0
     for text in texts:
         others = np.array(leaders, dtype=object)
         totals = np.array([len(text) + len(leader) for leader in leaders], dtype=np.int64)
         for candidate in np.flatnonzero(_at_least(text, others, totals, threshold)):
+            work += len(text) * len(leaders[candidate])
+            if work > MAX_RATIO_WORK:
+                continue
             matchers[candidate].set_seq1(text)
             if matchers[candidate].ratio() >= threshold:
                 keys.append(leaders[candidate])

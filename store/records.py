@@ -18,6 +18,7 @@ import pyarrow as pa
 from store.errors import StoreError
 from store.hashing import HASH_BYTES, valid_text
 
+MAX_REWARD = 1e90  # in size; those of a trajectory then add up to less than advantages can take
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
 IMAGES_TYPE = pa.list_(
@@ -243,6 +244,13 @@ def _check_finite(table: pa.Table) -> None:
         if pc.all(finite).as_py() is False:
             raise StoreError(
                 f"column {name} holds a NaN or an infinity; find the rollout that produced it"
+            )
+    for name in ("reward", "task_score"):
+        largest = pc.max(pc.abs(table[name])).as_py()
+        if largest is not None and largest > MAX_REWARD:
+            raise StoreError(
+                f"column {name} holds {largest:g} in size, above {MAX_REWARD:g}; scale it down in "
+                "the environment"
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
@@ -29,6 +31,7 @@ from actors.prompting.messages import Message, ToolCall, parse_arguments
 
 MAX_N = 128
 MAX_MESSAGES = 2**16  # more take seconds of the event loop
+MAX_PARTS = 2**14  # text parts, tool calls and tools of all messages together, for the same reason
 MAX_STOPS = 4
 MANY_MESSAGES = 1000  # take a noticeable time to tokenise, however short they are
 MAX_QUOTED_CHARACTERS = 300  # of an error, which may quote a value as long as the body
@@ -79,8 +82,31 @@ class _TextPart(BaseModel):
     text: StrictStr
 
 
-def _as_parts(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+@dataclass(slots=True)
+class _Count:
+    """Count the parts of one request."""
+
+    n_parts: int = 0
+
+
+def _counted(value: object, info: ValidationInfo) -> object:
+    """Add the length of a list to the request's count. Raises ValueError beyond MAX_PARTS."""
+    if isinstance(value, list) and isinstance(info.context, _Count):
+        info.context.n_parts += len(value)
+        if info.context.n_parts > MAX_PARTS:
+            raise ValueError(
+                f"more than {MAX_PARTS} text parts, tool calls and tools in all; send fewer"
+            )
+    return value
+
+
+def _as_parts(content: object, info: ValidationInfo) -> object:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return _counted(content, info)
+
+
+_BOUNDED = Field(max_length=MAX_PARTS, fail_fast=True)
 
 
 def _as_list(stop: object) -> object:
@@ -116,10 +142,8 @@ class ChatMessage(BaseModel):
     """Hold a valid message. An absent field and null both mean the default."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[list[_TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)] | None
-    ) = None
-    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
+    content: Annotated[list[_TextPart], _BOUNDED, BeforeValidator(_as_parts)] | None = None
+    tool_calls: Annotated[list[_Call], _BOUNDED, AfterValidator(_counted)] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None
     function_call: None = None
@@ -187,7 +211,7 @@ class ChatRequest(BaseModel):
     logprobs: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: _StreamOptions | None = None
-    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[_Tool], _BOUNDED, AfterValidator(_counted)] | None = None
     # "required" and one tool by name would force tokens, which the policy did not choose.
     tool_choice: Literal["none", "auto"] | None = None
     anchor: StrictStr | None = None
@@ -228,7 +252,7 @@ def takes_long(messages: tuple[Message, ...]) -> bool:
 def parse_request(body: bytes) -> ChatRequest:
     """Return the request in a body. Raises RequestError with the wrong field."""
     try:
-        request = ChatRequest.model_validate_json(body)
+        request = ChatRequest.model_validate_json(body, context=_Count())
     except ValidationError as error:
         message, param = first_fault(error)
         raise refused(message, param) from None
@@ -265,4 +289,7 @@ def first_fault(error: ValidationError) -> tuple[str, str | None]:
     if param == "tool_choice":
         choice = "use 'auto' or 'none': a call that is forced is not the policy's own choice"
         return f"tool_choice={first['input']!r} is not supported; {choice}", param
-    return f"{param}={first['input']!r}: {first['msg']}", param
+    given = first["input"]
+    if isinstance(given, list) and len(given) > MAX_PARTS:  # its text would take seconds
+        return f"{param} has {len(given)} items: {first['msg']}", param
+    return f"{param}={given!r}: {first['msg']}", param

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 20.0
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")  # of a request; endpoint.body may set them
 MAX_NAMES_SHOWN = 10  # of the server's models
+MAX_NAMES_COMPARED = 1000  # with a wrong one; more take seconds
 RETRIED, NOT_RETRIED = 502, 400  # statuses for unusable answers; the client retries the first
 
 # how the newest answer to this task's request failed; "" if it did not
@@ -179,10 +180,11 @@ class ChatPolicy:
     def _known(self, names: Sequence[str]) -> str:
         if not names:
             return "; give the name of one of its models: endpoint.model=NAME"
-        shown = ", ".join(names[:MAX_NAMES_SHOWN])
+        compared = [quoted(name) for name in names[:MAX_NAMES_COMPARED]]
+        shown = ", ".join(compared[:MAX_NAMES_SHOWN])
         if len(names) > MAX_NAMES_SHOWN:
             shown += f" and {len(names) - MAX_NAMES_SHOWN} more"
-        return f"; {self._endpoint.url} has {shown}{did_you_mean(self._endpoint.model, names)}"
+        return f"; {self._endpoint.url} has {shown}{did_you_mean(self._endpoint.model, compared)}"
 
     def _failed(self, why: str) -> EndpointFailed:
         if why.startswith(("answered 401", "answered 403")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from actors.prompting.template import Template, UpstreamRule
@@ -64,10 +64,26 @@ def _one_block(text: str, tags: Sequence[str]) -> Answer:
     """Return the first block of the first tag that has one; several blocks are not well formed."""
     blocks: list[str] = []
     for tag in tags:
-        blocks += re.findall(f"<{tag}>.*?</{tag}>", text, re.DOTALL | re.IGNORECASE)
+        blocks += (found[0] for found in _blocks(text, tag))
     if not blocks:
         return Answer(action=text[-UNPARSED_CHARACTERS:], well_formed=False)
     return Answer(action=blocks[0], well_formed=len(blocks) == 1)
+
+
+def _blocks(text: str, tag: str) -> Iterator[tuple[str, str]]:
+    """Yield (block with its tags, text between them) of each block, whatever the tag's case is.
+
+    One regular expression for a block would search the rest of the reply for every opening tag.
+    """
+    opening = re.compile(f"<{tag}>", re.IGNORECASE)
+    closing = re.compile(f"</{tag}>", re.IGNORECASE)
+    at = 0
+    while opened := opening.search(text, at):
+        closed = closing.search(text, opened.end())
+        if closed is None:
+            return
+        at = closed.end()
+        yield text[opened.start() : at], text[opened.end() : closed.start()]
 
 
 def _upstream_block(text: str, tags: Sequence[str]) -> Answer:
@@ -80,7 +96,7 @@ def _upstream_block(text: str, tags: Sequence[str]) -> Answer:
     searched = text if closing is None else text.partition(closing)[0] + closing
     n_opened = sum(len(re.findall(f"<{tag}>", text, re.IGNORECASE)) for tag in tags)
     for tag in tags:
-        block = re.search(f"<{tag}>(.*?)</{tag}>", searched, re.DOTALL | re.IGNORECASE)
+        block = next(_blocks(searched, tag), None)
         if block is not None:
             return Answer(action=f"<{tag}>{block[1].strip()}</{tag}>", well_formed=n_opened == 1)
     return Answer(action="", well_formed=False)

@@ -40,6 +40,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call. Raises ValueError unless they are a JSON object.
 
     Also for one that is nested deeper than MAX_DEPTH: a policy may write brackets without an end.
+    And for half a character, which JSON may escape and no tokenizer takes.
     """
     try:
         arguments = json.loads(text)
@@ -50,6 +51,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     inner: list[object] = [arguments]
     for _ in range(MAX_DEPTH):
         if not inner:
+            _check_characters(text, arguments)
             return arguments
         inner = [
             value
@@ -58,6 +60,15 @@ def parse_arguments(text: str) -> dict[str, Any]:
             for value in (one.values() if isinstance(one, dict) else one)
         ]
     raise ValueError(f"the arguments of a call are nested deeper than {MAX_DEPTH}")
+
+
+def _check_characters(text: str, arguments: dict[str, Any]) -> None:
+    if "\\ud" not in text.lower():  # the only way to write half a character
+        return
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("the arguments of a call hold half of a character") from None
 
 
 def for_template(message: Message) -> dict[str, Any]:

@@ -65,6 +65,14 @@ HEADERS = {
 }
 
 
+_Key = tuple[int, int, str, str, str]  # run, lsn, address, panel and query
+
+
+def _n_characters(key: _Key, shown: str) -> int:
+    """Return the length of a kept panel with its key: an address may be as long as a panel."""
+    return len(shown) + sum(len(part) for part in key if isinstance(part, str))
+
+
 class Guard:
     """Refuse requests that the person at this machine did not make, and add the headers."""
 
@@ -104,7 +112,9 @@ def refusal_of(request: Request) -> str:
         return "this server answers to 127.0.0.1 and localhost only\n"
     if headers.get("origin") not in (None, f"http://{headers.get('host')}"):
         return "requests of other sites are refused\n"
-    is_visit = headers.get("sec-fetch-mode") == "navigate" and request.method == "GET"
+    # A link that somebody follows. A frame of another page navigates too.
+    is_visit = headers.get("sec-fetch-dest") == "document" and request.method == "GET"
+    is_visit = is_visit and headers.get("sec-fetch-mode") == "navigate"
     if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_visit:
         return "requests of other sites are refused\n"
     if len(request.url.query) > MAX_ADDRESS_BYTES:
@@ -165,7 +175,7 @@ class Viewer:
     ) -> None:
         self.stored, self.names, self.token, self.as_of = stored, names, token, as_of
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, int, str, str, str], Markup] = OrderedDict()
+        self._kept: OrderedDict[_Key, Markup] = OrderedDict()
         self._n_kept = 0  # characters
 
     def start(self, request: Request) -> Response:
@@ -232,10 +242,12 @@ class Viewer:
         if ERROR_MARK not in shown and panel.keeps:
             with self._lock:
                 # another request may have drawn it meanwhile
-                self._n_kept += len(shown) - len(self._kept.pop(key, ""))
+                if key in self._kept:
+                    self._n_kept -= _n_characters(key, self._kept.pop(key))
+                self._n_kept += _n_characters(key, shown)
                 self._kept[key] = shown
                 while self._n_kept > KEPT_CHARACTERS:
-                    self._n_kept -= len(self._kept.popitem(last=False)[1])
+                    self._n_kept -= _n_characters(*self._kept.popitem(last=False))
         return shown
 
     async def sql_for_programs(self, request: Request) -> Response:

@@ -169,10 +169,9 @@ class Snapshots:
             if key in self._answers:
                 return
             self._answers[key] = answer
-            self._kept_bytes += _size(answer)
+            self._kept_bytes += _size(key, answer)
             while self._kept_bytes > KEPT_BYTES and len(self._answers) > 1:
-                _, dropped = self._answers.popitem(last=False)
-                self._kept_bytes -= _size(dropped)
+                self._kept_bytes -= _size(*self._answers.popitem(last=False))
 
     @contextmanager
     def _used(self, place: _Place) -> Iterator[Reader]:
@@ -280,5 +279,9 @@ def _cpu_s() -> float:
     return used_s + sum(each.user + each.system for each in times)
 
 
-def _size(answer: pa.Table | StoreError) -> int:
-    return 1000 if isinstance(answer, StoreError) else int(answer.nbytes) + 1000
+def _size(key: _Key, answer: pa.Table | StoreError) -> int:
+    """Return the bytes of an answer and its query, which may be 1 MiB and stand in an error."""
+    query = 4 * len(key[1])
+    if isinstance(answer, StoreError):
+        return 1000 + query + 4 * len(str(answer))
+    return 1000 + query + int(answer.nbytes)

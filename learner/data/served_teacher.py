@@ -27,7 +27,8 @@ from printable import UserError
 
 REQUESTS = 16  # at once; the server makes batches of them
 ATTEMPTS = 8  # of one request, while the server is busy or starts again: about half a minute
-TIMEOUT_S = 300.0  # for one attempt
+TIMEOUT_S = 300.0  # for one read of an attempt, and for all of the list of models
+REQUEST_TIMEOUT_S = 2 * TIMEOUT_S  # for all attempts of one request: each byte ends a read
 # Log-probabilities are at most 0, but for rounding. JSON has larger numbers than float64.
 LEAST, MOST = -sys.float_info.max, 1e-3
 
@@ -73,11 +74,14 @@ class ServedTeacher:
     async def _find_model(self) -> str:
         async with self._client() as client:
             try:
-                response = await client.get(
-                    "/models",
-                    cast_to=httpx2.Response,
-                    options={"headers": own_headers(client, key="")},
-                )
+                async with asyncio.timeout(TIMEOUT_S):
+                    response = await client.get(
+                        "/models",
+                        cast_to=httpx2.Response,
+                        options={"headers": own_headers(client, key="")},
+                    )
+            except TimeoutError:
+                raise self._failed(f"gave no whole answer within {TIMEOUT_S:g} s") from None
             except openai.OpenAIError as error:
                 raise self._failed(f"did not answer: {quoted(error)}") from error
         try:
@@ -105,13 +109,15 @@ class ServedTeacher:
             "max_tokens": 0,
         }
         try:
-            async with gate:
+            async with gate, asyncio.timeout(REQUEST_TIMEOUT_S):
                 response = await client.post(
                     "/completions",
                     body=body,
                     cast_to=httpx2.Response,
                     options={"headers": own_headers(client, key="")},
                 )
+        except TimeoutError:
+            raise self._failed(f"gave no whole answer within {REQUEST_TIMEOUT_S:g} s") from None
         except openai.OpenAIError as error:
             raise self._failed(f"refused tokens: {quoted(error)}") from error
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -192,17 +193,20 @@ class Evaluation:
     newest_version: int  # newest weights that played in it, while the learner went on
     learner_step: int
     success: SuccessRate
-    return_sum: float  # of all its trajectories: undiscounted sums of rewards
+    # of all its trajectories: undiscounted sums of rewards; None if they cancel out at infinity
+    return_sum: float | None
     n_steps: int  # of all its trajectories
     n_abandoned: int  # episodes whose environment failed at every attempt
 
     def metrics(self) -> dict[str, float]:
-        """Return the round's figures by name. Means of no episodes are left out."""
+        """Return the round's figures by name.
+
+        Means of no episodes are left out, and so is a return that is no finite number.
+        """
         n_trajectories = self.success.n_trajectories
-        means = {
-            "heldout/return": self.return_sum / max(1, n_trajectories),
-            "heldout/episode_steps": self.n_steps / max(1, n_trajectories),
-        }
+        means = {"heldout/episode_steps": self.n_steps / max(1, n_trajectories)}
+        if self.return_sum is not None and math.isfinite(self.return_sum):
+            means["heldout/return"] = self.return_sum / max(1, n_trajectories)
         return {
             "heldout/success": self.success.rate or 0.0,
             **(means if n_trajectories else {}),

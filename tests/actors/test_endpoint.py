@@ -13,6 +13,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from actors.endpoint import request
 from actors.endpoint.request import ChatRequest
 from actors.endpoint.server import Endpoint, Recording
 from actors.policy import Completion, EngineLostError, Prompt
@@ -620,3 +621,39 @@ def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.Monk
         return status
 
     assert served(TextPolicy(["7"]), body) == 200
+
+
+CALLS = ('{"role": "assistant", "tool_calls": [%s]}', '{"function": {"name": ""}}')
+PARTS = ('{"role": "user", "content": [%s]}', '{"type": "text", "text": ""}')
+
+
+@pytest.mark.parametrize(
+    ("kinds", "field"),
+    [((CALLS,), "tool_calls"), ((PARTS,), "content"), ((CALLS, PARTS), "content")],
+)
+def test_parts_and_calls_are_bounded_together(
+    kinds: tuple[tuple[str, str], ...], field: str
+) -> None:
+    """The attack: 16 MiB of empty calls or parts took 6 s of the event loop."""
+    n_each = request.MAX_PARTS // len(kinds)
+
+    def body(n_more: int) -> bytes:
+        messages = [
+            message % ", ".join([one] * (n_each + (n_more if index == len(kinds) - 1 else 0)))
+            for index, (message, one) in enumerate(kinds)
+        ]
+        return ('{"messages": [%s]}' % ", ".join(messages)).encode()  # noqa: UP031
+
+    assert len(request.parse_request(body(0)).messages) == len(kinds)
+    with pytest.raises(request.RequestError, match=f"{request.MAX_PARTS} ") as error:
+        request.parse_request(body(1))
+    assert error.value.param == f"messages[{len(kinds) - 1}].{field}"
+
+
+def test_tools_are_bounded() -> None:
+    tool = '{"type": "function", "function": {"name": "f"}}'
+    tools = ",".join([tool] * (request.MAX_PARTS + 1))
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tools}]}}'
+    with pytest.raises(request.RequestError, match="tools has 16385 items") as error:
+        request.parse_request(body.encode())
+    assert error.value.param == "tools"

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -301,6 +301,25 @@ def test_a_try_names_the_models_that_there_are() -> None:
             and "has quick-7b, slow-70b, did you mean 'quick-7b'?" in words
         )
         assert "endpoint.model is missing" in failure(config_of(server.url, model=""), try_once)
+
+
+def test_many_long_names_of_models_are_one_line_of_bounded_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = [f"{number:05}" + "quick\x1b\n" * 100 for number in range(4000)]
+    compared: list[str] = []
+
+    def counted(wrong: object, names: Sequence[str]) -> str:
+        compared.extend(names)
+        return ""
+
+    monkeypatch.setattr(openai_policy, "did_you_mean", counted)
+    with chat_server(lambda body: (404, {}), models=models) as server:
+        words = failure(config_of(server.url, model="quick-8b"), try_once)
+    assert "and 3990 more" in words and len(words) < 8000
+    assert "\n" not in words
+    assert len(compared) == openai_policy.MAX_NAMES_COMPARED
+    assert max(map(len, compared)) < 400
 
 
 def test_no_more_requests_at_once_than_the_config_says() -> None:

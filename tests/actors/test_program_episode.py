@@ -75,6 +75,10 @@ class Odd:
         os._exit(7)
     def returns_nothing(self, client): ask(client)
     def returns_nan(self, client): return Outcome(reward=float("nan"), won=False)
+    def returns_much(self, client): return Outcome(reward=1e150, won=False)
+    def returns_more(self, client): return Outcome(reward=1e308, won=False)
+    def returns_less(self, client): return Outcome(reward=-1.7e307, won=False)
+    def scores_much(self, client): return Outcome(reward=1.0, won=False, task_score=1e308)
     def returns_a_word(self, client): return Outcome(reward=1.0, won="maybe")
     def hangs(self, client):
         child = subprocess.Popen(["sleep", "60"])
@@ -184,6 +188,10 @@ FAILURES = {
     "returns_nothing": "failed: TypeError: run returned NoneType; it must return an envs.Outcome, "
     "at .*odd_agent.py:17 in run$",
     "returns_nan": "failed: ValueError: run returned reward=nan; it must be a finite number",
+    "returns_much": r"run returned reward=1e\+150; it must be a finite number, at most 1e\+12 in",
+    "returns_more": r"run returned reward=1e\+308; it must be a finite number, at most 1e\+12 in",
+    "returns_less": r"run returned reward=-1.7e\+307; it must be a finite number, at most 1e\+12",
+    "scores_much": r"run returned task_score=1e\+308; it must be a finite number, at most 1e\+12",
     "returns_a_word": "failed: TypeError: run returned won='maybe'",
     "no_such_method": "failed: AttributeError",
     "dies": "its process ended with exit code 7",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from actors.prompting import action_parser
 from actors.prompting.action_parser import Answer, parse_action
 from actors.prompting.template import TEMPLATES
 
@@ -112,3 +116,42 @@ def test_upstream(text: str, template: str, action: str, well_formed: bool) -> N
 )
 def test_text(text: str, action: str, well_formed: bool) -> None:
     assert parsed(text, "think", "text") == Answer(action=action, well_formed=well_formed)
+
+
+@pytest.mark.parametrize("parser", ["tags", "upstream"])
+def test_a_reply_of_opening_tags_is_searched_once(
+    parser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: 131,072 characters took 7.5 s, because each tag searched the rest."""
+    template = TEMPLATES["search"]
+    tag = template.tags[0]
+    searched = 0
+
+    class Counted:
+        def __init__(self, pattern: str, flags: int) -> None:
+            self.pattern = re.compile(pattern, flags)
+
+        def search(self, text: str, at: int = 0) -> re.Match[str] | None:
+            nonlocal searched
+            found = self.pattern.search(text, at)
+            searched += (len(text) if found is None else found.end()) - at
+            return found
+
+    def compile_counted(pattern: str, flags: int) -> Counted:
+        return Counted(pattern, flags)
+
+    monkeypatch.setattr(
+        action_parser, "re", SimpleNamespace(**vars(re) | {"compile": compile_counted})
+    )
+    for text in (f"<{tag}>" * 16_384, f"<{tag}></{tag}" * 8_192, f"<{tag}>x</{tag}>" * 8_192):
+        searched = 0
+        parse_action(text, template=template, parser=parser, opening="")
+        assert 0 < searched <= 4 * len(text)
+
+
+def test_blocks_are_those_of_a_regular_expression() -> None:
+    pieces = ("<a>", "</a>", "<A>", "</A>", "x", "\n")
+    for parts in itertools.product(pieces, repeat=5):
+        text = "".join(parts)
+        expected = re.findall("(<a>(.*?)</a>)", text, re.DOTALL | re.IGNORECASE)
+        assert list(action_parser._blocks(text, "a")) == expected

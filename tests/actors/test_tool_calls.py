@@ -123,6 +123,8 @@ def test_a_reply_of_marks_only_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
     ("arguments", "says"),
     [
         ("[" * 100_000, "nested deeper"),
+        ('{"a": ["\\ud800"]}', "half of a character"),
+        ('{"\\uDFFF": 1}', "half of a character"),
         ('{"a":' + "[" * 100 + "]" * 100 + "}", "nested deeper"),
         ("[3]", "JSON object"),
     ],
@@ -131,6 +133,7 @@ def test_arguments_are_an_object_of_bounded_depth(arguments: str, says: str) -> 
     with pytest.raises(ValueError, match=says):
         parse_arguments(arguments)
     assert parse_arguments('{"a": [{"b": []}]}') == {"a": [{"b": []}]}
+    assert parse_arguments('{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
 
 
 def test_two_calls_are_two_and_a_stream_numbers_them() -> None:

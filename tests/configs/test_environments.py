@@ -71,6 +71,7 @@ def test_a_run_with_one_environment_is_as_it_was() -> None:
         ("environments.lakes.env.max_stps=3", ["max_stps", "max_steps"]),
         ("environments.lakes.env.max_steps=many", ["environments.lakes.env", "many"]),
         ("environments.lakes.env.max_steps=0", ["env.max_steps=0", "above 0"]),
+        ("environments.lakes.env.win_reward=1e7", ["env.win_reward=1e+07", "above 1e+06"]),
         ("environments.lakes.prompt.stop=[a]", ["one engine", "prompt.stop"]),
         ("environments.lakes.prompt.parser=tag", ["prompt.parser", "'tags'"]),
         ("environments.lakes.prompt.template=mine.yaml", ["mine.yaml", "absolute path"]),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import configs
 from configs import Config, ConfigError
 from coordinator import Component, Status
+from driver import prometheus
 from driver.prometheus import metric_name, prometheus_endpoint
 from store import Counts
 
@@ -105,6 +109,31 @@ def test_only_this_machine_is_answered() -> None:
     port = free_port()
     with prometheus_endpoint(config_of(port), dict), socket.socket() as other:
         other.bind(("127.0.0.2", port))  # a server on all addresses would hold it
+
+
+def test_silent_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: 650 silent connections took as many threads and files of the driver."""
+    monkeypatch.setattr(prometheus, "CONNECTION_S", 1.0)
+    monkeypatch.setattr(prometheus, "MAX_CONNECTIONS", 3)
+    port = free_port()
+    before = threading.active_count()
+    with prometheus_endpoint(config_of(port), dict) as figures, ExitStack() as held:
+        figures.after(lambda status: None)(status())
+        silent = [
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            for _ in range(12)
+        ]
+        silent[0].sendall(b"GET /metrics HTTP/1.1\r\nX: half of a head")
+        assert threading.active_count() <= before + 1 + 2 * 3  # the server, handlers and timers
+        assert [one.recv(1) for one in silent] == [b""] * 12  # all are closed by the server
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert ("gigpo_learner_step", (RUN,)) in scrape(port)
+                break
+            except OSError:  # a handler ends just now
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

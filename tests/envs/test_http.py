@@ -225,6 +225,46 @@ def test_an_error_there_is_the_episodes_error_here(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("reward", ["1e150", "1e308", "-1.7e307", "1" + "0" * 400])
+def test_a_server_that_answers_a_reward_beyond_learning_fails_its_episode(reward: str) -> None:
+    said = {
+        "tasks": '{"tasks": [{"id": "t", "split": "train", "seed": 0, "data": {}}]}',
+        "create": '{"id": "1"}',
+        "reset": '{"text": "start", "objective": ""}',
+        "step": '{"observation": {"text": "end", "objective": ""}, "reward": '
+        + reward
+        + ', "terminated": true, "truncated": false, "won": true, "valid": true}',
+        "close": "{}",
+    }
+
+    async def answer(request: web.Request) -> web.Response:
+        text = said[request.path.strip("/")]
+        return web.Response(text=text, content_type="application/json")
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{verb}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        options = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(Task(id="t", env_name="remote", split="train", seed=0))
+                with pytest.raises(
+                    EnvironmentDied, match=r"reward=.*at most 1e\+12 in size"
+                ) as died:
+                    await environment.step("go")
+                assert died.value.at_fault
+        finally:
+            pool.close()
+            await runner.cleanup()
+
+    asyncio.run(play())
+
+
 def test_an_episode_the_server_has_given_up_fails_and_the_next_one_begins_anew() -> None:
     tasks = KeyRoom.tasks("train", {})
 

@@ -15,7 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envs import EnvironmentDied, EnvironmentPool, Observation, environment_class, list_tasks
+from envs import (
+    EnvironmentDied,
+    EnvironmentPool,
+    Observation,
+    Transition,
+    environment_class,
+    list_tasks,
+)
 from envs import validation as check
 
 OPTIONS: Mapping[str, object] = {}
@@ -189,6 +196,7 @@ MOODY = """
 import asyncio, time
 from envs import Observation, Task, Transition
 ANSWERS = {"nothing": None, "a dict": {"reward": 1.0}, "a class": Transition}
+BAD_REWARDS = {"nan": float("nan"), "1e150": 1e150, "1e308": 1e308, "-1.7e307": -1.7e307, "digits": 10**5000}
 def transition(**changes):
     fields = dict(
         observation=Observation(text="later"),
@@ -206,7 +214,7 @@ class Moody:
     def step(self, action):
         if action == "sleep": time.sleep(3600)
         if action == "unpicklable": return transition(reward=lambda: 1.0)
-        if action == "nan": return transition(reward=float("nan"))
+        if action in BAD_REWARDS: return transition(reward=BAD_REWARDS[action])
         if action == "flag": return transition(won="yes")
         if action == "text": return transition(observation=Observation(text=3))
         if action == "actions": return transition(observation=Observation(text="x", actions="go"))
@@ -239,6 +247,10 @@ def moody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("a class", "step returned type"),
         ("unpicklable", "it must be a finite number"),
         ("nan", "reward=nan; it must be a finite number"),
+        ("1e150", "reward=1e+150; it must be a finite number, at most 1e+12 in size"),
+        ("1e308", "reward=1e+308; it must be a finite number, at most 1e+12 in size"),
+        ("-1.7e307", "reward=-1.7e+307; it must be a finite number, at most 1e+12 in size"),
+        ("digits", "reward=int of very many digits; it must be a finite number"),
         ("flag", "won='yes'; it must be True or False"),
         ("text", "text or objective is no str"),
         ("actions", "actions='go'; they must be a tuple of texts"),
@@ -261,6 +273,22 @@ def test_nonsense_is_refused_by_name(moody: str, kind: str, action: str, words: 
         asyncio.run(play())
     assert words in str(raised.value)
     assert raised.value.at_fault
+
+
+@pytest.mark.parametrize("size", [1e150, -1.7e307, 1e308])
+def test_a_score_that_no_mean_can_take_is_refused(size: float) -> None:
+    observation = Observation(text="")
+    answer = Transition(
+        observation=observation,
+        reward=check.MAX_REWARD,
+        terminated=True,
+        truncated=False,
+        won=True,
+        task_score=-check.MAX_REWARD,
+    )
+    assert check.checked_answer("step", answer) == answer
+    with pytest.raises(ValueError, match=r"task_score=.*at most 1e\+12 in size, or None"):
+        check.checked_answer("step", replace(answer, task_score=size))
 
 
 @pytest.mark.parametrize("kind", ["Moody", "Awaited"])
@@ -326,7 +354,7 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
     hung, fine = asyncio.run(play())
     said = (
         rf"did not answer step 'sleep' of task train/m-train-0 within {SOON_S:g} s, "
-        "at .*moody_world.py:34 in step"
+        "at .*moody_world.py:35 in step"
     )
     assert re.search(said, str(hung))
     assert fine.reward == 1.0  # type: ignore[attr-defined]

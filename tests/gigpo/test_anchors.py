@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import string
 from fractions import Fraction
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from gigpo import PUBLISHED_SETTINGS, advantages_macro, compute_advantages, similarity_keys
+from gigpo import (
+    PUBLISHED_SETTINGS,
+    advantages_macro,
+    compute_advantages,
+    similarity,
+    similarity_keys,
+)
 from gigpo.similarity import MAX_CHARACTERS
 from tests.support.gigpo_samples import column, episode, settings, table, uid
 
@@ -257,6 +265,40 @@ def test_a_text_beyond_measure_is_similar_to_itself_only(method):
     for a, b, n_keys in ((long[1:], long, 1), (long + "a", long, 2), (long + "a", long + "b", 2)):
         keys = similarity_keys(texts(a, b, a), threshold=0.9, method=method).to_pylist()
         assert len(set(keys)) == n_keys and keys[0] == keys[2]
+
+
+@pytest.mark.parametrize("method", ["linked", "greedy"])
+def test_many_long_texts_are_compared_within_a_bound(method, monkeypatch):
+    """The attack: 400 texts just below the bound of one text took 40 minutes of CPU."""
+    pairs = itertools.permutations("abcdefghijklmnopqrstuvwxyz", 2)
+    long = ["".join(pair) * (MAX_CHARACTERS // 2) for pair in itertools.islice(pairs, 400)]
+    work = 0
+
+    def counted(queries, choices, **settings):
+        nonlocal work
+        work += len(queries[0]) * sum(map(len, choices))
+        return np.zeros((1, len(choices)))
+
+    monkeypatch.setattr(similarity, "cdist", counted)
+    keys = similarity_keys(texts(*long, "go", "go"), threshold=0.9, method=method).to_pylist()
+    assert keys == [*long, "go", "go"]
+    assert similarity.MAX_WORK // 2 < work <= similarity.MAX_WORK
+
+
+def test_a_bound_leaves_out_the_longest_texts_in_any_order(monkeypatch):
+    rows = ["abcdefghij", "abcdefghik", "abcdefghijkl", "abcdefghijkm"]
+    monkeypatch.setattr(similarity, "MAX_WORK", 10 * 10)
+    for order in itertools.permutations(rows):
+        keys = similarity_keys(texts(*order), threshold=0.8, method="linked").to_pylist()
+        key_of = dict(zip(order, keys, strict=True))
+        assert [key_of[row] for row in rows] == [rows[0], rows[0], rows[2], rows[3]]
+
+
+def test_greedy_asks_difflib_within_a_bound(monkeypatch):
+    monkeypatch.setattr(similarity, "MAX_RATIO_WORK", 10 * 10)
+    rows = ["abcdefghij", "abcdefghik", "abcdefghil"]
+    keys = similarity_keys(texts(*rows), threshold=0.8, method="greedy").to_pylist()
+    assert keys == [rows[0], rows[0], rows[2]]
 
 
 def test_linked_is_the_closure_of_alike():

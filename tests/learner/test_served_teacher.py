@@ -6,10 +6,12 @@ import gzip
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -217,6 +219,57 @@ def test_a_bomb_is_not_decompressed(status: int, sent_as: dict[str, str], says: 
             assert tracemalloc.get_traced_memory()[1] < n_bytes
         finally:
             tracemalloc.stop()
+
+
+DRIPS = {
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 10000000\r\n\r\n", b" "),
+    "1xx": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "head": (b"HTTP/1.1 200 OK\r\n", b"x"),
+}
+
+
+def drip(connection: socket.socket, kind: str) -> None:
+    """Answer one request with a few bytes every 50 ms, until the client goes."""
+    first, then = DRIPS[kind]
+    with suppress(OSError), connection:
+        connection.recv(65536)
+        connection.sendall(first)
+        while True:
+            connection.sendall(then)
+            time.sleep(0.05)
+
+
+@contextmanager
+def dripping(kind: str) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    threading.Thread(target=drip, args=(connection, kind), daemon=True).start()
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize("kind", DRIPS)
+def test_an_answer_that_drips_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_teacher, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(served_teacher, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(served_teacher, "ATTEMPTS", 1)
+    with dripping(kind) as url:
+        with pytest.raises(TeacherError, match=f"{url} gave no whole answer within 1 s"):
+            ServedTeacher(url)
+        with monkeypatch.context() as patch:
+
+            async def known(self: ServedTeacher) -> str:
+                return "teacher"
+
+            patch.setattr(ServedTeacher, "_find_model", known)
+            judge = ServedTeacher(url)
+        with pytest.raises(TeacherError, match=f"{url} gave no whole answer within 1 s"):
+            judge.logprobs([np.array([1, 2, 3])])
 
 
 def test_images_are_not_sent(teacher: Path) -> None:

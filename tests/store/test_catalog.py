@@ -5,6 +5,8 @@ between.
 from __future__ import annotations
 
 import errno
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -385,6 +387,25 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
         assert catalog.latest_metrics() == {"heldout/success": 1.0, "z": 3.0, "a": 1.0}
         # held-out ones are never claimed
         assert catalog.claim(n_groups=3, current_version=0, max_staleness=0) is None
+
+
+def test_returns_that_cancel_out_at_infinity_keep_no_run_from_its_start(layout: RunLayout) -> None:
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(VersionRecord(version=7, path="v", digest="d", learner_step=3))
+        for ordinal in range(2):
+            group = catalog.open_group(
+                ordinal=ordinal, task_id="h", split="heldout", size=1, evaluated_version=7
+            )
+            play(layout, catalog, group)
+    # as an earlier version of the program stored them
+    with closing(sqlite3.connect(layout.catalog)) as raw, raw:
+        raw.execute("UPDATE grp SET return_sum = CASE ordinal WHEN 0 THEN 1e999 ELSE -1e999 END")
+    with Catalog.open(layout) as catalog:
+        (done,) = catalog.finished_evaluations()
+        assert done.return_sum is None
+        catalog.record_metrics(learner_step=3, policy_version=7, values=done.metrics())
+        assert "heldout/return" not in catalog.latest_metrics()
+        assert catalog.latest_metrics()["heldout/episodes"] == 2.0
 
 
 def test_abandoned_episodes_do_not_keep_a_round_from_its_result_and_a_roll_back_does(

@@ -96,6 +96,7 @@ def test_the_figures_of_a_trajectory(trajectories: list) -> None:
         ({"response_logprobs": (-0.5,)}, "2 response_ids but 1 response_logprobs"),
         ({"response_logprobs": (-0.5, float("nan"))}, "response_logprobs holds a NaN"),
         ({"reward": float("inf")}, "reward holds a NaN or an infinity"),
+        ({"reward": -1e150}, r"reward holds 1e\+150 in size, above 1e\+90"),
         ({"state_hash": None}, "go together"),
         ({"version_min": 9}, "version_min 9"),
         ({"prompt_ids": (2**40,)}, "prompt_ids"),

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
-from analysis.view import charts, server
+from analysis.view import charts, server, snapshots
 from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
@@ -38,6 +38,8 @@ from store import RunLayout, open_run
 from store.reading.open_sql import MACROS_MARK
 from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play_one_more
 from tests.support.store_runs import copy_run, fingerprint
+
+VISIT = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
 
 
 def files_of(layout: RunLayout) -> dict[str, str]:
@@ -87,6 +89,28 @@ def test_many_hidden_characters_make_no_long_page(part: str) -> None:
     assert part[-1] == "\n" or not UNSAFE.search(shown.replace("\n", ""))
 
 
+def kept_characters(viewer: server.Viewer) -> int:
+    """Return the characters of all kept panels, their addresses and queries."""
+    return sum(
+        len(panel) + len(address) + len(name) + len(sql)
+        for (_, _, address, name, sql), panel in viewer._kept.items()
+    )
+
+
+def test_answers_are_counted_with_their_queries(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "KEPT_BYTES", 1 << 20)
+    stored = snapshots.Snapshots(layout.root)
+    try:
+        for number in range(12):
+            stored.ask(stored.newest_lsn, f"SELECT {number} -- {'x' * 50_000}")
+        assert len(stored._answers) < 12
+        assert sum(4 * len(key[1]) for key in stored._answers) < stored._kept_bytes <= 1 << 20
+    finally:
+        stored.close()
+
+
 def test_kept_panels_are_counted_by_their_length(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,10 +120,12 @@ def test_kept_panels_are_counted_by_their_length(
         client.get("/run")
         once = viewer._n_kept
         client.get("/run")
-        assert viewer._n_kept == once == sum(map(len, viewer._kept.values())) > 0
+        assert viewer._n_kept == once == kept_characters(viewer) > 0
         monkeypatch.setattr(server, "KEPT_CHARACTERS", once)
         client.get("/run?again=1")
-        assert viewer._n_kept == sum(map(len, viewer._kept.values())) <= once
+        assert viewer._n_kept == kept_characters(viewer) <= once
+        client.get("/run", params={"x": "y" * 60_000})  # the attack: keys were not counted
+        assert viewer._n_kept == kept_characters(viewer) <= once
 
 
 def changed(layout: RunLayout, directory: Path, text: str) -> TestClient:
@@ -152,7 +178,12 @@ def test_whatever_a_panel_raises_is_a_line_in_it(error: type[Exception]) -> None
         ({"origin": "null"}, 403),
         ({"origin": "http://["}, 403),
         ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
-        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
+        ({**VISIT, "sec-fetch-dest": "document"}, 200),
+        (VISIT, 403),
+        ({**VISIT, "sec-fetch-dest": "iframe"}, 403),
+        ({**VISIT, "sec-fetch-dest": "frame"}, 403),
+        ({**VISIT, "sec-fetch-dest": "object"}, 403),
+        ({**VISIT, "sec-fetch-dest": "embed"}, 403),
     ],
 )
 def test_requests_of_other_sites_are_refused(
@@ -235,7 +266,7 @@ def test_an_answer_is_drawn_and_downloaded(client: TestClient, layout: RunLayout
 
 
 def test_a_query_that_another_site_brings_is_not_asked(client: TestClient) -> None:
-    visit = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    visit = {**VISIT, "sec-fetch-dest": "document"}
     page = client.get("/sql", params={"q": "SELECT 6 * 7 AS asked"}, headers=visit)
     assert page.status_code == 200
     assert "not asked yet" in page.text and ">42<" not in page.text
