@@ -440,10 +440,8 @@ def import_rows(
         uids = pa.array([meta.traj_uid for meta in metas], UID_TYPE)
         kept = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
         own = run_id == layout.info.run_id
-        if not own:
-            split = table.schema.get_field_index("split")
-            kept = kept.set_column(split, kept.schema.field(split), pa.repeat(IMPORTED, len(kept)))
         task_ids = {one.meta.group_uid: one.task_id for one in new}
+        kept = _with_splits(kept, catalog.splits_of(task_ids))
         groups = [
             Group.imported(group_uid=group_uid, task_id=task_id, size=size_of(group_uid))
             for group_uid, task_id in task_ids.items()
@@ -455,6 +453,13 @@ def import_rows(
         n_steps=sum(meta.n_steps for meta in metas),
         n_known=len(known),
     )
+
+
+def _with_splits(table: pa.Table, splits: Mapping[bytes, str]) -> pa.Table:
+    """Return the rows with the splits of their groups in the run, which may differ in a dataset."""
+    index = table.schema.get_field_index("split")
+    values = [splits.get(group_uid, IMPORTED) for group_uid in table["group_uid"].to_pylist()]
+    return table.set_column(index, table.schema.field(index), pa.array(values, pa.string()))
 
 
 def _uid(text: object) -> uuid.UUID:
