@@ -68,7 +68,7 @@ from configs.model_directory import (
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
-from configs.model_size import Shape
+from configs.model_size import Shape, vocabulary_size
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
 from configs.schema import (
@@ -164,6 +164,7 @@ __all__ = [
     "replayed_groups",
     "split_run_dir",
     "used_group_filter",
+    "vocabulary_size",
     "weight_indexes",
     "without_model",
 ]

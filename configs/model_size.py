@@ -99,6 +99,19 @@ def _shape_in(file: Path) -> Shape:
         ) from error
 
 
+def vocabulary_size(directory: Path) -> int:
+    """Return the number of tokens that a model has an embedding of. Raises ConfigError."""
+    file = directory / "config.json"
+    try:
+        content = description(file)
+        return _size(content.get("text_config", content)["vocab_size"])
+    except (ArithmeticError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{file} does not say how many tokens the model has ({error!s:.80}); give another "
+            "model.path"
+        ) from error
+
+
 def _size(value: Any) -> int:
     """Return a size as a whole number. Raises ValueError for one that no model has."""
     size = int(value)

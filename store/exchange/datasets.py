@@ -430,8 +430,7 @@ def import_rows(
     `run_id` is that of the run that played them, `size_of` returns the size of a group in it, and
     `worker` names the directory of their segment. Raises FormatError, in which `name` is theirs.
     """
-    for _, detail in segment_rows.malformed(table):
-        raise FormatError(f"{name}: {detail}; look at its run with gigpo fsck, or export it again")
+    segment_rows.check_importable(table, name=name)
     played = segment_rows.trajectories(table)
     known = catalog.known_trajectories([one.meta.traj_uid for one in played])
     new = [one for one in played if one.meta.traj_uid not in known]

@@ -34,11 +34,11 @@ from store import (
     write_segment,
 )
 from store.exchange.datasets import export_selection, import_selection, live_files
-from store.hashing import file_digest, uid
+from store.hashing import uid
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.reading.reader import open_run
-from store.segments import encode
+from tests.support.forged_dataset import write_dataset
 from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -345,29 +345,7 @@ def forge(layout: RunLayout, dest: Path, ordinal: int, member: int, **changes: A
     group = Group.imported(group_uid=group_uid, task_id=f"task-{ordinal}", size=size)
     changes = {"split": "train", "won": True, **changes}
     table = to_table([replace(make_trajectory(group, member), **changes)])
-    data = encode(table, metadata={"run_id": run_id, "worker": "export", "epoch": "0"})
-    (dest / "data").mkdir(parents=True)
-    (dest / "data/part-00000.parquet").write_bytes(memoryview(data))
-    part = {
-        "path": "data/part-00000.parquet",
-        "digest": file_digest(data),
-        "n_bytes": len(data),
-        "n_steps": table.num_rows,
-    }
-    content = {
-        "format": FORMAT,
-        "run_id": run_id,
-        "lsn": 1,
-        "where": None,
-        "created_us": 1,
-        "n_trajectories": 1,
-        "n_steps": table.num_rows,
-        "groups": {group_uid.hex(): size},
-        "uids": "binary",
-        "parts": [part],
-    }
-    (dest / "dataset.json").write_text(json.dumps(content))
-    return dest
+    return write_dataset(dest, table, run_id=run_id, size=size)
 
 
 @pytest.mark.parametrize("is_own", [False, True])
