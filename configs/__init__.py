@@ -4,6 +4,7 @@ schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
 engine_arguments.py arguments of vLLM that a run passes on, and those that it refuses
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
+interpolations.py   a bound on the values that stand for others, `${section.setting}`
 per_environment.py  the settings of each environment of a run
 derived.py          own, offline and replayed groups, workers, GPUs and updates of settings
 plan.py             placement, memory and disk of a run, as text
@@ -64,10 +65,11 @@ from configs.model_directory import (
     files_of_index,
     load_safely,
     model_type,
+    read_description,
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
-from configs.model_size import Shape
+from configs.model_size import Shape, vocabulary_size
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
 from configs.schema import (
@@ -159,10 +161,12 @@ __all__ = [
     "pass_bytes",
     "quoted",
     "rank_bytes",
+    "read_description",
     "replayed_groups",
     "serves_adapters",
     "split_run_dir",
     "used_group_filter",
+    "vocabulary_size",
     "weight_indexes",
     "without_model",
 ]

@@ -19,6 +19,7 @@ from bounded_yaml import (
     bounded_events,
 )
 from configs.check import ConfigError, check, check_is_list, dotted_settings
+from configs.interpolations import check_expansion, check_forms
 from configs.schema import Config
 from printable import did_you_mean, one_line
 
@@ -218,6 +219,7 @@ def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
         OmegaConf.update(below, "env.options", {}, merge=False)  # another environment's options
     merged = OmegaConf.merge(below, settings)
     assert isinstance(merged, DictConfig), "both are mappings"
+    _check_size(merged, name=str(path))
     return merged
 
 
@@ -258,7 +260,11 @@ def _parse(text: str, *, name: str, is_saved: bool) -> DictConfig:
             raise ConfigError(
                 f"{name}: {interpolated} stands for another value; a run's settings are written out"
             )
+        for scalar in () if is_saved else _texts(root):
+            check_forms(scalar)
         settings = OmegaConf.create(text)
+        assert isinstance(settings, DictConfig), "its root is a mapping"
+        check_expansion(settings)
     except ConfigError:
         raise
     except PARSE_ERRORS as error:
@@ -267,8 +273,31 @@ def _parse(text: str, *, name: str, is_saved: bool) -> DictConfig:
         raise ConfigError(
             f"{name}: not readable as YAML: its values are nested too deeply"
         ) from None
-    assert isinstance(settings, DictConfig), "its root is a mapping"
     return settings
+
+
+def _texts(root: yaml.Node) -> Iterator[str]:
+    """Yield each key and value of a YAML text that is no collection."""
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            waiting += [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        else:
+            yield node.value
+
+
+def _check_size(settings: DictConfig, *, name: str) -> None:
+    """Raise ConfigError if settings of several origins stand for too much together."""
+    try:
+        check_expansion(settings)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: {_describe(error)}") from None
 
 
 def _expanded_nodes(root: yaml.Node) -> int:
@@ -314,6 +343,7 @@ def _interpolations(node: yaml.Node, prefix: str = "") -> Iterator[str]:
 def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Config:
     """Return the checked config of settings with overrides on top. Errors call them `name`."""
     given = _overrides([_checked_override(text) for text in overrides])
+    _check_size(given, name=" ".join(overrides))
     # another environment's options are not added to
     if any(text.startswith("env.options=") for text in overrides):
         OmegaConf.update(settings, "env.options", {}, merge=False)
@@ -342,7 +372,10 @@ def _merged(
     except MERGE_ERRORS as error:
         raise ConfigError(f"{name}: {_describe(error)}") from None
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(merged, given))
+        both = OmegaConf.merge(merged, given)
+        assert isinstance(both, DictConfig), "both are mappings"
+        _check_size(both, name=name)
+        config = OmegaConf.to_object(both)
     except MERGE_ERRORS as error:
         key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
         at_fault = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from printable import REASON_CHARACTERS, one_line
 
 # Values of `model_type` in a model's config.json for which images are supported.
 VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
+# Of a JSON file that is read here. The weight index of 1,000 files has 2 MiB.
+MAX_DESCRIPTION_BYTES = 64 << 20
 # Arguments of from_pretrained. A model's own code never runs here.
 SAFE_LOADING = {"local_files_only": True, "trust_remote_code": False}
 ADAPTER_FILE = "adapter_config.json"  # of peft
@@ -110,9 +113,28 @@ def model_type(path: str) -> str:
     """Return `model_type` of a model directory's config.json, or "". Raises ConfigError."""
     file = Path(path) / "config.json"
     try:
-        return str(dict(json.loads(file.read_text())).get("model_type", ""))
+        return str(dict(json.loads(read_description(file))).get("model_type", ""))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} is not readable ({error}); download the model again") from error
+
+
+def read_description(file: Path) -> bytes:
+    """Return the content of a JSON file of a model directory. Raises OSError, ValueError.
+
+    A link is followed: downloaded models consist of links. A FIFO would block for ever.
+    """
+    check_regular(file)
+    with file.open("rb") as opened:
+        data = opened.read(MAX_DESCRIPTION_BYTES + 1)
+    if len(data) > MAX_DESCRIPTION_BYTES:
+        raise ValueError(f"it has more than {MAX_DESCRIPTION_BYTES:,} bytes")
+    return data
+
+
+def check_regular(file: Path) -> None:
+    """Raise ValueError for a FIFO, a socket or a device: reading it may never end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file.name} is no regular file")
 
 
 def check_model_directory(path: Path | str) -> None:
@@ -125,6 +147,11 @@ def check_model_directory(path: Path | str) -> None:
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
+    for file in path.iterdir() if path.is_dir() else ():
+        if file.exists() and not (file.is_file() or file.is_dir()):  # a missing file is told later
+            raise ConfigError(
+                f"{file} is no regular file but a FIFO, a socket or a device; remove it"
+            )
     for index in weight_indexes(path):
         try:
             files_of_index(index)
@@ -143,7 +170,7 @@ def check_model_directory(path: Path | str) -> None:
 
 def _check_tokenizer(file: Path) -> None:
     """Raise ConfigError if a tokenizer's description names other files, or is no tokenizer's."""
-    content = _content(file)
+    content = description(file)
     ignored = IGNORED_FILE_KEYS if file.name == TOKENIZER_FILES[0] else ()
     for name, value in content.items():
         if not TOKENIZER_TEXT.fullmatch(name) and name not in ignored:
@@ -154,7 +181,7 @@ def _check_tokenizer(file: Path) -> None:
 
 def _check_image_processor(file: Path) -> None:
     """Raise ConfigError if an image processor's description names other files or classes."""
-    leaves = list(_leaves("", _content(file)))
+    leaves = list(_leaves("", description(file)))
     _check_no_text(file, [leaf for leaf in leaves if not IMAGE_TEXT.fullmatch(leaf[0])])
     for key, value in leaves:
         if value and key.endswith(("_type", "_class")) and not IMAGE_CLASS.fullmatch(str(value)):
@@ -164,12 +191,12 @@ def _check_image_processor(file: Path) -> None:
             )
 
 
-def _content(file: Path) -> dict[str, object]:
+def description(file: Path) -> dict[str, object]:
     """Return a description's keys, none of a file that is missing. Raises ConfigError."""
-    if not file.is_file():
+    if not file.exists():
         return {}
     try:
-        return dict(json.loads(file.read_bytes()))
+        return dict(json.loads(read_description(file)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{file} is not readable ({error!s:.200}); download the model again"
@@ -219,7 +246,7 @@ def weight_indexes(directory: Path) -> list[Path]:
 def files_of_index(index: Path) -> set[str]:
     """Return the weight files that an index names. Raises ValueError for others than beside it."""
     try:
-        names = list(dict(dict(json.loads(index.read_bytes()))["weight_map"]).values())
+        names = list(dict(dict(json.loads(read_description(index)))["weight_map"]).values())
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"it is not readable ({type(error).__name__}: {error!s:.200})") from None
     files = {name for name in names if isinstance(name, str) and WEIGHT_FILE.fullmatch(name)}
@@ -240,7 +267,7 @@ def _check_kind(path: Path) -> None:
             "causal language model, nor one of "
             f"{', '.join(VISION_MODEL_TYPES)}; give another model.path"
         )
-    content = json.loads(file.read_bytes())
+    content = description(file)
     # vLLM goes by this name. Some of its classes load further models, which a key names.
     architectures = content.get("architectures")
     usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())

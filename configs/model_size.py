@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from configs.check import ConfigError
+from configs.model_directory import description
 from configs.schema import Config
 
 BYTES = {"float32": 4, "bfloat16": 2}
+LARGEST_SIZE = 1 << 32  # of a layer, a vocabulary or a number of layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,23 +80,44 @@ def known_shape(config: Config) -> Shape | None:
 def _shape_in(file: Path) -> Shape:
     """Return the sizes in a config.json; a vision model has its text model's in `text_config`."""
     try:
-        content = json.loads(file.read_text())
+        content = description(file)
         sizes = content.get("text_config", content)
-        heads = int(sizes["num_attention_heads"])
-        hidden = int(sizes["hidden_size"])
-        head = int(sizes.get("head_dim") or hidden // heads)
+        heads = _size(sizes["num_attention_heads"])
+        hidden = _size(sizes["hidden_size"])
+        head = _size(sizes.get("head_dim") or hidden // heads)
         return Shape(
-            layers=int(sizes["num_hidden_layers"]),
+            layers=_size(sizes["num_hidden_layers"]),
             hidden=hidden,
-            key_values=int(sizes.get("num_key_value_heads") or heads) * head,
-            feed_forward=int(sizes["intermediate_size"]),
-            vocabulary=int(sizes["vocab_size"]),
+            key_values=_size(sizes.get("num_key_value_heads") or heads) * head,
+            feed_forward=_size(sizes["intermediate_size"]),
+            vocabulary=_size(sizes["vocab_size"]),
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{file} does not say the sizes of the model ({type(error).__name__}: {error!s:.80}); "
             "--plan needs them"
         ) from error
+
+
+def vocabulary_size(directory: Path) -> int:
+    """Return the number of tokens that a model has an embedding of. Raises ConfigError."""
+    file = directory / "config.json"
+    try:
+        content = description(file)
+        return _size(content.get("text_config", content)["vocab_size"])
+    except (ArithmeticError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{file} does not say how many tokens the model has ({error!s:.80}); give another "
+            "model.path"
+        ) from error
+
+
+def _size(value: Any) -> int:
+    """Return a size as a whole number. Raises ValueError for one that no model has."""
+    size = int(value)
+    if not 1 <= size <= LARGEST_SIZE:
+        raise ValueError(f"it has a size of {value!s:.40}")
+    return size
 
 
 def model_billions(config: Config) -> float:
@@ -117,7 +140,8 @@ def model_billions(config: Config) -> float:
 
 
 def billions_in(directory: Path) -> float:
-    content = json.loads((directory / "config.json").read_text())
+    """Return the billions of parameters in a directory's weight files. Raises ConfigError."""
+    content = description(directory / "config.json")
     dtype = str(content.get("dtype", content.get("torch_dtype", "bfloat16")))  # the older name
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return size / BYTES.get(dtype, 2) / 1e9

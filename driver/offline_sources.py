@@ -194,7 +194,9 @@ def import_sources(config: Config, model_path: Path, console: Console) -> None:
     Chats are written with the chat template of the model in `model_path`.
     """
     with console.status("importing offline groups"):
-        sources = _sources(config, console, model_path=lambda: model_path)
+        n_tokens = configs.vocabulary_size(model_path)
+        found = _sources(config, console, model_path=lambda: model_path)
+        sources = [replace(source, n_tokens=n_tokens) for source in found]
         with limited_memory(_places(config)):
             taken = take_sources(Path(config.run_dir), sources, order=config.offline.order)
     for source in taken:

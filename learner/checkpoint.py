@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from configs import read_description
 from learner.distributed.deepspeed_setup import from_all_ranks
 from learner.distributed.optimizer_state import (
     KINDS,
@@ -234,7 +235,7 @@ def read_content(source: Path) -> Content:
     """Read checkpoint.json. Raises CheckpointError if this code cannot read it."""
     path = source / POINT_FILE
     try:
-        record: dict[str, Any] = parse_object(path.read_bytes())
+        record: dict[str, Any] = parse_object(read_description(path))
         found = integer(record, "format_version")
         content = _parse_content(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -118,6 +118,7 @@ class Catalog:
 
     # Groups that another run played.
     known_trajectories = one_transaction(imported_groups.known_trajectories)
+    splits_of = one_transaction(imported_groups.splits_of)
     import_groups = one_transaction(imported_groups.import_groups)
     import_extra = one_transaction(imported_groups.import_extra)
     has_offline_groups = one_transaction(imported_groups.has_offline_groups)

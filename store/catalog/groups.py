@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import count
 from operator import itemgetter
 
 from store.catalog.database import Transaction, columns_of, pick
 from store.catalog.records import (
     HELDOUT,
+    IMPORTED,
     TRAIN,
     CommitResult,
     Counts,
@@ -42,13 +44,17 @@ def open_group(
 
     `evaluated_version` is the version whose evaluation round a held-out group is of. Such a group
     is never claimed. Raises StoreError if the ordinal belongs to another task or size.
+
+    An imported group under the uid of this address does not block it: the next free uid is taken.
     """
     if size < 1:
         raise StoreError(f"group size {size}: a group has at least one member")
     _check_split(split, evaluated_version)
-    group_uid = uid(tx.run_id, split, ordinal, evaluated_version)
     find = "SELECT * FROM grp WHERE group_uid = :group_uid"
-    group = tx.row(find, group_uid=group_uid)
+    for group_uid in uids_of_address(tx.run_id, split, ordinal, evaluated_version):
+        group = tx.row(find, group_uid=group_uid)
+        if group is None or group["split"] != IMPORTED:
+            break
     if group is not None and (group["task_id"], group["size"]) != (task_id, size):
         raise StoreError(
             f"{split} group {ordinal} is {group['task_id']!r} with {group['size']} members, not "
@@ -70,6 +76,19 @@ def open_group(
         group = tx.row(find, group_uid=group_uid)
         assert group is not None
     return _open_group(tx, group)
+
+
+def uids_of_address(
+    run_id: str, split: str, ordinal: int, evaluated_version: int | None
+) -> Iterator[bytes]:
+    """Yield the uids that a group of this address may have, without end.
+
+    It has the first, unless a dataset brought imported groups under that uid and those after it.
+    """
+    address = (run_id, split, ordinal, evaluated_version)
+    yield uid(*address)
+    for number in count(1):
+        yield uid(*address, number)
 
 
 def insert_group(tx: Transaction, **columns: object) -> None:

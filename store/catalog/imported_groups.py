@@ -69,8 +69,9 @@ def import_groups(
     """Make a segment count whose trajectories the run does not have.
 
     `groups` are all groups of the segment, and `source` says in words where they are from. A group
-    that the run does not have is entered as imported. A group that it has gets its missing members,
-    and is complete when it has all. `own` groups were opened by this very run.
+    that the run does not have is entered as imported. An imported group gets its missing members,
+    and is complete when it has all. A group that the run opened itself gets back the members that
+    it lost, and no others. `own` groups were opened by this very run.
     """
     sizes = {group.group_uid: group.size for group in groups}
     for trajectory in segment.trajectories:
@@ -78,6 +79,7 @@ def import_groups(
         check_member(trajectory, size=size, remedy="import what `export` wrote")
     if own:
         _refuse_unknown(tx, groups)
+    _refuse_new_members(tx, segment, groups=groups)
     for ordinal, group in enumerate(groups, start=tx.value(NEXT_ORDINAL)):
         if not _is_known(tx, group):
             insert_group(
@@ -113,6 +115,36 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
                 "does not have it: it is an "
                 "older copy; put the newest catalog back before importing"
             )
+
+
+def _refuse_new_members(tx: Transaction, segment: SegmentMeta, *, groups: Sequence[Group]) -> None:
+    """Raise StoreError for a member that a group of this very run never had.
+
+    The group would be trained on, or evaluated, with an episode that the run did not play. Anybody
+    can compute the group's uid from the run id.
+    """
+    splits = splits_of(tx, [group.group_uid for group in groups])
+    task_ids = {group.group_uid: group.task_id for group in groups}
+    of_group = "SELECT task_id FROM grp WHERE group_uid = :group_uid"
+    of_lost = """SELECT 1 FROM lost_trajectory
+                 WHERE (traj_uid, group_uid) = (:traj_uid, :group_uid)"""
+    for one in segment.trajectories:
+        if splits.get(one.group_uid, IMPORTED) == IMPORTED:
+            continue
+        is_lost = tx.row(of_lost, traj_uid=one.traj_uid, group_uid=one.group_uid) is not None
+        if not is_lost or tx.value(of_group, group_uid=one.group_uid) != task_ids[one.group_uid]:
+            raise StoreError(
+                f"group {uid_text(one.group_uid)} was opened in this very run, and trajectory "
+                f"{uid_text(one.traj_uid)} is none that it lost; put the newest catalog back if "
+                "this one is an older copy, or export only groups that this run does not have"
+            )
+
+
+def splits_of(tx: Transaction, group_uids: Collection[bytes]) -> dict[bytes, str]:
+    """Return the split of each of these groups that the run has."""
+    query = "SELECT group_uid, split FROM grp WHERE group_uid = :group_uid"
+    found = (tx.row(query, group_uid=group_uid) for group_uid in group_uids)
+    return {row["group_uid"]: row["split"] for row in found if row is not None}
 
 
 def _is_known(tx: Transaction, group: Group) -> bool:

@@ -430,8 +430,7 @@ def import_rows(
     `run_id` is that of the run that played them, `size_of` returns the size of a group in it, and
     `worker` names the directory of their segment. Raises FormatError, in which `name` is theirs.
     """
-    for _, detail in segment_rows.malformed(table):
-        raise FormatError(f"{name}: {detail}; look at its run with gigpo fsck, or export it again")
+    segment_rows.check_importable(table, name=name)
     played = segment_rows.trajectories(table)
     known = catalog.known_trajectories([one.meta.traj_uid for one in played])
     new = [one for one in played if one.meta.traj_uid not in known]
@@ -440,10 +439,8 @@ def import_rows(
         uids = pa.array([meta.traj_uid for meta in metas], UID_TYPE)
         kept = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
         own = run_id == layout.info.run_id
-        if not own:
-            split = table.schema.get_field_index("split")
-            kept = kept.set_column(split, kept.schema.field(split), pa.repeat(IMPORTED, len(kept)))
         task_ids = {one.meta.group_uid: one.task_id for one in new}
+        kept = _with_splits(kept, catalog.splits_of(task_ids))
         groups = [
             Group.imported(group_uid=group_uid, task_id=task_id, size=size_of(group_uid))
             for group_uid, task_id in task_ids.items()
@@ -455,6 +452,13 @@ def import_rows(
         n_steps=sum(meta.n_steps for meta in metas),
         n_known=len(known),
     )
+
+
+def _with_splits(table: pa.Table, splits: Mapping[bytes, str]) -> pa.Table:
+    """Return the rows with the splits of their groups in the run, which may differ in a dataset."""
+    index = table.schema.get_field_index("split")
+    values = [splits.get(group_uid, IMPORTED) for group_uid in table["group_uid"].to_pylist()]
+    return table.set_column(index, table.schema.field(index), pa.array(values, pa.string()))
 
 
 def _uid(text: object) -> uuid.UUID:

@@ -96,6 +96,7 @@ class OfflineSource:
     where: str | None  # None: all groups
     # makes the rows of a place that this package cannot read; called only if they are needed
     rows: Callable[[], OfflineRows] | None = None
+    n_tokens: int | None = None  # the model's, whose ids begin at 0; None: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,12 +352,25 @@ def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
     return whole, len(groups) - len(whole)
 
 
+def check_tokens(table: pa.Table, *, name: str, n_tokens: int | None) -> None:
+    """Raise FormatError for rows that a learner whose model has `n_tokens` cannot train on."""
+    segment_rows.check_trainable(table, name=name)
+    largest = segment_rows.largest_token(table)
+    if n_tokens is not None and largest >= n_tokens:
+        raise FormatError(
+            f"{name} has the token id {largest}, and the model knows {n_tokens} tokens; use a "
+            "source that was played with the same model"
+        )
+
+
 def _import(catalog: Catalog, layout: RunLayout, *, selection: _Selection) -> None:
     """Import all rows of the selected groups that are not here yet."""
     uids = selection.groups["group_uid"].combine_chunks()
     sizes = dict(zip(uids.to_pylist(), selection.groups["size"].to_pylist(), strict=True))
     for table in selection.tables:
         for piece in _pieces(table.filter(pc.is_in(table["group_uid"], value_set=uids))):
+            name = f"source {selection.source.place} (run {selection.run_id})"
+            check_tokens(piece, name=name, n_tokens=selection.source.n_tokens)
             import_rows(
                 catalog,
                 layout,
@@ -364,7 +378,7 @@ def _import(catalog: Catalog, layout: RunLayout, *, selection: _Selection) -> No
                 run_id=selection.run_id,
                 size_of=sizes.__getitem__,
                 worker=WORKER,
-                name=f"run {selection.run_id}",
+                name=name,
             )
 
 

@@ -20,9 +20,10 @@ import os
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from store.atomic_write import READ_ONLY, READ_WRITE, write_atomically
@@ -35,10 +36,11 @@ from store.catalog.database import (
     shown_lsn,
     take_lock,
 )
+from store.catalog.groups import uids_of_address
 from store.catalog.records import HELDOUT, IMPORTED, TRAIN
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
 from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
-from store.hashing import file_digest, uid
+from store.hashing import file_digest
 from store.layout import SEGMENT_PATH, RunInfo, RunLayout, parse_run_json
 from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
@@ -62,6 +64,8 @@ EPOCHS_WITHOUT_TRACE = 1_000  # owners since the backup that committed nothing; 
 LSNS_WITHOUT_TRACE = 1_000_000  # transactions since the backup that readers may have been shown
 ORDINALS_TRIED = 100_000  # beyond the largest known one: groups opened since the backup
 ROUNDS_TRIED = 1_000  # policy versions beyond the newest known one that may have been evaluated
+HELDOUT_TRIED = 10_000_000  # addresses of held-out groups, tried in about half a minute
+LARGEST_COUNT = 1 << 40  # no run counts its groups or versions that far
 WEIGHTS_NAME = re.compile(r"v(\d{6,18})")
 
 Address = tuple[str, int, int | None]  # a group's split, ordinal and evaluation round
@@ -199,6 +203,9 @@ def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played
     if not layout.info.wrote(rows.run_id):
         raise StoreError(f"{path} was written for run {rows.run_id}")
     held = trajectories(rows.table)
+    largest = max((one.meta.version_max for one in held), default=0)
+    if largest >= LARGEST_COUNT:
+        raise StoreError(f"{path} counts to version {largest}, as no run does")
     meta = SegmentMeta(
         segment_id=digest,
         path=path,
@@ -221,6 +228,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
             f"{layout.root} counts to epoch {epoch} and lsn {lsn}, as no run does; "
             f"remove {layout.manifest.name} and the files that say so, then rebuild again"
         )
+    _check_numbers(connection, layout)
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("UPDATE meta SET epoch = ?, lsn = ?, horizon_lsn = ?", (epoch, lsn - 1, lsn))
     tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
@@ -239,6 +247,22 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     tx.run("UPDATE changed SET lsn = :lsn", lsn=lsn)
     connection.execute("COMMIT")
     return recovered
+
+
+def _check_numbers(connection: sqlite3.Connection, layout: RunLayout) -> None:
+    """Raise StoreError if the backup counts groups or versions as no run does."""
+    for table, column in (
+        ("grp", "ordinal"),
+        ("grp", "evaluated_version"),
+        ("version", "version"),
+    ):
+        query = f"SELECT coalesce(max({column}), 0) FROM {table}"
+        (largest,) = connection.execute(query).fetchone()
+        if largest >= LARGEST_COUNT:
+            raise StoreError(
+                f"{layout.backup} counts to {column} {largest}, as no run does; remove it, then "
+                "rebuild again from the segments alone"
+            )
 
 
 def _new_groups(tx: Transaction, played: Sequence[Played]) -> list[FoundGroup]:
@@ -285,27 +309,47 @@ def _addresses(
     tx: Transaction, members: Mapping[bytes, Sequence[Played]]
 ) -> Iterator[tuple[bytes, Address]]:
     """Yield the address of each group of this run, by trying: its uid is a hash of the address."""
+    rows = tx.rows("SELECT group_uid FROM grp WHERE split = :split", split=IMPORTED)
+    foreign = {row["group_uid"] for row in rows}
+    foreign |= {group_uid for group_uid, held in members.items() if held[0].split == IMPORTED}
     left = {group_uid for group_uid, held in members.items() if held[0].split == TRAIN}
     query = "SELECT coalesce(max(ordinal), 0) AS n FROM grp WHERE split = :split"
     newest = tx.rows(query, split=TRAIN)[0]["n"]
-    for ordinal in range(newest + ORDINALS_TRIED if left else 0):
-        group_uid = uid(tx.run_id, TRAIN, ordinal, None)
-        if group_uid in left:
-            left.remove(group_uid)
-            yield group_uid, (TRAIN, ordinal, None)
-            if not left:
-                break
+    addresses = ((TRAIN, ordinal, None) for ordinal in _around(newest, n=ORDINALS_TRIED))
+    yield from _matched(tx, addresses, left=left, foreign=foreign)
     left = {group_uid for group_uid, held in members.items() if held[0].split == HELDOUT}
     query = "SELECT evaluated_version FROM grp WHERE split = :split"
     rounds = Counter(row["evaluated_version"] for row in tx.rows(query, split=HELDOUT))
     newest = tx.rows("SELECT coalesce(max(version), 0) AS n FROM version")[0]["n"]
     per_round = max(2 * max(rounds.values(), default=0), ORDINALS_TRIED // ROUNDS_TRIED)
-    for version in range(max([newest, *rounds]) + ROUNDS_TRIED if left else -1, -1, -1):
-        for ordinal in range(per_round if left else 0):
-            group_uid = uid(tx.run_id, HELDOUT, ordinal, version)
+    versions = {*rounds, *_around(max([newest, *rounds]), n=ROUNDS_TRIED)}
+    versions.update(row["version"] for row in tx.rows("SELECT version FROM version"))
+    in_rounds = (
+        (HELDOUT, ordinal, version)
+        for version in sorted(versions, reverse=True)
+        for ordinal in range(per_round)
+    )
+    yield from _matched(tx, islice(in_rounds, HELDOUT_TRIED), left=left, foreign=foreign)
+
+
+def _around(newest: int, *, n: int) -> range:
+    """Return the `n` numbers before `newest` and the `n` from it on. The backup may be forged."""
+    return range(max(0, newest - n), newest + n)
+
+
+def _matched(
+    tx: Transaction, addresses: Iterable[Address], *, left: set[bytes], foreign: Collection[bytes]
+) -> Iterator[tuple[bytes, Address]]:
+    """Yield the groups of `left` that have one of the addresses. `foreign` groups are imported."""
+    for address in addresses if left else ():
+        for group_uid in uids_of_address(tx.run_id, *address):
             if group_uid in left:
                 left.remove(group_uid)
-                yield group_uid, (HELDOUT, ordinal, version)
+                yield group_uid, address
+            if group_uid not in foreign:
+                break
+        if not left:
+            return
 
 
 def _new_versions(
@@ -317,7 +361,8 @@ def _new_versions(
     if layout.info.storage_uri is not None:
         stored = layout.storage.files(layout.relative(layout.weights))
         there |= {PurePosixPath(file.path).parent.name for file in stored}
-    seen = {int(match[1]) for match in map(WEIGHTS_NAME.fullmatch, there) if match is not None}
+    found = {int(match[1]) for match in map(WEIGHTS_NAME.fullmatch, there) if match is not None}
+    seen = {version for version in found if version < LARGEST_COUNT}
     if known or seen:  # else the run publishes no weights through the store
         seen.update(one.meta.version_min for one in played)
         seen.update(one.meta.version_max for one in played)

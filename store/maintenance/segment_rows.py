@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from printable import one_line
 from store.errors import FormatError
@@ -31,6 +32,17 @@ COLUMNS = [
     "final_anchor_text",
     "final_state_hash",
 ]
+
+_WITH_NULLS = pc.CountOptions(mode="all")
+# Columns that may be null, as records.py says.
+NULLABLE = (
+    *("task_score", "prompt_dropped_turns", "prompt_dropped_tokens", "anchor_text", "state_hash"),
+    *("admissible_actions", "images", "final_observation", "final_anchor_text"),
+    *("final_state_hash", "final_admissible_actions"),
+)
+LARGEST_NUMBER = 1 << 40  # of a policy version; token ids are 32 bits wide
+LARGEST_REWARD = 1e90  # sums of any number of them are finite, and the queries take 1e100
+LOOK_AT_IT = "look at its run with gigpo fsck, or export it again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,3 +157,82 @@ def malformed(table: pa.Table) -> list[tuple[str, str]]:
                 detail = f"the {names[1]} of {text!r:.80} is {digest and digest.hex()}, another's"
                 wrong.append(("state_hash", detail))
     return wrong
+
+
+def check_importable(table: pa.Table, *, name: str) -> None:
+    """Raise FormatError, which calls the rows `name`, for values that no run writes.
+
+    Readers of the run and its learner would fail on them later. `table` has SEGMENT_SCHEMA.
+    """
+    for _, detail in malformed(table):
+        raise FormatError(f"{name}: {detail}; {LOOK_AT_IT}")
+    for column in table.column_names:
+        if column not in NULLABLE and table[column].null_count:
+            raise FormatError(f"{name} has no {column} in a row; {LOOK_AT_IT}")
+    for column, inner in _inner_values(table):
+        if inner.null_count:
+            raise FormatError(f"{name} has a null in {column}; {LOOK_AT_IT}")
+    for column in ("prompt_ids", "response_ids", "version_min", "version_max", "member"):
+        _check_range(table, column, least=0, most=LARGEST_NUMBER, name=name)
+    for column in ("reward", "task_score"):
+        _check_range(table, column, least=-LARGEST_REWARD, most=LARGEST_REWARD, name=name)
+    _check_range(table, "response_logprobs", least=None, most=None, name=name)
+    n_ids, n_logprobs = (
+        pc.list_value_length(table[column]) for column in ("response_ids", "response_logprobs")
+    )
+    if not _all(pc.or_(pc.equal(n_ids, n_logprobs), pc.equal(n_logprobs, 0))):
+        raise FormatError(
+            f"{name} has a row whose response_ids and response_logprobs differ in number; "
+            f"{LOOK_AT_IT}"
+        )
+    same = table.select(["traj_uid", *_FIRST]).group_by("traj_uid")
+    several = same.aggregate([(column, "count_distinct", _WITH_NULLS) for column in _FIRST])
+    for column in _FIRST:
+        if not _all(pc.equal(several[f"{column}_count_distinct"], 1)):
+            raise FormatError(f"{name} has a trajectory with more than one {column}; {LOOK_AT_IT}")
+
+
+def check_trainable(table: pa.Table, *, name: str) -> None:
+    """Raise FormatError for a row that a learner cannot train on: without prompt or response."""
+    for column in ("prompt_ids", "response_ids"):
+        if not _all(pc.greater(pc.list_value_length(table[column]), 0)):
+            raise FormatError(
+                f"{name} has a row without {column}, so nothing can be trained from it; leave its "
+                "trajectories out"
+            )
+
+
+def largest_token(table: pa.Table) -> int:
+    """Return the largest token id of the rows, -1 of rows without tokens."""
+    columns = [pc.list_flatten(table[name]) for name in ("prompt_ids", "response_ids")]
+    return max((pc.max(one).as_py() for one in columns if len(one)), default=-1)
+
+
+def _inner_values(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    """Yield the values of each column of lists."""
+    for column in table.column_names:
+        if pa.types.is_list(table.schema.field(column).type):
+            yield column, pc.list_flatten(table[column])
+
+
+def _check_range(
+    table: pa.Table, column: str, *, least: float | None, most: float | None, name: str
+) -> None:
+    """Raise FormatError for a number beyond the bounds, or one that is not finite."""
+    values = table[column]
+    if pa.types.is_list(values.type):
+        values = pc.list_flatten(values)
+    values = pc.drop_null(values)
+    is_wrong = pc.invert(pc.is_finite(values))
+    if least is not None and most is not None:
+        is_wrong = pc.or_(is_wrong, pc.or_(pc.less(values, least), pc.greater(values, most)))
+    wrong = values.filter(is_wrong)
+    if len(wrong):
+        raise FormatError(
+            f"{name} has {column}={wrong[0].as_py():.3g}, which no run writes; {LOOK_AT_IT}"
+        )
+
+
+def _all(values: pa.ChunkedArray) -> bool:
+    """Return whether all values are true; a null is not."""
+    return bool(pc.all(pc.fill_null(values, False)).as_py() is not False)

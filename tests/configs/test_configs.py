@@ -773,3 +773,66 @@ def test_nested_interpolations_of_a_saved_config_are_not_parsed(
     for text in (f"run_dir: '{nested}'", f"a: [1, {{b: '{nested}'}}]", f"? '{nested}'\n: 1"):
         with pytest.raises(ConfigError, match="stands for another value"):
             configs.parse_saved(text, name="a run")
+
+
+DOUBLED = "env:\n  name: key_room\n  options:\n    a0: xxxxxxxxxx\n" + "".join(
+    f"    a{n + 1}: ${{env.options.a{n}}}${{env.options.a{n}}}\n" for n in range(28)
+)
+LISTS = "env:\n  name: key_room\n  options:\n    a0: [x, x]\n" + "".join(
+    f"    a{n + 1}: [{', '.join([repr(f'${{env.options.a{n}}}')] * 10)}]\n" for n in range(8)
+)
+WIDE = "a: " + "x" * 1000 + "\nb: [" + ", ".join(["'${a}'"] * 2000) + "]\n"
+BESIDE = "env:\n  options:\n    a0: xx\n" + "".join(
+    f"    a{n + 1}: {f'${{.a{n}}}' * 1000}\n" for n in range(3)
+)
+CHAIN = "".join(f"c{n}: ${{c{n + 1}}}\n" for n in range(1200)) + "c1200: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (DOUBLED, "stand for one another"),
+        (LISTS, "stands for more than"),
+        (WIDE, "stands for more than"),
+        (BESIDE, "stands for more than"),
+        (CHAIN, "stand for one another"),
+        ("".join(reversed(CHAIN.splitlines(keepends=True))), "stand for one another"),
+        ("a: ${b}\nb: ${a}\n", "stand for one another"),
+        ("a: {b: '${a}'}\n", "stand for one another"),
+        ("seed: ${oc.select:seed}\n", "in a way that is not known"),
+        ("env:\n  options:\n    a: ${env.${b}}\n", "in a way that is not known"),
+        ("run_dir: '" + "${" * 2000 + "a" + "}" * 2000 + "'\n", "in a way that is not known"),
+    ],
+)
+def test_interpolations_that_stand_for_too_much_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    """Refuse the file before OmegaConf resolves a value of it."""
+    monkeypatch.setattr(OmegaConf, "to_object", lambda *_: pytest.fail("it was resolved"))
+    with pytest.raises(ConfigError, match=words):
+        configs.load(write(tmp_path / "c.yaml", text))
+
+
+def test_files_that_stand_for_too_much_together_are_refused(tmp_path: Path) -> None:
+    """Count what a file refers to in the file that it builds on, and what an override does."""
+    options = "env:\n  name: key_room\n  options:\n"
+    write(tmp_path / "below.yaml", options + f"    a0: {'x' * 2000}\n")
+    above = f"base: below.yaml\n{options}    a1: {'${env.options.a0}' * 1000}\n"
+    with pytest.raises(ConfigError, match="above.yaml.*stands for more than"):
+        configs.load(write(tmp_path / "above.yaml", above))
+    many = "${env.options.a0}" * 1000
+    with pytest.raises(ConfigError, match="stands for more than"):
+        configs.load(tmp_path / "below.yaml", [f"env.options.a1='{many}'"])
+
+
+def test_a_few_interpolations_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the forms that a person writes, also an escaped one."""
+    monkeypatch.setenv("SOME_SEED", "7")
+    text = (
+        "seed: ${oc.decode:${oc.env:SOME_SEED}}\nrun_dir: runs/${env.name}_${seed}\n"
+        "env:\n  name: key_room\n  options: {rooms: 3, n: '${.rooms}', t: '\\${x}'}\n"
+    )
+    config = configs.load(write(tmp_path / "c.yaml", text))
+    assert (config.seed, config.run_dir) == (7, "runs/key_room_7")
+    assert config.env.options["n"] == 3
+    assert config.env.options["t"] == "${x}"

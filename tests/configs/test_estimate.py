@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +12,15 @@ import pytest
 
 import configs
 from cli.__main__ import main
-from configs import GIB, Config, ConfigError, describe_estimate, pass_bytes, rank_bytes
+from configs import (
+    GIB,
+    Config,
+    ConfigError,
+    describe_estimate,
+    describe_plan,
+    pass_bytes,
+    rank_bytes,
+)
 from configs.assumptions import ASSUMED
 from configs.engine_estimate import mean_lengths
 from configs.estimate import better_split, estimate_run
@@ -276,3 +285,39 @@ def test_the_command_shows_it_and_needs_a_dry_run(
     cpu = ["train", str(ROOT / "configs/key_room.yaml"), f"run_dir={tmp_path / 'run'}"]
     assert main([*cpu, "--plan", "--dry-run"]) == 0
     assert "estimate: none, because" in capsys.readouterr().out
+
+
+SIZES = {
+    "num_attention_heads": 12,
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151_936,
+}
+HOSTILE_SIZES = {
+    "no heads": json.dumps({**SIZES, "num_attention_heads": 0}),
+    "an infinity": json.dumps({**SIZES, "hidden_size": float("inf")}),
+    "no number": json.dumps({**SIZES, "hidden_size": float("nan")}),
+    "negative": json.dumps({**SIZES, "hidden_size": -5}),
+    "huge": json.dumps(dict.fromkeys(SIZES, 10**300)),
+    "zero": json.dumps({**dict.fromkeys(SIZES, 0), "num_attention_heads": 1}),
+    "a list": "[1]",
+    "a text": '"x"',
+    "a list of sizes": '{"text_config": []}',
+    "digits": '{"num_attention_heads": ' + "9" * 5000 + "}",
+    "nested": "[" * 100_000,
+    "no text": b"\xff\xfe".decode("latin-1"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_SIZES)
+def test_sizes_that_no_model_has_are_one_line(tmp_path: Path, what: str) -> None:
+    """Let a downloaded config.json end neither the plan nor the estimate by a traceback."""
+    (tmp_path / "config.json").write_bytes(HOSTILE_SIZES[what].encode("latin-1"))
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 100)
+    config = alfworld(f"model.path={tmp_path}")
+    with suppress(ConfigError):  # the plan of such a model needs no sizes
+        describe_plan(config)
+    with pytest.raises(ConfigError, match="config.json"):
+        describe_estimate(config)

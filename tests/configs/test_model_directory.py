@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from configs import ConfigError, check_model_directory
+from configs import ConfigError, check_model_directory, files_of_index, model_type
+from configs import model_directory as checked
 
 USUAL = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -80,3 +82,39 @@ def test_the_engine_is_led_to_no_other_model(
     (tmp_path / "config.json").write_text(json.dumps({**usual, **changes}))
     with pytest.raises(ConfigError, match=words):
         check_model_directory(tmp_path)
+
+
+NAMES = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("preprocessor_config.json", "generation_config.json", "model.safetensors"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fifo_in_a_model_directory_is_refused(tmp_path: Path, name: str) -> None:
+    """Refuse every file that would block whoever reads it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="no regular file"):
+        check_model_directory(tmp_path)
+
+
+def test_single_descriptions_are_read_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read neither a FIFO nor a file beyond the bound, and follow links to files."""
+    index = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="no regular file"):
+        model_type(str(tmp_path))
+    index.symlink_to(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="no regular file"):
+        files_of_index(index)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "weight_map": {}}')
+    assert files_of_index(index) == set()
+    monkeypatch.setattr(checked, "MAX_DESCRIPTION_BYTES", 8)
+    with pytest.raises(ConfigError, match="more than 8 bytes"):
+        model_type(str(tmp_path))

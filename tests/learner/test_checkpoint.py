@@ -444,6 +444,13 @@ MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+def test_a_fifo_instead_of_checkpoint_json_is_one_line(tmp_path: Path) -> None:
+    """Refuse a file that would block an export or a replay."""
+    os.mkfifo(tmp_path / "checkpoint.json")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        read_content(tmp_path)
+
+
 @pytest.mark.parametrize("what", MALFORMED)
 def test_malformed_fields_beside_files_with_fitting_digests_are_one_line(
     checkpoint: tuple[Engine, Path], tmp_path: Path, what: str

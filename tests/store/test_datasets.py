@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,17 +23,24 @@ from store import (
     Catalog,
     DigestError,
     FormatError,
+    Group,
     LockedError,
     RunLayout,
     StoreError,
+    VersionRecord,
     export,
+    to_table,
     write_open_sql,
     write_segment,
 )
 from store.exchange.datasets import export_selection, import_selection, live_files
+from store.hashing import uid
+from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.rebuild import rebuild
 from store.reading.reader import open_run
+from tests.support.forged_dataset import write_dataset
 from tests.support.run_views import connect
-from tests.support.store_samples import make_trajectory, open_train_group
+from tests.support.store_samples import make_trajectory, open_train_group, play
 
 
 def make_run(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout:
@@ -322,3 +331,81 @@ def test_a_group_of_a_size_that_no_run_has_is_refused(tmp_path: Path, size: int)
     file.write_text(json.dumps(content))
     with pytest.raises(FormatError, match="members"):
         import_selection(into.root, tmp_path / "dataset")
+
+
+def forge(layout: RunLayout, dest: Path, ordinal: int, member: int, **changes: Any) -> Path:
+    """Write a dataset of one trajectory whose group has the uid of an address in the run.
+
+    Its author knows nothing but the run id, which stands in every export.
+    """
+    address = (changes.pop("address_split", "train"), ordinal, changes.pop("round", None))
+    group_uid = uid(layout.info.run_id, *address)
+    size = changes.pop("size", 2)
+    run_id = changes.pop("run_id", "f" * 32)
+    group = Group.imported(group_uid=group_uid, task_id=f"task-{ordinal}", size=size)
+    changes = {"split": "train", "won": True, **changes}
+    table = to_table([replace(make_trajectory(group, member), **changes)])
+    return write_dataset(dest, table, run_id=run_id, size=size)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_dataset_never_fills_a_group_that_the_run_opened(tmp_path: Path, is_own: bool) -> None:
+    """Refuse a member for an open group, whatever run the dataset names."""
+    layout = make_run(tmp_path / "run", n_groups=1, missing=1)
+    run_id = layout.info.run_id if is_own else "f" * 32
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(
+            VersionRecord(version=0, path="weights/v000000", digest="d", learner_step=None)
+        )
+        catalog.open_round(["task-0"], episodes_per_task=1, version=0)
+    before = states(layout)
+    forged = forge(layout, tmp_path / "train", 0, 1, run_id=run_id)
+    with pytest.raises(StoreError, match="opened in this very run.*none that it lost"):
+        import_selection(layout.root, forged)
+    heldout = {"address_split": "heldout", "round": 0, "split": "heldout", "size": 1}
+    forged = forge(layout, tmp_path / "heldout", 0, 0, run_id=run_id, **heldout)
+    with pytest.raises(StoreError, match="opened in this very run.*none that it lost"):
+        import_selection(layout.root, forged)
+    assert states(layout) == before
+    with Catalog.open(layout) as catalog:
+        assert catalog.claim(n_groups=1, current_version=0, max_staleness=9) is None
+        assert catalog.finished_evaluations() == []
+    assert [one for one in check(layout, level=CONTENTS) if one.severity == "error"] == []
+
+
+@pytest.mark.parametrize("task_id", ["no such task", "task-1"])
+def test_an_imported_group_blocks_no_group_that_the_run_opens_later(
+    tmp_path: Path, task_id: str
+) -> None:
+    """Open the next group under another uid, and find it again when the catalog is lost."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    size = 1 if task_id == "no such task" else 2
+    forged = forge(layout, tmp_path / "forged", 1, 0, size=size, task_id=task_id)
+    assert import_selection(layout.root, forged).n_trajectories == 1
+    with Catalog.open(layout) as catalog:
+        group = open_train_group(catalog, None)
+        assert (group.ordinal, group.split, group.state, group.missing) == (
+            *(1, "train", "open"),
+            (0, 1),
+        )
+        assert open_train_group(catalog, 1) == group
+        assert catalog.lease_open_group(worker="w0", lease_s=60.0) is not None
+        play(layout, catalog, group)
+        assert open_train_group(catalog, None).ordinal == 2
+        export(catalog, layout)
+    whole = states(layout)[:-1]
+    layout.catalog.unlink()
+    layout.backup.unlink()
+    rebuild(layout)
+    rebuilt = [state for state in states(layout) if state[1] != "open"]
+    assert [(split, n) for split, _, _, n, _ in rebuilt] == [(one[0], one[3]) for one in whole]
+
+
+def test_rows_that_come_back_have_the_split_of_their_group(tmp_path: Path) -> None:
+    """Keep the split that the catalog has, where a dataset of this very run says another."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    live_files(layout.root)[0].unlink()
+    assert main(["fsck", "--repair", str(layout.root)]) in (0, 1)
+    forged = forge(layout, tmp_path / "forged", 0, 0, run_id=layout.info.run_id, split="imported")
+    assert import_selection(layout.root, forged).n_trajectories == 1
+    assert set(parts(layout.segments)["split"].to_pylist()) == {"train"}

@@ -9,12 +9,16 @@ import multiprocessing
 import os
 import random
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
 import pytest
 
 from store import (
@@ -22,11 +26,13 @@ from store import (
     Catalog,
     DigestError,
     FormatError,
+    Group,
     RunLayout,
     StoreError,
     VersionRecord,
     export,
     read_segments,
+    to_table,
     trained_step,
     write_open_sql,
     write_segment,
@@ -36,11 +42,13 @@ from store.catalog.groups import insert_trajectories
 from store.catalog.imported_groups import has_offline_groups, rounds
 from store.exchange.datasets import export_selection, import_selection
 from store.exchange.offline_import import TakenSource, parse_source, take_sources
+from store.hashing import uid
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.repair import repair
 from store.maintenance.sweep import expire_old
 from tests.support.fast_directory import fast_directory
+from tests.support.forged_dataset import write_dataset
 from tests.support.run_views import connect
 from tests.support.store_runs import MERGE_TWO, compact_once, flip
 from tests.support.store_samples import in_play, make_trajectory, open_train_group, play
@@ -632,3 +640,49 @@ def test_a_mixed_batch_is_told_afterwards_as_it_was_claimed(
     )
     catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=VERSION_HERE)
     assert trained_step(target, 2).batch.groups == batch.groups
+
+
+def forged_source(dest: Path, column: str, value: Any) -> Path:
+    """Write a dataset of one group of two, of whose second row a column has another value."""
+    group_uid = uid("e" * 32, "train", 0, None)
+    group = Group.imported(group_uid=group_uid, task_id="t", size=2)
+    played = [replace(make_trajectory(group, member), split="train") for member in range(2)]
+    table = to_table(played)
+    index = table.schema.get_field_index(column)
+    values = table[column].to_pylist()
+    values[1] = value
+    field = table.schema.field(index)
+    table = table.set_column(index, field, pa.array(values, field.type))
+    return write_dataset(dest, table, run_id="e" * 32, size=2)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("response_ids", [100, 0], "token id 100, and the model knows 100"),
+        ("response_ids", [-1, 0], "response_ids=-1"),
+        ("response_ids", [], "without response_ids"),
+        ("response_ids", [None, 0], "null in response_ids"),
+        ("prompt_ids", None, "without prompt_ids"),
+        ("prompt_ids", [], "without prompt_ids"),
+        ("response_logprobs", [-0.5], "differ in number"),
+        ("response_logprobs", [float("nan"), -0.5], "response_logprobs=nan"),
+        ("reward", 1e150, "reward=1e\\+150"),
+        ("reward", float("inf"), "reward=inf"),
+        ("reward", None, "no reward"),
+        ("version_max", 2**62, "version_max="),
+        ("task_id", "another", "more than one task_id"),
+        ("group_uid", bytes(16), "are not steps 0..1|more than one group_uid"),
+    ],
+)
+def test_rows_that_no_learner_can_take_are_refused(
+    tmp_path: Path, target: RunLayout, column: str, value: Any, words: str
+) -> None:
+    """Name the source and the value, before a row is imported."""
+    place = forged_source(tmp_path / "forged", column, value)
+    source = replace(parse_source(str(place)), n_tokens=100)
+    with pytest.raises(StoreError, match=words):
+        take_sources(target.root, [source], order="")
+    with closing(sqlite3.connect(target.catalog)) as catalog:
+        query = "SELECT count(*) FROM grp WHERE split = 'imported'"
+        assert catalog.execute(query).fetchone() == (0,)

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import warnings
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ from store import (
     Catalog,
     FencedError,
     FormatError,
+    Group,
     LockedError,
     RunLayout,
     StoreError,
@@ -26,8 +28,10 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.catalog.groups import uids_of_address
 from store.exchange.datasets import export_selection, import_selection
 from store.exchange.fork import fork
+from store.hashing import uid
 from store.maintenance.finding import Finding
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.fsck_catalog import check_catalog
@@ -582,3 +586,73 @@ def test_a_fork_whose_run_json_is_lost_keeps_its_ancestors(
             layout.info.ancestors,
             layout.info.forked_from,
         )
+
+
+FORGED_NUMBERS = ("ordinal", "round", "version")
+
+
+def plant_unknown_groups(layout: RunLayout) -> None:
+    """Write segments of a training and a held-out group that no search by address finds."""
+    for number, split in enumerate(("train", "heldout")):
+        group_uid = uid("f" * 32, split, number, None)
+        group = Group.imported(group_uid=group_uid, task_id="t", size=2)
+        planted = replace(make_trajectory(group, 0), split=split)
+        write_segment(layout, [planted], worker="w9", epoch=1)
+
+
+@pytest.mark.parametrize("number", FORGED_NUMBERS)
+def test_a_backup_that_counts_without_end_is_refused(tmp_path: Path, number: str) -> None:
+    """Name the number instead of trying every smaller one."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=9)
+    version = 2**62 if number != "ordinal" else 0
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(
+            VersionRecord(version=version, path="weights/v0", digest="d", learner_step=None)
+        )
+        if number == "ordinal":
+            open_train_group(catalog, 2**62)
+        elif number == "round":
+            catalog.open_round(["t"], episodes_per_task=1, version=version)
+        export(catalog, layout)
+    plant_unknown_groups(layout)
+    layout.catalog.unlink()
+    with pytest.raises(StoreError, match=f"counts to .* {2**62}, as no run does"):
+        rebuild(layout)
+    assert layout.backup.exists()
+    layout.backup.unlink()
+    rebuild(layout)
+    assert check(layout, level=CONTENTS) == []
+
+
+def test_a_large_number_in_a_backup_costs_no_search_from_zero(tmp_path: Path) -> None:
+    """Try the addresses around the largest known ones only."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    write_open_sql(layout, macros=(), max_staleness=9)
+    with Catalog.open(layout) as catalog:
+        catalog.record_version(
+            VersionRecord(version=2**39, path="weights/v0", digest="d", learner_step=None)
+        )
+        open_train_group(catalog, 2**39)
+        export(catalog, layout)
+    with crashed(), Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 2**39 + 1))
+        export(catalog, layout)
+    plant_unknown_groups(layout)
+    layout.catalog.unlink()
+    with mock.patch("store.maintenance.rebuild.uids_of_address", wraps=uids_of_address) as tried:
+        rebuild(layout)
+    assert states(layout)[2**39 + 1] == "complete"
+    assert tried.call_count < 1_000_000
+
+
+def test_a_file_that_counts_versions_without_end_is_set_aside(tmp_path: Path) -> None:
+    """Take no version number from a segment that no run can have written."""
+    layout = make_run(tmp_path / "run")
+    group = Group.imported(group_uid=uid("f" * 32, "train", 0, None), task_id="t", size=1)
+    planted = make_trajectory(group, 0, version=2**62)
+    write_segment(layout, [planted], worker="w9", epoch=1)
+    layout.catalog.unlink()
+    report = rebuild(layout)
+    assert any("as no run does" in line for line in report.lost)
+    assert ask(layout, "SELECT max(version) < 100 FROM version") == [(1,)]
