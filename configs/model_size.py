@@ -81,7 +81,7 @@ def _shape_in(file: Path) -> Shape:
     """Return the sizes in a config.json; a vision model has its text model's in `text_config`."""
     try:
         content = description(file)
-        sizes = content.get("text_config", content)
+        sizes: Any = content.get("text_config", content)
         heads = _size(sizes["num_attention_heads"])
         hidden = _size(sizes["hidden_size"])
         head = _size(sizes.get("head_dim") or hidden // heads)
@@ -104,7 +104,8 @@ def vocabulary_size(directory: Path) -> int:
     file = directory / "config.json"
     try:
         content = description(file)
-        return _size(content.get("text_config", content)["vocab_size"])
+        sizes: Any = content.get("text_config", content)
+        return _size(sizes["vocab_size"])
     except (ArithmeticError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{file} does not say how many tokens the model has ({error!s:.80}); give another "
