@@ -13,14 +13,18 @@ any moment, the same call begins again.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
+import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from store import primary_directory
 from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
-from store.errors import FormatError, StoreError, UnavailableError
+from store.errors import FormatError, LockedError, StoreError, UnavailableError
 from store.layout import (
     BASE_POLICY,
     CONFIG_FILE,
@@ -45,6 +49,8 @@ from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED, add_signatures
 from store.untrusted.trust import check_trusted, trust
 
 RUN_JSON = "run.json"
+LOCK_ENDING = ".bring.lock"
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 OF_A_FILE_SYSTEM = "lost+found"  # may be in a directory that is the root of one
 
 
@@ -58,11 +64,48 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
 
     `root` must be empty, or not there. `trusts` counts the run as this user's. Raises StoreError,
     for a stranger's run too; nothing is left at `root` then, and the run stays where it was, if the
-    storage still answers.
+    storage still answers. Raises LockedError while another process brings a run to `root`.
     """
     storage = open_storage(uri)
     info, _ = _read_run_json(storage)
     root = root.absolute()
+    with _alone(root):
+        return _bring(storage, info, root, trusts=trusts)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Hold the lock of whoever brings a run to `root`: a file beside it. Raises LockedError."""
+    make_directory(root.parent, beneath=root.parent)
+    path = root.parent / f".{root.name}{LOCK_ENDING}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise StoreError(f"{path} cannot be locked: {error.strerror}; remove it") from error
+        yield  # `root` is a mounted volume, beside which nothing can be written
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last holder removes the file: a lock on a removed one excludes nobody.
+        is_held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    except BlockingIOError:
+        is_held = False
+    if not is_held:
+        os.close(descriptor)
+        raise LockedError(
+            f"another process brings a run to {root} at this moment; wait until it has ended, "
+            "or give run_dir=NEW"
+        )
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _bring(storage: Storage, info: RunInfo, root: Path, *, trusts: bool) -> Report:
+    """Make the directory `root`, which is locked, and remove it if that fails."""
     is_new = not root.exists()
     _empty(root)
     make_directory(root, beneath=root)

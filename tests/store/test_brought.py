@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import resource
 import shutil
@@ -19,6 +20,7 @@ from store import (
     CheckpointRecord,
     FencedError,
     FormatError,
+    LockedError,
     Maintainer,
     RunLayout,
     StoreError,
@@ -525,3 +527,56 @@ def test_a_node_that_sees_nothing_of_the_directory_joins_the_run(
         Catalog.open(layout)
     with pytest.raises(FormatError, match="is not a run directory"):
         RunLayout.join(tmp_path / "none", storage_uri="")
+
+
+def bring_at_once(uri: str, root: Path, go: Any, said: Any) -> None:
+    """Bring the run when all processes are ready, and say how it ended."""
+    go.wait()
+    try:
+        bring_run(uri, root, trusts=False)
+        said.put("brought")
+    except LockedError:
+        said.put("locked")
+    except (StoreError, OSError) as error:
+        said.put(repr(error))
+
+
+def test_two_processes_bring_a_run_to_one_directory_once(lost: RunLayout, tmp_path: Path) -> None:
+    """Let one of them bring it, and refuse the other in one line, during or after it."""
+    uri, root = uri_of(lost), tmp_path / "elsewhere"
+    shutil.rmtree(lost.root)
+    spawning = multiprocessing.get_context("fork")
+    go, said = spawning.Event(), spawning.Queue()
+    pair = [spawning.Process(target=bring_at_once, args=(uri, root, go, said)) for _ in range(2)]
+    for process in pair:
+        process.start()
+    go.set()
+    ended = sorted(said.get(timeout=60) for _ in pair)
+    for process in pair:
+        process.join()
+    assert "brought" in ended
+    ended.remove("brought")
+    assert ended == ["locked"] or "has other things in it" in ended[0]
+    assert is_brought(uri, root)
+    assert check(RunLayout.open(root), level=CONTENTS) == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_directory_is_locked_while_a_run_is_brought_to_it(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Change nothing at the directory while another process fills it."""
+    uri, root, seen = uri_of(lost), tmp_path / "elsewhere", []
+    shutil.rmtree(lost.root)
+    rebuilt = bring.rebuild
+
+    def rebuild(layout: RunLayout, **given: Any) -> Any:
+        with pytest.raises(LockedError, match="another process brings a run to"):
+            bring_run(uri, root, trusts=False)
+        seen.append(sorted(path.name for path in root.iterdir()))
+        return rebuilt(layout, **given)
+
+    monkeypatch.setattr(bring, "rebuild", rebuild)
+    bring_run(uri, root, trusts=False)
+    assert UNFINISHED_BRING in seen[0]
+    assert is_brought(uri, root)
