@@ -48,7 +48,6 @@ COMMANDS = {
         "throughput.zero2": 45,
         "throughput.zero3": 50,
         "throughput.reference": 50,
-        "throughput.fa3": 40,
         "adapters.tf32": 110,
         "adapters.float32": 80,
         "mismatch": 45,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -49,22 +48,11 @@ CASES = (
     Case(key="zero2", name="ZeRO 2, checkpointing", settings={"zero_stage": 2, **SAVING}),
     Case(key="zero3", name="ZeRO 3, checkpointing", settings={"zero_stage": 3, **SAVING}),
     Case(key="reference", name="ZeRO 1, checkpointing, reference", settings=WITH_REFERENCE),
-    Case(
-        key="fa3",
-        name="ZeRO 1, checkpointing, FlashAttention 3",
-        settings={"zero_stage": 1, **SAVING, "flash_attention": 3},
-    ),
 )
 
 
 def run(proof: Proof) -> None:
     for case in (case for case in CASES if proof.case in ("", case.key)):
-        if case.key == "fa3" and not proof.on_gpu:
-            proof.report.needs_cuda("FlashAttention 3")
-            continue
-        if case.key == "fa3" and find_spec("flash_attn_interface") is None:
-            proof.report.figure(case.name, "not measured: flash-attn-3 is not installed")
-            continue
         with proof.report.case(case.name):
             _measure_case(proof, case)
         free_memory(proof)

@@ -52,7 +52,6 @@ NEEDS_CUDA = {
     for part in (
         "variable-length kernel",
         "memory against the plan",
-        "FlashAttention 3",
         "TF32",
         "deterministic mode",
         "copy from the device, pageable and pinned",
