@@ -115,6 +115,7 @@ def test_an_argument_takes_the_place_of_ours(
         max_model_tokens=96,
         max_requests=3,
         statistics=False,
+        adapters={},
     )
     assert (arguments.block_size, arguments.async_scheduling) == (64, False)
     assert arguments.hf_overrides == {"head_dtype": "float32"}
@@ -136,6 +137,7 @@ def test_an_argument_that_a_vision_model_needs_otherwise_is_refused(
             max_model_tokens=96,
             max_requests=3,
             statistics=False,
+            adapters={},
         )
 
 

@@ -57,6 +57,7 @@ async def play(base: Path, other: Path, log_path: Path) -> tuple[Played, Played]
         model_path=base,
         dtype="bfloat16",
         float32_head=True,
+        lora=None,
         actors=ActorsConfig(max_response_tokens=48, kv_cache_gib=0.125, engine={"block_size": 64}),
         max_model_tokens=128,
         gate=RequestGate(8),

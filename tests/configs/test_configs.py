@@ -31,8 +31,8 @@ def empty(tmp_path: Path) -> Path:
     ("overrides", "words"),
     [
         (["offline.share=1.5"], ["offline.share=1.5", "use 1"]),
-        (["offline.share=0.01"], ["0 offline and 8 live"]),
-        (["offline.share=0.99"], ["8 offline and 0 live"]),
+        (["offline.share=0.01"], ["0 offline and 8 own"]),
+        (["offline.share=0.99"], ["8 offline and 0 own"]),
         (["offline.share=0"], ["above 0"]),
         (["offline.uses=0"], ["above 0"]),
         (["offline.share=0.5", "loss.policy=behaviour_cloning"], ["offline.share=1"]),
