@@ -218,7 +218,7 @@ def test_a_program_that_hangs_is_killed_with_what_it_started(odd: str) -> None:
         await play(task("win"))  # its process is up: a start may take longer than 2 s
         with pytest.raises(
             EnvironmentDied,
-            match="task train/hangs had not ended after 2 s and was killed, at .*:46 in hangs",
+            match="task train/hangs had not ended after 2 s and was killed, at .*:50 in hangs",
         ):
             await play(task("hangs"), episode_timeout_s=2.0)
         wait_until_gone(spoken_number(policy))
