@@ -238,9 +238,7 @@ def test_publishing_and_checkpoints_are_in_the_time_of_a_step(
 
         return done
 
-    monkeypatch.setattr(
-        "learner.step_times.time", SimpleNamespace(monotonic=lambda: now[0])
-    )
+    monkeypatch.setattr("learner.step_times.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(StandIn, "copy_weights", spending(StandIn.copy_weights, 3.0))
     monkeypatch.setattr(StandIn, "copy_checkpoint", spending(StandIn.copy_checkpoint, 5.0))
     run = tmp_path / "run"
