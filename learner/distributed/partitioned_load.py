@@ -53,9 +53,15 @@ def load_partitioned(
         return None
     owners = _owners(causal_lm)
     first: nn.Parameter | None = None
+    # One room for every weight in turn. Memory of its own for each would leave holes between the
+    # kept parts, which the C library gives back to nobody: the peak was that of the whole model.
+    room = torch.empty(max(each.numel() for each in causal_lm.parameters()), dtype=dtype)
     for name, empty in list(causal_lm.named_parameters()):
         file, _ = found[name]
-        parameter = nn.Parameter(_weight(file, name, like=empty), requires_grad=empty.requires_grad)
+        weight = room[: empty.numel()].view(empty.shape)
+        if dist.get_rank() == 0:
+            _read(file, name, into=weight)
+        parameter = nn.Parameter(weight, requires_grad=empty.requires_grad)
         for module, own_name in owners[id(empty)]:
             module._parameters[own_name] = parameter
         divide_parameter(parameter, like=first, module=causal_lm, dtype=dtype, learner=learner)
@@ -160,17 +166,13 @@ def _owners(module: nn.Module) -> Mapping[int, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def _weight(file: Path, name: str, *, like: torch.Tensor) -> torch.Tensor:
-    """Read a weight on rank 0. The others get memory of that size, to receive it."""
-    if dist.get_rank():
-        return torch.empty(like.shape, dtype=like.dtype)
+def _read(file: Path, name: str, *, into: torch.Tensor) -> None:
     # Opened for each weight: a mapping that stays would count the pages of all that were read.
     try:
         with safe_open(file, framework="pt") as tensors:
-            weight: torch.Tensor = tensors.get_tensor(name)
+            into.copy_(tensors.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{name} cannot be read from {file} ({one_line(error)}); download the model again, or "
             "give another model.path"
         ) from error
-    return weight.to(like.dtype).clone()
