@@ -3,7 +3,7 @@
 `coordinator.py` is the actor; its docstring says what it consumes, produces and waits for
 `client.py` is how workers, the learner and the driver call it
 `task_queue.py` says which task is played next, when evaluation rounds are due, and how
-               `max_staleness` paces workers; the bound is `claim` in store/catalog/batches.py
+               `max_staleness` paces workers; the bound is `drop_stale` (store/catalog/batches.py)
 `task_order.py` draws tasks by the weights of `tasks.order`
 `leases.py` keeps which worker plays which group, and which tasks lose workers
 `heartbeats.py` sends and keeps heartbeats

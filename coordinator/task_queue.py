@@ -78,7 +78,8 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
     With S = 0 no group is admitted while the learner trains, which is synchronous training.
 
     Groups that overtake each other can break the argument, so this only paces. The bound is
-    `claim` in store/catalog/batches.py: it drops a group that is too old, and records the reason.
+    `drop_stale` in store/catalog/batches.py: it drops a group that is too old, and records the
+    reason.
     """
     return max(0, (max_staleness + 1) * groups_per_step - outstanding)
 

@@ -6,7 +6,7 @@ database.py         the connection, the lock, fencing, and opening a catalog to 
 schema.sql          the tables; schema_check.py refuses a catalog with other ones
 groups.py           a group from open to complete: open, lease, commit; groups by state
 imported_groups.py  groups of other runs: read only, or trained on as offline groups
-batches.py          a group from complete to consumed: claim, settle, roll back
+batches.py          a group from complete to consumed: drop stale, claim, settle, roll back
 task_results.py     results of tasks, by which later groups choose theirs
 segment_states.py   a segment after its commit: replaced, expired, removed
 run_records.py      versions, checkpoints, metrics, heartbeats, unfinished episodes

@@ -1,4 +1,4 @@
-"""Move groups from complete to consumed: claim, refill, settle, roll back.
+"""Move groups from complete to consumed: drop stale ones, claim, refill, settle, roll back.
 
 Functions of one transaction. A batch may also replay wins: groups that were trained on before, and
 stay trained. Such a use is a live row of `batch_group` with a `use` above 1, and nothing else.
@@ -31,6 +31,28 @@ _IS_REPLAYED = (
 )
 
 
+def drop_stale(tx: Transaction, *, current_version: int, max_staleness: int) -> None:
+    """Make complete groups stale whose oldest version is more than `max_staleness` behind.
+
+    This is the bound on staleness. `claim` and `refill` begin with it, in the same transaction.
+    """
+    oldest_allowed = current_version - max_staleness
+    n_stale = tx.run(
+        """UPDATE grp SET state = 'stale',
+                          reason = 'oldest version ' || version_min || ' is more than '
+                                   || :max_staleness || ' behind the learner''s '
+                                   || :current_version
+           WHERE split = 'train' AND state = 'complete' AND version_min < :oldest_allowed""",
+        max_staleness=max_staleness,
+        current_version=current_version,
+        oldest_allowed=oldest_allowed,
+    )
+    if n_stale:
+        detail = f"{n_stale} groups older than version {oldest_allowed}"
+        tx.log(component=COMPONENT, what="stale", detail=detail)
+        tx.touch("groups")
+
+
 def claim(
     tx: Transaction,
     *,
@@ -54,7 +76,7 @@ def claim(
         raise StoreError(
             f"n_groups {n_groups}, n_offline {n_offline}: a batch has at least one group"
         )
-    _expire(tx, current_version=current_version, max_staleness=max_staleness)
+    drop_stale(tx, current_version=current_version, max_staleness=max_staleness)
     rows = _oldest_complete(tx, n_groups)
     # The learner asks many times a second, and finding the least used of many groups takes long.
     if len(rows) < n_groups:
@@ -99,7 +121,7 @@ def refill(
     if batch is None or batch["state"] != "claimed":
         raise StoreError(f"batch {batch_id} is not claimed, so it cannot be refilled")
     _mark_filtered(tx, batch_id, filtered)
-    _expire(tx, current_version=current_version, max_staleness=max_staleness)
+    drop_stale(tx, current_version=current_version, max_staleness=max_staleness)
     rows = _oldest_complete(tx, n_groups)
     # All at once: the advantages of the whole batch are computed again for each refill.
     if not n_groups or len(rows) < n_groups:
@@ -366,24 +388,6 @@ def release(tx: Transaction, batch_id: int, *, why: str) -> int:
         reopen(tx, row["group_uid"], reason=reason)
     tx.touch("groups", "lineage")
     return n_groups
-
-
-def _expire(tx: Transaction, *, current_version: int, max_staleness: int) -> None:
-    oldest_allowed = current_version - max_staleness
-    n_stale = tx.run(
-        """UPDATE grp SET state = 'stale',
-                          reason = 'oldest version ' || version_min || ' is more than '
-                                   || :max_staleness || ' behind the learner''s '
-                                   || :current_version
-           WHERE split = 'train' AND state = 'complete' AND version_min < :oldest_allowed""",
-        max_staleness=max_staleness,
-        current_version=current_version,
-        oldest_allowed=oldest_allowed,
-    )
-    if n_stale:
-        detail = f"{n_stale} groups older than version {oldest_allowed}"
-        tx.log(component=COMPONENT, what="stale", detail=detail)
-        tx.touch("groups")
 
 
 def _set_state(tx: Transaction, group_uid: bytes, *, state: str, reason: str) -> None:
