@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -102,6 +102,40 @@ class SegmentMeta:
     # the trajectories that count; the file may also hold duplicates
     trajectories: tuple[TrajectoryMeta, ...]
 
+    @classmethod
+    def of_file(
+        cls,
+        *,
+        path: str,
+        n_bytes: int,
+        n_steps: int,
+        worker: str,
+        trajectories: Sequence[TrajectoryMeta],
+    ) -> SegmentMeta:
+        """Describe a whole file, whose name is its digest. All its trajectories count."""
+        digest = PurePosixPath(path).stem
+        return cls(
+            segment_id=digest,
+            path=path,
+            digest=digest,
+            n_steps=n_steps,
+            n_bytes=n_bytes,
+            worker=worker,
+            trajectories=tuple(trajectories),
+        )
+
+    @classmethod
+    def of_rows(
+        cls, segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any] | sqlite3.Row]
+    ) -> SegmentMeta:
+        """Read rows of the catalog's tables `segment` and `trajectory`."""
+        metas = tuple(TrajectoryMeta.of_row(row) for row in trajectories)
+        return cls(**{name: segment[name] for name in SEGMENT_COLUMNS}, trajectories=metas)
+
+
+# Columns of the catalog's table `segment` that have the same names in SegmentMeta.
+SEGMENT_COLUMNS = tuple(name for name in SegmentMeta.__slots__ if name != "trajectories")
+
 
 def write_segment(
     layout: RunLayout, trajectories: Sequence[Trajectory], *, worker: str, epoch: int
@@ -134,12 +168,10 @@ def write_rows(
     # Named by its content, so that a second attempt at a group cannot replace a committed file.
     path = layout.relative(layout.segment(worker=worker, segment_id=digest))
     layout.storage.write(path, data)
-    return SegmentMeta(
-        segment_id=digest,
+    return SegmentMeta.of_file(
         path=path,
-        digest=digest,
-        n_steps=table.num_rows,
         n_bytes=len(data),
+        n_steps=table.num_rows,
         worker=worker,
         trajectories=trajectories,
     )

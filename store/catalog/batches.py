@@ -17,7 +17,6 @@ from store.catalog import imported_groups
 from store.catalog.database import Transaction, pick
 from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, counts, reopen
 from store.catalog.records import Batch, RollBack
-from store.catalog.segment_states import segment_meta
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta
@@ -416,6 +415,6 @@ def _segments(tx: Transaction, batch_id: int, *, replayed: bool) -> tuple[Segmen
     for row in rows:
         of_segment.setdefault(row["segment_id"], []).append(dict(row))
     return tuple(
-        segment_meta({**rows[0], "n_steps": rows[0]["file_steps"]}, rows)
+        SegmentMeta.of_rows({**rows[0], "n_steps": rows[0]["file_steps"]}, rows)
         for rows in of_segment.values()
     )

@@ -6,17 +6,14 @@ removed. Rows of the table `segment` are never deleted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from store.catalog.database import Transaction, pick
+from store.catalog.database import Transaction
 from store.catalog.records import LiveSegment
 from store.errors import StoreError
 from store.layout import SEGMENT_PATH, checked_name
-from store.segments import SegmentMeta, TrajectoryMeta
+from store.segments import SEGMENT_COLUMNS, SegmentMeta
 
-# Columns of a segment that have the same names in the catalog and in SegmentMeta.
-COLUMNS = ("segment_id", "path", "digest", "n_steps", "n_bytes", "worker")
 # Groups whose rows the learner may still ask for. Offline groups always are, because the number of
 # their uses may be raised. A roll-back, which is rare, makes more groups available.
 _WANTED = """(g.state IN ('open', 'claimed')
@@ -56,16 +53,8 @@ def segment_metas(tx: Transaction, segment_ids: Sequence[str]) -> tuple[SegmentM
             "SELECT * FROM trajectory WHERE segment_id = :segment_id ORDER BY group_uid, member",
             segment_id=segment_id,
         )
-        metas.append(segment_meta(dict(row), [dict(trajectory) for trajectory in trajectories]))
+        metas.append(SegmentMeta.of_rows(dict(row), trajectories))
     return tuple(metas)
-
-
-def segment_meta(
-    segment: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]]
-) -> SegmentMeta:
-    """Return rows of the tables `segment` and `trajectory` as `read_segment` needs them."""
-    metas = tuple(TrajectoryMeta.of_row(row) for row in trajectories)
-    return SegmentMeta(**pick(segment, COLUMNS), trajectories=metas)
 
 
 def replace_segments(
@@ -117,7 +106,7 @@ def expire(tx: Transaction, segment_ids: Collection[str]) -> None:
 
 def insert_segment(tx: Transaction, segment: SegmentMeta, *, epoch: int, level: int) -> None:
     """Enter a segment. It is live from now on."""
-    columns = {name: getattr(segment, name) for name in COLUMNS}
+    columns = {name: getattr(segment, name) for name in SEGMENT_COLUMNS}
     tx.insert("segment", **columns, epoch=epoch, lsn=tx.lsn, committed_us=tx.now_us, level=level)
     tx.touch("segments")
 

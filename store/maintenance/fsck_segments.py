@@ -18,7 +18,7 @@ from store.maintenance import segment_rows
 from store.maintenance.finding import SWEPT, Finding, found
 from store.maintenance.fsck_catalog import open_catalog
 from store.records import uid_text
-from store.segments import TrajectoryMeta
+from store.segments import SEGMENT_COLUMNS, SegmentMeta, TrajectoryMeta
 from store.storage import StoredFile
 
 GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
@@ -31,15 +31,9 @@ RETURNED = f"SELECT path, retired_why FROM segment WHERE {WANTED_BACK}"
 class Committed:
     """One file, from the rows of the catalog."""
 
-    segment_id: str
-    path: str
-    digest: str
-    n_steps: int
-    n_bytes: int
-    worker: str
+    meta: SegmentMeta
     epoch: int
     retired_why: str | None
-    trajectories: tuple[TrajectoryMeta, ...]
     excluded: frozenset[bytes]  # trajectories in the file that do not count
 
 
@@ -53,7 +47,7 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
             committed = _committed(connection, segment_id)
             if committed is None:
                 continue
-            if _check(layout, committed, file=listed.get(committed.path), contents=contents):
+            if _check(layout, committed, file=listed.get(committed.meta.path), contents=contents):
                 findings += _check_again(layout, segment_id, contents=contents)
     # A new connection: files may have been committed since the listing.
     with open_catalog(layout) as connection:
@@ -81,9 +75,9 @@ def _check_again(layout: RunLayout, segment_id: str, *, contents: bool) -> list[
             before = _committed(connection, segment_id)
         if before is None:
             return []
-        directory = str(PurePosixPath(before.path).parent)
+        directory = str(PurePosixPath(before.meta.path).parent)
         listed = {file.path: file for file in layout.storage.files(directory)}
-        findings = _check(layout, before, file=listed.get(before.path), contents=contents)
+        findings = _check(layout, before, file=listed.get(before.meta.path), contents=contents)
         with open_catalog(layout) as connection:
             if _committed(connection, segment_id) == before:
                 break
@@ -95,35 +89,41 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
     with connection:  # one moment for all queries
         connection.execute("BEGIN")
         segment = connection.execute(
-            """SELECT segment_id, path, digest, n_steps, n_bytes, worker, epoch, retired_why
-               FROM segment WHERE segment_id = ? AND removed_us IS NULL""",
+            f"""SELECT {", ".join(SEGMENT_COLUMNS)}, epoch, retired_why
+                FROM segment WHERE segment_id = ? AND removed_us IS NULL""",
             (segment_id,),
         ).fetchone()
         if segment is None:
             return None
         names = TrajectoryMeta.__slots__
         query = f"SELECT {', '.join(names)} FROM trajectory WHERE segment_id = ?"
-        counted = connection.execute(query, (segment_id,))
-        metas = tuple(TrajectoryMeta.of_row(row) for row in counted)
+        counted = connection.execute(query, (segment_id,)).fetchall()
         query = "SELECT traj_uid FROM duplicate WHERE segment_id = ?"
         excluded = frozenset(row[0] for row in connection.execute(query, (segment_id,)))
-        return Committed(**dict(segment), trajectories=metas, excluded=excluded)
+        return Committed(
+            meta=SegmentMeta.of_rows(dict(segment), counted),
+            epoch=segment["epoch"],
+            retired_why=segment["retired_why"],
+            excluded=excluded,
+        )
 
 
 def _check(
     layout: RunLayout, committed: Committed, *, file: StoredFile | None, contents: bool
 ) -> list[Finding]:
     """Check the file's name, size and digest, then its rows."""
-    path = committed.path
+    path = committed.meta.path
     # Only snapshots from before its retirement miss a retired file.
     kind = "segment" if committed.retired_why is None else "retired"
     if file is None:
-        detail = f"the file is gone; {len(committed.trajectories)} trajectories are read from it"
+        detail = (
+            f"the file is gone; {len(committed.meta.trajectories)} trajectories are read from it"
+        )
         return [found(f"{kind}_missing", path, detail)]
-    if file.n_bytes == committed.n_bytes and not contents:
+    if file.n_bytes == committed.meta.n_bytes and not contents:
         return []
     try:
-        if file.n_bytes != committed.n_bytes:  # it may be of any size: its rows are not needed
+        if file.n_bytes != committed.meta.n_bytes:  # it may be of any size: its rows are not needed
             data = None
             n_bytes = file.n_bytes
             digest = layout.storage.digest(path)
@@ -134,7 +134,7 @@ def _check(
         return [found("segment_unavailable", path, str(unavailable))]
     except StoreError as unreadable:
         return [found(f"{kind}_damaged", path, str(unreadable))]
-    if (digest, n_bytes) != (committed.digest, committed.n_bytes):
+    if (digest, n_bytes) != (committed.meta.digest, committed.meta.n_bytes):
         return [_changed(committed, kind=kind, n_bytes=n_bytes, digest=digest)]
     assert data is not None
     return [] if kind == "retired" else _check_content(layout, committed, data=data)
@@ -142,23 +142,23 @@ def _check(
 
 def _changed(committed: Committed, *, kind: str, n_bytes: int, digest: str) -> Finding:
     """Say how a file of this size and digest differs from the row of the catalog."""
-    path = committed.path
+    path = committed.meta.path
     if digest == PurePosixPath(path).stem:  # the file is what it was: the row is not
         detail = (
-            f"the file is whole; the catalog says digest {committed.digest}, "
-            f"{committed.n_bytes} bytes instead of {digest}, {n_bytes} bytes"
+            f"the file is whole; the catalog says digest {committed.meta.digest}, "
+            f"{committed.meta.n_bytes} bytes instead of {digest}, {n_bytes} bytes"
         )
         return found("segment_row", path, detail)
-    if n_bytes != committed.n_bytes:
-        detail = f"it has {n_bytes} bytes, committed were {committed.n_bytes}"
+    if n_bytes != committed.meta.n_bytes:
+        detail = f"it has {n_bytes} bytes, committed were {committed.meta.n_bytes}"
     else:
-        detail = f"it has digest {digest}, committed was {committed.digest}"
+        detail = f"it has digest {digest}, committed was {committed.meta.digest}"
     return found(f"{kind}_damaged", path, detail)
 
 
 def _check_content(layout: RunLayout, committed: Committed, *, data: pa.Buffer) -> list[Finding]:
     """Check the rows of a file whose bytes are those that were committed."""
-    path = committed.path
+    path = committed.meta.path
     try:
         held = segment_rows.open_rows(data, path=layout.root / path)
     except FormatError as unreadable:
@@ -177,10 +177,12 @@ def _check_rows(
     if layout.info.canonicaliser_version != CANONICALISER_VERSION:  # hashes of another text
         wrong = [(what, detail) for what, detail in wrong if what != "state_hash"]
     wrong = wrong or _compare(committed, held)
-    said = (committed.n_steps, committed.worker, committed.epoch)
+    said = (committed.meta.n_steps, committed.meta.worker, committed.epoch)
     if not wrong and said != (held.table.num_rows, held.worker, held.epoch):
         of_file = f"{held.table.num_rows} by {held.worker} in {held.epoch}"
-        of_row = f"{committed.n_steps} rows by {committed.worker} in epoch {committed.epoch}"
+        of_row = (
+            f"{committed.meta.n_steps} rows by {committed.meta.worker} in epoch {committed.epoch}"
+        )
         return [("segment_row", f"the catalog says {of_row}; the file has {of_file}")]
     return wrong
 
@@ -188,7 +190,7 @@ def _check_rows(
 def _compare(committed: Committed, held: segment_rows.Rows) -> list[tuple[str, str]]:
     """Compare the trajectories of a file's rows with those of the catalog."""
     played = {one.meta.traj_uid: one.meta for one in segment_rows.trajectories(held.table)}
-    counted = {meta.traj_uid: meta for meta in committed.trajectories}
+    counted = {meta.traj_uid: meta for meta in committed.meta.trajectories}
     wrong = []
     for traj_uid in sorted(counted.keys() - played.keys()):
         detail = f"trajectory {uid_text(traj_uid)} is counted, and has no row in the file"

@@ -206,14 +206,12 @@ def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played
     largest = max((one.meta.version_max for one in held), default=0)
     if largest >= LARGEST_COUNT:
         raise StoreError(f"{path} counts to version {largest}, as no run does")
-    meta = SegmentMeta(
-        segment_id=digest,
+    meta = SegmentMeta.of_file(
         path=path,
-        digest=digest,
-        n_steps=rows.table.num_rows,
         n_bytes=data.size,
+        n_steps=rows.table.num_rows,
         worker=rows.worker,
-        trajectories=tuple(trajectory.meta for trajectory in held),
+        trajectories=[trajectory.meta for trajectory in held],
     )
     return FoundFile(meta=meta, epoch=rows.epoch, level=int(rows.worker == COMPACTED)), held
 

@@ -284,7 +284,7 @@ CHECKS = [
         file="store/maintenance/fsck_segments.py",
         edit=swap(
             (
-                "    if (digest, n_bytes) != (committed.digest, committed.n_bytes):\n",
+                "    if (digest, n_bytes) != (committed.meta.digest, committed.meta.n_bytes):\n",
                 "    if False:\n",
             )
         ),
