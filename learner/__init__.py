@@ -14,7 +14,10 @@ data/
   served_teacher.py    asks a teacher behind a server for log-probabilities
   batch_summary.py     summarises all rows that a learner step claimed
   updates.py           cuts rows into optimizer updates
-  micro_batch.py       packs rows into tensors
+  micro_batch.py       makes tensors of rows
+  sequences.py         merges rows into token sequences
+  packing.py           chooses the sequences of each micro-batch
+  arrow_lists.py       reads list columns as flat arrays
 rank_group.py          calls a method on all ranks
 training/
   engine.py            applies optimizer updates to the policy, with DeepSpeed

@@ -97,6 +97,7 @@ from .reading.open_sql import write_open_sql as write_open_sql
 from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout
 from .reading.reader import open_run as open_run
+from .records import CHANNELS as CHANNELS
 from .records import SEGMENT_SCHEMA as SEGMENT_SCHEMA
 from .records import FinalObservation as FinalObservation
 from .records import Step as Step

@@ -19,6 +19,7 @@ from store.errors import StoreError
 from store.hashing import HASH_BYTES, valid_text
 
 MAX_REWARD = 1e90  # in size; those of a trajectory then add up to less than advantages can take
+CHANNELS = 3  # red, green and blue of an image
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
 IMAGES_TYPE = pa.list_(
@@ -182,7 +183,6 @@ _FINAL_COLUMNS = {
     "final_admissible_actions": "admissible_actions",
 }
 _HASH_WITH_TEXT = "anchor_text and state_hash go together; set both"
-CHANNELS = 3  # of an image
 _LIST_TYPECODES = {pa.list_(pa.int32()): "i", pa.list_(pa.float32()): "f"}
 
 

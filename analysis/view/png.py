@@ -6,7 +6,8 @@ import base64
 import struct
 import zlib
 
-CHANNELS = 3
+from store import CHANNELS
+
 MAX_SIDE = 512  # of a picture in a page; a larger one is thinned to every n-th pixel
 TRUE_COLOUR = 2
 

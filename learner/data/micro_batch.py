@@ -1,45 +1,28 @@
 """Turn rows with advantages into tensors: the input of one forward pass of the learner.
 
-    for part in split_updates(rows, updates=2, rows_per_update=0, seed=learner_step):
-        batches = micro_batches(part, micro_batch_tokens=16384, ranks=2)
-        # `part` is one optimizer update; rank r computes batches[r::2]
+    batches = micro_batches(rows, micro_batch_tokens=16384, ranks=2)
+    # `rows` are those of one optimizer update; rank r computes batches[r::2]
 
-Merge: a step whose prompt repeats all tokens before it continues their sequence. Two steps of a
-game whose prompt is its whole history become one sequence with two responses, in brackets:
-
-    row 0: prompt (5, 6)            response (7, 8)      5 6[7 8]
-    row 1: prompt (5, 6, 7, 8, 9)   response (4, 2)      5 6[7 8]9[4 2]
-
-The sequence of a chain of rows is its last row's, which is computed anyway. So merging adds no
-token, and exceeds no budget that the last row alone does not.
-
-Pack: seven sequences, at most 10 tokens per micro-batch, two ranks. Rank 0 computes the first and
-the third micro-batch, rank 1 the others:
-
-    lengths (2, 9, 4, 6, 5, 3, 4)    ->    9 | 6 2 | 5 3 | 4 4    =    [1], [3, 0], [4, 5], [2, 6]
+`sequences.py` merges steps into sequences, and `packing.py` puts sequences into micro-batches.
 
 Letters: R rows of the table, K of them with a response, S token sequences of one micro-batch, T
-their tokens together, N its response tokens, M micro-batches, V vocabulary.
+their tokens together, N its response tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-# A sequence of this many tokens spends as much time in attention scores as in matrix products: 12
-# times the hidden size, here 1024. For larger models the true number is larger, and the balance is
-# then by tokens almost alone.
-EVEN_TOKENS = 12 * 1024
-GROWTH = 1 / 16  # of the number of micro-batches, if the sequences did not fit
-FILLER_ID = 0  # token of a micro-batch without sequences; nothing is learnt, so any id will do
-CHANNELS = 3
+from learner.data.arrow_lists import Lists, Numbers, lists, ranges
+from learner.data.packing import pack
+from learner.data.sequences import Sequences, sequences
+from store import CHANNELS
+
 # Pixels [height, width, 3] of each image of a row. Bytes take an eighth of the memory of a vision
 # tower's input.
 RowImages = tuple[NDArray[np.uint8], ...]
@@ -106,31 +89,62 @@ class MicroBatch:
         return first_tokens(self.rows_N)
 
     def to(self, device: torch.device) -> MicroBatch:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        tensors = {name: v.to(device) for name, v in values.items() if isinstance(v, torch.Tensor)}
+        tensors = {name: tensor.to(device) for name, tensor in self._tensors().items()}
         return replace(self, **tensors)
 
+    def only_sequence(self, s: int) -> MicroBatch:
+        """Return the micro-batch with sequence `s` only.
 
-def split_updates(
-    rows: pa.Table, *, updates: int, rows_per_update: int, seed: int
-) -> list[pa.Table]:
-    """Shuffle the rows by `seed` and cut them into the parts of several optimizer updates.
+        In the example above, sequence 1: input_ids_T [3, 4], positions_N [0, 1], n_rows 1.
+        """
+        first, end = self.bounds_S1[s : s + 2].tolist()
+        inside_N = (self.positions_N >= first) & (self.positions_N < end)
+        of_tokens = {
+            name: tensor[inside_N]
+            for name, tensor in self._tensors().items()
+            if name.endswith("_N")
+        }
+        of_tokens["positions_N"] = of_tokens["positions_N"] - first
+        return replace(
+            self,
+            input_ids_T=self.input_ids_T[first:end],
+            position_ids_T=self.position_ids_T[first:end],
+            bounds_S1=torch.tensor([0, end - first], dtype=torch.int32),
+            n_rows=of_tokens["rows_N"].unique().numel(),
+            images_S=self.images_S[s : s + 1],
+            **of_tokens,
+        )
 
-    Each part has `rows_per_update` rows, the last one the rest. With rows_per_update=0 there are
-    `updates` parts of nearly equal length, at most one per row. Rows come group by group, and every
-    update should see all groups: hence the shuffle. A single part is the table unchanged, also an
-    empty one.
+    @classmethod
+    def blank(cls, *, n_sequences: int, n_tokens: int, n_predicted: int) -> MicroBatch:
+        """Return equal sequences of the tokens 0, 1, ..., n_tokens - 1, with nothing to learn.
 
-        five rows, updates=2               3 and 2 rows
-        five rows, rows_per_update=2       2, 2 and 1 rows
-    """
-    n_rows = rows.num_rows
-    n_parts = math.ceil(n_rows / rows_per_update) if rows_per_update else min(updates, n_rows)
-    if n_parts <= 1:
-        return [rows]
-    order = np.random.default_rng(seed).permutation(n_rows)
-    ends = np.arange(rows_per_update, n_rows, rows_per_update) if rows_per_update else n_parts
-    return [rows.take(pa.array(part)) for part in np.array_split(order, ends)]
+        The first `n_predicted` tokens of each predict a token; all figures there are 0.
+        """
+        ids_T = torch.arange(n_tokens).repeat(n_sequences)
+        begins_S1 = n_tokens * torch.arange(n_sequences + 1)
+        positions_N = (begins_S1[:-1, None] + torch.arange(n_predicted)).flatten()
+        zeros_N = torch.zeros(len(positions_N), dtype=torch.float32)
+        return cls(
+            input_ids_T=ids_T,
+            position_ids_T=ids_T,
+            bounds_S1=begins_S1.to(torch.int32),
+            positions_N=positions_N,
+            response_ids_N=ids_T[positions_N],
+            behaviour_logprobs_N=zeros_N,
+            advantages_N=zeros_N,
+            staleness_N=zeros_N.long(),
+            rows_N=torch.arange(n_sequences).repeat_interleave(n_predicted),
+            n_rows=n_sequences if n_predicted else 0,
+            values_N=zeros_N,
+            value_targets_N=zeros_N,
+            teacher_logprobs_N=zeros_N,
+        )
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the fields that are tensors, by name."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: field for name, field in found.items() if isinstance(field, torch.Tensor)}
 
 
 def first_tokens(rows_N: torch.Tensor) -> torch.Tensor:
@@ -141,15 +155,6 @@ def first_tokens(rows_N: torch.Tensor) -> torch.Tensor:
     begins_N = torch.ones_like(rows_N, dtype=torch.bool)
     begins_N[1:] = rows_N[1:] != rows_N[:-1]
     return begins_N.nonzero().squeeze(-1)
-
-
-def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
-    """Return the weight of an update of `n_rows` rows: its share of a full one.
-
-    With rows_per_update=256 an update of 88 rows weighs 88 / 256, as verl's last mini-batch does.
-    With rows_per_update=0 each update weighs 1.
-    """
-    return min(1.0, n_rows / rows_per_update) if rows_per_update else 1.0
 
 
 def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> list[MicroBatch]:
@@ -175,35 +180,12 @@ def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> lis
     )
     last_S = together.last_row_S
     lengths_S = columns.prompts.lengths_R[last_S] + columns.responses.lengths_R[last_S] - 1
+    # Any token will do as the filler's: nothing is learnt from it.
+    filler = MicroBatch.blank(n_sequences=1, n_tokens=1, n_predicted=0)
     return [
-        _micro_batch(columns, together=together, chosen_S=chosen_S) if len(chosen_S) else _empty()
+        _micro_batch(columns, together=together, chosen_S=chosen_S) if len(chosen_S) else filler
         for chosen_S in pack(lengths_S, micro_batch_tokens=micro_batch_tokens, ranks=ranks)
     ]
-
-
-def shortest_sequence(batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with its shortest sequence only: the cheapest pass over real tokens.
-
-    In the example of `MicroBatch`: input_ids_T [3, 4], positions_N [0, 1], n_rows 1.
-    """
-    shortest = int(batch.bounds_S1.diff().argmin())
-    first, end = batch.bounds_S1[shortest : shortest + 2].tolist()
-    inside_N = (batch.positions_N >= first) & (batch.positions_N < end)
-    proximal_N = batch.proximal_logprobs_N
-    return MicroBatch(
-        input_ids_T=batch.input_ids_T[first:end],
-        position_ids_T=batch.position_ids_T[first:end],
-        bounds_S1=torch.tensor([0, end - first], dtype=torch.int32),
-        positions_N=batch.positions_N[inside_N] - first,
-        response_ids_N=batch.response_ids_N[inside_N],
-        behaviour_logprobs_N=batch.behaviour_logprobs_N[inside_N],
-        advantages_N=batch.advantages_N[inside_N],
-        staleness_N=batch.staleness_N[inside_N],
-        rows_N=batch.rows_N[inside_N],
-        n_rows=batch.rows_N[inside_N].unique().numel(),
-        proximal_logprobs_N=None if proximal_N is None else proximal_N[inside_N],
-        images_S=batch.images_S[shortest : shortest + 1],
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,25 +285,6 @@ def _micro_batch(
     )
 
 
-def _empty() -> MicroBatch:
-    nothing, no_float = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float32)
-    return MicroBatch(
-        input_ids_T=torch.full((1,), FILLER_ID),
-        position_ids_T=torch.zeros(1, dtype=torch.int64),
-        bounds_S1=torch.tensor([0, 1], dtype=torch.int32),
-        positions_N=nothing,
-        response_ids_N=nothing,
-        behaviour_logprobs_N=no_float,
-        advantages_N=no_float,
-        staleness_N=nothing,
-        rows_N=nothing,
-        n_rows=0,
-        values_N=no_float,
-        value_targets_N=no_float,
-        teacher_logprobs_N=no_float,
-    )
-
-
 def _images_of(images: pa.ChunkedArray, rows_S: NDArray[np.int64]) -> tuple[RowImages, ...]:
     """Return the images of each row, () for a row without. The pixels are not copied."""
     return tuple(tuple(map(_pixels, images[int(row)].values or ())) for row in rows_S)
@@ -330,140 +293,3 @@ def _images_of(images: pa.ChunkedArray, rows_S: NDArray[np.int64]) -> tuple[RowI
 def _pixels(image: pa.StructScalar) -> NDArray[np.uint8]:
     pixels = np.frombuffer(image["pixels"].as_buffer(), np.uint8)
     return pixels.reshape(image["height"].as_py(), image["width"].as_py(), CHANNELS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lists:
-    """A list column as one flat array, with the start and length of each row."""
-
-    values: NDArray[np.generic]
-    starts_R: NDArray[np.int64]
-    lengths_R: NDArray[np.int64]
-
-    def of(self, rows_K: NDArray[np.int64], *, drop_last: bool = False) -> NDArray[np.generic]:
-        """Return the lists of these rows end to end, each whole or without its last element."""
-        return self.values[ranges(self.starts_R[rows_K], self.lengths_R[rows_K] - drop_last)]
-
-    def row(self, row: np.int64) -> NDArray[np.generic]:
-        return self.values[self.starts_R[row] : self.starts_R[row] + self.lengths_R[row]]
-
-
-Numbers = NDArray[np.float64] | Lists  # one a row, or one a response token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sequences:
-    """Rows grouped into sequences: s has `rows_K[first_S1[s]:first_S1[s + 1]]`, by step.
-
-    Its tokens are those of its last row.
-    """
-
-    rows_K: NDArray[np.int64]  # each row with a response once
-    first_S1: NDArray[np.int64]  # begins with 0 and ends with K
-
-    @property
-    def last_row_S(self) -> NDArray[np.int64]:
-        return self.rows_K[self.first_S1[1:] - 1]
-
-
-def ranges(starts_K: NDArray[np.int64], lengths_K: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return consecutive integers from each start, end to end.
-
-    Starts (4, 9) with lengths (3, 2) give 4 5 6 9 10.
-    """
-    ends_K = np.cumsum(lengths_K)
-    return np.repeat(starts_K - (ends_K - lengths_K), lengths_K) + np.arange(
-        ends_K[-1] if len(ends_K) else 0
-    )
-
-
-def lists(rows: pa.Table, name: str) -> Lists:
-    """Return a list column as flat arrays, whatever its chunks and offsets are."""
-    column = rows[name].combine_chunks()
-    offsets_R1 = column.offsets.to_numpy().astype(np.int64)
-    return Lists(
-        values=column.values.to_numpy(zero_copy_only=False),
-        starts_R=offsets_R1[:-1],
-        lengths_R=np.diff(offsets_R1),
-    )
-
-
-def sequences(rows: pa.Table, *, prompts: Lists, responses: Lists, merge_steps: bool) -> Sequences:
-    """Put each row with a response into one sequence; without `merge_steps` into one of its own.
-
-    Merging reads the columns traj_uid and step_index, in any row order. A step missing because it
-    is in another update breaks no chain, as long as the next one repeats its tokens.
-    """
-    rows_K = np.flatnonzero(responses.lengths_R > 0)
-    begins_K = np.ones(len(rows_K), dtype=bool)
-    if merge_steps and len(rows_K):
-        trajectory_R = rows["traj_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
-        rows_K = rows_K[np.lexsort((rows["step_index"].to_numpy()[rows_K], trajectory_R[rows_K]))]
-        before, after = rows_K[:-1], rows_K[1:]
-        long_enough = (
-            prompts.lengths_R[before] + responses.lengths_R[before] <= prompts.lengths_R[after]
-        )
-        for k in np.flatnonzero((trajectory_R[before] == trajectory_R[after]) & long_enough):
-            begins_K[k + 1] = not _continues(
-                before[k], after[k], prompts=prompts, responses=responses
-            )
-    return Sequences(rows_K=rows_K, first_S1=np.append(np.flatnonzero(begins_K), len(rows_K)))
-
-
-def _continues(before: np.int64, after: np.int64, *, prompts: Lists, responses: Lists) -> bool:
-    """Return whether the prompt of row `after` begins with prompt and response of row `before`."""
-    repeated = np.concatenate([prompts.row(before), responses.row(before)])
-    return np.array_equal(repeated, prompts.row(after)[: len(repeated)])
-
-
-def costs(lengths_S: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the time to compute each sequence, in tokens of a short one: T + T^2 / EVEN_TOKENS."""
-    return lengths_S + lengths_S**2 / EVEN_TOKENS
-
-
-def pack(
-    lengths_S: NDArray[np.int64], *, micro_batch_tokens: int, ranks: int
-) -> list[NDArray[np.int64]]:
-    """Return the sequence indices of each micro-batch.
-
-    A micro-batch has at most `micro_batch_tokens`, or one longer sequence. The longest sequence
-    comes first; each goes to the cheapest micro-batch with room. There are as few micro-batches as
-    that allows, in a multiple of `ranks`; the last ones may be empty. The costliest come first, so
-    that a lack of memory shows at once, and so that the ranks' k-th micro-batches, `result[k *
-    ranks : (k + 1) * ranks]`, cost about the same. Equal lengths give equal results.
-    """
-    if not len(lengths_S):
-        return []
-    order_S = np.argsort(-lengths_S, kind="stable")
-    within = np.minimum(lengths_S, micro_batch_tokens)
-    n_at_least = max(
-        -(-int(within.sum()) // micro_batch_tokens), int((2 * lengths_S > micro_batch_tokens).sum())
-    )
-    n_batches = ranks * math.ceil(n_at_least / ranks)
-    fitted = partial(_fitted, lengths_S, order_S, micro_batch_tokens=micro_batch_tokens)
-    while (batch_S := fitted(n_batches=n_batches)) is None:
-        n_batches = ranks * math.ceil(n_batches * (1 + GROWTH) / ranks)
-    cost_M = np.bincount(batch_S, weights=costs(lengths_S), minlength=n_batches)
-    return [order_S[batch_S[order_S] == m] for m in np.argsort(-cost_M, kind="stable")]
-
-
-def _fitted(
-    lengths_S: NDArray[np.int64],
-    order_S: NDArray[np.int64],
-    *,
-    micro_batch_tokens: int,
-    n_batches: int,
-) -> NDArray[np.int64] | None:
-    """Return the micro-batch of each sequence, or None if a sequence found no room."""
-    batch_S = np.empty(len(lengths_S), dtype=np.int64)
-    tokens_M, cost_M = np.zeros(n_batches, dtype=np.int64), np.zeros(n_batches)
-    cost_S = costs(lengths_S)
-    for s in order_S:
-        room_M = (tokens_M + lengths_S[s] <= micro_batch_tokens) | (tokens_M == 0)
-        m = int(np.where(room_M, cost_M, math.inf).argmin())
-        if not room_M[m]:
-            return None
-        batch_S[s] = m
-        tokens_M[m] += lengths_S[s]
-        cost_M[m] += cost_S[s]
-    return batch_S

@@ -22,7 +22,8 @@ import openai
 import pyarrow as pa
 
 from configs import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
-from learner.data.micro_batch import lists, sequences
+from learner.data.arrow_lists import lists
+from learner.data.sequences import sequences
 from printable import UserError
 
 REQUESTS = 16  # at once; the server makes batches of them

@@ -6,13 +6,15 @@ stats = ranks.train([update.micro_batches for update in updates])
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from configs import LearnerConfig
-from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, micro_batches
 from store import IMPORTED
 
 OFFLINE_STALENESS = -1  # an offline row's versions are another run's, so there is none to count
@@ -51,6 +53,37 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
         if batches:
             updates.append(Update(rows=part, micro_batches=batches))
     return updates
+
+
+def split_updates(
+    rows: pa.Table, *, updates: int, rows_per_update: int, seed: int
+) -> list[pa.Table]:
+    """Shuffle the rows by `seed` and cut them into the parts of several optimizer updates.
+
+    Each part has `rows_per_update` rows, the last one the rest. With rows_per_update=0 there are
+    `updates` parts of nearly equal length, at most one per row. Rows come group by group, and every
+    update should see all groups: hence the shuffle. A single part is the table unchanged, also an
+    empty one.
+
+        five rows, updates=2               3 and 2 rows
+        five rows, rows_per_update=2       2, 2 and 1 rows
+    """
+    n_rows = rows.num_rows
+    n_parts = math.ceil(n_rows / rows_per_update) if rows_per_update else min(updates, n_rows)
+    if n_parts <= 1:
+        return [rows]
+    order = np.random.default_rng(seed).permutation(n_rows)
+    ends = np.arange(rows_per_update, n_rows, rows_per_update) if rows_per_update else n_parts
+    return [rows.take(pa.array(part)) for part in np.array_split(order, ends)]
+
+
+def share_of_update(n_rows: int, *, rows_per_update: int) -> float:
+    """Return the weight of an update of `n_rows` rows: its share of a full one.
+
+    With rows_per_update=256 an update of 88 rows weighs 88 / 256, as verl's last mini-batch does.
+    With rows_per_update=0 each update weighs 1.
+    """
+    return min(1.0, n_rows / rows_per_update) if rows_per_update else 1.0
 
 
 def with_staleness(rows: pa.Table, *, version: int) -> pa.Table:

@@ -19,7 +19,8 @@ import torch
 
 from configs import LearnerConfig
 from gigpo import token_advantages
-from learner.data.micro_batch import MicroBatch, lists, micro_batches
+from learner.data.arrow_lists import lists
+from learner.data.micro_batch import MicroBatch, micro_batches
 
 DIGEST_BYTES = 6  # a figure is a float64, which holds integers up to 2^53 exactly
 

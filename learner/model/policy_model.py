@@ -98,7 +98,8 @@ class PolicyModel(nn.Module):
         A GPU has its own kernel for packed sequences, which the check on the CPU did not see. Each
         layer compares it with the loop. All ranks of ZeRO 3 call this together. Raises ValueError.
         """
-        batch = probe().to(device)
+        # two sequences, so that tokens of the first could wrongly reach the second
+        batch = MicroBatch.blank(n_sequences=2, n_tokens=3, n_predicted=2).to(device)
         whole_TH = self._hidden(batch, is_trimmed=False)
         if not are_same(*whole_TH.chunk(2)):
             raise ValueError(f"model.path: {type(self.causal_lm).__name__} on {device} {MIXED}")
@@ -130,24 +131,6 @@ class PolicyModel(nn.Module):
             self.train(was_training)
             hook.remove()
         return seen[0]
-
-
-def probe() -> MicroBatch:
-    """Return two equal sequences of three tokens, each with two predicted tokens."""
-    ids_T, positions_N = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 1, 3, 4])
-    zeros_N = torch.zeros(len(positions_N))
-    return MicroBatch(
-        input_ids_T=ids_T,
-        position_ids_T=ids_T,
-        bounds_S1=torch.tensor([0, 3, 6], dtype=torch.int32),
-        positions_N=positions_N,
-        response_ids_N=ids_T[positions_N],
-        behaviour_logprobs_N=zeros_N,
-        advantages_N=zeros_N,
-        staleness_N=zeros_N.long(),
-        rows_N=torch.tensor([0, 0, 1, 1]),
-        n_rows=2,
-    )
 
 
 def _check_complete(path: Path, report: Mapping[str, Collection[Any]]) -> None:

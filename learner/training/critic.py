@@ -30,7 +30,8 @@ from torch import nn
 
 from configs import CriticConfig, LearnerConfig, ModelConfig
 from gigpo import explained_variance, value_loss
-from learner.data.micro_batch import MicroBatch, share_of_update
+from learner.data.micro_batch import MicroBatch
+from learner.data.updates import share_of_update
 from learner.distributed.deepspeed_setup import (
     PARTITIONED,
     adapters_in_tf32,

@@ -35,8 +35,8 @@ from configs import (
     serves_adapters,
 )
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
-from learner.data.micro_batch import MicroBatch, share_of_update, shortest_sequence
-from learner.data.updates import Update
+from learner.data.micro_batch import MicroBatch
+from learner.data.updates import Update, share_of_update
 from learner.distributed.deepspeed_setup import (
     PARTITIONED,
     adapters_in_tf32,
@@ -315,7 +315,8 @@ class Engine:
         parameters = trainable(self.policy.causal_lm).values()
         weights_norm = torch.nn.utils.get_total_norm(map(own_elements, parameters))
         mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
-        short = shortest_sequence(mine[0])
+        # The shortest sequence is the cheapest pass over real tokens.
+        short = mine[0].only_sequence(int(mine[0].bounds_S1.diff().argmin()))
         with torch.no_grad():
             logprobs_N, _ = self.policy(short.to(self.deepspeed.device))
         is_finite = bool(weights_norm.isfinite()) and bool(logprobs_N.isfinite().all())

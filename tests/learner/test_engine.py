@@ -15,7 +15,7 @@ from configs import (
     LossConfig,
     ModelConfig,
 )
-from learner.data.micro_batch import split_updates
+from learner.data.updates import split_updates
 from learner.distributed import deepspeed_setup
 from learner.distributed.deepspeed_setup import initialize
 from learner.distributed.optimizer_state import MASTER, read_state, trainable

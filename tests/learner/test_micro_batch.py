@@ -10,13 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.micro_batch import (
-    MicroBatch,
-    micro_batches,
-    share_of_update,
-    shortest_sequence,
-    split_updates,
-)
+from learner.data.micro_batch import MicroBatch, micro_batches
+from learner.data.updates import share_of_update, split_updates
 from tests.support.learner_samples import one_step_each, sequences_of, table
 
 LONG = ([5, 6, 7], [8, 9], [-0.5, -1.0], 2.0)
@@ -59,23 +54,32 @@ def test_the_merged_example_of_the_docstring() -> None:
     assert batch.n_rows == 2
 
 
-def test_the_shortest_sequence_is_what_it_would_be_alone() -> None:
-    for rows in ((SHORT, LONG), (CONTINUED, SHORT, LONG)):
-        (batch,) = cut(table(*rows))
-        (alone,) = cut(table(SHORT))
-        shortest = shortest_sequence(batch)
-        assert batch.bounds_S1.numel() > 2
+def with_all_figures(rows: pa.Table) -> pa.Table:
+    """Append the columns of a run with a critic and a served teacher."""
+    numbers = pa.array([1.0 + row for row in range(len(rows))])
+    logprobs = rows["response_logprobs"].combine_chunks().cast(pa.list_(pa.float64()))
+    rows = rows.append_column("value", numbers).append_column("value_target", numbers)
+    return rows.append_column("teacher_logprob", logprobs)
+
+
+def test_one_sequence_is_as_it_would_be_alone() -> None:
+    for rows, s in (((SHORT, LONG), 1), ((CONTINUED, SHORT, LONG), 2)):
+        (batch,) = cut(with_all_figures(table(*rows)))
+        assert int(batch.bounds_S1.diff().argmin()) == s
+        found = batch.only_sequence(s)
+        row = rows.index(SHORT)
+        (alone,) = cut(with_all_figures(table(*rows)).slice(row, 1))
         for item in fields(alone):
-            found, expected = getattr(shortest, item.name), getattr(alone, item.name)
-            if item.name not in ("rows_N", "staleness_N"):  # they count in the table
-                assert (
-                    found.tolist() == expected.tolist()
-                    if isinstance(found, torch.Tensor)
-                    else found == expected
-                ), item.name
-        assert shortest.rows_N.unique().numel() == 1
-    (empty,) = [batch for batch in cut(table(SHORT), ranks=2) if not batch.n_rows]
-    assert shortest_sequence(empty).input_ids_T.tolist() == empty.input_ids_T.tolist()
+            one, other = getattr(found, item.name), getattr(alone, item.name)
+            if item.name == "rows_N":  # the number in its own table
+                one, other = one - row, other
+            if isinstance(other, torch.Tensor):
+                assert (one.tolist(), one.dtype) == (other.tolist(), other.dtype), item.name
+            else:
+                assert one == other, item.name
+        assert found.values_N is not None and found.teacher_logprobs_N is not None
+    (filler,) = [batch for batch in cut(table(SHORT), ranks=2) if not batch.n_rows]
+    assert filler.only_sequence(0).input_ids_T.tolist() == filler.input_ids_T.tolist()
 
 
 def test_dtypes_and_what_a_device_gets() -> None:

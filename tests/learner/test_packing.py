@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.data.micro_batch import costs, micro_batches, pack
+from learner.data.micro_batch import micro_batches
+from learner.data.packing import costs, pack
 from tests.support.learner_samples import Row, sequences_of, table
 
 A = ([1, 2], [3], [-0.1], 1.0)  # 1 2 [3]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoImageProcessor, Qwen2_5_VLForConditionalGeneration
 
 from configs import LearnerConfig
-from learner.data.micro_batch import MicroBatch, micro_batches, shortest_sequence
+from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.vision import checkpoint_names, image_positions, names_to_publish
 from store.records import IMAGES_TYPE
@@ -160,10 +160,10 @@ def test_a_pass_without_an_image_reaches_every_parameter(policy: PolicyModel) ->
         assert tower and all(grad is not None and not grad.any() for grad in tower)
 
 
-def test_the_shortest_sequence_keeps_its_image(policy: PolicyModel) -> None:
+def test_one_sequence_of_a_micro_batch_keeps_its_image(policy: PolicyModel) -> None:
     rows = make_rows(policy).slice(0, 3)
     (batch,) = micro_batches(rows, micro_batch_tokens=1000, ranks=1)
-    short = shortest_sequence(batch)
+    short = batch.only_sequence(int(batch.bounds_S1.diff().argmin()))
     assert short.rows_N.tolist() == [1, 1, 1] and short.images_S[0][0].shape == (28, 56, 3)
     torch.testing.assert_close(
         by_row(policy, [short])[1], by_row(policy, [batch])[1], rtol=0, atol=1e-5

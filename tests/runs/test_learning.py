@@ -39,7 +39,8 @@ from configs import (
 from envs import Observation, environment_class
 from gigpo import PUBLISHED_SETTINGS, TOKEN_LEVEL, AdvantageSettings, compute_advantages
 from learner import make_tiny_model, train_tokenizer, write_weights
-from learner.data.micro_batch import MicroBatch, micro_batches, split_updates
+from learner.data.micro_batch import MicroBatch, micro_batches
+from learner.data.updates import split_updates
 from learner.data.values import critic_values, with_token_advantages, with_token_values
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks
 from learner.training.critic import CriticStats
