@@ -20,6 +20,7 @@ keeps a group of it that won every time.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,23 @@ import pyarrow as pa
 from printable import counted, did_you_mean
 
 GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Groups:
+    """Hold the figures of each group that decide whether it is left out."""
+
+    uids_G: pa.Array
+    group_R: np.ndarray  # integer, the group of each row
+    n_trajectories_G: np.ndarray  # integer
+    episodes_differ_G: np.ndarray  # bool: in the quantity that the filter names
+    has_advantage_G: np.ndarray  # bool: one of its advantages is not 0
+    is_lone_G: np.ndarray  # bool: a single trajectory, and the filter compares trajectories
+
+    @property
+    def left_out_G(self) -> np.ndarray:
+        """Return a bool per group: whether nothing can be learnt from it."""
+        return ~self.episodes_differ_G | ~self.has_advantage_G | self.is_lone_G
 
 
 def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, str]:
@@ -39,39 +57,10 @@ def filtered_groups(advantages: pa.Table, *, group_filter: str) -> dict[bytes, s
     check_group_filter(group_filter)
     if group_filter == "none":
         return {}
-    coded = advantages["group_uid"].combine_chunks().dictionary_encode()
-    uids_G, group_R = coded.dictionary, coded.indices.to_numpy()
-    advantage_R = advantages["advantage"].to_numpy()
-    has_advantage_G = _any(advantage_R != 0.0, group_R=group_R, n_groups=len(uids_G))
-    differing_R = advantages["episodes_differ"].to_numpy()
-    if group_filter == "rewards":
-        differing_R = differing_R | advantages["steps_differ"].to_numpy()
-    elif group_filter == "advantages":
-        differing_R = advantage_R != 0.0
-    has_difference_G = _any(differing_R, group_R=group_R, n_groups=len(uids_G))
-    is_first_step_R = advantages["step_index"].to_numpy() == 0
-    n_trajectories_G = np.bincount(group_R[is_first_step_R], minlength=len(uids_G))
-    is_lone_G = (n_trajectories_G == 1) & (group_filter != "advantages")
-    filtered = np.flatnonzero(~has_difference_G | ~has_advantage_G | is_lone_G)
-    if not len(filtered):
+    groups = _groups(advantages, group_filter=group_filter)
+    if not groups.left_out_G.any():
         return {}
-    first_row_G = np.unique(group_R, return_index=True)[1]
-    differs_R = advantage_R != advantage_R[first_row_G][group_R]
-    differs_G = _any(differs_R, group_R=group_R, n_groups=len(uids_G))
-    penalties_only_G = differs_G & advantages["has_penalties"].to_numpy()[first_row_G]
-    episode_return_G = advantages["episode_return"].to_numpy()[first_row_G]
-    reasons = {}
-    for g in filtered:
-        if is_lone_G[g]:
-            reason = "nothing to compare it with"
-        elif group_filter == "advantages" or has_difference_G[g]:
-            reason = "no advantage differs from 0"
-        elif group_filter == "rewards" and penalties_only_G[g]:
-            reason = f"all returned {episode_return_G[g]:g}, they differ in penalties only"
-        else:
-            reason = f"all returned {episode_return_G[g]:g}"
-        reasons[uids_G[g].as_py()] = f"{counted(n_trajectories_G[g], 'trajectory')}, {reason}"
-    return reasons
+    return _reasons(groups, advantages, group_filter=group_filter)
 
 
 def check_group_filter(group_filter: str) -> None:
@@ -81,6 +70,53 @@ def check_group_filter(group_filter: str) -> None:
             f"group_filter={group_filter!r} is unknown; it is one of {', '.join(GROUP_FILTERS)}"
             f"{did_you_mean(group_filter, GROUP_FILTERS)}"
         )
+
+
+def _groups(advantages: pa.Table, *, group_filter: str) -> _Groups:
+    """Find the groups, and judge each by the filter."""
+    coded = advantages["group_uid"].combine_chunks().dictionary_encode()
+    group_R, n_groups = coded.indices.to_numpy(), len(coded.dictionary)
+    has_advantage_R = advantages["advantage"].to_numpy() != 0.0
+    if group_filter == "advantages":
+        episodes_differ_R = has_advantage_R
+    else:
+        episodes_differ_R = advantages["episodes_differ"].to_numpy()
+    if group_filter == "rewards":
+        episodes_differ_R = episodes_differ_R | advantages["steps_differ"].to_numpy()
+    is_first_step_R = advantages["step_index"].to_numpy() == 0
+    n_trajectories_G = np.bincount(group_R[is_first_step_R], minlength=n_groups)
+    return _Groups(
+        uids_G=coded.dictionary,
+        group_R=group_R,
+        n_trajectories_G=n_trajectories_G,
+        episodes_differ_G=_any(episodes_differ_R, group_R=group_R, n_groups=n_groups),
+        has_advantage_G=_any(has_advantage_R, group_R=group_R, n_groups=n_groups),
+        is_lone_G=(n_trajectories_G == 1) & (group_filter != "advantages"),
+    )
+
+
+def _reasons(groups: _Groups, advantages: pa.Table, *, group_filter: str) -> dict[bytes, str]:
+    """Say of each left-out group why, by its uid."""
+    group_R, n_groups = groups.group_R, len(groups.uids_G)
+    first_row_G = np.unique(group_R, return_index=True)[1]
+    advantage_R = advantages["advantage"].to_numpy()
+    advantages_differ_R = advantage_R != advantage_R[first_row_G][group_R]
+    advantages_differ_G = _any(advantages_differ_R, group_R=group_R, n_groups=n_groups)
+    has_penalties_G = advantages["has_penalties"].to_numpy()[first_row_G]
+    episode_return_G = advantages["episode_return"].to_numpy()[first_row_G]
+    reasons = {}
+    for g in np.flatnonzero(groups.left_out_G):
+        if groups.is_lone_G[g]:
+            reason = "nothing to compare it with"
+        elif group_filter == "advantages" or groups.episodes_differ_G[g]:
+            reason = "no advantage differs from 0"
+        else:
+            reason = f"all returned {episode_return_G[g]:g}"
+            if group_filter == "rewards" and advantages_differ_G[g] and has_penalties_G[g]:
+                reason += ", they differ in penalties only"
+        n_trajectories = counted(groups.n_trajectories_G[g], "trajectory")
+        reasons[groups.uids_G[g].as_py()] = f"{n_trajectories}, {reason}"
+    return reasons
 
 
 def _any(flag_R: np.ndarray, *, group_R: np.ndarray, n_groups: int) -> np.ndarray:
