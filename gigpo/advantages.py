@@ -288,7 +288,8 @@ class _Prepared:
         columns = ", ".join(("traj_uid", "step_index", *_results(settings)))
         self.connection.execute(f"PREPARE computed AS SELECT {columns} FROM advantages()")
 
-    def run(self, steps: pa.Table) -> pa.Table:
+    def run(self, steps: pa.Table) -> dict[str, np.ndarray]:
+        """Return each column of the result by name."""
         with self.lock:
             self.source.table = steps
             try:
