@@ -98,7 +98,7 @@ class Learner:
             self.layout,
             claim=lambda version: self.coordinator.claim(version).get(),
             refill=lambda batch_id, **wanted: self.coordinator.refill(batch_id, **wanted).get(),
-            values=lambda micro_batches: self.ranks.values(micro_batches),
+            ask_critic=lambda micro_batches: self.ranks.values(micro_batches),
         )
         self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config))
         self.behind = WriteBehind()
@@ -377,7 +377,7 @@ class Learner:
             version_in=batch.version,
             filtered=batch.filtered,
             metrics=figures,
-            values=batch.values,
+            values=batch.state_values,
         ).get()
         if batch.n_missing:
             self.coordinator.record(REFILL_BOUND, self._refill_line(batch)).get()

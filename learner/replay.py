@@ -168,7 +168,7 @@ def replayed(
             layout,
             claim=lambda version: None,
             refill=lambda batch_id, **wanted: None,
-            values=ranks.values,
+            ask_critic=ranks.values,
         )
         start = _restored(layout, ranks, before=first, model_path=model_path, scratch=scratch)
         say(start.what)
@@ -193,7 +193,9 @@ def replayed(
             figures = timeless_metrics(batch, updates) | critic_metrics(critic)
             compared = figures.keys() & recorded.figures.keys()
             pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
-            other_values = sum(recorded.values.get(uid) != own for uid, own in batch.values.items())
+            other_values = sum(
+                recorded.values.get(uid) != own for uid, own in batch.state_values.items()
+            )
             pairs[OTHER_VALUES] = (0.0, float(other_values))
             what = f"groups {len(recorded.batch.groups)}, rows {batch.rows.num_rows}"
             if batch.replayed.num_rows:

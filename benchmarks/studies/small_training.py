@@ -70,7 +70,7 @@ def _train(
 
     `prepare_batch` in learner/data calls the same ones, and reads, refills and replays besides.
     """
-    settings = RowSettings.of(config, values=engine.values)
+    settings = RowSettings.of(config, ask_critic=engine.values)
     scored = scored_rows(rows, settings, times=LoadTimes())
     trained, _ = rows_to_train(scored, train_on=settings.train_on)
     learner_step = version + 1

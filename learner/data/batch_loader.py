@@ -22,14 +22,9 @@ import pyarrow.compute as pc
 from configs import Config, ReplayConfig, groups_of_a_step, is_served
 from gigpo import replay_weight, replayed_wins
 from learner.data.batch_summary import BatchSummary, batch_summary, own_rows
-from learner.data.training_rows import (
-    RowSettings,
-    ScoredRows,
-    Values,
-    rows_to_train,
-    scored_rows,
-)
+from learner.data.training_rows import RowSettings, ScoredRows, rows_to_train, scored_rows
 from learner.data.updates import Update, cut_updates
+from learner.data.values import AskCritic
 from learner.step_times import LoadTimes, timed
 from store import SEGMENT_SCHEMA, Batch, RunLayout, is_trusted, read_segments
 
@@ -75,7 +70,7 @@ class PreparedBatch:
     replayed: pa.Table  # SEGMENT_SCHEMA plus `advantage`; rows of earlier wins, trained on again
     updates: list[Update]  # of `rows` and `replayed`; empty if all groups were filtered
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
-    values: Mapping[bytes, Sequence[float]]
+    state_values: Mapping[bytes, Sequence[float]]
     # Group uid -> reason why none of its rows is trained on.
     no_signal: Mapping[bytes, str]  # its episodes do not differ
     unselected: Mapping[bytes, str]  # none of its steps meets offline.train_on
@@ -105,12 +100,12 @@ def make_loader(
     *,
     claim: Callable[[int], Batch | None],
     refill: Refill,
-    values: Values,
+    ask_critic: AskCritic,
 ) -> BatchLoader:
     """Read the settings of a loader from a checked config.
 
-    `values` are the critic's, for the estimators that need one; they are asked for when a batch is
-    prepared, so after the step before. Raises TeacherError for a teacher behind a server that
+    `ask_critic` is for the estimators that need a critic. It is called when a batch is prepared, so
+    after the step before. Raises TeacherError for a teacher behind a server that
     cannot be used, StoreError for a key of this user that others can read.
     """
     ask_teacher = None
@@ -126,7 +121,7 @@ def make_loader(
         refill_groups=config.algorithm.refill_groups,
         layout=layout,
         is_trusted=is_trusted(layout.root),
-        settings=RowSettings.of(config, values=values),
+        settings=RowSettings.of(config, ask_critic=ask_critic),
         replay=config.replay,
         seed=config.seed,
         ask_teacher=ask_teacher,
@@ -165,7 +160,7 @@ def prepare_batch(
         rows=rows,
         replayed=replayed,
         updates=updates,
-        values={} if loader.settings.values is None else _by_trajectory(scored.rows),
+        state_values={} if loader.settings.ask_critic is None else _by_trajectory(scored.rows),
         no_signal=scored.no_signal,
         unselected=unselected,
         n_missing=_n_missing(loader, batch, scored.no_signal),
@@ -236,12 +231,12 @@ def _replay(
 
 def _by_trajectory(rows: pa.Table) -> dict[bytes, list[float]]:
     """Return the values of each trajectory's steps. The rows are in the order of the batch."""
-    values: dict[bytes, list[float]] = {}
+    state_values: dict[bytes, list[float]] = {}
     for traj_uid, value in zip(
         rows["traj_uid"].to_pylist(), rows["value"].to_pylist(), strict=True
     ):
-        values.setdefault(traj_uid, []).append(value)
-    return values
+        state_values.setdefault(traj_uid, []).append(value)
+    return state_values
 
 
 def _new_groups(batch: Batch, *, before: Batch) -> Batch:

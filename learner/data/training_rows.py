@@ -1,6 +1,6 @@
 """Score the rows of whole groups with their advantages, and select the rows to train on.
 
-settings = RowSettings.of(config, values=None)
+settings = RowSettings.of(config, ask_critic=None)
 scored = scored_rows(rows, settings, times=LoadTimes())
 trained, unselected = rows_to_train(scored, train_on=settings.train_on)
 """
@@ -8,19 +8,22 @@ trained, unselected = rows_to_train(scored, train_on=settings.train_on)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from configs import Config, ConfigError, LearnerConfig, has_critic, used_group_filter
 from gigpo import TOKEN_LEVEL, AdvantageSettings, compute_advantages, filtered_groups
-from learner.data.micro_batch import MicroBatch
-from learner.data.values import critic_values, with_token_advantages, with_token_values
+from learner.data.values import (
+    AskCritic,
+    critic_values,
+    with_token_advantages,
+    with_token_values,
+)
 from learner.step_times import LoadTimes, timed
 from printable import one_line
 from store import IMPORTED, SEGMENT_SCHEMA
@@ -32,8 +35,6 @@ ADVANTAGE_COLUMNS = {
     "advantage": pa.float64(),
     "anchor_size": pa.int64(),
 }
-# From micro-batches to the critic's value before each response token: `Critic.values`.
-Values = Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +47,17 @@ class RowSettings:
     # SQL condition on offline rows. Others are left out; an empty condition keeps all.
     train_on: str
     learner: LearnerConfig  # the sizes of the critic's micro-batches
-    values: Values | None  # None without a critic
+    ask_critic: AskCritic | None  # None without a critic
 
     @classmethod
-    def of(cls, config: Config, *, values: Values | None) -> RowSettings:
-        """Read the settings from a checked config. `values` are asked for if it has a critic."""
+    def of(cls, config: Config, *, ask_critic: AskCritic | None) -> RowSettings:
+        """Read the settings from a checked config. Without a critic none is asked."""
         return cls(
             advantages=AdvantageSettings.of(config.algorithm),
             group_filter=used_group_filter(config),
             train_on=config.offline.train_on,
             learner=config.learner,
-            values=values if has_critic(config) else None,
+            ask_critic=ask_critic if has_critic(config) else None,
         )
 
     @property
@@ -80,7 +81,7 @@ class ScoredRows:
 def scored_rows(rows: pa.Table, settings: RowSettings, *, times: LoadTimes) -> ScoredRows:
     """Compute values, where there is a critic, and advantages of the rows of whole groups."""
     columns = list(ADVANTAGE_COLUMNS)
-    if settings.values is not None:
+    if settings.ask_critic is not None:
         columns.append("value_target")
         with timed(times, "values_s"):
             rows = _with_values(rows, settings)
@@ -151,7 +152,7 @@ def _with_values(rows: pa.Table, settings: RowSettings) -> pa.Table:
     For an estimator of TOKEN_LEVEL also append `token_value`, a list with a value for each response
     token.
     """
-    assert settings.values is not None, "a critic's estimator has a critic"
-    values_R, values_N = critic_values(rows, settings.values, learner=settings.learner)
+    assert settings.ask_critic is not None, "a critic's estimator has a critic"
+    values_R, values_N = critic_values(rows, settings.ask_critic, learner=settings.learner)
     rows = rows.append_column("value", pa.array(values_R))
     return with_token_values(rows, values_N) if settings.is_token_level else rows

@@ -22,12 +22,14 @@ from gigpo import token_advantages
 from learner.data.arrow_lists import lists
 from learner.data.micro_batch import MicroBatch, micro_batches
 
+# From micro-batches to the critic's value before each response token: `Critic.values`.
+AskCritic = Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]]
 DIGEST_BYTES = 6  # a figure is a float64, which holds integers up to 2^53 exactly
 
 
 def critic_values(
     rows: pa.Table,
-    values: Callable[[Sequence[MicroBatch]], Sequence[torch.Tensor]],
+    ask_critic: AskCritic,
     *,
     learner: LearnerConfig,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +37,7 @@ def critic_values(
 
     The first response token's state is the row's. A row without a response gets one token, because
     the value is read where its first would be predicted. That token itself is never an input, and
-    is not among the N. `values` computes them, as `Critic.values` does.
+    is not among the N. `ask_critic` is `Critic.values`, or calls it on all ranks.
     """
     n_tokens_R = _n_tokens(rows)
     is_empty = pa.array(n_tokens_R == 0)
@@ -50,7 +52,9 @@ def critic_values(
     )
     # A row's tokens are together and in order, in one micro-batch.
     rows_N = np.concatenate([batch.rows_N.numpy() for batch in batches])
-    asked_N = np.concatenate([found_N.numpy() for found_N in values(batches)]).astype(np.float64)
+    asked_N = np.concatenate([found_N.numpy() for found_N in ask_critic(batches)]).astype(
+        np.float64
+    )
     asked_N = asked_N[np.argsort(rows_N, kind="stable")]
     n_asked_R = np.maximum(n_tokens_R, 1)
     values_R = asked_N[np.cumsum(n_asked_R) - n_asked_R]

@@ -146,7 +146,7 @@ def step_metrics(
         "time/step_s": times.step_s,
         "tokens/trained_per_s": n_computed / (times.step_s - times.groups_wait_s),
     }
-    if batch.values:
+    if batch.state_values:
         figures["time/values_s"] = batch.times.values_s
     if batch.summary.own is not None:
         figures["tokens/generated_per_s"] = batch.summary.n_own_tokens / times.step_s

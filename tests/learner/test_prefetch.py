@@ -28,7 +28,7 @@ from tests.support.learner_loop import (
     loader_of,
     make_config,
     make_learner,
-    no_values,
+    no_critic,
     open_coordinator,
     play,
     play_all,
@@ -305,7 +305,7 @@ def test_a_time_out_of_the_coordinator_is_an_error_and_not_a_batch_that_is_not_r
     def claim(version: int) -> None:
         raise TimeoutError("the coordinator is gone")
 
-    loader = make_loader(config, layout, claim=claim, refill=no_refill, values=no_values)
+    loader = make_loader(config, layout, claim=claim, refill=no_refill, ask_critic=no_critic)
     with contextlib.closing(Prefetch(loader)) as batches:
         batches.start(version=0, learner_step=1)
         with pytest.raises(TimeoutError, match="gone"):
@@ -326,7 +326,7 @@ def test_an_error_that_nobody_takes_is_logged(
         claiming.set()
         raise DigestError("a segment is damaged")
 
-    loader = make_loader(config, layout, claim=claim, refill=no_refill, values=no_values)
+    loader = make_loader(config, layout, claim=claim, refill=no_refill, ask_critic=no_critic)
     with contextlib.closing(Prefetch(loader)) as batches:
         batches.start(version=0, learner_step=1)
         assert claiming.wait(DEADLINE_S)

@@ -69,7 +69,7 @@ def open_coordinator(config: Config) -> Coordinator:
     return Coordinator(config, learns=True)
 
 
-def no_values(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+def no_critic(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     raise AssertionError("these runs have no critic")
 
 
@@ -80,7 +80,7 @@ def loader_of(coordinator: Coordinator, *, config: Config | None = None) -> Batc
         coordinator.layout,
         claim=coordinator.claim,
         refill=coordinator.refill,
-        values=no_values,
+        ask_critic=no_critic,
     )
 
 
