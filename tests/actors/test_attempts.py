@@ -65,7 +65,7 @@ def test_a_group_that_becomes_too_old_is_recorded_before_it_is_played_again(tmp_
     on_stage(tmp_path, body)
 
 
-def test_what_a_stopped_worker_gives_up_is_recorded_once(tmp_path: Path) -> None:
+def test_a_stopped_worker_records_each_episode_that_it_gives_up_once(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         stage.end(0)
         await asyncio.sleep(0.0)
@@ -128,7 +128,7 @@ def test_every_failed_attempt_is_recorded_and_the_rest_of_an_abandoned_group(
     assert states == [("abandoned",)]
 
 
-def test_of_a_lost_worker_nobody_knows_how_far_its_episodes_got(tmp_path: Path) -> None:
+def test_episodes_of_a_lost_worker_are_recorded_without_their_length(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", max_staleness=1)
     config = replace(config, actors=replace(config.actors, extra_members=1))
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
@@ -149,7 +149,7 @@ def test_of_a_lost_worker_nobody_knows_how_far_its_episodes_got(tmp_path: Path) 
     coordinator.close()
 
 
-def test_what_a_fenced_worker_reports_is_not_entered(tmp_path: Path) -> None:
+def test_a_report_of_a_fenced_worker_is_not_entered(tmp_path: Path) -> None:
     coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
     publish(coordinator, 0, 0)
     lease = coordinator.lease("w")

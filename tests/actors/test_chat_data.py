@@ -123,7 +123,7 @@ def test_parquet_has_the_same_chats_as_lines_with_lists_or_json(tmp_path: Path) 
                 assert step.prompt_ids + step.response_ids == same.prompt_ids + same.response_ids
 
 
-def test_what_is_too_long_is_cut_before_the_reply_or_left_out(tmp_path: Path) -> None:
+def test_a_chat_that_is_too_long_is_cut_before_the_reply_or_left_out(tmp_path: Path) -> None:
     path = lines(tmp_path / "c.jsonl", [{"messages": ADD}, {"messages": ADD[:3]}])
     whole = found_in(path).trajectories[0].steps
     n_first = len(whole[0].prompt_ids + whole[0].response_ids)
@@ -171,7 +171,7 @@ def test_a_wrong_chat_is_named_by_its_place(tmp_path: Path, line: str, says: str
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_the_chat_template_does_not_take_is_named(tmp_path: Path) -> None:
+def test_a_message_that_the_chat_template_refuses_is_named(tmp_path: Path) -> None:
     path = lines(tmp_path / "c.jsonl", [{"messages": ADD[1:]}, {"messages": ADD}])
     with pytest.raises(
         ConfigError, match=r"chat 2: the reply in messages\[2\].*no system messages"

@@ -54,7 +54,7 @@ def test_the_gate_lets_as_many_in_as_it_may_and_keeps_the_order() -> None:
     run(body())
 
 
-def test_who_is_cancelled_in_line_or_inside_takes_no_place() -> None:
+def test_a_request_cancelled_in_line_or_inside_takes_no_place() -> None:
     async def body() -> None:
         gate, entered, never = RequestGate(1), [], asyncio.Event()
         first, second, third = (
@@ -74,7 +74,7 @@ def test_who_is_cancelled_in_line_or_inside_takes_no_place() -> None:
     run(body())
 
 
-def test_who_is_cancelled_in_the_moment_it_is_let_in_gives_its_place_back() -> None:
+def test_a_request_cancelled_in_the_moment_it_is_let_in_gives_its_place_back() -> None:
     async def body() -> None:
         gate, entered, ends = RequestGate(1), [], [asyncio.Event() for _ in range(3)]
         tasks = [

@@ -201,7 +201,7 @@ def test_a_stream_brings_the_same_reply() -> None:
         ({"anchor": "x" * 900_000}, "anchor", "as many as a prompt"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(
+def test_a_field_that_is_not_served_is_refused_by_name(
     fields: dict[str, object], param: str, says: str
 ) -> None:
     async def body(endpoint: Endpoint) -> tuple[int, Any]:
@@ -230,7 +230,7 @@ def test_it_serves_on_the_event_loop_that_ray_takes_where_uvloop_is_installed() 
     assert status == 200
 
 
-def test_what_makes_no_difference_may_be_said() -> None:
+def test_a_field_that_makes_no_difference_is_accepted() -> None:
     fields = {
         "temperature": 2,
         "top_p": 0.1,

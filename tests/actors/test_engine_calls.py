@@ -111,7 +111,7 @@ def test_whatever_a_call_to_the_engine_raises_the_engine_is_lost(
 @pytest.mark.parametrize(
     "error", [VLLMClientError("the prompt is too long"), ValueError("seed"), TypeError("no text")]
 )
-def test_what_the_engine_refuses_is_the_callers_fault(
+def test_a_request_that_the_engine_refuses_is_the_callers_fault(
     stopped: list[object], error: Exception
 ) -> None:
     with pytest.raises(type(error)) as refused:

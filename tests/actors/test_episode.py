@@ -194,7 +194,7 @@ def test_the_observation_after_the_last_action_is_kept(form: Form) -> None:
         ("<action>go east</action>", "length", {"form"}),
     ],
 )
-def test_what_makes_an_action_invalid(
+def test_each_rule_calls_its_own_actions_invalid(
     form: Form, answer: str, finish_reason: str, valid_by: set[str]
 ) -> None:
     for rule in ("form", "environment", "admissible"):

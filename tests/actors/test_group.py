@@ -116,7 +116,7 @@ def test_a_quick_group_is_one_commit_in_the_order_of_its_members() -> None:
     assert asyncio.run(play()).commits == [[0, 1, 2]]
 
 
-def test_a_slow_group_commits_what_is_finished_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_group_commits_finished_members_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.rollout.group.COMMIT_EVERY_S", 0.05)
 
     async def play() -> Table:
@@ -132,7 +132,7 @@ def test_a_slow_group_commits_what_is_finished_meanwhile(monkeypatch: pytest.Mon
     assert asyncio.run(play()).commits == [[1], [0, 2]]
 
 
-def test_a_cancelled_group_commits_what_is_finished_and_stops_the_rest() -> None:
+def test_a_cancelled_group_commits_finished_members_and_stops_the_rest() -> None:
     async def play() -> Table:
         table = Table()
         task = await begun(table, 3)
@@ -221,7 +221,7 @@ def test_a_member_whose_place_is_taken_takes_another(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fails", [0, 2, 3])
-def test_of_a_group_with_spares_as_many_may_fail_as_there_are_spares(fails: int) -> None:
+def test_a_group_completes_while_no_more_members_fail_than_it_has_spares(fails: int) -> None:
     async def play() -> Table:
         table = Table()
         task = await begun(table, 2, n_extra=2)
@@ -253,7 +253,7 @@ def test_when_more_fail_than_there_are_spares_the_group_does(
     assert asyncio.run(play()).commits == [[1]]
 
 
-def test_what_ends_together_with_the_last_member_is_extra_and_kept() -> None:
+def test_an_episode_that_ends_together_with_the_last_member_is_extra_and_kept() -> None:
     async def play() -> Table:
         table = Table()
         task = await begun(table, 2, n_extra=2)

@@ -89,7 +89,9 @@ def test_a_text_cannot_spell_the_image_token(vision_base: Path, images: ImageFor
     assert images.image_token_id not in chat.prompt(seen, [turn]).token_ids
 
 
-def test_what_has_no_place_in_a_prompt_is_refused(vision_base: Path, images: ImageForm) -> None:
+def test_an_image_that_has_no_place_in_a_prompt_is_refused(
+    vision_base: Path, images: ImageForm
+) -> None:
     with pytest.raises(ValueError, match="does not see"):
         form_of(vision_base, None).prompt(SEEN, [])
     with pytest.raises(ValueError, match="place for one"):

@@ -236,13 +236,13 @@ def test_a_thought_that_comes_apart_stands_before_the_rest() -> None:
         said(7),
     ],
 )
-def test_what_passes_is_asked_again(trouble: Answer) -> None:
+def test_a_request_is_asked_again_after_a_trouble_that_passes(trouble: Answer) -> None:
     with chat_server(in_turn(trouble, trouble, said("yes"))) as server:
         assert ask(config_of(server.url, attempts=3)).token_ids == ids_of("yes")
         assert len(server.asked) == 3 and server.asked[0] == server.asked[2]
 
 
-def test_what_does_not_pass_ends_with_url_and_status() -> None:
+def test_a_trouble_that_does_not_pass_ends_with_url_and_status() -> None:
     with chat_server(in_turn((503, {"error": {"message": "over\nloaded " + "x" * 999}}))) as server:
         words = failure(config_of(server.url, attempts=3))
         assert words.startswith(f"{server.url} answered 503: over loaded xxx") and words.endswith(

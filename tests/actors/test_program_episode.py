@@ -308,7 +308,7 @@ def test_a_failure_of_the_policy_is_not_the_programs(odd: str) -> None:
         playing(odd, lambda play: play(task("win")), policy=Lost())  # type: ignore[arg-type]
 
 
-def test_as_many_at_once_as_there_are_processes(odd: str) -> None:
+def test_as_many_episodes_run_at_once_as_there_are_processes(odd: str) -> None:
     async def body(play: Play) -> int:
         most = 0
         episodes = [asyncio.create_task(play(task("sleeps"))) for _ in range(6)]

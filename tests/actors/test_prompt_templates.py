@@ -44,7 +44,7 @@ def test_the_config_knows_every_template_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_each_shows_what_there_is_to_see_in_every_form(name: str) -> None:
+def test_each_template_shows_all_of_an_observation_in_every_form(name: str) -> None:
     template = TEMPLATES[name]
     shown: tuple[str, ...] = ("A room.", "go east")
     if name in ("search", "sokoban"):
@@ -89,7 +89,7 @@ def test_steps_taken_turns_shown_and_separators(tmp_path: Path) -> None:
     )
 
 
-def test_a_turn_may_show_what_came_of_it(tmp_path: Path) -> None:
+def test_a_turn_may_show_the_result_of_its_action(tmp_path: Path) -> None:
     """Search three times; the third reply is neither a search nor an answer and finds nothing."""
     template = documented(1, tmp_path / "own.yaml")
     turns = [
@@ -167,7 +167,9 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
         ("prompt.max_prompt_tokens=0", ["above 0"]),
     ],
 )
-def test_what_a_config_may_not_ask_for(tmp_path: Path, override: str, words: list[str]) -> None:
+def test_a_prompt_setting_out_of_its_range_is_refused_by_name(
+    tmp_path: Path, override: str, words: list[str]
+) -> None:
     (tmp_path / "c.yaml").write_text("{}\n")
     with pytest.raises(ConfigError) as caught:
         configs.load(tmp_path / "c.yaml", [override])

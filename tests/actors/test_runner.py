@@ -139,7 +139,7 @@ def test_it_plays_one_group_after_the_other_until_admission_closes_and_then_says
     on_stage(tmp_path, body)
 
 
-def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for_others(
+def test_a_stopped_runner_commits_ended_episodes_and_frees_the_rest_for_others(
     tmp_path: Path,
 ) -> None:
     async def body(stage: Stage) -> None:
@@ -155,7 +155,9 @@ def test_when_it_is_stopped_what_has_ended_is_committed_and_the_rest_is_free_for
     on_stage(tmp_path, body)
 
 
-def test_a_worker_that_leaves_ends_what_is_almost_done_and_begins_nothing(tmp_path: Path) -> None:
+def test_a_worker_that_leaves_ends_groups_that_are_almost_done_and_begins_none(
+    tmp_path: Path,
+) -> None:
     async def body(stage: Stage) -> None:
         (group,) = {group for group, _ in stage.playing}
         stage.runner.leave(within_s=20.0)
@@ -169,7 +171,7 @@ def test_a_worker_that_leaves_ends_what_is_almost_done_and_begins_nothing(tmp_pa
     on_stage(tmp_path, body)
 
 
-def test_a_worker_that_leaves_hands_back_what_takes_longer(tmp_path: Path) -> None:
+def test_a_worker_that_leaves_hands_back_groups_that_take_longer(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         stage.runner.leave(within_s=20.0)
         await asyncio.sleep(19.0)
@@ -217,7 +219,7 @@ def test_extra_is_kept_and_marked_and_nobody_trains_on_it(tmp_path: Path) -> Non
     on_stage(tmp_path, body, extra_members=1)
 
 
-def test_what_is_too_old_to_be_trained_on_is_given_up_and_makes_room(tmp_path: Path) -> None:
+def test_a_group_too_old_to_be_trained_on_is_given_up_and_makes_room(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         (first,) = {group_uid for group_uid, _ in stage.playing}
         publish(stage.coordinator, 1, 1)

@@ -171,7 +171,7 @@ def test_two_calls_are_two_and_a_stream_numbers_them() -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_with_tools_is_refused(
+def test_a_use_of_tools_that_is_not_supported_is_refused(
     template: str, fields: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says):

@@ -794,7 +794,7 @@ def test_failure_in_mid_update_stops_the_engine(
     assert served.policy._llm is None
 
 
-def test_what_was_received_may_be_overwritten_only_when_the_update_is_finished(
+def test_received_weights_may_be_overwritten_only_when_the_update_is_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM reads a padded layer's tensor once more in the end."""

@@ -115,7 +115,9 @@ def assert_has(received: Received, *, seed: int) -> None:
         assert received.shapes()[name] == list(tensor.shape)
 
 
-def test_what_arrives_is_what_was_written(sender: Broadcast, tmp_path: Path) -> None:
+def test_an_engine_receives_the_weights_that_were_written(
+    sender: Broadcast, tmp_path: Path
+) -> None:
     engines = receivers(sender, n=2)
     for seed in range(3):
         digest = publish(sender, tmp_path / f"v{seed}", seed=seed)
@@ -148,7 +150,7 @@ def leaves_out_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(learner.publishing.broadcast_sender, "READY_S", 3.0)
 
 
-def test_what_is_being_loaded_is_not_overwritten(
+def test_weights_that_are_being_loaded_are_not_overwritten(
     sender: Broadcast, tmp_path: Path, leaves_out_soon: Callable[[], None]
 ) -> None:
     slow, quick = receivers(sender, n=2)

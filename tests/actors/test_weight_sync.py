@@ -145,7 +145,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.catalog.close()
 
 
-def test_one_query_shows_that_what_was_served_is_what_was_published(run: Run) -> None:
+def test_one_query_shows_that_the_served_weights_are_the_published_ones(run: Run) -> None:
     for version in range(3):
         run.serve(run.publish(version))
     run.serve(run.publish(3))
@@ -255,7 +255,7 @@ def test_weights_that_come_late_are_served_at_another_try(
     assert len(run.events(REFUSED)) == 1
 
 
-def test_what_others_have_moved_on_from_is_skipped(run: Run) -> None:
+def test_a_version_that_others_have_moved_on_from_is_skipped(run: Run) -> None:
     run.serve(run.publish(0))
     removed = run.publish(1)
     run.publish(2)
