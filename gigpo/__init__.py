@@ -1,8 +1,9 @@
 """Compute advantages from a table of steps, and losses from log-probabilities: GiGPO's mathematics.
 
 queries/*.sql     the equations of the advantages, one idea a file; "eq." is an equation of GiGPO's
-                  paper, arXiv 2505.10978, and other sources stand with their arXiv number. "Our
-                  form" is written by us: from an abstract, from authors' code, or without a paper
+                  paper, arXiv 2505.10978. Other sources stand with their arXiv number, or with
+                  authors or venue, and year. "Our form" is written by us: from an abstract, from
+                  authors' code, or without a paper
 sql_macro.py      their composition into one DuckDB macro, also for a bare DuckDB shell
 settings.py       the settings of an advantage
 advantages.py     runs the macro over a table of steps
