@@ -18,7 +18,8 @@ import pyarrow as pa
 from store.errors import StoreError
 from store.hashing import HASH_BYTES, valid_text
 
-MAX_REWARD = 1e90  # in size; those of a trajectory then add up to less than advantages can take
+# Largest absolute reward. With it, a return stays below the 1e100 that advantages accept.
+MAX_REWARD = 1e90
 CHANNELS = 3  # red, green and blue of an image
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
@@ -115,8 +116,8 @@ class FinalObservation:
     """The observation after a trajectory's last action, on which no action was taken."""
 
     text: str
-    anchor_text: str | None  # as of a Step
-    state_hash: bytes | None
+    anchor_text: str | None  # identifies the state; None: it is not known
+    state_hash: bytes | None  # state_hash(anchor_text)
     admissible_actions: tuple[str, ...] | None
 
 

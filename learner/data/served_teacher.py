@@ -64,7 +64,7 @@ class ServedTeacher:
         prompts, responses = lists(rows, "prompt_ids"), lists(rows, "response_ids")
         whole = sequences(rows, prompts=prompts, responses=responses, merge_steps=True)
         token_ids = [np.append(prompts.row(row), responses.row(row)) for row in whole.last_row_S]
-        of_row = [np.empty(0)] * len(rows)  # as of a row without a response
+        of_row = [np.empty(0)] * len(rows)  # stays empty for a row without a response
         for index, logprobs in enumerate(self.logprobs(token_ids)):
             for row in whole.rows_K[whole.first_S1[index] : whole.first_S1[index + 1]]:
                 first = prompts.lengths_R[row] - 1
