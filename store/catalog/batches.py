@@ -91,13 +91,13 @@ def claim(
         claimed_us=tx.now_us,
         claimed_lsn=tx.lsn,
     )
-    _add(tx, batch_id, rows)
+    _claim_rows(tx, batch_id, rows)
     if n_replayed:
         oldest_version = current_version - max_age
         for row in tx.rows(
             WINS, oldest_version=oldest_version, n_groups=n_replayed, first_use=FIRST_REPLAY
         ):
-            _insert(tx, batch_id, row)
+            _enter_use(tx, batch_id, row)
     return batch_of(tx, batch_id)
 
 
@@ -125,7 +125,7 @@ def refill(
     # All at once: the advantages of the whole batch are computed again for each refill.
     if not n_groups or len(rows) < n_groups:
         return None
-    _add(tx, batch_id, rows)
+    _claim_rows(tx, batch_id, rows)
     return batch_of(tx, batch_id)
 
 
@@ -160,15 +160,16 @@ def _oldest_complete(tx: Transaction, n_groups: int) -> list[sqlite3.Row]:
     )
 
 
-def _add(tx: Transaction, batch_id: int, rows: Sequence[sqlite3.Row]) -> None:
+def _claim_rows(tx: Transaction, batch_id: int, rows: Sequence[sqlite3.Row]) -> None:
     """Claim groups for a batch."""
     for row in rows:
-        _insert(tx, batch_id, row)
+        _enter_use(tx, batch_id, row)
         _set_state(tx, row["group_uid"], state="claimed", reason=f"batch {batch_id}")
     tx.touch("groups", "lineage")
 
 
-def _insert(tx: Transaction, batch_id: int, row: sqlite3.Row) -> None:
+def _enter_use(tx: Transaction, batch_id: int, row: sqlite3.Row) -> None:
+    """Enter one use of a group by a batch. The state of the group stays."""
     claimed = pick(row, ("group_uid", "version_min", "version_max", "use"))
     tx.insert("batch_group", batch_id=batch_id, live=1, outcome="claimed", **claimed)
 

@@ -75,7 +75,7 @@ def open_group(
         tx.touch("groups")
         group = tx.row(find, group_uid=group_uid)
         assert group is not None
-    return _open_group(tx, group)
+    return _with_missing_members(tx, group)
 
 
 def uids_of_address(
@@ -161,7 +161,7 @@ def lease_open_group(
         until_us=tx.now_us + round(lease_s * US_PER_S),
         group_uid=group["group_uid"],
     )
-    return _open_group(tx, group)
+    return _with_missing_members(tx, group)
 
 
 def has_free_group(tx: Transaction, task_ids: Collection[str], *, split: str | None) -> bool:
@@ -292,7 +292,8 @@ def as_group(tx: Transaction, row: sqlite3.Row, *, missing: Iterable[int] = ()) 
     return Group(**pick(row, GROUP_COLUMNS), missing=tuple(missing), epoch=tx.epoch)
 
 
-def _open_group(tx: Transaction, row: sqlite3.Row) -> Group:
+def _with_missing_members(tx: Transaction, row: sqlite3.Row) -> Group:
+    """Return the group with the numbers of its members that are not committed."""
     members = tx.rows(
         "SELECT member FROM trajectory WHERE group_uid = :group_uid", group_uid=row["group_uid"]
     )
