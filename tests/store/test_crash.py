@@ -1,6 +1,4 @@
-"""SIGKILL at system calls of the whole life of a run, then recovery and a full retry: nothing lost,
-nothing doubled.
-"""
+"""Kill a run at system calls of its whole life, recover and retry: nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ RECOVERY_CALLS = 120
 
 
 def spread(phase_of: Sequence[str], n: int) -> list[int]:
-    """`n` numbers of calls, from 1: as many in each phase, evenly over it, and the rest evenly over
-    everything.
+    """Return `n` numbers of calls, from 1, in order.
+
+    Each phase has equally many of them, evenly over it. The rest are evenly over all calls.
     """
     chosen: set[int] = set()
     names = PHASES + OTHER_PHASES
@@ -34,7 +33,7 @@ def spread(phase_of: Sequence[str], n: int) -> list[int]:
 
 
 def evenly(items: Sequence[int], n: int) -> list[int]:
-    """`n` of them, or all: the middle of each of n equal parts."""
+    """Return `n` of the items, or all: the middle of each of n equal parts."""
     n = min(n, len(items))
     return [items[(2 * part + 1) * len(items) // (2 * n)] for part in range(n)]
 
