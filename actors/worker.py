@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from actors.concurrency import ADAPT_EVERY_S, Concurrency
+from actors.concurrency import ADAPT_EVERY_S, Concurrency, RequestGate
 from actors.inference.codepoint_tokenizer import codepoint_form
 from actors.inference.engine_process import preload_vllm
 from actors.inference.openai_policy import ChatPolicy
@@ -73,47 +73,30 @@ class Worker:
         self.name, self.config = setup.name, config
         self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.pending = PendingOperations()
-        concurrency = Concurrency.of(config)
-        by_name = environments(config)
         self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(config))
+        concurrency = Concurrency.of(config)
         self.engine: VLLMPolicy | None = None  # set below if this worker has one
         self.server: ChatPolicy | None = None  # set below if the model is behind a URL
-        policies: Mapping[str, Policy]  # by environment
+        forms: dict[str, PromptForm]  # by environment, as the policies
+        policies: Mapping[str, Policy]
         if config.endpoint.url:  # the worker then needs no tokenizer and no torch
-            forms = {name: codepoint_form(own.prompt) for name, own in by_name.items()}
+            forms = {name: codepoint_form(own.prompt) for name, own in environments(config).items()}
             self.server = ChatPolicy(config)
-            policies = dict.fromkeys(by_name, self.server)
+            policies = dict.fromkeys(forms, self.server)
         elif config.actors.scripted:
             forms = _load_forms(setup, with_torch=False)
             policies = {name: ScriptedPolicy(form.encode_answer) for name, form in forms.items()}
         else:
             engine_log = layout.logs / f"{setup.name}-engine.log"
-            model_path = Path(setup.model_path)
             # while this process loads the tokenizer
-            preload_vllm(config.actors, model_path, engine_log)
+            preload_vllm(config.actors, Path(setup.model_path), engine_log)
             forms = _load_forms(setup, with_torch=True)
-            self.engine = VLLMPolicy(
-                model_path=model_path,
-                dtype=config.model.dtype,
-                float32_head=config.model.float32_head,
-                lora=config.model if serves_adapters(config.model) else None,
-                actors=config.actors,
-                max_model_tokens=max_model_tokens(config),
-                gate=concurrency.gate,
-                stop_token_ids=load_stop_token_ids(setup.model_path),
-                stop=config.prompt.stop,
-                tokenizer=next(iter(forms.values())).tokenizer,
-                log_path=engine_log,
-                statistics=bool(config.metrics_port),
+            tokenizer = next(iter(forms.values())).tokenizer
+            self.engine = _engine(
+                setup, tokenizer=tokenizer, gate=concurrency.gate, log_path=engine_log
             )
-            policies = dict.fromkeys(by_name, self.engine)
-        runners = {
-            name: _episode_runner(own, policy=policies[name], form=forms[name], log=log)
-            for name, own in by_name.items()
-        }
-        self.episodes = (
-            EpisodesByEnvironment(runners) if config.environments else runners[config.env.name]
-        )
+            policies = dict.fromkeys(forms, self.engine)
+        self.episodes = _episodes(config, policies=policies, forms=forms, log=log)
         self.runner = RolloutRunner(
             self.coordinator,
             config,
@@ -246,6 +229,38 @@ def _load_forms(setup: WorkerSetup, *, with_torch: bool) -> dict[str, PromptForm
         name: PromptForm(tokenizer, own.prompt, images=images)
         for name, own in environments(setup.config).items()
     }
+
+
+def _engine(
+    setup: WorkerSetup, *, tokenizer: object, gate: RequestGate, log_path: Path
+) -> VLLMPolicy:
+    """Return the worker's engine, which `start` starts. One serves all its environments."""
+    config = setup.config
+    return VLLMPolicy(
+        model_path=Path(setup.model_path),
+        dtype=config.model.dtype,
+        float32_head=config.model.float32_head,
+        lora=config.model if serves_adapters(config.model) else None,
+        actors=config.actors,
+        max_model_tokens=max_model_tokens(config),
+        gate=gate,
+        stop_token_ids=load_stop_token_ids(setup.model_path),
+        stop=config.prompt.stop,
+        tokenizer=tokenizer,
+        log_path=log_path,
+        statistics=bool(config.metrics_port),
+    )
+
+
+def _episodes(
+    config: Config, *, policies: Mapping[str, Policy], forms: Mapping[str, PromptForm], log: Path
+) -> EpisodeRunner:
+    """Return the player of episodes, with a policy and a form of prompts for each environment."""
+    runners = {
+        name: _episode_runner(own, policy=policies[name], form=forms[name], log=log)
+        for name, own in environments(config).items()
+    }
+    return EpisodesByEnvironment(runners) if config.environments else runners[config.env.name]
 
 
 def _episode_runner(

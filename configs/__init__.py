@@ -4,6 +4,9 @@ schema.py           every setting with its unit and its default: start here
 check.py            values and combinations that are refused before a run starts
 engine_arguments.py arguments of vLLM that a run passes on, and those that it refuses
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
+settings_text.py    settings in a YAML text that may be a stranger's, within bounds
+overrides.py        the key=value arguments of a command, as settings
+changes.py          what differs from the defaults, and what a run may go on with changed
 interpolations.py   a bound on the values that stand for others, `${section.setting}`
 per_environment.py  the settings of each environment of a run
 derived.py          own, offline and replayed groups, workers, GPUs and updates of settings
@@ -20,6 +23,7 @@ model_server.py     a model server that is not trusted: what it is sent, and a b
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
 """
 
+from configs.changes import differences, forbidden_changes
 from configs.check import (
     HEAD_SIZE,
     ConfigError,
@@ -47,16 +51,7 @@ from configs.derived import (
 from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
 from configs.estimate_text import describe_estimate
 from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
-from configs.load import (
-    as_yaml,
-    differences,
-    forbidden_changes,
-    from_yaml,
-    load,
-    load_saved,
-    parse_saved,
-    split_run_dir,
-)
+from configs.load import as_yaml, from_yaml, load, load_saved
 from configs.model_directory import (
     SAFE_LOADING,
     VISION_MODEL_TYPES,
@@ -70,6 +65,7 @@ from configs.model_directory import (
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
 from configs.model_size import Shape, vocabulary_size
+from configs.overrides import split_run_dir
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
 from configs.schema import (
@@ -90,6 +86,7 @@ from configs.schema import (
     TinyModelConfig,
     WorkerRange,
 )
+from configs.settings_text import parse_saved
 from configs.variants import cloning_config, without_model
 
 __all__ = [

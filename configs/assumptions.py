@@ -26,18 +26,24 @@ PROMPT_SHARE, RESPONSE_SHARE, STEPS_SHARE = 0.5, 0.2, 0.5
 WORTH_IT = 1.1  # least gain of another split of the GPUs that is worth a line
 
 ASSUMED = (
-    f"{GPU}: 80 GB, 3.35 TB/s, 989 TFLOP/s in bfloat16 and 67 in float32 (data sheet)",
-    "engine and learner reach 40 % of these, a learner below 1 billion parameters 20 %; a pass of "
-    "the engine takes 5 ms at least (docs/performance.md, not measured)",
-    f"prompts have half of prompt.max_prompt_tokens, answers {RESPONSE_SHARE:.0%} of "
-    "actors.max_response_tokens, episodes half of env.max_steps (ALFWorld's shape)",
+    f"{GPU}: {GPU_BYTES / 1e9:g} GB, {GPU_BYTES_PER_S / 1e12:g} TB/s, "
+    f"{GPU_FLOPS['bfloat16'] / 1e12:g} TFLOP/s in bfloat16 and {GPU_FLOPS['float32'] / 1e12:g} in "
+    "float32 (data sheet)",
+    f"engine and learner reach {100 * REACHED:g} % of these, a learner below "
+    f"{SMALL_PARAMETERS / 1e9:g} billion parameters {100 * SMALL_REACHED:g} %; a pass of the "
+    f"engine takes {PASS_S * 1e3:g} ms at least (docs/performance.md, not measured)",
+    f"prompts have {PROMPT_SHARE:.0%} of prompt.max_prompt_tokens, answers {RESPONSE_SHARE:.0%} of "
+    f"actors.max_response_tokens, episodes {STEPS_SHARE:.0%} of env.max_steps (ALFWorld's shape)",
     "each episode in flight has a request in the engine; a slow environment needs more of them "
     "(actors.groups_in_flight)",
     "no prefix is shared between steps, but with prompt.style=chat (docs/performance.md)",
-    "an agent step costs a worker's event loop 0.7 ms and the coordinator 0.22 ms (measured with "
-    "the quick start), an environment process 3 ms (not measured)",
-    "weights are copied at 20 GB/s, hashed at 8, written behind the next step at 1.25 and loaded "
-    "at 4 (docs/gpu.md, not measured)",
+    f"an agent step costs a worker's event loop {WORKER_S * 1e3:g} ms and the coordinator "
+    f"{COORDINATOR_S * 1e3:g} ms (measured with the quick start), an environment process "
+    f"{ENVIRONMENT_S * 1e3:g} ms (not measured)",
+    f"weights are copied at {COPIED_BYTES_PER_S / 1e9:g} GB/s, hashed at "
+    f"{HASHED_BYTES_PER_S / 1e9:g}, written behind the next step at "
+    f"{WRITTEN_BYTES_PER_S / 1e9:g} and loaded at {LOADED_BYTES_PER_S / 1e9:g} (docs/gpu.md, not "
+    "measured)",
     "left out: the upload to store.uri, communication between ranks, evaluations",
     "processes that share a GPU get their fraction of its speed (not measured)",
     "activations: what the layers keep, counted in configs/learner_memory.py (compared with "

@@ -104,6 +104,8 @@ def check(config: Config) -> None:
     _check_alarms(config)
     _check_trackers(config)
     _check_algorithm(config)
+    _check_refill(config)
+    _check_cloning(config)
     _check_critic(config)
     _check_updates(config)
     _check_precision(config)
@@ -307,35 +309,43 @@ def _check_trackers(config: Config) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
-    a = config.algorithm
-    if a.anchor == "anchor_key":
+    algorithm = config.algorithm
+    if algorithm.anchor == "anchor_key":
         raise ConfigError(
             "algorithm.anchor='anchor_key' is not possible in a run, which records no such column; "
             "use 'state' or 'similar', or compare offline with gigpo.compute_advantages"
         )
-    if a.anchor_versions == "weighted":
+    if algorithm.anchor_versions == "weighted":
         raise ConfigError(
             "algorithm.anchor_versions='weighted' is not possible in a run: weights need a forward "
             "pass that comes after the advantages; use 'window', or weigh offline"
         )
-    if a.refill_groups and a.group_filter == "none":
+    if algorithm.refill_groups and algorithm.group_filter == "none":
         raise ConfigError(
-            f"algorithm.refill_groups={a.refill_groups} does nothing with group_filter=none; leave "
-            "it out, or use group_filter=advantages or rewards or returns"
+            f"algorithm.refill_groups={algorithm.refill_groups} does nothing with "
+            "group_filter=none; leave it out, or use group_filter=advantages or rewards or returns"
         )
-    clones = config.loss.policy == "behaviour_cloning"
     reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
-    if a.group_size == 1 and reads_advantages and not has_critic(config):
+    if algorithm.group_size == 1 and reads_advantages and not has_critic(config):
         raise ConfigError(
-            f"algorithm.group_size=1 with {a.estimator} leaves nothing to compare an episode with, "
-            "so no advantage would be meaningful; use at least 2 (the paper: 8)"
+            f"algorithm.group_size=1 with {algorithm.estimator} leaves nothing to compare an "
+            "episode with, so no advantage would be meaningful; use at least 2 (the paper: 8)"
         )
-    if a.refill_groups and (not reads_advantages or is_offline(config)):
+
+
+def _check_refill(config: Config) -> None:
+    n_groups = config.algorithm.refill_groups
+    reads_advantages = config.loss.policy not in WITHOUT_ADVANTAGES
+    if n_groups and (not reads_advantages or is_offline(config)):
         why = "offline.share=1" if reads_advantages else f"loss.policy={config.loss.policy}"
         raise ConfigError(
-            f"algorithm.refill_groups={a.refill_groups} does nothing with {why}: "
+            f"algorithm.refill_groups={n_groups} does nothing with {why}: "
             f"{'no group is played' if reads_advantages else 'no group is left out'}; leave it out"
         )
+
+
+def _check_cloning(config: Config) -> None:
+    clones = config.loss.policy == "behaviour_cloning"
     if clones and not config.actors.scripted and not is_offline(config):
         raise ConfigError(
             "loss.policy=behaviour_cloning would clone the model from itself; set "
@@ -344,23 +354,25 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    critic, defaults, a = config.critic, CriticConfig(), config.algorithm
+    critic, defaults = config.critic, CriticConfig()
+    algorithm = config.algorithm
+    estimator = f"algorithm.estimator={algorithm.estimator}"
     if not has_critic(config):
         for key, value in dotted_settings(critic):
             if value != getattr(defaults, key):
                 raise ConfigError(
-                    f"critic.{key}={value} does nothing with algorithm.estimator={a.estimator}; "
+                    f"critic.{key}={value} does nothing with {estimator}; "
                     f"leave it out, or use {' or '.join(WITH_CRITIC)}"
                 )
         return
     if config.loss.policy in WITHOUT_ADVANTAGES:
         raise ConfigError(
-            f"algorithm.estimator={a.estimator} would train a critic for loss.policy="
+            f"{estimator} would train a critic for loss.policy="
             f"{config.loss.policy}, which reads no advantages; use algorithm.estimator=grpo"
         )
     if config.replay.share:
         raise ConfigError(
-            f"replay.share={config.replay.share:g} with algorithm.estimator={a.estimator} would "
+            f"replay.share={config.replay.share:g} with {estimator} would "
             "train on wins whose states the critic has not valued; leave it out"
         )
     if critic.learning_rate > 1.0:
@@ -378,9 +390,9 @@ def _check_critic(config: Config) -> None:
             f"critic.warmup_steps={critic.warmup_steps} of learner.steps={config.learner.steps} "
             "would leave no step for the policy; use fewer"
         )
-    if a.group_size == 1 and a.group_filter in ("rewards", "returns"):
+    if algorithm.group_size == 1 and algorithm.group_filter in ("rewards", "returns"):
         raise ConfigError(
-            f"algorithm.group_filter={a.group_filter!r} leaves out every group of "
+            f"algorithm.group_filter={algorithm.group_filter!r} leaves out every group of "
             "algorithm.group_size=1; use 'none' or 'advantages'"
         )
 

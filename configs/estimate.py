@@ -98,36 +98,20 @@ def estimate_run(config: Config) -> Estimate:
     assert is_on_gpus(config), "CPUs differ too much"
     shape, lengths = model_shape(config), mean_lengths(config)
     parameters = model_billions(config) * 1e9
-    faults: list[str] = []
-    engine = None
-    if n_workers(config):
-        engine = engine_estimate(config, shape, lengths, parameters=parameters)
-        if engine.cache_tokens < lengths.prompt + lengths.response:
-            faults.append(
-                f"an engine has {engine.cache_bytes / GIB:.1f} GiB for its cache, too little for "
-                "one request; set actors.gpus_per_worker=2, or more"
-            )
-        taken, part = engine.weights_bytes + engine.cache_bytes + ENGINE_BYTES, part_bytes(config)
-        if taken > part:
-            faults.append(
-                f"an engine needs {taken / GIB:.1f} GiB of {part / GIB:.1f}; set a smaller "
-                "actors.kv_cache_gib, or a larger actors.gpus_per_worker"
-            )
+    engine = (
+        engine_estimate(config, shape, lengths, parameters=parameters)
+        if n_workers(config)
+        else None
+    )
     state = rank_bytes(config, parameters=parameters) + teacher_bytes(config)
     activations = pass_bytes(config, shape, parameters=parameters)
-    there = GPU_BYTES * min(1.0, config.learner.gpus_per_rank)
-    if state + activations > there:
-        faults.append(
-            f"a learner rank needs {(state + activations) / GIB:.1f} GiB of {there / GIB:.1f}; set "
-            "a smaller learner.micro_batch_tokens, more learner.ranks with learner.zero_stage=3, "
-            "model.gradient_checkpointing=true or learner.offload=true"
-        )
     limits = _play_limits(config, engine) if engine else {}
     train_steps_per_s = _train_steps_per_s(config, lengths, parameters=parameters)
     n_own, n_offline = groups_of_a_step(config)
-    of_group = config.algorithm.group_size * lengths.steps
-    n_trained = (n_own + n_offline + replayed_groups(config)) * of_group
-    n_played = n_own * (config.algorithm.group_size + config.actors.extra_members) * lengths.steps
+    group_size = config.algorithm.group_size
+    n_groups_trained = n_own + n_offline + replayed_groups(config)
+    n_trained = n_groups_trained * (group_size * lengths.steps)
+    n_played = n_own * (group_size + config.actors.extra_members) * lengths.steps
     version = version_bytes(config)
     checkpoint = checkpoint_bytes(config) / config.learner.checkpoint_every
     pause_s = version / max(1, round(config.actors.gpus_per_worker)) / LOADED_BYTES_PER_S
@@ -146,8 +130,42 @@ def estimate_run(config: Config) -> Estimate:
         checkpoint_s=checkpoint / config.learner.ranks / COPIED_BYTES_PER_S,
         write_s=(version + checkpoint) / WRITTEN_BYTES_PER_S,
         is_synchronous=config.max_staleness == 0 and not is_offline(config),
-        faults=faults,
+        faults=[
+            *(_engine_faults(config, engine, lengths) if engine else []),
+            *_learner_faults(config, state_bytes=state, activation_bytes=activations),
+        ],
     )
+
+
+def _engine_faults(config: Config, engine: EngineEstimate, lengths: Lengths) -> list[str]:
+    """Say for what an engine's part of its GPUs is too small."""
+    faults = []
+    if engine.cache_tokens < lengths.prompt + lengths.response:
+        faults.append(
+            f"an engine has {engine.cache_bytes / GIB:.1f} GiB for its cache, too little for "
+            "one request; set actors.gpus_per_worker=2, or more"
+        )
+    needed_bytes = engine.weights_bytes + engine.cache_bytes + ENGINE_BYTES
+    own_bytes = part_bytes(config)
+    if needed_bytes > own_bytes:
+        faults.append(
+            f"an engine needs {needed_bytes / GIB:.1f} GiB of {own_bytes / GIB:.1f}; set a smaller "
+            "actors.kv_cache_gib, or a larger actors.gpus_per_worker"
+        )
+    return faults
+
+
+def _learner_faults(config: Config, *, state_bytes: float, activation_bytes: float) -> list[str]:
+    """Say whether a learner rank needs more than its part of a GPU."""
+    needed_bytes = state_bytes + activation_bytes
+    own_bytes = GPU_BYTES * min(1.0, config.learner.gpus_per_rank)
+    if needed_bytes <= own_bytes:
+        return []
+    return [
+        f"a learner rank needs {needed_bytes / GIB:.1f} GiB of {own_bytes / GIB:.1f}; set "
+        "a smaller learner.micro_batch_tokens, more learner.ranks with learner.zero_stage=3, "
+        "model.gradient_checkpointing=true or learner.offload=true"
+    ]
 
 
 def is_on_gpus(config: Config) -> bool:

@@ -16,8 +16,8 @@ def describe_estimate(config: Config) -> str:
     n_gpus = gpus_needed(config, learns=True)
     if not is_on_gpus(config):
         return (
-            "estimate: none, because engines and learner are not both on GPUs; on two cores the "
-            "quick start plays and trains on 563 agent steps/s (docs/performance.md)\n"
+            "estimate: none, because engines and learner are not both on GPUs; for the speed of "
+            "the quick start on two cores see docs/performance.md\n"
         )
     estimate = estimate_run(config)
     lines = [f"estimate for {counted(n_gpus, 'GPU')} of the kind {GPU}; none of it was measured"]

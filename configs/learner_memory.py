@@ -16,6 +16,14 @@ BUCKET_ELEMENTS = 500_000_000
 PARTITIONED = 3  # the ZeRO stage from which a rank holds only its part of the weights
 # whole weights that ZeRO 3 has of a model at once during a pass: DeepSpeed's default
 GATHERED_ELEMENTS = 1_000_000_000
+# Tensors that a layer keeps of each token, in the model's dtype:
+HIDDEN_KEPT = 8  # input, two normed copies, query, attention's result and projection, two sums
+KEY_VALUES_KEPT = 2  # keys, values
+FEED_FORWARD_KEPT = 4  # gate, its activation, and two more
+NORMED_KEPT = 2  # in float32: a copy of each norm
+# Inputs of a layer's adapters, in float32: six of the hidden size and one of the feed-forward size.
+ADAPTED_HIDDEN, ADAPTED_FEED_FORWARD = 6, 1
+RECOMPUTED = 2  # of one layer at a time, with checkpointing: the tensors and as many gradients
 CHUNK_TOKENS = 512  # of the output layer, see learner/model/chunked_logprobs.py
 CHUNK_TENSORS = 4  # float32, of a chunk's tokens times the vocabulary
 FLOAT32_BYTES = 4
@@ -111,24 +119,27 @@ def pass_bytes(config: Config, shape: Shape, *, parameters: float) -> float:
 
 
 def activation_bytes(config: Config, shape: Shape) -> float:
-    """Return the bytes of a micro-batch's activations on a rank, without the model's.
+    """Return the bytes of a micro-batch's activations on a rank, without the model's weights.
 
-    A layer keeps for each token, in the model's dtype: its input, two normed copies, query,
-    attention's result and projection, and two sums (8 of the hidden size); keys and values; gate,
-    its activation, and two more of the feed-forward size. Both norms also keep a float32 copy.
-    Example: the 1.5B model in bfloat16 keeps 2 (8 x 1536 + 2 x 256 + 4 x 8960) + 8 x 1536 = 109,568
-    bytes a token and layer. Adapters of a bfloat16 model keep float32 copies of their seven inputs.
-    With gradient checkpointing a layer keeps its input only, and one layer
-    at a time has everything and as many gradients. The output layer has a chunk of logits, and a
-    float32 gradient of its weight unless only adapters are trained.
+    Example: a layer of the 1.5B model in bfloat16 keeps 2 (8 x 1536 + 2 x 256 + 4 x 8960) + 8 x
+    1536 = 109,568 bytes of each token. Adapters of a bfloat16 model also keep float32 copies of
+    their inputs. With gradient checkpointing a layer keeps its input only, and one layer at a time
+    is computed again. The output layer has a chunk of logits, and a float32 gradient of its weight
+    unless only adapters are trained.
     """
     width = BYTES[config.model.dtype]
-    of_layer = width * (8 * shape.hidden + 2 * shape.key_values + 4 * shape.feed_forward)
-    of_layer += 2 * FLOAT32_BYTES * shape.hidden
+    of_layer = width * (
+        HIDDEN_KEPT * shape.hidden
+        + KEY_VALUES_KEPT * shape.key_values
+        + FEED_FORWARD_KEPT * shape.feed_forward
+    )
+    of_layer += FLOAT32_BYTES * NORMED_KEPT * shape.hidden
     if config.model.lora_rank and width < FLOAT32_BYTES:
-        of_layer += FLOAT32_BYTES * (6 * shape.hidden + shape.feed_forward)
+        of_layer += FLOAT32_BYTES * (
+            ADAPTED_HIDDEN * shape.hidden + ADAPTED_FEED_FORWARD * shape.feed_forward
+        )
     if config.model.gradient_checkpointing:
-        of_token = shape.layers * width * shape.hidden + 2 * of_layer
+        of_token = shape.layers * width * shape.hidden + RECOMPUTED * of_layer
     else:
         of_token = (shape.layers + 1) * of_layer
     output = CHUNK_TOKENS * CHUNK_TENSORS * FLOAT32_BYTES * shape.vocabulary

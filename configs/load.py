@@ -5,33 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bounded_yaml import (
-    MAX_CHARACTERS,
-    MAX_SETTINGS_DEPTH,
-    MAX_SETTINGS_EVENTS,
-    TEXT_TAG,
-    bounded_events,
-)
+from bounded_yaml import MAX_CHARACTERS
 from configs.check import ConfigError, check, check_is_list, dotted_settings
-from configs.interpolations import check_expansion, check_forms
+from configs.overrides import settings_of_overrides
 from configs.schema import Config
-from printable import did_you_mean, one_line
+from configs.settings_text import (
+    check_size,
+    describe_error,
+    error_message,
+    parse_saved,
+    parse_settings,
+)
+from printable import did_you_mean
 
-RUN_DIR = "run_dir="  # an override that names the run's directory
-MAX_NODES = 100_000  # values that a YAML text stands for
-MAX_NUMBER_CHARACTERS = 100  # YAML reads 1:1:1 to the base 60, in quadratic time
 BASE = "base"  # key of a file: the file whose settings it changes
-# The keys below these are not ours, or checked by OmegaConf (those of actors.workers).
-# configs/check.py checks `environments`.
+# Beginnings of keys that configs/schema.py does not list. Others name them, but for those of
+# `actors.workers`, which OmegaConf checks, and of `environments`, which configs/check.py checks.
 FREE_KEYS = (
-    *("env.options", "endpoint.body.", "loss.numbers.", "environments."),
-    *("actors.engine.", "actors.workers."),
+    "actors.engine.",
+    "actors.workers.",
+    "endpoint.body.",
+    "env.options",
+    "environments.",
+    "loss.numbers.",
 )
 # Settings of older versions, and what holds now.
 REMOVED = {
@@ -45,81 +45,8 @@ REMOVED = {
     "store.snapshot_window_s": "replaced files are kept for 900 s",
 }
 LIST_SETTINGS = ("source", "loss.corrections", "trackers")
-# !!timestamp x is an AttributeError of the YAML library, !!int '' an IndexError
-PARSE_ERRORS = (
-    OmegaConfBaseException,
-    yaml.YAMLError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    LookupError,
-)
 # TypeError: a list where a section is wanted
 MERGE_ERRORS = (OmegaConfBaseException, TypeError)
-# Settings that may change between two starts of one run, besides `alarms` and `supervision`. Any
-# other change would make it another run.
-MAY_CHANGE = {
-    "run_dir",
-    "trackers",
-    "metrics_port",
-    "env.processes",
-    "env.answer_timeout_s",
-    "env.attempts",
-    "actors.workers",
-    "actors.groups_in_flight",
-    "actors.max_groups_in_flight",
-    "actors.extra_members",
-    "actors.gpus_per_worker",
-    "actors.gpu_memory_utilization",
-    "actors.kv_cache_gib",
-    "actors.engine",
-    "actors.batch_invariant",
-    "actors.cpu_cores",
-    "actors.engine_timeout_s",
-    "critic.learning_rate",
-    "model.lora_serving",
-    "learner.steps",
-    "learner.learning_rate",
-    "learner.ranks",
-    "learner.gpus_per_rank",
-    "learner.zero_stage",
-    "learner.offload",
-    "learner.deterministic",
-    "learner.flash_attention",
-    "learner.micro_batch_tokens",
-    "learner.step_timeout_s",
-    "learner.starvation_timeout_s",
-    "learner.checkpoint_every",
-    "learner.keep_every",
-    "learner.keep_versions",
-    "learner.threads",
-    "learner.transfer",
-    "tasks.order",
-    "evaluation.every",
-    "evaluation.episodes_per_task",
-    "evaluation.final_episodes_per_task",
-    "endpoint.url",
-    "endpoint.api_key_env",
-    "endpoint.requests",
-    "endpoint.attempts",
-    "endpoint.timeout_s",
-    "store.keep_days",
-    "store.keep_versions",
-    "offline.uses",
-    "offline.train_on",
-}
-
-
-def split_run_dir(overrides: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the run directory that the overrides name, None without one, and the other overrides.
-
-    >>> split_run_dir(["seed=1", "run_dir=runs/a", "run_dir=runs/b"])
-    ('runs/b', ('seed=1',))
-    """
-    given = [text.removeprefix(RUN_DIR) for text in overrides if text.startswith(RUN_DIR)]
-    others = tuple(text for text in overrides if not text.startswith(RUN_DIR))
-    return (given[-1] if given else None), others
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -160,47 +87,15 @@ def as_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def differences(config: Config) -> str:
-    """Return the settings that are not at their defaults, as YAML."""
-    defaults = dict(dotted_settings(Config()))
-    changed = OmegaConf.create({})
-    for key, value in dotted_settings(config):
-        if value != defaults[key]:
-            OmegaConf.update(changed, key, value)
-    return OmegaConf.to_yaml(changed)
-
-
-def forbidden_changes(recorded: Config, config: Config) -> list[str]:
-    """Return `key: old -> new` for every setting that differs and would make it another run."""
-    before, after = dict(dotted_settings(recorded)), dict(dotted_settings(config))
-    return [
-        f"{key}: {before[key]!r} -> {after[key]!r}"
-        for key in sorted(before)
-        if before[key] != after[key]
-        and key not in MAY_CHANGE
-        and not key.startswith(("alarms.", "supervision."))
-    ]
-
-
-def parse_saved(text: str, *, name: str) -> DictConfig:
-    """Return the settings in a run's config, which may be untrusted, without checking their names.
-
-    Raises ConfigError for text that is no YAML mapping, and for a value that stands for another,
-    such as ${oc.env:HOME}. `as_yaml` writes none, and it would read the environment of whoever
-    opens the run.
-    """
-    return _parse(text, name=name, is_saved=True)
-
-
 def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
     """Return the settings of a file and its base; `above` are the files that build on it."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {_describe(error)}") from None
-    content = OmegaConf.to_container(_parse(text, name=str(path), is_saved=False))
-    assert isinstance(content, dict), "_parse returns a mapping"
+        raise ConfigError(f"{path}: not readable as YAML: {describe_error(error)}") from None
+    content = OmegaConf.to_container(parse_settings(text, name=str(path), may_refer=True))
+    assert isinstance(content, dict), "parse_settings returns a mapping"
     base = content.pop(BASE, None)
     settings = OmegaConf.create(content)
     _check_keys(settings)
@@ -219,11 +114,12 @@ def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
         OmegaConf.update(below, "env.options", {}, merge=False)  # another environment's options
     merged = OmegaConf.merge(below, settings)
     assert isinstance(merged, DictConfig), "both are mappings"
-    _check_size(merged, name=str(path))
+    check_size(merged, name=str(path))
     return merged
 
 
 def _saved_settings(text: str, *, name: str) -> DictConfig:
+    """Return the settings in a run's config. Refuse the names that this version does not know."""
     settings = parse_saved(text, name=name)
     try:
         _check_keys(settings)
@@ -235,115 +131,9 @@ def _saved_settings(text: str, *, name: str) -> DictConfig:
     return settings
 
 
-def _parse(text: str, *, name: str, is_saved: bool) -> DictConfig:
-    """Return the settings in a YAML text. Raises ConfigError, which calls the text `name`.
-
-    No value of a saved text may stand for another. That is known before OmegaConf reads it: its
-    parser takes the longer, the deeper such values are nested.
-    """
-    try:
-        for _ in bounded_events(text, max_events=MAX_SETTINGS_EVENTS, max_depth=MAX_SETTINGS_DEPTH):
-            pass
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:  # nothing but comments
-            return OmegaConf.create({})
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(
-                f"{name} holds no settings; give `key: value` lines, as configs/key_room.yaml has "
-                "them"
-            )
-        if (n_nodes := _expanded_nodes(root)) > MAX_NODES:
-            raise ConfigError(
-                f"{name} stands for {n_nodes:,} values; settings have at most {MAX_NODES:,}"
-            )
-        if is_saved and (interpolated := next(_interpolations(root), None)):
-            raise ConfigError(
-                f"{name}: {interpolated} stands for another value; a run's settings are written out"
-            )
-        for scalar in () if is_saved else _texts(root):
-            check_forms(scalar)
-        settings = OmegaConf.create(text)
-        assert isinstance(settings, DictConfig), "its root is a mapping"
-        check_expansion(settings)
-    except ConfigError:
-        raise
-    except PARSE_ERRORS as error:
-        raise ConfigError(f"{name}: not readable as YAML: {_describe(error)}") from None
-    except RecursionError:
-        raise ConfigError(
-            f"{name}: not readable as YAML: its values are nested too deeply"
-        ) from None
-    return settings
-
-
-def _texts(root: yaml.Node) -> Iterator[str]:
-    """Yield each key and value of a YAML text that is no collection."""
-    waiting, seen = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:  # an alias
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            waiting += [each for pair in node.value for each in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        else:
-            yield node.value
-
-
-def _check_size(settings: DictConfig, *, name: str) -> None:
-    """Raise ConfigError if settings of several origins stand for too much together."""
-    try:
-        check_expansion(settings)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: {_describe(error)}") from None
-
-
-def _expanded_nodes(root: yaml.Node) -> int:
-    """Count the values that a YAML text stands for; an alias counts like the value it repeats.
-
-    Raises ValueError for a number that takes too long to be read.
-    """
-    counts: dict[int, int] = {}
-
-    def count(node: yaml.Node) -> int:
-        if id(node) in counts:
-            return counts[id(node)]
-        counts[id(node)] = MAX_NODES + 1  # for a value that contains itself
-        if isinstance(node, yaml.MappingNode):
-            n_inside = sum(count(key) + count(value) for key, value in node.value)
-        elif isinstance(node, yaml.SequenceNode):
-            n_inside = sum(map(count, node.value))
-        else:
-            n_inside = 0
-            if node.tag != TEXT_TAG and len(node.value) > MAX_NUMBER_CHARACTERS:
-                raise ValueError(f"it has a number of {len(node.value):,} characters")
-        counts[id(node)] = 1 + n_inside
-        return counts[id(node)]
-
-    return count(root)
-
-
-def _interpolations(node: yaml.Node, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of the texts that stand for another value."""
-    pairs: list[tuple[Any, yaml.Node]] = []
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield from _interpolations(key, f"{prefix}(key).")
-            pairs.append((str(key.value)[:MAX_NUMBER_CHARACTERS], value))
-    elif isinstance(node, yaml.SequenceNode):
-        pairs = list(enumerate(node.value))
-    elif "${" in node.value:
-        yield prefix[:-1]
-    for name, value in pairs:
-        yield from _interpolations(value, f"{prefix}{name}.")
-
-
 def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Config:
     """Return the checked config of settings with overrides on top. Errors call them `name`."""
-    given = _overrides([_checked_override(text) for text in overrides])
-    _check_size(given, name=" ".join(overrides))
+    given = settings_of_overrides(overrides)
     # another environment's options are not added to
     if any(text.startswith("env.options=") for text in overrides):
         OmegaConf.update(settings, "env.options", {}, merge=False)
@@ -351,6 +141,14 @@ def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Co
     _check_keys(given)
     config = _merged(settings, given, name=name, overrides=overrides)
     check(config)
+    _check_names_of_environments(overrides, settings, name=name)
+    return config
+
+
+def _check_names_of_environments(
+    overrides: Sequence[str], settings: DictConfig, *, name: str
+) -> None:
+    """Refuse an override of an environment that the file does not have."""
     written = list(settings.get("environments", {}))
     for text in overrides:
         section, _, rest = text.partition(".")
@@ -360,7 +158,6 @@ def _checked(settings: DictConfig, overrides: Sequence[str], *, name: str) -> Co
                 f"{text}: {name} has no environment {new}, only {', '.join(written)}"
                 f"{did_you_mean(new, written)}; a new one is written in the file"
             )
-    return config
 
 
 def _merged(
@@ -370,11 +167,11 @@ def _merged(
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), settings)
     except MERGE_ERRORS as error:
-        raise ConfigError(f"{name}: {_describe(error)}") from None
+        raise ConfigError(f"{name}: {describe_error(error)}") from None
     try:
         both = OmegaConf.merge(merged, given)
         assert isinstance(both, DictConfig), "both are mappings"
-        _check_size(both, name=name)
+        check_size(both, name=name)
         config = OmegaConf.to_object(both)
     except MERGE_ERRORS as error:
         key = getattr(error, "full_key", None) or ""  # e.g. prompt.stop[0]
@@ -384,55 +181,13 @@ def _merged(
             if re.match(rf"{re.escape(text.partition('=')[0])}([.\[]|$)", key)
         ]
         blamed = " ".join(at_fault[-1:] or overrides or [name])
-        raise ConfigError(f"{blamed}: {_message(error)}") from None
+        raise ConfigError(f"{blamed}: {error_message(error)}") from None
     assert isinstance(config, Config)
     return config
 
 
-def _overrides(texts: Sequence[str]) -> DictConfig:
-    """Return the settings of `key=value` texts.
-
-    `source=RUN@where` is taken literally, because an SQL condition is no YAML; several of them are
-    several sources. `source=[...]` is YAML.
-    """
-    lists = [text for text in texts if text.startswith("source=[")]
-    sources = [text for text in texts if text.startswith("source=") and text not in lists]
-    if lists and len(sources) + len(lists) > 1:
-        raise ConfigError(
-            f"{' '.join([*sources, *lists])}: a list is all sources; give one list, or source=RUN "
-            "several times"
-        )
-    if "${" in "".join(sources):
-        raise ConfigError(
-            f"{' '.join(sources)}: ${{ stands for another setting; write '$' || '{{' for these two "
-            "characters"
-        )
-    others = [text for text in texts if text not in sources]
-    for text in others:
-        try:
-            OmegaConf.from_dotlist([text])
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise ConfigError(f"{text}: not readable as YAML: {_describe(error)}") from None
-    settings = OmegaConf.from_dotlist(others)
-    if sources:
-        OmegaConf.update(settings, "source", [text.removeprefix("source=") for text in sources])
-    return settings
-
-
-def _checked_override(text: str) -> str:
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"argument {text!r} is not key=value")
-    is_text = isinstance(dict(dotted_settings(Config())).get(key), str)
-    if is_text and value != "null" and not value.startswith(("'", '"')):
-        # Quoted, because YAML would make 202611221855 of the run_dir 20261122_1855, and a section
-        # of `a: b`.
-        value = value.replace("'", "''")
-        return f"{key}='{value}'"
-    return text if value else f"{key}=''"  # OmegaConf would read null
-
-
 def _check_keys(settings: DictConfig) -> None:
+    """Refuse keys that are no settings, and settings of another form than their key has."""
     known = [name for name, _ in dotted_settings(Config())]
     for key in _leaves(OmegaConf.to_container(settings)):
         if any(name.startswith(f"{key}.") for name in known):
@@ -461,25 +216,13 @@ def _check_keys(settings: DictConfig) -> None:
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of each value that is no mapping.
+
+    >>> list(_leaves({"env": {"name": "a"}, "source": ["b"]}))
+    ['env.name', 'source']
+    """
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, f"{prefix}{key}.")
     elif prefix:
         yield prefix[:-1]
-
-
-def _describe(error: Exception) -> str:
-    """Return the message of an error in one line, with the key that OmegaConf names."""
-    key = getattr(error, "full_key", None)
-    return f"{key}: {_message(error)}" if key else _message(error)
-
-
-def _message(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, OmegaConfBaseException):
-        text = text.partition("\n")[0]  # the other lines repeat the place
-        text = text.replace(
-            "is incompatible with type hint 'Union[int, WorkerRange]'",
-            "is no whole number, and no range such as {min: 2, max: 16}",
-        )
-    return one_line(text)

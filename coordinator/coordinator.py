@@ -184,7 +184,10 @@ class Coordinator:
         return serves is None or serves >= newest or self.is_written(newest)
 
     def _next_group(self, worker: str) -> Group | None:
-        """Lease a group in the catalog. Suspects are played last, each alone on its worker."""
+        """Lease an open group, or else a new one while admission is open.
+
+        Suspects are played last, each alone on its worker.
+        """
         self._abandon_condemned(worker)
         suspects, playing = self._suspects.task_ids, self._leases.of(worker)
         if any(lease.task.id in suspects for lease in playing):
@@ -200,22 +203,26 @@ class Coordinator:
         if group is None and suspects and not playing:
             group = lease_open(only=suspects)
             self._suspects.release(worker)
-        elif (
-            group is None
-            and self.catalog.has_free_group(suspects, split=split)
-            and self._suspects.begin_drain(worker)
-        ):
+        elif group is None and self._drains_for_suspect(worker, split=split):
             return None
-        if group is None and trains:
-            n_free = free_groups(
-                outstanding=self.catalog.outstanding(),
-                groups_per_step=self._n_own,
-                max_staleness=self.config.max_staleness,
-            )
-            if n_free:
-                self.tasks.open_next_group(self.catalog)
-                group = lease_open(without=suspects)
+        if group is None and trains and self._n_admitted():
+            self.tasks.open_next_group(self.catalog)
+            group = lease_open(without=suspects)
         return group
+
+    def _drains_for_suspect(self, worker: str, *, split: str | None) -> bool:
+        """Return whether a worker gets no group until it can play a waiting suspect alone."""
+        suspects = self._suspects.task_ids
+        is_waiting = self.catalog.has_free_group(suspects, split=split)
+        return is_waiting and self._suspects.begin_drain(worker)
+
+    def _n_admitted(self) -> int:
+        """Return how many groups may be opened now within the bound on staleness."""
+        return free_groups(
+            outstanding=self.catalog.outstanding(),
+            groups_per_step=self._n_own,
+            max_staleness=self.config.max_staleness,
+        )
 
     def _abandon_condemned(self, worker: str) -> None:
         """Abandon the open groups of tasks that are condemned, so that nobody plays them again."""

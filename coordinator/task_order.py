@@ -55,12 +55,12 @@ FROM (SELECT *, {READY_MADE_WEIGHTS} FROM known) ORDER BY task_index"""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """The task of one group, and what it was drawn by."""
+    """Name the task of one group, with the numbers that it was drawn by."""
 
     task_id: str
     weight: float
     success_before: float | None  # fraction won of the task's latest whole group; None: none yet
-    lsn: int  # results up to it counted
+    lsn: int  # the draw knew the results up to this transaction of the catalog
 
 
 class TaskOrder:
@@ -136,10 +136,12 @@ class _Table:
         self.last_success = np.full(n, np.nan)
 
     def hand_out(self, index: int, ordinal: int) -> None:
+        """Count the `ordinal`-th group of the run, which is of this task."""
         self._n_groups[index] += 1
         self._last_ordinal[index] = ordinal
 
     def add(self, index: int, group: WholeGroup) -> None:
+        """Add the results of a group that became whole."""
         self._n_episodes[index] += group.size
         self._n_won[index] += group.n_won
         self._return_sum[index] += group.return_sum
@@ -151,7 +153,7 @@ class _Table:
         import pyarrow as pa
 
         untried = self._n_episodes == 0
-        n_episodes = np.where(untried, 1, self._n_episodes)
+        n_episodes = np.where(untried, 1, self._n_episodes)  # no division by 0: these are masked
         n = len(self._task_ids)
         return pa.table(
             {

@@ -138,23 +138,33 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
             "run_dir=NEW"
         )
     if is_config(weights):
-        config = configs.load(weights, overrides)
-        if not config.model.path and not config.endpoint.url:
-            raise ConfigError(
-                f"{weights} has no model.path; give the model to evaluate: model.path=... or "
-                "endpoint.url=..."
-            )
-        if config.endpoint.url:
-            return configs.without_model(config)
-        # The model itself is evaluated. It has no adapters.
-        return replace(config, model=replace(config.model, lora_rank=0))
+        return _settings_of_config(weights, overrides)
+    return _settings_of_run(weights, others, new=new)
+
+
+def _settings_of_config(file: str, overrides: Sequence[str]) -> Config:
+    """Return the settings to evaluate the model or the server that a config names."""
+    config = configs.load(file, overrides)
+    if not config.model.path and not config.endpoint.url:
+        raise ConfigError(
+            f"{file} has no model.path; give the model to evaluate: model.path=... or "
+            "endpoint.url=..."
+        )
+    if config.endpoint.url:
+        return configs.without_model(config)
+    # The model itself is evaluated. It has no adapters.
+    return replace(config, model=replace(config.model, lora_rank=0))
+
+
+def _settings_of_run(weights: str, overrides: Sequence[str], *, new: str) -> Config:
+    """Return the settings to evaluate RUN or RUN@STEP in the directory `new`."""
     run, step = parse_run_step(weights)
-    if any(text.startswith("model.path=") for text in others):
+    if any(text.startswith("model.path=") for text in overrides):
         raise ConfigError(
             f"model.path= beside {weights}, whose weights are evaluated; leave it out, or give a "
             "config instead"
         )
-    config = resume.load(run, others)
+    config = resume.load(run, overrides)
     if config.endpoint.url:  # the run's tasks and settings
         if step is not None:
             raise ConfigError(

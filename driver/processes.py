@@ -44,8 +44,8 @@ class ManagedProcess:
     is_named_unplaced: bool = False  # the missing place was reported
     node: str = ""  # Ray's id of its node; "": not asked yet
     has_started: bool = False
-    leaves: str = ""  # why it was told to leave; "": it stays
-    returns: bool = False  # once it has left it is asked for again, elsewhere
+    leaving_why: str = ""  # why it was told to leave; "": it stays
+    is_wanted_again: bool = False  # once it has left it is asked for again, elsewhere
     closes_by_s: float | None = None  # time.monotonic() at which it is killed, once it has left
 
 

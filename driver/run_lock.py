@@ -30,7 +30,7 @@ TRACKERS_END_WITHIN_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """The content of driver.json: the process that drives a run."""
+    """Name the process that drives a run, as driver.json does."""
 
     pid: int
     started_ticks: int  # pids are used again
@@ -146,7 +146,20 @@ def remove_leftovers(run: Path) -> int:
 
     Returns the number of processes. Call it only where no driver lives.
     """
-    mark = str(run.resolve())
+    n_killed = _kill_marked(str(run.resolve()))
+    remove_ray_directories(run)
+    driver = driver_of(run)
+    if driver is not None and driver.host == socket.gethostname():
+        (run / DRIVER_FILE).unlink(missing_ok=True)
+    return n_killed
+
+
+def _kill_marked(mark: str) -> int:
+    """Kill the processes with this mark, but for the caller and its parents; return their number.
+
+    Python's resource trackers are not counted. They remove the semaphores of ended processes from
+    /dev/shm, and then end by themselves.
+    """
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     leftovers, trackers = [], []
     for process in psutil.process_iter():
@@ -159,16 +172,10 @@ def remove_leftovers(run: Path) -> int:
                 process.kill()
                 leftovers.append(process)
     psutil.wait_procs(leftovers, timeout=KILLED_WITHIN_S)
-    # Python's resource trackers remove the semaphores of ended processes from /dev/shm, and then
-    # end by themselves.
     _, stuck = psutil.wait_procs(trackers, timeout=TRACKERS_END_WITHIN_S)
     for process in stuck:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    remove_ray_directories(run)
-    driver = driver_of(run)
-    if driver is not None and driver.host == socket.gethostname():
-        (run / DRIVER_FILE).unlink(missing_ok=True)
     return len(leftovers)
 
 

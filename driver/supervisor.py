@@ -15,9 +15,7 @@ other error of a component is raised here and ends the run; leaving the `with` b
 processes. The death of the coordinator ends the run too: the same command continues from the last
 commit.
 
-On a joined cluster the workers follow its nodes (`nodes.py`). With a range in `actors.workers` Ray
-is asked for all of them once the run has begun. A worker without a place stays asked for, which is
-what an autoscaler looks at. Nothing is left to be asked for when the driver is gone.
+`worker_places.py` has workers join and leave, with the nodes of a cluster and when a person asks.
 """
 
 from __future__ import annotations
@@ -32,28 +30,26 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors import EngineLostError, EngineMemoryError, EngineStartError, PromptStuckError
-from configs import Config, WorkerRange, is_offline, least_workers, most_workers
+from configs import Config, WorkerRange, is_offline, least_workers
 from coordinator import Component, Status
 from driver import processes
 from driver.cluster import is_joined
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
 from driver.health import HealthMonitor, Restarts
 from driver.interrupt import hold_interrupts
-from driver.nodes import draining_nodes, node_of
+from driver.nodes import node_of
 from driver.processes import LEARNER, CoordinatorProcess, ManagedProcess
 from driver.progress import said_while
-from driver.run_control import wanted_workers
 from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
+from driver.worker_places import UNPLACED_S, WorkerPlaces, worker_names
 from envs import log_hint
 from learner import RankError
 from store import VersionRecord
 
 POLL_S = 0.5
-UNPLACED_S = 20.0  # a process that Ray has not begun by then is reported
 PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all processes at the start
 ENGINE_METRICS_S = 2.0  # for the answers of the workers; Prometheus waits 10 s by default
 MAX_NAMED = 4  # processes in one line
-STAGGER_S = 0.5  # between the starts of two workers, which load the same files
 
 Show = Callable[[Status], None]
 
@@ -83,25 +79,23 @@ class Supervisor:
         self.warn = warn or say
         self.logs = Path(config.run_dir) / "logs"
         self.restored = ""  # the learner's line on the checkpoint it started from
-        self.due: dict[str, float] = {}  # time.monotonic() at which to start each process
-        self.processes: dict[str, ManagedProcess] = {}
+        self.places = WorkerPlaces(config, learns=learns, remove=self._remove, notice=self._notice)
+        self.processes, self.due = self.places.processes, self.places.due
         self.monitor = HealthMonitor(config.supervision)
         self.restarts = Restarts(config.supervision)
         self.is_up = False  # everything has been started once
         self.components: Mapping[str, Component] = {}  # while they start
         self.is_training = False
         self.results: dict[str, Any] = {}  # of processes whose `run` ended
-        self._drained: set[str] = set()  # nodes that were seen draining
-        self._room_made_s = float("-inf")  # time.monotonic() when a worker left for the learner
         self._n_told = -1  # started workers, when they were last recorded
         self.coordinator = CoordinatorProcess(config, learns=learns)
 
     def __enter__(self) -> Supervisor:
         try:
             if self.learns:
-                self._add([LEARNER])
+                self.places.add([LEARNER])
             if not self._plays_nothing():
-                self._add(_worker_names(least_workers(self.config.actors)))
+                self.places.add(worker_names(least_workers(self.config.actors)))
             with said_while(self._starting, self.say):
                 # Beside the coordinator: they import for seconds before they call it.
                 self._start_due()
@@ -168,9 +162,7 @@ class Supervisor:
         status = self.status()
         self._end_silent(status)
         self._notice_starving(status)
-        self._end_late_closings()
-        self._leave_draining_nodes()
-        self._follow_wanted_workers()
+        self._follow_cluster()
         for process in list(self.processes.values()):
             if not process.is_placed:
                 self._look_for_place(process)
@@ -222,11 +214,11 @@ class Supervisor:
             if process.closes_by_s is None:
                 self._failed(process, error)
             else:
-                self._forget(process)
+                self.places.forget(process)
             return
         process.call = None
         if process.closes_by_s is not None:
-            self._forget(process)
+            self.places.forget(process)
         elif not process.has_started:
             process.has_started = process.is_placed = True
             process.node = node_of(process.handle) if is_joined() else ""
@@ -236,8 +228,8 @@ class Supervisor:
                 process.call = process.handle.run.remote()
         elif process.name == LEARNER:
             self.results[LEARNER] = result
-        elif process.leaves:
-            self._remove(process.name, process.leaves)  # its groups are free for others
+        elif process.leaving_why:
+            self._remove(process.name, process.leaving_why)  # its groups are free for others
             process.closes_by_s = time.monotonic() + STOP_TIMEOUT_S
             process.call = process.handle.close.remote()
         else:
@@ -280,22 +272,22 @@ class Supervisor:
 
     def _lost(self, process: ManagedProcess, why: str) -> None:
         """Kill a process, free its groups for others, and plan its restart after a pause."""
-        if process.leaves:
+        if process.leaving_why:
             self._remove(process.name, why)
-            self._forget(process)
+            self.places.forget(process)
             return
         processes.kill(process)
         self.processes.pop(process.name, None)
-        if process.node in self._drained:
+        if process.node in self.places.drained_nodes:
             self._remove(process.name, f"{why}; its node left the cluster")
             self._notice(
                 "started again",
                 f"{process.name} {why}, with its node; it is started again where there is room",
             )
-            self._add([process.name])
+            self.places.add([process.name])
             return
         if process.name == LEARNER and not process.has_started:
-            self._make_room()  # a rank may have found none
+            self.places.make_room()  # a rank may have found none
         pause_s = self.restarts.pause_s(process.name)
         self._remove(process.name, why)
         if pause_s is None:
@@ -308,11 +300,6 @@ class Supervisor:
         self.due[process.name] = time.monotonic() + pause_s
 
     # starting
-
-    def _add(self, names: Sequence[str]) -> None:
-        """Plan the start of processes, one after the other."""
-        now = time.monotonic()
-        self.due |= {name: now + STAGGER_S * place for place, name in enumerate(names)}
 
     def _start_due(self) -> None:
         for name, due_at_s in list(self.due.items()):
@@ -350,8 +337,8 @@ class Supervisor:
         if process.is_placed:
             return
         if process.name == LEARNER and self.is_up:
-            self._make_room()
-        elif self.is_up and len(self._placed_workers()) >= least_workers(self.config.actors):
+            self.places.make_room()
+        elif self.is_up and len(self.places.placed_workers()) >= least_workers(self.config.actors):
             return  # the cluster has no more now
         reason = processes.why_unplaced(process.name, self.config)
         why = f"{process.name} has had no place for {waited_s:.0f} s: {reason}"
@@ -361,104 +348,23 @@ class Supervisor:
             process.is_named_unplaced = True
             self._notice("no place", why)
 
-    # following the cluster, and `gigpo workers`
-
-    def _follow_wanted_workers(self) -> None:
-        """Start or stop workers until those are there that are wanted now."""
-        if not self.is_up or self._plays_nothing() or (wanted := self._n_wanted()) is None:
-            return
-        names = self._names_beside_learner(_worker_names(wanted))
-        self._add([name for name in names if name not in self.processes and name not in self.due])
-        for name in [name for name in self.due if name != LEARNER and name not in names]:
-            del self.due[name]
-        for process in [each for each in self._workers() if each.name not in names]:
-            if process.has_started and not process.leaves:
-                self._leave(process, "left, as it was asked to", within_s=0.0)
-            elif not process.is_placed and not processes.has_process(process):
-                self._forget(process)  # Ray need not look for a place any more
-
-    def _n_wanted(self) -> int | None:
-        """Return how many workers are wanted; None: those of the start, and nobody else asked."""
-        asked = wanted_workers(Path(self.config.run_dir))
-        if asked is None and is_joined() and isinstance(self.config.actors.workers, WorkerRange):
-            return most_workers(self.config.actors)
-        return asked
-
-    def _names_beside_learner(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the wanted workers. While the learner has no place, ask for no more of them.
-
-        Otherwise Ray would give them the places that the learner has left when it was lost.
-        """
-        learner = self.processes.get(LEARNER)
-        if not self.learns or (learner is not None and learner.is_placed):
-            return names
-        placed = {process.name for process in self._placed_workers()}
-        kept = [name for name in names if name in placed]
-        n_missing = max(0, least_workers(self.config.actors) - len(kept))
-        return [*kept, *[name for name in names if name not in placed][:n_missing]]
-
-    def _make_room(self) -> None:
-        """Have the last worker beyond the least ones leave, as the learner finds no place."""
-        beyond = self._placed_workers()[least_workers(self.config.actors) :]
-        now_s = time.monotonic()
-        if beyond and now_s - self._room_made_s >= UNPLACED_S:
-            self._room_made_s = now_s
-            self._leave(beyond[-1], "left, to make room for the learner", within_s=0.0)
-
-    def _leave_draining_nodes(self) -> None:
-        """Have the workers of draining nodes leave, and ask for each of them again."""
-        draining = draining_nodes()
-        self._drained.update(draining)
-        for process in self._workers() if draining else []:
-            process.node = process.node or node_of(process.handle)
-            if process.node in draining and not process.leaves:
-                within_s = draining[process.node]
-                self._notice(
-                    "node leaves",
-                    f"{process.name} is on a node that leaves the cluster; its episodes may go on "
-                    f"for {within_s:.0f} s, then others play them. It is asked for again",
-                )
-                process.returns = True
-                self._leave(process, "left, with its node", within_s=within_s)
-
-    def _leave(self, process: ManagedProcess, why: str, *, within_s: float) -> None:
-        """Have a worker finish within `within_s`, hand back its groups, and end."""
-        process.leaves = why
-        if process.has_started:
-            process.handle.leave.remote(within_s=within_s)
-        else:  # it plays nothing yet
-            self._remove(process.name, why)
-            self._forget(process)
-
-    def _forget(self, process: ManagedProcess) -> None:
-        """Kill a worker that has left, and ask for it again if it returns."""
-        processes.kill(process)
-        self.processes.pop(process.name, None)
-        if process.returns:
-            self._add([process.name])
-
-    def _end_late_closings(self) -> None:
-        """Kill workers that take too long to close."""
-        for process in self._workers():
-            if process.closes_by_s is not None and time.monotonic() > process.closes_by_s:
-                self._forget(process)
+    def _follow_cluster(self) -> None:
+        """Have workers join and leave with the nodes of a cluster, and as `gigpo workers` asks."""
+        self.places.end_late_closings()
+        self.places.leave_draining_nodes()
+        if self.is_up and not self._plays_nothing():
+            self.places.follow_wanted_workers()
 
     def _tell_workers(self) -> None:
         """Record how many workers a run with a range has, when it changes."""
         bounds = self.config.actors.workers
-        n_started = sum(process.has_started and not process.leaves for process in self._workers())
+        n_started = sum(
+            process.has_started and not process.leaving_why for process in self.places.workers()
+        )
         if self.is_up and isinstance(bounds, WorkerRange) and n_started != self._n_told:
             self._n_told = n_started
             detail = f"{n_started} play; {bounds.min} to {bounds.max} are wanted"
             self.coordinator.answer(self.coordinator.calls.record("workers", detail))
-
-    def _workers(self) -> list[ManagedProcess]:
-        return [process for name, process in self.processes.items() if name != LEARNER]
-
-    def _placed_workers(self) -> list[ManagedProcess]:
-        """Return the workers that have a place and keep it, by the numbers in their names."""
-        placed = [each for each in self._workers() if each.is_placed and not each.leaves]
-        return sorted(placed, key=lambda process: int(process.name.rpartition("-")[2]))
 
     def _plays_nothing(self) -> bool:
         return self.learns and is_offline(self.config)
@@ -524,7 +430,3 @@ class Supervisor:
 
     def _log(self, name: str) -> str:
         return log_hint(self.logs / f"{name}.log")
-
-
-def _worker_names(number: int) -> list[str]:
-    return [f"worker-{each}" for each in range(number)]

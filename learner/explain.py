@@ -205,12 +205,12 @@ def _gradients(
         seen = []
         for batch, factor_N in mine:
             on_device = None if factor_N is None else factor_N.to(engine.deepspeed.device)
-            loss, values_6N = engine.loss(
+            loss, figures_6N = engine.loss(
                 batch.to(engine.deepspeed.device), engine.policy, factor_N=on_device, totals=totals
             )
             # `backward` would add to the gradient that DeepSpeed collects for the step.
             _add(gradient, torch.autograd.grad(loss, parameters, allow_unused=True))
-            logprobs_N, _entropy_N, _loss_N, _factor_N, clipped_N, _kl_N = values_6N.cpu()
+            logprobs_N, _entropy_N, _loss_N, _factor_N, clipped_N, _kl_N = figures_6N.cpu()
             ratio_N = torch.exp(logprobs_N - batch.behaviour_logprobs_N)  # pi / mu
             seen.append(torch.stack([ratio_N, clipped_N]))
         _add(sum_gradient, gradient)

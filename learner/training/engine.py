@@ -206,7 +206,7 @@ class Engine:
         grad_norm = apply_gradient(self.deepspeed)
         skipped = not math.isfinite(grad_norm)
         self.n_updates += not skipped
-        done = [Pass(loss=one.loss.cpu(), values_6N=one.values_6N.cpu()) for one in passes]
+        done = [Pass(loss=one.loss.cpu(), figures_6N=one.figures_6N.cpu()) for one in passes]
         everyone = gathered(done, micro_batches, ranks=self.ranks)
         return update_stats(
             micro_batches,
@@ -345,10 +345,10 @@ class Engine:
         totals: BatchTotals,
         is_last: bool,
     ) -> Pass:
-        loss, values_6N = self.loss(batch, self.deepspeed, factor_N=factor_N, totals=totals)
+        loss, figures_6N = self.loss(batch, self.deepspeed, factor_N=factor_N, totals=totals)
         share = share_of_update(totals.n_sequences, rows_per_update=self.learner.rows_per_update)
         add_gradient(self.deepspeed, loss, scale=self.ranks * share, is_last=is_last)
-        return Pass(loss=loss.detach(), values_6N=values_6N)
+        return Pass(loss=loss.detach(), figures_6N=figures_6N)
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Compute the figures of an optimizer update, and name those of a learner step for the store.
 
-    passes = [Pass(loss=..., values_6N=token_values(...)), ...]    # this rank's micro-batches
+    passes = [Pass(loss=..., figures_6N=token_values(...)), ...]    # this rank's micro-batches
     everyone = gathered(passes, batches, ranks=2)                  # all, on every rank
     stats = update_stats(
         batches, everyone, grad_norm=..., learning_rate=..., skipped=False
@@ -59,18 +59,19 @@ class UpdateStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One micro-batch's share of the update's loss (a scalar) and its `token_values`, detached."""
+    """Hold the figures of one micro-batch, detached."""
 
-    loss: torch.Tensor
-    values_6N: torch.Tensor
+    loss: torch.Tensor  # scalar: its share of the update's loss
+    # float32, six of each token: log-probability, entropy, loss, factor, clipped, KL
+    figures_6N: torch.Tensor
 
 
 def token_values(
     terms: Terms, *, logprobs_N: torch.Tensor, entropy_N: torch.Tensor
 ) -> torch.Tensor:
     """Stack log-probability, entropy, loss, factor, clipped (0 or 1) and KL as float32 [6, N]."""
-    values = (logprobs_N, entropy_N, terms.loss_N, terms.factor_N, terms.clipped_N, terms.kl_N)
-    return torch.stack([value_N.detach().float() for value_N in values])
+    figures = (logprobs_N, entropy_N, terms.loss_N, terms.factor_N, terms.clipped_N, terms.kl_N)
+    return torch.stack([figure_N.detach().float() for figure_N in figures])
 
 
 def gathered(mine: Sequence[Value], batches: Sequence[MicroBatch], *, ranks: int) -> list[Value]:
@@ -95,7 +96,7 @@ def update_stats(
 ) -> UpdateStats:
     """Compute statistics over all tokens at once: a ratio's ESS or maximum is no mean of parts."""
     logprobs_N, entropy_N, loss_N, factor_N, clipped_N, kl_N = torch.cat(
-        [done.values_6N for done in passes], dim=1
+        [done.figures_6N for done in passes], dim=1
     )
     rows_N = torch.cat([batch.rows_N for batch in batches])
     tokens = Tokens(

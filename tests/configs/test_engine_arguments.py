@@ -8,8 +8,8 @@ import pytest
 
 import configs
 from configs import ActorsConfig, Config, ConfigError, parallel_sizes
+from configs.changes import forbidden_changes
 from configs.engine_arguments import BY_REASON, REFUSED_ARGUMENTS
-from configs.load import forbidden_changes
 
 KEY_ROOM = Path(__file__).resolve().parents[2] / "configs/key_room.yaml"
 ON_A_GPU = ("actors.gpus_per_worker=1", "learner.gpus_per_rank=1")

@@ -36,7 +36,7 @@ from actors.prompting.prompt import PromptForm
 from cli.__main__ import main
 from configs import PromptConfig
 from coordinator import Component, Coordinator
-from driver import nodes, processes, shutdown
+from driver import nodes, processes, shutdown, worker_places
 from driver import supervisor as supervisor_module
 from driver.cluster import DRIVER_DIRECTORY, cpus_of_a_process, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
@@ -360,12 +360,12 @@ def test_workers_that_are_asked_for_start_one_after_the_other(
     session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.processes[LEARNER] = process(LEARNER, is_placed=True)
-    monkeypatch.setattr(supervisor_module, "wanted_workers", lambda run: 50)
-    session._follow_wanted_workers()
+    monkeypatch.setattr(worker_places, "wanted_workers", lambda run: 50)
+    session._follow_cluster()
     due = list(session.due.values())
     assert len(due) == 50
     assert [round(later - earlier, 6) for earlier, later in itertools.pairwise(due)] == [
-        supervisor_module.STAGGER_S
+        worker_places.STAGGER_S
     ] * 49
 
 
@@ -459,12 +459,13 @@ def test_a_start_and_a_stop_that_take_long_say_so(
 def elastic(session: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     """Give a supervisor on a joined cluster, with a learner and the first two of 2 to 4 workers."""
     monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
-    monkeypatch.setattr(supervisor_module, "node_of", lambda handle: handle.node)
-    monkeypatch.setattr(supervisor_module, "draining_nodes", dict)
+    monkeypatch.setattr(worker_places, "node_of", lambda handle: handle.node)
+    monkeypatch.setattr(worker_places, "draining_nodes", dict)
     monkeypatch.setattr(processes, "has_process", lambda process: process.is_placed)
     monkeypatch.setattr(ray, "get", lambda call: None)
     workers = "{workers: {min: 2, max: 4}}"
     session.config = configs.from_yaml(f"{{run_dir: {session.config.run_dir}, actors: {workers}}}")
+    session.places.config = session.config
     for name in (LEARNER, "worker-0", "worker-1"):
         place(session, name, node="a")
     return session
@@ -482,13 +483,13 @@ def test_a_range_asks_for_its_most_once_the_run_has_begun(
     elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elastic.is_up = False
-    elastic._follow_wanted_workers()
+    elastic._follow_cluster()
     assert not elastic.due
     elastic.is_up = True
-    elastic._follow_wanted_workers()
+    elastic._follow_cluster()
     assert list(elastic.due) == ["worker-2", "worker-3"]
-    monkeypatch.setattr(supervisor_module, "wanted_workers", lambda run: 3)
-    elastic._follow_wanted_workers()
+    monkeypatch.setattr(worker_places, "wanted_workers", lambda run: 3)
+    elastic._follow_cluster()
     assert list(elastic.due) == ["worker-2"], "gigpo workers RUN 3 comes before the range"
 
 
@@ -496,7 +497,7 @@ def test_on_one_machine_a_range_is_its_least(
     elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
-    elastic._follow_wanted_workers()
+    elastic._follow_cluster()
     assert not elastic.due
 
 
@@ -512,7 +513,7 @@ def test_a_lost_learner_gets_its_place_before_more_workers(
     place(elastic, "worker-2", node="a")
     elastic.processes["worker-3"] = process("worker-3", handle=Actor())
     elastic.processes[LEARNER] = process(LEARNER, handle=Actor(), asked_at_s=time.monotonic())
-    elastic._follow_wanted_workers()
+    elastic._follow_cluster()
     assert list(elastic.processes) == [LEARNER, "worker-0", "worker-1", "worker-2"]
     assert not elastic.due, "worker-3 is not asked for until the learner has its place"
     elastic.processes[LEARNER].asked_at_s = -1e9
@@ -522,7 +523,7 @@ def test_a_lost_learner_gets_its_place_before_more_workers(
     asked = {name: each.handle.asked for name, each in elastic.processes.items()}
     assert asked == {LEARNER: [], "worker-0": [], "worker-1": [], "worker-2": ["leave"]}
     elastic.processes[LEARNER].is_placed = True
-    elastic._follow_wanted_workers()
+    elastic._follow_cluster()
     assert list(elastic.due) == ["worker-3"]
 
 
@@ -530,9 +531,9 @@ def test_a_worker_of_a_draining_node_leaves_in_order_and_is_asked_for_again(
     elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaving, calls = place(elastic, "worker-1", node="b"), elastic.coordinator
-    monkeypatch.setattr(supervisor_module, "draining_nodes", lambda: {"b": 20.0})
+    monkeypatch.setattr(worker_places, "draining_nodes", lambda: {"b": 20.0})
     for _ in range(2):
-        elastic._leave_draining_nodes()
+        elastic.places.leave_draining_nodes()
     assert leaving.handle.asked == ["leave"]
     assert elastic.processes["worker-0"].handle.asked == []
     elastic._ended(leaving)  # its run
@@ -549,8 +550,8 @@ def test_a_worker_that_starts_on_a_draining_node_is_asked_for_again_at_once(
 ) -> None:
     starting = place(elastic, "worker-1", node="b")
     starting.has_started = False
-    monkeypatch.setattr(supervisor_module, "draining_nodes", lambda: {"b": 20.0})
-    elastic._leave_draining_nodes()
+    monkeypatch.setattr(worker_places, "draining_nodes", lambda: {"b": 20.0})
+    elastic.places.leave_draining_nodes()
     assert starting.handle.asked == [] and "worker-1" in elastic.due
 
 
@@ -558,8 +559,8 @@ def test_a_notice_that_is_too_short_counts_as_no_restart(
     elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaving = place(elastic, "worker-1", node="b")
-    monkeypatch.setattr(supervisor_module, "draining_nodes", lambda: {"b": 0.0})
-    elastic._leave_draining_nodes()
+    monkeypatch.setattr(worker_places, "draining_nodes", lambda: {"b": 0.0})
+    elastic.places.leave_draining_nodes()
     elastic._failed(leaving, ActorDiedError())
     assert "worker-1" in elastic.due and "worker-1" not in elastic.processes
     assert elastic.restarts.pause_s("worker-1") == 1.0
@@ -567,7 +568,7 @@ def test_a_notice_that_is_too_short_counts_as_no_restart(
 
 def test_nodes_may_drain_as_often_as_they_like(elastic: Supervisor) -> None:
     """A death after the notice counts as no restart, also the learner's, which does not leave."""
-    elastic._drained.add("gone")
+    elastic.places.drained_nodes.add("gone")
     for name in ("worker-1", LEARNER):
         for _ in range(elastic.config.supervision.max_restarts + 2):
             elastic.due.clear()
@@ -585,12 +586,12 @@ def test_a_worker_that_does_not_close_is_killed(
     killed: list[str] = []
     monkeypatch.setattr(processes, "kill", lambda process: killed.append(process.name))
     leaving = place(elastic, "worker-1", node="a")
-    elastic._leave(leaving, "left", within_s=0.0)
+    elastic.places.leave(leaving, "left", within_s=0.0)
     elastic._ended(leaving)
-    elastic._end_late_closings()
+    elastic.places.end_late_closings()
     assert killed == []
     leaving.closes_by_s = 0.0
-    elastic._end_late_closings()
+    elastic.places.end_late_closings()
     assert killed == ["worker-1"] and "worker-1" not in elastic.processes
 
 

@@ -289,14 +289,14 @@ def test_passes_of_all_ranks_come_in_the_order_of_the_micro_batches() -> None:
     passes = [
         Pass(
             loss=torch.tensor(float(index)),
-            values_6N=torch.full((6, batch.n_response_tokens), float(index)),
+            figures_6N=torch.full((6, batch.n_response_tokens), float(index)),
         )
         for index, batch in enumerate(batches)
     ]
     assert len(batches) > 2
     for index, done in enumerate(gathered(passes, batches, ranks=1)):
         assert float(done.loss) == index
-        assert done.values_6N.tolist() == passes[index].values_6N.tolist()
+        assert done.figures_6N.tolist() == passes[index].figures_6N.tolist()
 
 
 def test_work_that_cannot_be_shared_is_refused(

@@ -26,13 +26,19 @@ from analysis.view.text import plain
 
 MAX_STATES = 150  # nodes of their own: the most visited ones; the rest is one node
 MAX_EDGES = 400  # that are drawn
-MAX_MOVES = 4_000  # rows of the query
+MAX_MOVES = 4_000  # rows of the query: some 25 for each state; the "Moves" are a table
 TASK_GROUPS = 40  # the newest ones of a task
 ROOMY_STATES = 24  # up to here nodes have room for a text
 VALUES = 4  # shades of a node
-TEXT_CHARACTERS = 300
-LINE_CHARACTERS = 25
-LABEL_CHARACTERS = 20
+TEXT_CHARACTERS = 300  # of a state or an action, in a box beside the graph
+LINE_CHARACTERS = 25  # of each of the two lines in a roomy node
+LABEL_CHARACTERS = 20  # of the action on an edge
+TITLE_ACTION_CHARACTERS = 80  # of an action in the text under the pointer, which is one line
+TITLE_STATE_CHARACTERS = 120  # of a state there
+LISTED_ACTION_CHARACTERS = 60  # of each action in the box of an edge
+LISTED_ACTIONS = 12  # in the box of an edge: the most frequent ones
+NO_DIFFERENCE = 1e-6  # advantages below it are rounding
+LAST_ROW = 1 << 62  # stands for the first step of "all other states", which are drawn last
 THINNEST, THICKEST = 1.0, 8.0
 FREQUENT = 20  # visits of a way as thick as can be, or more if the graph has more
 WON, LOST, CUT_OFF = "won", "lost", "cut off"
@@ -197,32 +203,42 @@ def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
     ended = [ending for ending in ENDINGS if ending in ends]
     layout, is_roomy = _layout(states, drawn, ended)
     largest = max((abs(edge.mean("step_advantage")) for edge in drawn), default=0.0)
-    returns = [state.mean_return for state in states]
-    details: list[Mapping[str, str]] = []
+    # With few visits all ways are thin: thickness is for what is gone often.
+    most_visits = max([FREQUENT, *(edge.visits for edge in drawn)])
+    low = min(state.mean_return for state in states)
+    high = max(state.mean_return for state in states)
     by_node = {state.node: state for state in states}
+    # Each thing that is drawn, with the cell that the box beside the graph shows for it. Frequent
+    # edges come last, so that they lie above the others.
     shown_edges = [
-        _edge(asked, edge, layout, by_node, details, largest=largest, edges=drawn)
+        (
+            _edge(asked, edge, layout, by_node, largest=largest, most_visits=most_visits),
+            _edge_cell(asked, edge, by_node),
+        )
         for edge in reversed(drawn)
     ]
     shown_nodes = [
-        _node(asked, state, layout, details, low=min(returns), high=max(returns))
+        (_node(asked, state, layout, low=low, high=high), _node_cell(asked, state))
         for state in states
     ]
-    shown_ends = [_ending(ending, edges, layout, details) for ending in ended]
+    shown_ends = [_ending(ending, edges, layout) for ending in ended]
+    everything = [*shown_edges, *shown_nodes, *shown_ends]
+    for number_of_cell, (shown, _) in enumerate(everything):
+        shown["cell"] = number_of_cell
     return html(
         "graph.html",
         layout=layout,
         sizes=ROOMY if is_roomy else DENSE,
         is_roomy=is_roomy,
-        edges=shown_edges,
-        nodes=shown_nodes,
-        ends=shown_ends,
-        data=json_script(details, kind="cells"),
+        edges=[shown for shown, _ in shown_edges],
+        nodes=[shown for shown, _ in shown_nodes],
+        ends=[shown for shown, _ in shown_ends],
+        data=json_script([cell for _, cell in everything], kind="cells"),
         shades=[shade_class(level, SHADES) for level in range(-SHADES, SHADES + 1)],
         values=range(VALUES + 1),
         largest=largest,
-        low=min(returns),
-        high=max(returns),
+        low=low,
+        high=high,
         n_states=sum(not state.is_merged for state in states),
         n_moves=len(rows),
         n_won=sum(edge.visits for edge in edges if edge.end == WON),
@@ -231,8 +247,8 @@ def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
         has_other=OTHER in by_node,
         max_states=MAX_STATES,
         is_cut=len(rows) >= MAX_MOVES,
-        worst=_turn(asked, rows, by_node, sign=-1),
-        best=_turn(asked, rows, by_node, sign=1),
+        worst=_most_decisive_move(asked, rows, by_node, sign=-1),
+        best=_most_decisive_move(asked, rows, by_node, sign=1),
     )
 
 
@@ -314,7 +330,7 @@ def _layout(
     """Return the layout, and whether its nodes have room for texts."""
     by_step: dict[int, list[str]] = {}
     for state in states:
-        step = state.first_step if state.node != OTHER else 1 << 62
+        step = state.first_step if state.node != OTHER else LAST_ROW
         by_step.setdefault(step, []).append(state.node)
     rows = [by_step[step] for step in sorted(by_step)]
     is_roomy = len(states) <= ROOMY_STATES and max(len(row) for row in rows) <= ROOMY.row_at_most
@@ -329,104 +345,110 @@ def _edge(
     edge: Edge,
     layout: Layout,
     by_node: Mapping[str, State],
-    details: list[Mapping[str, str]],
     *,
     largest: float,
-    edges: Sequence[Edge],
+    most_visits: int,
 ) -> dict[str, Any]:
-    # With few visits all ways are thin: thickness is for what is gone often.
-    most = max(max(each.visits for each in edges), FREQUENT)
-    curve = layout.edges[edge.begin, edge.end]
-    usual = max(edge.moves, key=lambda move: move["visits"])
-    others = f" and {len(edge.moves) - 1} more" if len(edge.moves) > 1 else ""
-    advantage, begin = edge.mean("step_advantage"), by_node[edge.begin]
-    goal = f"state {by_node[edge.end].number}" if edge.end in by_node else edge.end
-    action = plain(usual["action"], at_most=80)
-    link = _anchor(asked, begin)
-    details.append(
-        {
-            "what": f"{action}{others}, from state {begin.number} to {goal}",
-            "text": "; ".join(
-                f"{plain(move['action'], at_most=60)}"
-                f"{'' if move['is_valid'] else ' (invalid)'} × {move['visits']}"
-                for move in sorted(edge.moves, key=lambda move: -move["visits"])[:12]
-            ),
-            "visits": f"{edge.visits}",
-            "return": f"{edge.mean('mean_return'):.3g} on average",
-            "advantage": f"{advantage:+.2f} on average",
-            "won": f"{edge.mean('won'):.0%} of the visits",
-            "anchor": link or "",
-        }
-    )
+    """Return how an edge is drawn, by the largest advantage and the most visits of all edges."""
+    label = plain(_usual_action(edge), at_most=LABEL_CHARACTERS)
+    n_more, advantage = len(edge.moves) - 1, edge.mean("step_advantage")
     return {
-        "cell": len(details) - 1,
-        "curve": curve,
+        "curve": layout.edges[edge.begin, edge.end],
         "begin": edge.begin,
         "end": edge.end,
-        "link": link,
+        "link": _anchor(asked, by_node[edge.begin]),
         "shade": shade_class(advantage, largest),
-        "thickness": THINNEST + (THICKEST - THINNEST) * (edge.visits / most) ** 0.5,
+        "thickness": THINNEST + (THICKEST - THINNEST) * (edge.visits / most_visits) ** 0.5,
         "is_invalid": not any(move["is_valid"] for move in edge.moves),
-        "label": plain(usual["action"], at_most=LABEL_CHARACTERS)
-        + (f" +{len(edge.moves) - 1}" if len(edge.moves) > 1 else ""),
-        "title": f"{action}{others}: state {begin.number} to {goal}, {edge.visits} visits, mean "
+        "label": label + (f" +{n_more}" if n_more else ""),
+        "title": f"{_actions(edge)}: state {_ends(edge, by_node)}, {edge.visits} visits, mean "
         f"return {edge.mean('mean_return'):.3g}, step advantage {advantage:+.2f}",
     }
 
 
-def _node(
-    asked: PageRequest,
-    state: State,
-    layout: Layout,
-    details: list[Mapping[str, str]],
-    *,
-    low: float,
-    high: float,
-) -> dict[str, Any]:
-    text = plain(state.text, at_most=TEXT_CHARACTERS).replace("\\n", " ")
-    value = round((state.mean_return - low) / (high - low) * VALUES) if high > low else 0
-    details.append(
-        {
-            "what": f"state {state.number}, first met at step {state.first_step}",
-            "text": text,
-            "visits": f"{state.visits}, with {len(state.actions)} different actions"
-            + (f", {state.starts} episodes begin here" if state.starts else "")
-            + (f", {state.ends} end here and are not won" if state.ends else ""),
-            "return": f"{state.mean_return:.3g} on average from here",
-            "advantage": "is that of its actions",
-            "won": f"{state.won:.0%} of the visits",
-            "anchor": _anchor(asked, state) or "",
-        }
-    )
+def _edge_cell(asked: PageRequest, edge: Edge, by_node: Mapping[str, State]) -> Mapping[str, str]:
+    """Return the text of an edge in the box beside the graph."""
+    frequent = sorted(edge.moves, key=lambda move: -move["visits"])[:LISTED_ACTIONS]
     return {
-        "cell": len(details) - 1,
+        "what": f"{_actions(edge)}, from state {_ends(edge, by_node)}",
+        "text": "; ".join(
+            f"{plain(move['action'], at_most=LISTED_ACTION_CHARACTERS)}"
+            f"{'' if move['is_valid'] else ' (invalid)'} × {move['visits']}"
+            for move in frequent
+        ),
+        "visits": f"{edge.visits}",
+        "return": f"{edge.mean('mean_return'):.3g} on average",
+        "advantage": f"{edge.mean('step_advantage'):+.2f} on average",
+        "won": f"{edge.mean('won'):.0%} of the visits",
+        "anchor": _anchor(asked, by_node[edge.begin]) or "",
+    }
+
+
+def _usual_action(edge: Edge) -> str:
+    """Return the action that was done most often."""
+    usual: str = max(edge.moves, key=lambda move: move["visits"])["action"]
+    return usual
+
+
+def _actions(edge: Edge) -> str:
+    """Return the usual action, and how many others led the same way."""
+    others = f" and {len(edge.moves) - 1} more" if len(edge.moves) > 1 else ""
+    return plain(_usual_action(edge), at_most=TITLE_ACTION_CHARACTERS) + others
+
+
+def _ends(edge: Edge, by_node: Mapping[str, State]) -> str:
+    """Return the two ends of an edge: `3 to state 4`, `3 to won`."""
+    goal = f"state {by_node[edge.end].number}" if edge.end in by_node else edge.end
+    return f"{by_node[edge.begin].number} to {goal}"
+
+
+def _node(
+    asked: PageRequest, state: State, layout: Layout, *, low: float, high: float
+) -> dict[str, Any]:
+    """Return how a state is drawn, by the lowest and the highest mean return of all states."""
+    text = _node_text(state)
+    return {
         "state": state,
         "at": layout.nodes[state.node],
         "link": _anchor(asked, state),
-        "value": value,
+        "value": round((state.mean_return - low) / (high - low) * VALUES) if high > low else 0,
         "lines": _lines(text),
         "text": text,
-        "title": f"state {state.number}: {text[:120]}, {state.visits} visits, mean return "
-        f"{number(state.mean_return)}",
+        "title": f"state {state.number}: {text[:TITLE_STATE_CHARACTERS]}, {state.visits} visits, "
+        f"mean return {number(state.mean_return)}",
     }
+
+
+def _node_cell(asked: PageRequest, state: State) -> Mapping[str, str]:
+    """Return the text of a state in the box beside the graph."""
+    return {
+        "what": f"state {state.number}, first met at step {state.first_step}",
+        "text": _node_text(state),
+        "visits": f"{state.visits}, with {len(state.actions)} different actions"
+        + (f", {state.starts} episodes begin here" if state.starts else "")
+        + (f", {state.ends} end here and are not won" if state.ends else ""),
+        "return": f"{state.mean_return:.3g} on average from here",
+        "advantage": "is that of its actions",
+        "won": f"{state.won:.0%} of the visits",
+        "anchor": _anchor(asked, state) or "",
+    }
+
+
+def _node_text(state: State) -> str:
+    return plain(state.text, at_most=TEXT_CHARACTERS).replace("\\n", " ")
 
 
 def _ending(
-    ending: str, edges: Sequence[Edge], layout: Layout, details: list[Mapping[str, str]]
-) -> dict[str, Any]:
+    ending: str, edges: Sequence[Edge], layout: Layout
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Return how an outcome is drawn, and its text in the box beside the graph."""
     n_ended = sum(edge.visits for edge in edges if edge.end == ending)
-    details.append(
-        {"what": f"the end of {n_ended} episodes: {ending}", "visits": f"{n_ended}", "anchor": ""}
-    )
-    return {
-        "cell": len(details) - 1,
-        "name": ending,
-        "at": layout.nodes[ending],
-        "episodes": n_ended,
-    }
+    shown = {"name": ending, "at": layout.nodes[ending], "episodes": n_ended}
+    what = f"the end of {n_ended} episodes: {ending}"
+    return shown, {"what": what, "visits": f"{n_ended}", "anchor": ""}
 
 
-def _turn(
+def _most_decisive_move(
     asked: PageRequest,
     rows: Sequence[Mapping[str, Any]],
     by_node: Mapping[str, State],
@@ -435,7 +457,9 @@ def _turn(
 ) -> dict[str, Any] | None:
     """Return the move that loses (sign -1) or gains most, over its visits."""
     some = [
-        row for row in rows if row["step_advantage"] * sign > 1e-6 and row["node"] not in MERGED
+        row
+        for row in rows
+        if row["step_advantage"] * sign > NO_DIFFERENCE and row["node"] not in MERGED
     ]
     if not some:
         return None
