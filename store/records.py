@@ -18,7 +18,8 @@ import pyarrow as pa
 from store.errors import StoreError
 from store.hashing import HASH_BYTES, valid_text
 
-MAX_REWARD = 1e90  # in size; those of a trajectory then add up to less than advantages can take
+# In size. The rewards of a trajectory then add up to less than the 1e100 that advantages can take.
+MAX_REWARD = 1e90
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")
 IMAGES_TYPE = pa.list_(
