@@ -100,8 +100,17 @@ class Setting:
 
 
 def run_setting(run: Path) -> Setting:
-    """Return the settings that a run was made with. Raises StoreError, ConfigError."""
-    return Setting.of(configs.from_yaml(RunLayout.open(run).info.config_yaml))
+    """Return the settings that a run was made with.
+
+    Raises StoreError, ConfigError. The run may be a stranger's, with any value in its config.
+    """
+    config = configs.from_yaml(RunLayout.open(run).info.config_yaml)
+    try:
+        setting = Setting.of(config)
+        check_group_filter(setting.group_filter)
+    except ValueError as error:
+        raise ConfigError(f"the config of {run}: algorithm.{error}") from error
+    return setting
 
 
 def changed_setting(setting: Setting, assignments: Sequence[str]) -> Setting:
@@ -159,6 +168,8 @@ def audit_rows(reader: store.Reader, named: dict[str, Setting], *, where: str) -
 
     Advantages are computed from whole groups, or from whole batches where an estimator whitens over
     a batch. A group that was in several batches then has one row a step for each of them.
+
+    Raises StoreError for steps that no setting can be computed of, such as a NaN reward.
     """
     whitens = any(setting.advantages.estimator in WHITENED for setting in named.values())
     unit = "batch" if whitens else "group_uid"
@@ -186,7 +197,13 @@ def audit_rows(reader: store.Reader, named: dict[str, Setting], *, where: str) -
         table = steps.select(["group_uid", "traj_uid", "step_index", "learner_step"])
         for suffix, setting in named.items():
             compute = _compute_by_batch if whitens else _compute
-            computed = compute(steps, setting)
+            try:
+                computed = compute(steps, setting)
+            except ValueError as error:
+                raise StoreError(
+                    f"the steps of {reader.layout.root} have no advantages: {error}; "
+                    "gigpo fsck looks for damage"
+                ) from error
             for name in computed.column_names[3:]:
                 table = table.append_column(f"{name}_{suffix}", computed[name])
         tables.append(table.filter(steps["is_selected"]))

@@ -167,6 +167,8 @@ def _value_faults(key: str, value: object) -> Iterator[str]:
                 f"{key} has a {'section' if isinstance(item, dict) else 'list'} in it; only "
                 "arguments that are numbers, words or lists of these are passed on"
             )
+        elif isinstance(item, bytes):
+            yield f"{key} has bytes in it; only numbers, words or lists of these are passed on"
         elif isinstance(item, str) and not WORD.fullmatch(item):
             yield (
                 f"{key}={item!r} could name a file, a module or a server; only words of letters, "

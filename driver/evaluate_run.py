@@ -28,6 +28,7 @@ from driver.cluster import ray_cluster
 from driver.environment_check import check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
+    check_algorithm,
     check_engine_arguments,
     check_gpus,
     check_run_dir,
@@ -84,6 +85,7 @@ def evaluate(
     if trusts:
         trust(_trusted_run(weights, overrides))
     config = new_run_settings(weights, overrides) if overrides else own_run_settings(weights)
+    check_algorithm(config)  # the views of a new run have its settings
     check_engine_arguments(config)
     check_run_dir(config)
     check_trackers(config)

@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import configs
 from configs import Config
-from gigpo import AdvantageSettings, prepare_advantages
+from gigpo import AdvantageSettings, check_group_filter, prepare_advantages
 from learner.data.batch_loader import make_loader, prepare_batch
 from learner.distributed.deepspeed_setup import PARTITIONED, device_text, nondeterminism_note
 from learner.distributed.private_ray import (
@@ -157,7 +157,7 @@ def replayed(
     trained_step(layout, last)  # raises, before anything is loaded, if there is no such step
     model_path = base_model(layout, config)
     disable_progress_bar()  # shown by transformers while it loads the model
-    prepare_advantages(AdvantageSettings.of(config.algorithm))
+    prepare_advantages(_advantage_settings(config))
     with (
         _scratch(layout) as scratch,
         _ranks(config, layout, model_path=model_path, scratch=scratch) as ranks,
@@ -214,6 +214,15 @@ def replayed(
             yield step
             if not step.same:
                 return
+
+
+def _advantage_settings(config: Config) -> AdvantageSettings:
+    """Return the settings of advantages. Raises ReplayError for values that a run cannot have."""
+    try:
+        check_group_filter(config.algorithm.group_filter)
+        return AdvantageSettings.of(config.algorithm)
+    except ValueError as error:
+        raise ReplayError(f"the run's config: algorithm.{error}") from error
 
 
 def _check_possible(config: Config, *, explains: bool) -> None:

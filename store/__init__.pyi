@@ -4,6 +4,7 @@ from .adapter_files import ADAPTER_FILE as ADAPTER_FILE
 from .adapter_files import ADAPTER_PREFIX as ADAPTER_PREFIX
 from .adapter_files import BASE_FILE as BASE_FILE
 from .adapter_files import check_adapter as check_adapter
+from .adapter_files import copy_adapter as copy_adapter
 from .adapter_files import is_adapter as is_adapter
 from .adapter_files import write_base as write_base
 from .atomic_write import READ_WRITE as READ_WRITE

@@ -15,10 +15,13 @@ The base model is not copied. Whoever serves or merges an adapter compares the b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from store.errors import UnsafePathError
+from store.untrusted.file_access import MAX_TEXT_BYTES, open_file, read_bytes
 from store.weight_files import WeightFileError, tensor_shapes
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -39,6 +42,19 @@ def is_adapter(directory: Path) -> bool:
 def write_base(directory: Path, *, digest: str) -> None:
     """Record the digest of the base model's weight files beside an adapter."""
     (directory / BASE_FILE).write_text(json.dumps({"digest": digest}) + "\n")
+
+
+def copy_adapter(source: Path, dest: Path) -> None:
+    """Copy an adapter's files, which may be a stranger's. The base model's tokenizer is left.
+
+    Raises UnsafePathError for a link, a file that is not regular, and JSON beyond MAX_TEXT_BYTES:
+    the copy would hold a file of the reader, or fill the disk. Raises FileNotFoundError.
+    """
+    for name in (ADAPTER_CONFIG_FILE, BASE_FILE):
+        (dest / name).write_bytes(read_bytes(source / name, root=source, at_most=MAX_TEXT_BYTES))
+    descriptor = open_file(source / ADAPTER_FILE, root=source)
+    with open(descriptor, "rb") as opened, (dest / ADAPTER_FILE).open("wb") as copied:
+        shutil.copyfileobj(opened, copied)
 
 
 def check_adapter(
@@ -89,15 +105,22 @@ def adapter_shapes(base_shapes: Shapes, *, targets: Sequence[str], rank: int) ->
     Example: model.layers.0.mlp.up_proj.weight of shape [O, I] gives [rank, I] for A and [O, rank]
     for B, with the target up_proj, mlp.up_proj or the whole name.
     """
-    ends = tuple(f".{target}" for target in targets)
+    known = frozenset(targets)  # a stranger's list may have a million names
     shapes = {}
     for name, shape in base_shapes.items():
         layer = name.removesuffix(WEIGHT_SUFFIX)
-        if layer != name and len(shape) == 2 and f".{layer}".endswith(ends):
+        if layer != name and len(shape) == 2 and not known.isdisjoint(_endings(layer)):
             n_outputs, n_inputs = shape
             shapes[f"{ADAPTER_PREFIX}{layer}.lora_A{WEIGHT_SUFFIX}"] = [rank, n_inputs]
             shapes[f"{ADAPTER_PREFIX}{layer}.lora_B{WEIGHT_SUFFIX}"] = [n_outputs, rank]
     return shapes
+
+
+def _endings(layer: str) -> Iterator[str]:
+    """Yield the names that stand for a layer: a.b.c, b.c and c."""
+    while layer:
+        yield layer
+        layer = layer.partition(".")[2]
 
 
 def _check_shapes(found: Shapes, *, expected: Shapes, source: Path) -> None:
@@ -115,9 +138,11 @@ def _check_shapes(found: Shapes, *, expected: Shapes, source: Path) -> None:
 
 def _json_object(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_bytes(path, root=path.parent, at_most=MAX_TEXT_BYTES))
     except FileNotFoundError as error:
         raise WeightFileError(f"{path} is not there; publish the adapter again") from error
+    except (UnsafePathError, IsADirectoryError) as error:
+        raise WeightFileError(f"{error}; publish the adapter again") from error
     except (ValueError, RecursionError) as error:
         raise WeightFileError(f"{path} is not JSON ({error}); publish the adapter again") from error
     if not isinstance(found, dict):

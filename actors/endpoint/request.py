@@ -84,26 +84,54 @@ class _TextPart(BaseModel):
 
 @dataclass(slots=True)
 class _Count:
-    """Count the parts of one request."""
+    """Count the messages and parts of one request while they are validated."""
 
+    n_messages: int = 0  # whole ones, so the index of the message that is being validated
     n_parts: int = 0
 
+    def add_parts(self, n: int, *, param: str) -> None:
+        """Raise RequestError beyond MAX_PARTS.
 
-def _counted(value: object, info: ValidationInfo) -> object:
-    """Add the length of a list to the request's count. Raises ValueError beyond MAX_PARTS."""
-    if isinstance(value, list) and isinstance(info.context, _Count):
-        info.context.n_parts += len(value)
-        if info.context.n_parts > MAX_PARTS:
-            raise ValueError(
-                f"more than {MAX_PARTS} text parts, tool calls and tools in all; send fewer"
+        A ValueError would not do: pydantic would go on, and make Python's objects of the whole
+        list for its ValidationError, which takes seconds.
+        """
+        self.n_parts += n
+        if self.n_parts > MAX_PARTS:
+            raise refused(
+                f"{param}: more than {MAX_PARTS} text parts, tool calls and tools in all; "
+                "send fewer",
+                param,
             )
-    return value
+
+
+def _counted_message(message: ChatMessage, info: ValidationInfo) -> ChatMessage:
+    if isinstance(info.context, _Count):
+        info.context.n_messages += 1
+        if info.context.n_messages > MAX_MESSAGES:  # see add_parts
+            raise refused(f"messages: more than {MAX_MESSAGES} of them; send fewer", "messages")
+    return message
+
+
+def _counted_call(call: _Call, info: ValidationInfo) -> _Call:
+    """Count one call, so that no list is built of more than MAX_PARTS."""
+    if isinstance(info.context, _Count):
+        info.context.add_parts(1, param=f"messages[{info.context.n_messages}].tool_calls")
+    return call
+
+
+def _counted_tool(tool: _Tool, info: ValidationInfo) -> _Tool:
+    if isinstance(info.context, _Count):
+        info.context.add_parts(1, param="tools")
+    return tool
 
 
 def _as_parts(content: object, info: ValidationInfo) -> object:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return _counted(content, info)
+    if isinstance(content, list) and isinstance(info.context, _Count):
+        param = f"messages[{info.context.n_messages}].content"
+        info.context.add_parts(len(content), param=param)
+    return content
 
 
 _BOUNDED = Field(max_length=MAX_PARTS, fail_fast=True)
@@ -138,12 +166,15 @@ class _Call(BaseModel):
     function: _Function
 
 
+_CountedCall = Annotated[_Call, AfterValidator(_counted_call)]
+
+
 class ChatMessage(BaseModel):
     """Hold a valid message. An absent field and null both mean the default."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_TextPart], _BOUNDED, BeforeValidator(_as_parts)] | None = None
-    tool_calls: Annotated[list[_Call], _BOUNDED, AfterValidator(_counted)] | None = None
+    tool_calls: Annotated[list[_CountedCall], _BOUNDED] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None
     function_call: None = None
@@ -184,6 +215,9 @@ class _Tool(BaseModel):
     function: _Definition
 
 
+_CountedTool = Annotated[_Tool, AfterValidator(_counted_tool)]
+
+
 class _StreamOptions(BaseModel):
     include_usage: StrictBool | None = None
 
@@ -195,7 +229,8 @@ class ChatRequest(BaseModel):
 
     # One error is enough: each would be an object of hundreds of bytes.
     messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        list[Annotated[ChatMessage, AfterValidator(_counted_message)]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     ]
     n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -211,7 +246,7 @@ class ChatRequest(BaseModel):
     logprobs: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: _StreamOptions | None = None
-    tools: Annotated[list[_Tool], _BOUNDED, AfterValidator(_counted)] | None = None
+    tools: Annotated[list[_CountedTool], _BOUNDED] | None = None
     # "required" and one tool by name would force tokens, which the policy did not choose.
     tool_choice: Literal["none", "auto"] | None = None
     anchor: StrictStr | None = None

@@ -26,11 +26,11 @@ from printable import UserError
 from store import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
-    BASE_FILE,
     RunLayout,
     VersionRecord,
     check_adapter,
     check_trusted,
+    copy_adapter,
     files_digest,
     is_adapter,
     local_directory,
@@ -133,9 +133,10 @@ def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: P
 def _copy_adapter(layout: RunLayout, version: VersionRecord, dest: Path) -> None:
     """Copy the files of a version's adapter, and compare the copy's digest with the published."""
     source = local_directory(layout, version.path)
+    if source.is_symlink():
+        check_trusted(layout.root)
     try:
-        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE, BASE_FILE):
-            shutil.copyfile(source / name, dest / name)
+        copy_adapter(source, dest)
     except FileNotFoundError as error:
         raise ExportError(
             f"version {version.version} was removed while it was copied, or lacks {error.filename};"

@@ -256,7 +256,10 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
         with closing(connect_read_only(layout)) as connection:
             check_pages(connection, layout)
             connection.execute("BEGIN")  # one moment for all queries
-            newest, horizon = connection.execute("SELECT lsn, horizon_lsn FROM meta").fetchone()
+            meta = connection.execute("SELECT lsn, horizon_lsn FROM meta").fetchone()
+            if meta is None:
+                raise sqlite3.DatabaseError("malformed table meta: it has no row")
+            newest, horizon = meta
             if not horizon <= lsn <= newest:
                 raise StoreError(
                     f"lsn {lsn} is not between {horizon} and {newest}; files of older snapshots "

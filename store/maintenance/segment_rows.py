@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from printable import one_line
 from store.errors import FormatError
 from store.hashing import state_hash
-from store.records import uid_text
+from store.records import MAX_REWARD, uid_text
 from store.segments import TrajectoryMeta, decode
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
@@ -41,7 +41,6 @@ NULLABLE = (
     *("final_state_hash", "final_admissible_actions"),
 )
 LARGEST_NUMBER = 1 << 40  # of a policy version; token ids are 32 bits wide
-LARGEST_REWARD = 1e90  # sums of any number of them are finite, and the queries take 1e100
 LOOK_AT_IT = "look at its run with gigpo fsck, or export it again"
 
 
@@ -175,7 +174,7 @@ def check_importable(table: pa.Table, *, name: str) -> None:
     for column in ("prompt_ids", "response_ids", "version_min", "version_max", "member"):
         _check_range(table, column, least=0, most=LARGEST_NUMBER, name=name)
     for column in ("reward", "task_score"):
-        _check_range(table, column, least=-LARGEST_REWARD, most=LARGEST_REWARD, name=name)
+        _check_range(table, column, least=-MAX_REWARD, most=MAX_REWARD, name=name)
     _check_range(table, "response_logprobs", least=None, most=None, name=name)
     n_ids, n_logprobs = (
         pc.list_value_length(table[column]) for column in ("response_ids", "response_logprobs")

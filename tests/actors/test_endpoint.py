@@ -648,12 +648,45 @@ def test_parts_and_calls_are_bounded_together(
     with pytest.raises(request.RequestError, match=f"{request.MAX_PARTS} ") as error:
         request.parse_request(body(1))
     assert error.value.param == f"messages[{len(kinds) - 1}].{field}"
+    assert error.value.__context__ is None, "an error of pydantic holds the whole list"
 
 
 def test_tools_are_bounded() -> None:
     tool = '{"type": "function", "function": {"name": "f"}}'
     tools = ",".join([tool] * (request.MAX_PARTS + 1))
     body = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tools}]}}'
-    with pytest.raises(request.RequestError, match="tools has 16385 items") as error:
+    with pytest.raises(request.RequestError, match="tools: more than 16384 ") as error:
         request.parse_request(body.encode())
     assert error.value.param == "tools"
+    assert error.value.__context__ is None, "an error of pydantic holds the whole list"
+
+
+@pytest.mark.parametrize(
+    ("content", "one", "n_counted"),
+    [
+        ('{"messages": [{"role": "assistant", "tool_calls": [%s]}]}', CALLS[1], request.MAX_PARTS),
+        ('{"messages": [{"role": "user", "content": [%s]}]}', PARTS[1], 0),
+        ('{"messages": [%s]}', '{"role": "user", "content": "x"}', request.MAX_MESSAGES),
+    ],
+)
+def test_a_refused_list_is_built_up_to_its_bound(
+    monkeypatch: pytest.MonkeyPatch, content: str, one: str, n_counted: int
+) -> None:
+    """The attack: 16 MiB of calls were all built, and again for the error: 2.8 s."""
+    made, counted = [], []
+
+    class Recording(request._Count):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def add_parts(self, n: int, *, param: str) -> None:
+            super().add_parts(n, param=param)
+            counted.append(n)
+
+    monkeypatch.setattr(request, "_Count", Recording)
+    body = content % ", ".join([one] * (request.MAX_MESSAGES + 10_000))
+    with pytest.raises(request.RequestError, match="more than") as error:
+        request.parse_request(body.encode())
+    assert error.value.__context__ is None, "an error of pydantic holds the whole list"
+    assert len(counted) + max(0, made[0].n_messages - 1) == n_counted

@@ -60,6 +60,7 @@ def test_plain_values_are_passed_on_and_may_change_between_two_starts() -> None:
     [
         ("kernel_config={x: 1}", "kernel_config has a section in it"),
         ("numa_bind_nodes=[[0]]", "numa_bind_nodes has a list in it"),
+        ("model_impl=!!binary eA==", "model_impl has bytes in it"),
         ("model_impl=their.module:Class", "could name a file, a module or a server"),
         ("model_impl=/tmp/x", "could name a file, a module or a server"),
         ("numa_bind_cpus=['http://host']", "could name a file, a module or a server"),

@@ -376,6 +376,18 @@ def test_a_served_version_that_changed_is_not_exported(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [[], ["--adapter", "--version", "1"]])
+def test_a_link_of_a_served_version_is_not_copied(
+    served: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    path = served.weights_dir(1) / "base.json"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert main(["export-model", str(served.root), str(tmp_path / "out"), *options]) == 2
+    assert "base.json" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_served_version_is_not_merged_into_another_base(
     served: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

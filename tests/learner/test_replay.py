@@ -365,6 +365,8 @@ def test_the_values_of_tokens_are_compared_by_their_digest(replay: Replay) -> No
             "learner.zero_stage=3 spreads the gradient over the ranks",
         ),
         (("learner.rate=3",), "unknown key 'learner.rate'"),
+        (("algorithm.gamma=.nan",), "algorithm.gamma=nan is outside [0, 1]"),
+        (("algorithm.group_filter=x",), "algorithm.group_filter='x' is unknown"),
         (("--to", "0"), "0 is not a whole number of 1 to"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.__main__ import main
+from tests.support.fuzz_runs import HAND_MADE, World
+
 ROOT = Path(__file__).resolve().parents[2]
 N_RUNS = int(os.environ.get("FUZZED_RUNS", "3"))
 FIRST = int(os.environ.get("FUZZED_FIRST", "0"))
@@ -23,12 +27,36 @@ FIRST = int(os.environ.get("FUZZED_FIRST", "0"))
 N_PROCESSES = 2 if N_RUNS > 100 else 1
 SHOWN = 20  # findings of a failed test
 
-pytestmark = pytest.mark.skipif(
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = World(base=tmp_path_factory.mktemp("hand made"))
+    world.make()
+    return world
+
+
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_a_run_that_once_gave_a_traceback_gives_one_line(
+    world: World,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made, run = HAND_MADE[name], tmp_path / "stranger"
+    shutil.copytree(world.template, run)
+    made.change(run)
+    capsys.readouterr()
+    assert main([str(run) if word == "RUN" else word for word in made.command]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(made.said + "\n", error), error
+
+
+@pytest.mark.skipif(
     sys.platform != "linux" or (os.getuid() == 0 and shutil.which("setpriv") is None),
     reason="root's rights are given up with setpriv, of util-linux",
 )
-
-
 def test_no_crafted_run_reaches_outside_itself() -> None:
     # Not tmp_path: another user could not enter it.
     with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:

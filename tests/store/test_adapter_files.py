@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ from store import (
     TensorEntry,
     WeightFileError,
     check_adapter,
+    copy_adapter,
     encode_safetensors_head,
     is_adapter,
     tensor_shapes,
     write_base,
 )
+from store.adapter_files import adapter_shapes
+from store.errors import UnsafePathError
 
 BASE = {
     "model.embed_tokens.weight": [20, 6],
@@ -138,6 +142,61 @@ def test_damaged_files_are_named(
         (adapter / name).write_bytes(content)
     with pytest.raises(WeightFileError, match=words):
         check(adapter)
+
+
+@pytest.mark.parametrize("name", [ADAPTER_CONFIG_FILE, "base.json", ADAPTER_FILE])
+@pytest.mark.parametrize("kind", ["link", "device", "fifo", "directory"])
+def test_a_copy_takes_no_other_file(adapter: Path, tmp_path: Path, name: str, kind: str) -> None:
+    """Refuse links and special files also where no command has looked for them before."""
+    dest = tmp_path / "copy"
+    dest.mkdir()
+    (tmp_path / "secret").write_text('{"digest": "ab12"}')
+    (adapter / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(adapter / name)
+    elif kind == "directory":
+        (adapter / name).mkdir()
+    else:
+        target = tmp_path / "secret" if kind == "link" else Path("/dev/zero")
+        (adapter / name).symlink_to(target)
+    with pytest.raises((UnsafePathError, IsADirectoryError)):
+        copy_adapter(adapter, dest)
+    assert not (dest / name).exists()
+    if name != ADAPTER_FILE:
+        with pytest.raises(WeightFileError):
+            check(adapter)
+
+
+@pytest.mark.parametrize("name", [ADAPTER_CONFIG_FILE, "base.json"])
+def test_a_description_of_any_size_is_not_read(adapter: Path, tmp_path: Path, name: str) -> None:
+    with (adapter / name).open("r+b") as file:
+        file.truncate(2**42)  # a sparse file
+    with pytest.raises(WeightFileError, match="publish the adapter again"):
+        check(adapter)
+    with pytest.raises(UnsafePathError):
+        copy_adapter(adapter, tmp_path)
+
+
+def test_a_copy_is_whole(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    copy_adapter(adapter, tmp_path / "copy")
+    check(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("target", "is_adapted"),
+    [
+        ("model.layers.0.mlp.up_proj", True),
+        ("0.mlp.up_proj", True),
+        ("up_proj", True),
+        ("p_proj", False),
+        ("mlp", False),
+        ("", False),
+    ],
+)
+def test_a_target_is_the_end_of_a_layers_name(target: str, is_adapted: bool) -> None:
+    found = adapter_shapes(BASE, targets=[target], rank=2)
+    assert ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight" in found) == is_adapted
 
 
 def test_a_file_that_was_cut_is_not_whole(adapter: Path) -> None:

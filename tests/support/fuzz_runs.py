@@ -7,6 +7,7 @@ seed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -627,3 +628,87 @@ WEIGHTED: dict[Mutation, int] = {
     driver: 3,
 }
 MUTATIONS, WEIGHTS = list(WEIGHTED), list(WEIGHTED.values())
+
+
+def _with_config(text: str, run: Path) -> None:
+    """Give the run a config, in both copies."""
+    rewrite(run / "config.yaml", text.encode())
+    content = json.loads((run / "run.json").read_text())
+    rewrite(run / "run.json", json.dumps({**content, "config_yaml": text}).encode())
+
+
+def _rewrite_table(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Write a changed table in the place of a Parquet file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(change(pq.read_table(path)), sink)
+    rewrite(path, sink.getvalue().to_pybytes())
+
+
+def _without_rewards(run: Path) -> None:
+    for path in sorted((run / "segments").rglob("*.parquet")):
+        _rewrite_table(path, lambda table: table.drop_columns(["reward"]))
+
+
+def _with_rows_twice(run: Path) -> None:
+    """Hide from the views that some trajectories were committed twice."""
+
+    def strange(table: pa.Table) -> pa.Table:
+        paths = pa.array([{"a": 1}] * len(table), pa.struct([("a", pa.int64())]))
+        return table.set_column(table.column_names.index("path"), "path", paths)
+
+    for path in sorted((run / "export").glob("excluded-*.parquet")):
+        _rewrite_table(path, strange)
+
+
+def _without_meta(run: Path) -> None:
+    with closing(sqlite3.connect(run / "catalog.sqlite")) as connection, connection:
+        connection.execute("DELETE FROM meta")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandMade:
+    """Change a whole run in one way that a command once answered with a traceback."""
+
+    change: Callable[[Path], None]
+    command: tuple[str, ...]  # RUN stands for the run
+    said: str  # a pattern of the error
+
+
+AS_OF = ("sql", "RUN", "SELECT 1", "--as-of", "5")
+BAD_SETTING = r"error: .*: algorithm\.{}.*"
+BAD_ROWS = r"error: the steps of .*stranger have no advantages: .*"
+HAND_MADE = {
+    **{
+        f"audit of {setting}": HandMade(
+            change=functools.partial(_with_config, f"algorithm: {{{setting}}}"),
+            command=("audit", "RUN", *more),
+            said=BAD_SETTING.format(setting.partition(":")[0]),
+        )
+        for setting, more in {
+            "gamma: .nan": (),
+            "omega: -1": ("omega=0", "--against"),
+            "estimator: none": (),
+            "anchor_history: 9223372036854775807": (),
+            "group_filter: x": ("--against", "omega=0"),
+        }.items()
+    },
+    "evaluation with a NaN": HandMade(
+        change=functools.partial(_with_config, "env: {name: key_room}\nalgorithm: {gamma: .nan}"),
+        command=("evaluate", "RUN", "--trust", "--dry-run"),
+        said=r"error: algorithm\.gamma=nan.*",
+    ),
+    "audit without rewards": HandMade(
+        change=_without_rewards, command=("audit", "RUN"), said=BAD_ROWS
+    ),
+    "audit against, without rewards": HandMade(
+        change=_without_rewards, command=("audit", "RUN", "omega=0", "--against"), said=BAD_ROWS
+    ),
+    "audit of rows that are there twice": HandMade(
+        change=_with_rows_twice, command=("audit", "RUN"), said=BAD_ROWS
+    ),
+    "sql as of, without meta": HandMade(
+        change=_without_meta,
+        command=AS_OF,
+        said=r"error: .*catalog\.sqlite cannot be read \(malformed table meta: it has no row\).*",
+    ),
+}
