@@ -131,6 +131,7 @@ def parallel_sizes(actors: ActorsConfig) -> tuple[int, int]:
     """Return over how many GPUs each layer of an engine is split, and into how many stages it is.
 
     Example: gpus_per_worker=8 is (8, 1), and with engine={pipeline_parallel_size: 2} it is (4, 2).
+    A CPU engine has as many processes as `engine` says, one if it says nothing.
     """
     n_gpus = max(1, round(actors.gpus_per_worker))
     pipeline = int(actors.engine.get(PIPELINE, 1))
@@ -177,7 +178,10 @@ def _value_faults(key: str, value: object) -> Iterator[str]:
 
 
 def _parallel_faults(actors: ActorsConfig) -> Iterator[str]:
-    """Yield a line unless tensor and pipeline parallelism use each GPU of an engine once."""
+    """Yield a line unless tensor and pipeline parallelism use each GPU of an engine once.
+
+    A CPU engine may have two processes too, so that a machine without GPUs runs their code.
+    """
     wrong = False
     for name in (TENSOR, PIPELINE):
         size = actors.engine.get(name, 1)
@@ -188,7 +192,7 @@ def _parallel_faults(actors: ActorsConfig) -> Iterator[str]:
         return
     tensor, pipeline = parallel_sizes(actors)
     n_gpus = max(1, round(actors.gpus_per_worker))
-    if tensor * pipeline != n_gpus:
+    if actors.gpus_per_worker and tensor * pipeline != n_gpus:
         yield (
             f"actors.engine: {TENSOR}={tensor} times {PIPELINE}={pipeline} is {tensor * pipeline}, "
             f"and an engine has {n_gpus} with actors.gpus_per_worker={actors.gpus_per_worker:g}; "

@@ -15,16 +15,17 @@ import ast
 import contextlib
 import importlib.util
 import json
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers
+from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers, parallel_sizes
 from printable import did_you_mean
 from store import weight_files
 
@@ -32,6 +33,7 @@ from store import weight_files
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
 # vLLM obeys it only if the model has a process of its own; else vllm_weight_loader.py does
 ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+PROCESS_SEPARATOR = "|"  # between the lists of cores of an engine's processes
 # Of a model's weights. Threads wait for each other dozens of times in a step, so a small model
 # gains nothing from more of them.
 BYTES_PER_THREAD = 40_000_000
@@ -132,7 +134,9 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
         # which takes 17 s. No request asks for the rank.
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": str(engine_threads(actors, len(cores), model_path=model_path)),
-        ENGINE_CORES: ",".join(map(str, cores)),
+        ENGINE_CORES: PROCESS_SEPARATOR.join(
+            ",".join(map(str, part)) for part in cores_of_processes(actors, cores)
+        ),
     }
 
 
@@ -156,6 +160,12 @@ def engine_cores(cpu_cores: str) -> list[int]:
             f"{allowed}"
         )
     return cores
+
+
+def cores_of_processes(actors: ActorsConfig, cores: Sequence[int]) -> list[Sequence[int]]:
+    """Divide an engine's cores among its processes; all have all of them if there are too few."""
+    n = math.prod(parallel_sizes(actors))
+    return [cores[number::n] if n <= len(cores) else cores for number in range(n)]
 
 
 def engine_threads(actors: ActorsConfig, n_cores: int, *, model_path: Path) -> int:

@@ -135,8 +135,8 @@ def engine_args(
 def placement(actors: ActorsConfig, *, max_model_tokens: int) -> dict[str, Any]:
     """Return the engine arguments for device and memory. `actors.engine` may change some."""
     arguments: dict[str, Any]
+    tensor, pipeline = parallel_sizes(actors)
     if actors.gpus_per_worker:
-        tensor, pipeline = parallel_sizes(actors)
         arguments = {
             TENSOR: tensor,
             PIPELINE: pipeline,
@@ -160,7 +160,7 @@ def placement(actors: ActorsConfig, *, max_model_tokens: int) -> dict[str, Any]:
             # Prefixes are shared in whole blocks. With vLLM's 128 short prompts share nothing.
             "block_size": 32,
         }
-    if actors.gpus_per_worker <= 1:
+    if tensor * pipeline == 1:
         # scheduler and model in one process: one fewer to die
         arguments["distributed_executor_backend"] = "uni"
     return arguments

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from actors.inference.vllm_engine import (
     start_failures,
     stop_engine,
 )
-from actors.inference.vllm_preemptions import PreemptionCounter
+from actors.inference.vllm_preemptions import PreemptionCounter, StatisticsOn
 from actors.inference.vllm_requests import EngineRequests
 from actors.inference.weight_load import (
     RECEIVED,
@@ -41,7 +42,7 @@ from actors.inference.weight_load import (
 )
 from actors.policy import Completion, EngineLostError, Prompt
 from actors.prompting.images import load_image_form
-from configs import ActorsConfig, ModelConfig, load_safely
+from configs import ActorsConfig, ModelConfig, load_safely, parallel_sizes
 from store import WeightFileError, tensor_shapes
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ class VLLMPolicy:
             self._adapters = Adapters(base=model_path, shapes=self._shapes, model=lora)
         self._images = load_image_form(model_path)
         self._statistics = statistics
-        # None: the engine's process counts
-        self._preemptions = PreemptionCounter() if actors.gpus_per_worker > 1 else None
+        # None: the engine's process counts, where it has the scheduler too.
+        self._preemptions = PreemptionCounter() if math.prod(parallel_sizes(actors)) > 1 else None
         self._forms: dict[float, EngineCoreRequest] = {}  # by temperature
         self._llm: AsyncLLM | None = None  # None while no engine runs
         self._requests: EngineRequests  # of the engine
@@ -113,7 +114,7 @@ class VLLMPolicy:
             # Imported here: vLLM, huggingface_hub and OpenMP read their variables at import.
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            others, counter = set(multiprocessing.active_children()), self._preemptions
+            others = set(multiprocessing.active_children())
             with engines_from_server(variables), start_failures(self._log_path):
                 llm = AsyncLLM.from_engine_args(
                     engine_args(
@@ -126,12 +127,15 @@ class VLLMPolicy:
                         statistics=self._statistics,
                         adapters=self._adapters.arguments() if self._adapters else {},
                     ),
-                    stat_loggers=[lambda config, engine_index: counter] if counter else None,
+                    stat_loggers=[lambda *engine: StatisticsOn()] if self._preemptions else None,
                 )
         self._llm, self._processes = llm, set(multiprocessing.active_children()) - others
         await llm.update_weight_version("0")
         self._requests = EngineRequests(
-            llm, tokenizer=self._tokenizer if self._stop else None, images=self._images
+            llm,
+            tokenizer=self._tokenizer if self._stop else None,
+            images=self._images,
+            preemptions=self._preemptions,
         )
 
     @property
@@ -245,8 +249,12 @@ class VLLMPolicy:
                 return None
             clock.lap("verify")
             source = str(path or RECEIVED)
+            left_out = (
+                self._preemptions.leave_out() if self._preemptions else contextlib.nullcontext()
+            )
             try:
-                await _replace_weights(llm, version=version, source=source, clock=clock)
+                with left_out:
+                    await _replace_weights(llm, version=version, source=source, clock=clock)
             except Exception as error:  # process border: the engine raises bare Exception
                 with contextlib.suppress(EngineLostError):  # the load's error is reported instead
                     await self.close()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from actors.inference.vllm_images import engine_input
+from actors.inference.vllm_preemptions import PreemptionCounter
 from actors.policy import Completion, EngineLostError, Prompt
 from actors.prompting.images import ImageForm
 
@@ -80,11 +81,19 @@ class EngineRequests:
     """Send the requests of one engine, and take its answers. Unblocked by the engine's process.
 
     `tokenizer` reads the answers if texts may end them, else it is None. `images` is None for a
-    model that sees none.
+    model that sees none. `preemptions` counts them from the answers; None: others count them.
     """
 
-    def __init__(self, llm: AsyncLLM, *, tokenizer: Any, images: ImageForm | None) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        *,
+        tokenizer: Any,
+        images: ImageForm | None,
+        preemptions: PreemptionCounter | None = None,
+    ) -> None:
         self._llm = llm
+        self._preemptions = preemptions
         self._images = images
         self._tokenizer = tokenizer
         self._running: dict[str, _Running] = {}  # by request id
@@ -186,6 +195,8 @@ class EngineRequests:
         others: list[EngineCoreOutput] = []
         ended_by_text: list[str] = []
         for output in outputs:
+            if self._preemptions is not None:
+                self._preemptions.add(output.events)
             running = self._running.get(output.request_id)
             if running is None:
                 others.append(output)

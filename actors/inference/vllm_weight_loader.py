@@ -37,7 +37,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from actors.inference.broadcast_receiver import Receiver
-from actors.inference.engine_process import ENGINE_CORES, PR_SET_PDEATHSIG, engine_cores
+from actors.inference.engine_process import (
+    ENGINE_CORES,
+    PR_SET_PDEATHSIG,
+    PROCESS_SEPARATOR,
+    engine_cores,
+)
 from actors.inference.vllm_cpu_adapters import multiply_by_adapter
 from actors.inference.vllm_preemptions import PreemptionCounter
 from actors.inference.vllm_step_pacing import pace_engine
@@ -134,7 +139,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             if vllm_config.lora_config is not None:
                 multiply_by_adapter()
         if ENGINE_CORES in os.environ:
-            bind_to(engine_cores(os.environ[ENGINE_CORES]))
+            lists = os.environ[ENGINE_CORES].split(PROCESS_SEPARATOR)
+            bind_to(engine_cores(lists[self.parallel_config.rank]))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass

@@ -53,3 +53,15 @@ def test_auto_is_a_share_of_the_machine_as_far_as_the_model_gains(  # type: igno
 def test_listed_cores_are_all_used(threads) -> None:  # type: ignore[no-untyped-def]
     actors = ActorsConfig(cpu_cores="0,2-3", workers=2)
     assert threads(actors, cores=8, model=TINY) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"), [("0-3", "0,2|1,3"), ("0-2", "0,2|1"), ("1", "1|1")]
+)
+def test_the_processes_of_an_engine_divide_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: str, expected: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
+    actors = ActorsConfig(cpu_cores=cores, engine={"tensor_parallel_size": 2})
+    variables = engine_environment(actors, tmp_path, tmp_path / "engine.log")
+    assert variables[ENGINE_CORES] == expected

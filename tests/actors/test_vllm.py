@@ -69,6 +69,7 @@ class Served:
     loop: asyncio.AbstractEventLoop
     policy: VLLMPolicy
     directories: dict[str, Path]  # weights by name: base, other
+    processes: int = 1  # over which each layer is split
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout=120))
@@ -93,11 +94,14 @@ def make_model(path: Path, *, seed: int) -> Path:
     return path
 
 
-async def start(*, model: Path, log_path: Path, kv_cache_gib: float = 0.125) -> VLLMPolicy:
+async def start(
+    *, model: Path, log_path: Path, kv_cache_gib: float = 0.125, processes: int = 1
+) -> VLLMPolicy:
     actors = ActorsConfig(
         max_response_tokens=RESPONSE_TOKENS,
         kv_cache_gib=kv_cache_gib,
         cpu_cores="auto",
+        engine={} if processes == 1 else {"tensor_parallel_size": processes},
     )
     policy = VLLMPolicy(
         model_path=model,
@@ -116,28 +120,49 @@ async def start(*, model: Path, log_path: Path, kv_cache_gib: float = 0.125) -> 
     return policy
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("vllm")
+@contextlib.contextmanager
+def serving(root: Path, *, processes: int) -> Iterator[Served]:
     directories = {
         name: make_model(root / name, seed=seed) for name, seed in (("base", 0), ("other", 1))
     }
     environment_before = dict(os.environ)
     loop = asyncio.new_event_loop()
+    others = set(engine_processes(os.getpid()))
     policy = loop.run_until_complete(
-        start(model=directories["base"], log_path=root / "logs/engine.log")
+        start(model=directories["base"], log_path=root / "logs/engine.log", processes=processes)
     )
     # nothing that was meant for the engine leaks to our other children
     assert dict(os.environ) == environment_before
-    served = Served(loop=loop, policy=policy, directories=directories)
-    (engine,) = engine_processes(os.getpid())
+    served = Served(loop=loop, policy=policy, directories=directories, processes=processes)
+    started = set(engine_processes(os.getpid())) - others
+    # The scheduler has a process of its own beside several.
+    assert len(started) == (1 if processes == 1 else 1 + processes)
     yield served
     served.run(policy.close())
-    assert not engine.is_running()
+    assert not any(process.is_running() for process in started)
     assert "vllm" in (root / "logs/engine.log").read_text()
     with pytest.raises(EngineLostError, match="closed"):
         served.run(policy.generate(prompt(0), seed=0, temperature=1.0))
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("vllm"), processes=1) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serve with tensor parallelism, as an engine on several GPUs does."""
+    with serving(tmp_path_factory.mktemp("split"), processes=2) as two:
+        yield two
+
+
+@pytest.fixture(params=["served", "split"], ids=["one process", "two processes"])
+def either(request: pytest.FixtureRequest) -> Served:
+    found: Served = request.getfixturevalue(request.param)
+    return found
 
 
 def prompt(seed: int, *, length: int = 120) -> Prompt:
@@ -195,14 +220,14 @@ def generate_all(served: Served, *, seeds: range, temperature: float) -> list[Co
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_a_hugging_face_forward_pass(served: Served, temperature: float) -> None:
-    completions = generate_all(served, seeds=range(8), temperature=temperature)
+def test_logprobs_equal_a_hugging_face_forward_pass(either: Served, temperature: float) -> None:
+    completions = generate_all(either, seeds=range(8), temperature=temperature)
     assert {c.finish_reason for c in completions} <= {"stop", "length"}
     for seed, completion in enumerate(completions):
         assert len(completion.logprobs) == len(completion.token_ids) <= RESPONSE_TOKENS
-        assert (completion.version_min, completion.version_max) == (served.policy.version,) * 2
+        assert (completion.version_min, completion.version_max) == (either.policy.version,) * 2
         assert_logprobs_of(
-            served.directories["base"],
+            either.directories["base"],
             prompt=prompt(seed),
             completion=completion,
             temperature=temperature,
@@ -262,25 +287,25 @@ def test_over_http_prompts_keep_their_tokens_and_logprobs_are_those_of_the_forwa
         torch.testing.assert_close(torch.tensor(said.logprobs), expected_T, atol=1e-4, rtol=0)
 
 
-def test_new_weights_are_used_also_for_a_prompt_seen_before(served: Served) -> None:
+def test_new_weights_are_used_also_for_a_prompt_seen_before(either: Served) -> None:
     seen = prompt(0, length=200)  # several blocks long: its keys and values are in the prefix cache
-    before = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
-    assert_logprobs_of(served.directories["base"], prompt=seen, completion=before)
-    load = served.run(load_weights(served, "other"))
-    after = served.run(served.policy.generate(seen, seed=5, temperature=1.0))
+    before = either.run(either.policy.generate(seen, seed=5, temperature=1.0))
+    assert_logprobs_of(either.directories["base"], prompt=seen, completion=before)
+    load = either.run(load_weights(either, "other"))
+    after = either.run(either.policy.generate(seen, seed=5, temperature=1.0))
     assert (
         load.version
-        == served.policy.version
+        == either.policy.version
         == after.version_min
         == after.version_max
         > before.version_max
     )
-    assert_logprobs_of(served.directories["other"], prompt=seen, completion=after)
-    file = served.directories["base"] / "model.safetensors"
-    back = served.run(
-        served.policy.load_weights(version=load.version + 1, path=file, digest=digest_of(file))
+    assert_logprobs_of(either.directories["other"], prompt=seen, completion=after)
+    file = either.directories["base"] / "model.safetensors"
+    back = either.run(
+        either.policy.load_weights(version=load.version + 1, path=file, digest=digest_of(file))
     )
-    again = served.run(load_weights(served, "base"))
+    again = either.run(load_weights(either, "base"))
     assert (
         again.file_digest
         == back.file_digest
@@ -288,26 +313,26 @@ def test_new_weights_are_used_also_for_a_prompt_seen_before(served: Served) -> N
         != load.file_digest
     )
     assert (
-        served.run(served.policy.generate(seen, seed=5, temperature=1.0)).token_ids
+        either.run(either.policy.generate(seen, seed=5, temperature=1.0)).token_ids
         == before.token_ids
     )
 
 
-def test_update_under_running_requests_drops_none(served: Served) -> None:
-    first = served.policy.version
+def test_update_under_running_requests_drops_none(either: Served) -> None:
+    first = either.policy.version
 
     async def run() -> list[Completion]:
         calls = [
-            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            asyncio.ensure_future(either.policy.generate(prompt(s), seed=s, temperature=1.0))
             for s in range(64)
         ]  # more than the engine works on at once: most wait
         await asyncio.sleep(0.05)
         for _ in range(2):
-            name = "other" if served.policy.version == first else "base"
-            await load_weights(served, name)
+            name = "other" if either.policy.version == first else "base"
+            await load_weights(either, name)
         return list(await asyncio.gather(*calls))
 
-    completions = list(served.run(run()))
+    completions = list(either.run(run()))
     assert all(
         c.finish_reason in ("stop", "length") and len(c.token_ids) == len(c.logprobs) > 0
         for c in completions
@@ -315,17 +340,17 @@ def test_update_under_running_requests_drops_none(served: Served) -> None:
     assert all(first <= c.version_min <= c.version_max <= first + 2 for c in completions)
     assert any(c.version_min < c.version_max for c in completions)
     # all running requests were put back, which says nothing about the size of the cache
-    assert served.run(served.policy.preempted()) == 0
+    assert either.run(either.policy.preempted()) == 0
     for seed, completion in enumerate(completions):
         if completion.version_min == completion.version_max:
             name = "other" if completion.version_min == first + 1 else "base"
-            assert_logprobs_of(served.directories[name], prompt=prompt(seed), completion=completion)
+            assert_logprobs_of(either.directories[name], prompt=prompt(seed), completion=completion)
         # every token is of one of both, over all tokens before it: nothing of the old weights
         # stayed in the cache
         else:
             sampled_T = torch.tensor(completion.logprobs)
             off_T = []
-            for path in served.directories.values():
+            for path in either.directories.values():
                 expected_T = reference_logprobs(
                     path, prompt=prompt(seed), completion=completion, temperature=1.0
                 )
@@ -445,12 +470,16 @@ def test_a_text_ends_the_answer_at_the_token_that_completes_it(served: Served) -
         outputs.process_outputs, outputs.propagate_error, outputs.tokenizer, llm.log_stats = before
 
 
-def test_preemptions_of_a_full_cache_are_counted_once(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_preemptions_of_a_full_cache_are_counted_once(
+    served: Served, tmp_path: Path, processes: int
+) -> None:
     async def run() -> tuple[list[Completion], int, int]:
         policy = await start(
             model=served.directories["base"],
             log_path=tmp_path / "engine.log",
             kv_cache_gib=0.0005,  # for the longest request and a few others
+            processes=processes,
         )
         try:
             calls = [policy.generate(prompt(s), seed=s, temperature=1.0) for s in range(16)]
@@ -602,62 +631,65 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
 
 
 def test_weights_that_the_learner_sends_are_served_without_a_file(
-    served: Served, tmp_path: Path
+    either: Served, tmp_path: Path
 ) -> None:
     """Weights that were sent to others only are not loaded; running requests go on."""
     sender, copy = Broadcast(LOOPBACK, device=torch.device("cpu")), WeightsCopy()
-    first = served.policy.version + 1
+    first = either.policy.version + 1
 
-    def send(name: str) -> str:
-        tensors = load_file(served.directories[name] / "model.safetensors")
-        digest = copy.take(tensors.items())
+    def send() -> None:
         with sender.round() as to_engines:
-            copy.write(tmp_path / name, source_dir=served.directories["base"], send=to_engines)
-        shutil.rmtree(tmp_path / name)
-        return digest
+            copy.write(tmp_path / "sent", source_dir=either.directories["base"], send=to_engines)
+        shutil.rmtree(tmp_path / "sent")
 
     async def run() -> tuple[WeightLoad | None, WeightLoad | None, list[Completion]]:
-        digest = send("other")
+        tensors = load_file(either.directories["other"] / "model.safetensors")
+        digest = copy.take(tensors.items())
+        send()
         # nobody told the engine where
-        before = await served.policy.load_received(version=first, digest=digest)
-        await served.policy.join_broadcast(sender.address)
-        while not await asyncio.to_thread(sender._store.add, "joined", 0):
+        before = await either.policy.load_received(version=first, digest=digest)
+        await either.policy.join_broadcast(sender.address)
+        while await asyncio.to_thread(sender._store.add, "joined", 0) < either.processes:
             await asyncio.sleep(0.01)
         calls = [
-            asyncio.ensure_future(served.policy.generate(prompt(s), seed=s, temperature=1.0))
+            asyncio.ensure_future(either.policy.generate(prompt(s), seed=s, temperature=1.0))
             for s in range(16)
         ]
-        digest = await asyncio.to_thread(send, "other")
-        load = await served.policy.load_received(version=first, digest=digest)
-        assert await served.policy.load_received(version=first + 1, digest="of others") is None
+        digest = copy.take(tensors.items())
+        sending = asyncio.ensure_future(asyncio.to_thread(send))
+        # An engine of several processes receives while it is asked for the weights.
+        while (load := await either.policy.load_received(version=first, digest=digest)) is None:
+            await asyncio.sleep(0.01)
+        await sending
+        assert await either.policy.load_received(version=first + 1, digest="of others") is None
         return before, load, list(await asyncio.gather(*calls))
 
-    before, load, completions = served.run(run())
+    before, load, completions = either.run(run())
     assert before is None and load is not None and load.received
-    assert load.version == served.policy.version == first
+    assert load.version == either.policy.version == first
     assert load.file_digest == write_weights(
-        load_file(served.directories["other"] / "model.safetensors").items(),
+        load_file(either.directories["other"] / "model.safetensors").items(),
         tmp_path / "v",
-        source_dir=served.directories["base"],
+        source_dir=either.directories["base"],
     )
     assert {c.finish_reason for c in completions} <= {"stop", "length"}
-    after = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
-    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=after)
+    after = either.run(either.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(either.directories["other"], prompt=prompt(0), completion=after)
     # the thread is free again, and files work as before
-    assert served.run(load_weights(served, "base")).received is False
+    assert either.run(load_weights(either, "base")).received is False
     assert_logprobs_of(
-        served.directories["base"],
+        either.directories["base"],
         prompt=prompt(0),
-        completion=served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0)),
+        completion=either.run(either.policy.generate(prompt(0), seed=5, temperature=1.0)),
     )
 
 
 def test_sent_weights_that_changed_on_the_way_are_not_served_and_their_files_are(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    either: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flip one bit of a tensor on its way to a real engine, which is in another process."""
     sender, copy = Broadcast(LOOPBACK, device=torch.device("cpu")), WeightsCopy()
-    version, directory = served.policy.version + 1, tmp_path / "v"
+    version, directory = either.policy.version + 1, tmp_path / "v"
     send_parts = weight_pieces.Link.send
 
     def flipping(link: weight_pieces.Link, parts: Sequence[memoryview]) -> None:
@@ -667,30 +699,33 @@ def test_sent_weights_that_changed_on_the_way_are_not_served_and_their_files_are
 
     monkeypatch.setattr(weight_pieces.Link, "send", flipping)
 
-    def send() -> str:
-        tensors = load_file(served.directories["other"] / "model.safetensors")
-        digest = copy.take(tensors.items())
+    def send() -> None:
         with sender.round() as to_engines:
-            copy.write(directory, source_dir=served.directories["base"], send=to_engines)
-        return digest
+            copy.write(directory, source_dir=either.directories["base"], send=to_engines)
 
     async def run() -> tuple[WeightLoad | None, Completion, WeightLoad]:
-        await served.policy.join_broadcast(sender.address)
-        while not await asyncio.to_thread(sender._store.add, "joined", 0):
+        await either.policy.join_broadcast(sender.address)
+        while await asyncio.to_thread(sender._store.add, "joined", 0) < either.processes:
             await asyncio.sleep(0.01)
-        digest = await asyncio.to_thread(send)
-        received = await served.policy.load_received(version=version, digest=digest)
-        between = await served.policy.generate(prompt(0), seed=5, temperature=1.0)
-        load = await served.policy.load_weights(version=version, path=directory, digest=digest)
+        tensors = load_file(either.directories["other"] / "model.safetensors")
+        digest = copy.take(tensors.items())
+        sending, received = asyncio.ensure_future(asyncio.to_thread(send)), None
+        while received is None and not sending.done():
+            received = await either.policy.load_received(version=version, digest=digest)
+            await asyncio.sleep(0.01)
+        await sending
+        received = received or await either.policy.load_received(version=version, digest=digest)
+        between = await either.policy.generate(prompt(0), seed=5, temperature=1.0)
+        load = await either.policy.load_weights(version=version, path=directory, digest=digest)
         return received, between, load
 
-    received, between, load = served.run(run())
+    received, between, load = either.run(run())
     assert received is None and between.version_max == version - 1
-    assert_logprobs_of(served.directories["base"], prompt=prompt(0), completion=between)
+    assert_logprobs_of(either.directories["base"], prompt=prompt(0), completion=between)
     assert load.received is False
-    after = served.run(served.policy.generate(prompt(0), seed=5, temperature=1.0))
-    assert_logprobs_of(served.directories["other"], prompt=prompt(0), completion=after)
-    served.run(load_weights(served, "base"))
+    after = either.run(either.policy.generate(prompt(0), seed=5, temperature=1.0))
+    assert_logprobs_of(either.directories["other"], prompt=prompt(0), completion=after)
+    either.run(load_weights(either, "base"))
 
 
 def flipped(data: bytes) -> bytes:

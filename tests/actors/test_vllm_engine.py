@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -76,10 +75,19 @@ def test_without_an_error_in_the_log_there_are_vllms_words(tmp_path: Path) -> No
         fail_to_start(tmp_path / "x", RuntimeError(VLLMS), logged="")
 
 
-def test_preempted_requests_are_counted_as_vllm_reports_them() -> None:
+def test_preemptions_are_counted_from_answers_but_not_those_of_new_weights() -> None:
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
+
     counter = PreemptionCounter()
-    for n_preempted in (2, 1):
-        statistics = SimpleNamespace(num_preempted_reqs=n_preempted)
-        counter.record(None, statistics, mm_cache_stats=None, engine_idx=0)
-    counter.record(None, None, mm_cache_stats=None, engine_idx=0)
-    assert (counter.take(), counter.take()) == (3, 0)
+
+    def event(kind: EngineCoreEventType) -> EngineCoreEvent:
+        return EngineCoreEvent.new_event(kind)
+
+    counter.add(None)
+    counter.add([event(EngineCoreEventType.SCHEDULED), event(EngineCoreEventType.PREEMPTED)])
+    with counter.leave_out():
+        by_weights = event(EngineCoreEventType.PREEMPTED)
+        counter.add([by_weights])
+    counter.add([by_weights, event(EngineCoreEventType.PREEMPTED)])  # an answer tells them late
+    assert counter.take() == 2
+    assert counter.take() == 0

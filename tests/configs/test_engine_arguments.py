@@ -100,6 +100,7 @@ def test_a_scripted_policy_has_no_engine_to_set() -> None:
     ("gpus", "engine", "sizes"),
     [
         (0, {}, (1, 1)),
+        (0, {"tensor_parallel_size": 2}, (2, 1)),  # processes of a CPU engine
         (0.5, {}, (1, 1)),
         (4, {}, (4, 1)),
         (8, {"pipeline_parallel_size": 2}, (4, 2)),
