@@ -188,12 +188,15 @@ def _line(*cells: str) -> str:
 
 
 def _cost(study: Study, rows: Sequence[Row]) -> str:
-    hours = sum(row.cpu_s for row in rows) / 3600
+    if study.is_timed:
+        cost = f"{sum(row.measures['wall_s'] for row in rows) / 3600:.2g} hours of two cores"
+    else:
+        cost = f"{sum(row.cpu_s for row in rows) / 3600:.2g} core-hours"
     commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row.commit for row in rows))
     lines = f"../../benchmarks/studies/results/{study.name}.jsonl"
     code = f"../../benchmarks/studies/{study.name}.py"
     return (
-        f"**Cost.** {hours:.2g} core-hours in {len(rows)} runs, at commit {commits} (+ means that "
+        f"**Cost.** {cost} in {len(rows)} runs, at commit {commits} (+ means that "
         "sources differed from it). Intervals are percentiles of 10,000 bootstrap resamples of the "
         f"seeds.\n[The runs]({lines}), one line each; [the study]({code}). "
         f"`gigpo study {study.name}` runs what is missing; without the first file, all of it."

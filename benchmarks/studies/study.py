@@ -54,6 +54,8 @@ class Study:
                    {arm - other[measure]} a difference: numbers come from the results
     numbers        format of the measures
     run_cpu_s      core-seconds of one run, measured, for the estimate of --dry-run
+    is_timed       the runs are programs of their own, whose core-seconds nobody counts: the page
+                   tells the time that they took, by the measure wall_s
     """
 
     name: str
@@ -69,6 +71,7 @@ class Study:
     curve: str = ""
     reading: str
     run_cpu_s: float
+    is_timed: bool = False
     run: Callable[[Sequence[Arm], int, Path], Iterator[Result]]
 
     @property
