@@ -92,12 +92,13 @@ def episodes_of(
         answers = sample(model, prompts, seeds)
         for episode, prompt, answer in zip(playing, prompts, answers, strict=True):
             env, seen, name, steps, group = episode
-            text = tokenizer.decode(answer)
+            is_ended = answer[-1] == tokenizer.eos_token_id
+            text = tokenizer.decode(answer[:-1] if is_ended else answer)
             found = re.search("<action>(.*?)</action>", text, re.DOTALL)
             action = (found[1] if found else text[-30:]).strip().lower()
             after = env.step(action)
             step = {"text": seen.text, "action": action, "prompt": prompt, "answer": answer}
-            valid = action in seen.actions and answer[-1] == tokenizer.eos_token_id
+            valid = action in seen.actions and is_ended
             step |= {"reward": WIN * after.reward, "valid": valid, "group": group, "name": name}
             steps.append(step)
             episode[1] = after.observation
