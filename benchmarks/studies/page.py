@@ -189,7 +189,7 @@ def _line(*cells: str) -> str:
 
 def _cost(study: Study, rows: Sequence[Row]) -> str:
     if study.is_timed:
-        cost = f"{sum(row.measures['wall_s'] for row in rows) / 3600:.2g} hours of two cores"
+        cost = f"{sum(float(row.measures['wall_s']) for row in rows) / 3600:.2g} hours of two cores"
     else:
         cost = f"{sum(row.cpu_s for row in rows) / 3600:.2g} core-hours"
     commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row.commit for row in rows))
