@@ -15,15 +15,13 @@ from envs.base import Environment, Observation, Outcome, Program, Task, Transiti
 from envs.errors import EnvironmentFailed
 from envs.options import SPLITS, Options
 from envs.registry import environment_class, is_program, program_class
+from row_bounds import MAX_REWARD
 
 # Limits of one observation. Each step of an episode stays in memory until the episode is written.
 MAX_CHARACTERS = 64 * 2**20
 MAX_ACTIONS = 1_000_000  # an empty action has no characters to count, and takes memory all the same
 SHOWN_CHARACTERS = 80  # of a wrong value in an error
 COLOURS = 3  # red, green, blue
-# Learning squares and adds rewards, also in float32. A larger one ends the run: it is stored, so it
-# comes back at every start.
-MAX_REWARD = 1e12
 _MUST_BE = f"it must be a finite number, at most {MAX_REWARD:g} in size"
 
 

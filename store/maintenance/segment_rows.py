@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from printable import one_line
+from row_bounds import MAX_REWARD
 from store.errors import FormatError
 from store.hashing import state_hash
-from store.records import MAX_REWARD, uid_text
+from store.records import uid_text
 from store.segments import TrajectoryMeta, decode
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
