@@ -19,8 +19,10 @@ MAX_LEVELS = 8  # of values that stand for values that stand for others
 BEGINNING = re.compile(r"(\\*)\$\{")
 # ${a.b}, ${.b} (beside this setting), ${oc.env:NAME}, ${oc.decode:${oc.env:NAME}}
 FORM = re.compile(
-    r"\$\{\s*(?:(?P<key>[\w.\[\]-]+)|oc\.env:[^{}]*|oc\.decode:\s*\$\{\s*oc\.env:[^{}]*\}\s*)\}"
+    r"\$\{\s*(?:(?P<key>\.*\w[\w-]*(?:\.\w[\w-]*|\[\w[\w-]*\])*)|oc\.env:[^{}]*|oc\.decode:\s*\$\{\s*oc\.env:[^{}]*\}\s*)\}"
 )
+# OmegaConf also takes -1, 00, 1_0 and the digits of other scripts, as Python's int does.
+INDEX = re.compile(r"0|[1-9][0-9]*")
 
 Path = tuple[str, ...]
 
@@ -51,12 +53,32 @@ def check_expansion(settings: DictConfig) -> None:
 
 
 def _named(value: object) -> object:
-    """Return the value with its lists as mappings from an index, and every key as a text."""
+    """Return the value with every key as a text. Raises ValueError for two keys with one text."""
     if isinstance(value, list):
-        value = dict(enumerate(value))
+        return [_named(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    named = {str(name): _named(one) for name, one in value.items()}
+    if len(named) < len(value):
+        texts = [str(name) for name in value]
+        twice = next(text for text in texts if texts.count(text) > 1)
+        raise ValueError(f"two of its keys read {twice!r:.80}; give each value a key of its own")
+    return named
+
+
+def _inside(value: object, name: str) -> object:
+    """Return the value at a key of a mapping or an index of a list, None where there is none.
+
+    Raises ValueError for an index that is not written as 0, 1, 2 and so on.
+    """
     if isinstance(value, dict):
-        return {str(name): _named(one) for name, one in value.items()}
-    return value
+        return value.get(name)
+    if not isinstance(value, list):
+        return None
+    if not INDEX.fullmatch(name):
+        raise ValueError(f"{name!r:.80} is no index of a list; count from 0, as ${{list.0}} does")
+    # int() of very many digits is refused by Python
+    return value[int(name)] if len(name) < 10 and int(name) < len(value) else None
 
 
 class _Expansion:
@@ -84,8 +106,9 @@ class _Expansion:
 
     def _of_value(self, path: Path, *, n_above: int) -> tuple[int, int]:
         value = self._at(path)
-        if isinstance(value, dict):
-            found = [self.measure((*path, name), n_above=n_above) for name in value]
+        if isinstance(value, dict | list):
+            names = value if isinstance(value, dict) else map(str, range(len(value)))
+            found = [self.measure((*path, name), n_above=n_above) for name in names]
             own, n_levels = 1, 0
         else:
             text = value if isinstance(value, str) else ""
@@ -108,13 +131,13 @@ class _Expansion:
         whole = (*path[: max(0, len(path) - n_dots)], *parts) if n_dots else parts
         value: object = self._tree
         for number, part in enumerate(whole):
-            if not isinstance(value, dict):
+            if not isinstance(value, dict | list):
                 return whole[:number]
-            value = value.get(part)
+            value = _inside(value, part)
         return whole
 
     def _at(self, path: Path) -> object:
         value: object = self._tree
         for name in path:
-            value = value.get(name) if isinstance(value, dict) else None
+            value = _inside(value, name)
         return value

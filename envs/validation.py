@@ -15,15 +15,12 @@ from envs.base import Environment, Observation, Outcome, Program, Task, Transiti
 from envs.errors import EnvironmentFailed
 from envs.options import SPLITS, Options
 from envs.registry import environment_class, is_program, program_class
+from row_bounds import MAX_NAME_CHARACTERS, MAX_OBSERVATION_CHARACTERS, MAX_REWARD
 
-# Limits of one observation. Each step of an episode stays in memory until the episode is written.
-MAX_CHARACTERS = 64 * 2**20
+MAX_CHARACTERS = MAX_OBSERVATION_CHARACTERS  # of one observation
 MAX_ACTIONS = 1_000_000  # an empty action has no characters to count, and takes memory all the same
 SHOWN_CHARACTERS = 80  # of a wrong value in an error
 COLOURS = 3  # red, green, blue
-# Learning squares and adds rewards, also in float32. A larger one ends the run: it is stored, so it
-# comes back at every start.
-MAX_REWARD = 1e12
 _MUST_BE = f"it must be a finite number, at most {MAX_REWARD:g} in size"
 
 
@@ -110,6 +107,11 @@ def _fault_of_task(task: Task, *, split: str, index: int) -> str:
         value = getattr(task, name)
         if not isinstance(value, str):
             return f"a task with {name}={value!r} at index {index}; it must be text"
+        if len(value) > MAX_NAME_CHARACTERS:
+            return (
+                f"a task whose {name} has {len(value):,} characters at index {index}; at most "
+                f"{MAX_NAME_CHARACTERS:,} can be kept, use a short name"
+            )
     if task.split != split:
         return f"task {task.id!r} with split={task.split!r}; it must be {split!r}"
     if isinstance(task.seed, bool) or not isinstance(task.seed, int):

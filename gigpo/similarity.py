@@ -28,10 +28,14 @@ from gigpo.input_columns import columns_of
 # rapidfuzz's own threshold is off by 1e-5; the exact one is applied to whole numbers afterwards
 _MARGIN: Final = 1e-3
 MAX_CHARACTERS: Final = 1 << 16  # two such texts take up to 50 ms
-# Products of two lengths, added up over the pairs of a group: up to about 15 s, and enough for 400
-# texts of 5,000 characters each.
+# Work of all pairs of a group: up to about 15 s, and enough for 400 texts of 5,000 characters up to
+# 255, or for 80 such texts of others. The work of a pair is PAIR_WORK, plus the product of
+# its lengths, plus WIDE_WORK times the product of its numbers of characters above 255.
 MAX_WORK: Final = 1 << 41
 MAX_RATIO_WORK: Final = 1 << 34  # the same for difflib, which is slower and compares fewer pairs
+# rapidfuzz has a table for characters up to 255, and a hash map in each block of 64 for others
+WIDE_WORK: Final = 26
+PAIR_WORK: Final = 1 << 14  # a pair takes 90 ns, however short its texts are
 
 
 def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Array:
@@ -95,14 +99,21 @@ def _keys(texts: list[str], threshold: float, *, method: str) -> list[str]:
 def _within_work(texts: list[str]) -> set[str]:
     """Return the shortest texts whose pairs are within MAX_WORK. Row order does not matter."""
     kept: set[str] = set()
-    work = n_characters = 0
+    work = n_characters = n_wide = 0
     for text in sorted(texts, key=lambda text: (len(text), text)):
-        work += n_characters * len(text)
+        wide = _n_wide(text)
+        work += len(kept) * PAIR_WORK + n_characters * len(text) + WIDE_WORK * n_wide * wide
         if work > MAX_WORK:
             break
         n_characters += len(text)
+        n_wide += wide
         kept.add(text)
     return kept
+
+
+def _n_wide(text: str) -> int:
+    """Return the number of characters above 255."""
+    return 0 if text.isascii() else len(text) - len(text.encode("latin-1", "ignore"))
 
 
 def _linked(texts: list[str], threshold: float) -> list[str]:
@@ -163,7 +174,7 @@ def _greedy(texts: list[str], threshold: float) -> list[str]:
         others = np.array(leaders, dtype=object)
         totals = np.array([len(text) + len(leader) for leader in leaders], dtype=np.int64)
         for candidate in np.flatnonzero(_at_least(text, others, totals, threshold)):
-            work += len(text) * len(leaders[candidate])
+            work += PAIR_WORK + len(text) * len(leaders[candidate])
             if work > MAX_RATIO_WORK:
                 continue
             matchers[candidate].set_seq1(text)

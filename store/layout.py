@@ -200,14 +200,20 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
             ancestors=json_values.texts(content, "ancestors"),
         )
         for run_id in (info.run_id, *info.ancestors):
-            if not RUN_ID.fullmatch(run_id):
-                raise ValueError(f"{run_id!r:.80} is not a run id of 32 hex digits")
+            checked_run_id(run_id)
     except ValueError as error:
         raise FormatError(
             f"{name} is damaged ({error}); restore it from a backup, or: gigpo rebuild "
             f"{Path(name).parent}"
         ) from error
     return info
+
+
+def checked_run_id(text: str) -> str:
+    """Return the text. Raises ValueError unless it has the form of a run id."""
+    if not RUN_ID.fullmatch(text):
+        raise ValueError(f"{text[:80]!r:.80} is not a run id of 32 hex digits")
+    return text
 
 
 def is_unused(storage: Storage) -> bool:

@@ -15,11 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from row_bounds import MAX_REWARD
 from store.errors import StoreError
 from store.hashing import HASH_BYTES, valid_text
 
-# Largest absolute reward. With it, a return stays below the 1e100 that advantages accept.
-MAX_REWARD = 1e90
 CHANNELS = 3  # red, green and blue of an image
 UID_TYPE = pa.binary(HASH_BYTES)
 TIME_TYPE = pa.timestamp("us", tz="UTC")

@@ -21,7 +21,8 @@ from actors.prompting.prompt import PromptForm
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS
 from actors.prompting.template import Turn
 from configs import Config
-from envs import EnvironmentPool, Observation, Task, Transition
+from envs import EnvironmentDied, EnvironmentPool, Observation, Task, Transition
+from row_bounds import MAX_REWARD
 from store import FinalObservation, Step, StepImage, Trajectory, now_us, state_hash, uid
 
 
@@ -84,6 +85,18 @@ class EpisodeRules:
             turn_timeout_s=config.actors.turn_timeout_s + server_s,
             episode_timeout_s=config.actors.episode_timeout_s + config.env.max_steps * server_s,
         )
+
+    def paid(self, reward: float) -> float:
+        """Return the reward to store. Raises EnvironmentDied if it is above MAX_REWARD in size."""
+        paid = reward * self.win_reward
+        if abs(paid) > MAX_REWARD:
+            raise EnvironmentDied(
+                f"reward {reward:g} times env.win_reward={self.win_reward:g} is above "
+                f"{MAX_REWARD:g} in size; scale it down in the environment, or set "
+                "env.win_reward=1",
+                at_fault=True,
+            )
+        return paid
 
 
 class EpisodeOverdue(RuntimeError):
@@ -259,7 +272,7 @@ async def _take_step(
         ),
         t_start_us=started_us,
         gen_us=round((answered - started) * 1e6),
-        reward=transition.reward * rules.win_reward,
+        reward=rules.paid(transition.reward),
         terminated=transition.terminated,
         truncated=not transition.terminated and (transition.truncated or is_last),
         env_us=round((time.perf_counter() - answered) * 1e6),

@@ -22,7 +22,13 @@ import pyarrow.compute as pc
 from configs import Config, ReplayConfig, groups_of_a_step, is_served
 from gigpo import replay_weight, replayed_wins
 from learner.data.batch_summary import BatchSummary, batch_summary, own_rows
-from learner.data.training_rows import RowSettings, ScoredRows, rows_to_train, scored_rows
+from learner.data.training_rows import (
+    RowSettings,
+    ScoredRows,
+    check_finite,
+    rows_to_train,
+    scored_rows,
+)
 from learner.data.updates import Update, cut_updates
 from learner.data.values import AskCritic
 from learner.step_times import LoadTimes, timed
@@ -134,7 +140,8 @@ def prepare_batch(
     """Read a batch just claimed, compute its advantages, and pack its rows.
 
     `learner_step` seeds the order of rows. `more` refills the batch until it returns None. Raises
-    StoreError (DigestError) if a segment is not as it was committed.
+    StoreError (DigestError) if a segment is not as it was committed, and AdvantageError for an
+    advantage that is not a finite float32.
     """
     times = LoadTimes()
     full = _refilled(loader, batch, more=more, times=times)
@@ -148,8 +155,10 @@ def prepare_batch(
         loader, batch, beside=own_rows(scored.rows), learner_step=learner_step, times=times
     )
     with timed(times, "pack_s"):
+        trained = pa.concat_tables([rows, replayed], promote_options="default")
+        check_finite(trained)
         updates = cut_updates(
-            pa.concat_tables([rows, replayed], promote_options="default"),
+            trained,
             learner=loader.settings.learner,
             version=version,
             seed=loader.seed + learner_step,

@@ -28,6 +28,7 @@ from printable import UserError
 
 REQUESTS = 16  # at once; the server makes batches of them
 ATTEMPTS = 8  # of one request, while the server is busy or starts again: about half a minute
+MAX_NAME_CHARACTERS = 4096  # of the model, which each request sends back
 TIMEOUT_S = 300.0  # for one read of an attempt, and for all of the list of models
 REQUEST_TIMEOUT_S = 2 * TIMEOUT_S  # for all attempts of one request: each byte ends a read
 # Log-probabilities are at most 0, but for rounding. JSON has larger numbers than float64.
@@ -91,6 +92,11 @@ class ServedTeacher:
             raise self._failed("does not list its models; does the URL end in /v1?") from None
         if len(names) != 1:
             raise self._failed(f"serves {len(names)} models; give it the teacher alone")
+        if len(names[0]) > MAX_NAME_CHARACTERS:
+            raise self._failed(
+                f"serves a model whose name has {len(names[0]):,} characters, more than "
+                f"{MAX_NAME_CHARACTERS:,}; give it a short name"
+            )
         return names[0]
 
     async def _ask_all(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:

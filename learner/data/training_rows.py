@@ -25,8 +25,8 @@ from learner.data.values import (
     with_token_values,
 )
 from learner.step_times import LoadTimes, timed
-from printable import one_line
-from store import IMPORTED, SEGMENT_SCHEMA
+from printable import UserError, one_line
+from store import IMPORTED, SEGMENT_SCHEMA, uid_text
 
 ADVANTAGE_COLUMNS = {
     "step_return": pa.float64(),
@@ -35,6 +35,16 @@ ADVANTAGE_COLUMNS = {
     "advantage": pa.float64(),
     "anchor_size": pa.int64(),
 }
+# The columns that tensors of the loss are made of. Those of a critic may be absent.
+FLOAT32_COLUMNS = (
+    *("advantage", "value", "value_target"),
+    *("token_advantage", "token_value", "token_value_target"),
+)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class AdvantageError(UserError, ValueError):
+    """A group has an advantage or a value that is not a finite float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +123,30 @@ def rows_to_train(scored: ScoredRows, *, train_on: str) -> tuple[pa.Table, dict[
     before, after = (set(table["group_uid"].unique().to_pylist()) for table in (rows, kept))
     reason = f"no step of it is one of offline.train_on={train_on}"
     return kept, dict.fromkeys(before - after, reason)
+
+
+def check_finite(rows: pa.Table) -> None:
+    """Raise AdvantageError, which names the group, for a number that no loss can be computed from.
+
+    Without this check the loss is not finite, and the update is skipped without its cause.
+    """
+    for name in FLOAT32_COLUMNS:
+        if name not in rows.column_names:
+            continue
+        numbers, at = rows[name], np.arange(len(rows))
+        if pa.types.is_list(numbers.type):
+            at = np.repeat(at, pc.list_value_length(numbers).to_numpy())
+            numbers = pc.list_flatten(numbers)
+        found = numbers.to_numpy().astype(np.float64)
+        is_wrong = ~(np.abs(found) <= FLOAT32_MAX)
+        if is_wrong.any():
+            first = int(np.argmax(is_wrong))
+            group = uid_text(rows["group_uid"][int(at[first])].as_py())
+            raise AdvantageError(
+                f"group {group} has {name}={found[first]:g}, which is not a finite float32; its "
+                "rewards or the critic's values are too large: look at them with gigpo sql RUN "
+                f"\"SELECT reward FROM steps WHERE group_uid = '{group}'\""
+            )
 
 
 def check_train_on(condition: str) -> None:

@@ -26,7 +26,14 @@ from store.catalog.records import IMPORTED, Group
 from store.clock import now_us
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import FORMAT, SEGMENT_PATH, RunLayout, check_format, checked_name
+from store.layout import (
+    FORMAT,
+    SEGMENT_PATH,
+    RunLayout,
+    check_format,
+    checked_name,
+    checked_run_id,
+)
 from store.maintenance import segment_rows
 from store.reading.manifest import export, read_manifest
 from store.reading.mirror import mirror
@@ -39,6 +46,7 @@ from store.untrusted.bounded_parquet import open_parquet, read_table
 from store.untrusted.file_access import open_file
 
 DATASET_JSON = "dataset.json"
+MAX_DATASET_JSON_BYTES = 64 << 20  # a group takes 40; as many as a million
 BINARY, TEXT = "binary", "text"
 UID_COLUMNS = ("traj_uid", "group_uid", "state_hash", "final_state_hash")
 UIDS = {BINARY: "16 bytes each", TEXT: "text, as in SQL"}
@@ -355,7 +363,8 @@ def read_dataset(storage: Storage) -> Dataset:
             "export it again"
         )
     try:
-        content: dict[str, Any] = json_values.parse_object(storage.read(DATASET_JSON).to_pybytes())
+        data = storage.read(DATASET_JSON, at_most=MAX_DATASET_JSON_BYTES).to_pybytes()
+        content: dict[str, Any] = json_values.parse_object(data)
         check_format(content, name=name)
         groups = json_values.objects(content, "groups")
         parts = tuple(
@@ -368,7 +377,7 @@ def read_dataset(storage: Storage) -> Dataset:
             for part in json_values.entries(content, "parts")
         )
         checked = {
-            "run_id": json_values.text(content, "run_id"),
+            "run_id": checked_run_id(json_values.text(content, "run_id")),
             "groups": {uid: _size(groups, uid) for uid in groups},
             "parts": parts,
         }

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from printable import one_line
+from row_bounds import MAX_CHARACTERS, MAX_REWARD
 from store.errors import FormatError
 from store.hashing import state_hash
-from store.records import MAX_REWARD, uid_text
+from store.records import uid_text
 from store.segments import TrajectoryMeta, decode
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
@@ -41,6 +42,7 @@ NULLABLE = (
     *("final_state_hash", "final_admissible_actions"),
 )
 LARGEST_NUMBER = 1 << 40  # of a policy version; token ids are 32 bits wide
+LAST_TIME_US = (1 << 63) // 1000  # in 2262; Arrow and pandas also count nanoseconds in 64 bits
 LOOK_AT_IT = "look at its run with gigpo fsck, or export it again"
 
 
@@ -176,6 +178,9 @@ def check_importable(table: pa.Table, *, name: str) -> None:
     for column in ("reward", "task_score"):
         _check_range(table, column, least=-MAX_REWARD, most=MAX_REWARD, name=name)
     _check_range(table, "response_logprobs", least=None, most=None, name=name)
+    _check_times(table, name=name)
+    for column, most in MAX_CHARACTERS.items():
+        _check_length(table, column, most=most, name=name)
     n_ids, n_logprobs = (
         pc.list_value_length(table[column]) for column in ("response_ids", "response_logprobs")
     )
@@ -229,6 +234,34 @@ def _check_range(
     if len(wrong):
         raise FormatError(
             f"{name} has {column}={wrong[0].as_py():.3g}, which no run writes; {LOOK_AT_IT}"
+        )
+
+
+def _check_times(table: pa.Table, *, name: str) -> None:
+    """Raise FormatError for a start before 1970 or after 2262, which no Python object can hold."""
+    times_us = table["t_start"].cast(pa.int64())
+    wrong = times_us.filter(
+        pc.or_(pc.less(times_us, 0), pc.greater(times_us, pa.scalar(LAST_TIME_US)))
+    )
+    if len(wrong):
+        raise FormatError(
+            f"{name} has t_start={wrong[0].as_py()} us, outside of the years 1970 to 2262; "
+            f"{LOOK_AT_IT}"
+        )
+
+
+def _check_length(table: pa.Table, column: str, *, most: int, name: str) -> None:
+    """Raise FormatError for a text of more than `most` characters."""
+    texts = table[column]
+    if pa.types.is_list(texts.type):
+        texts = pc.list_flatten(texts)
+    # Bytes are never fewer than characters, and need no look at each of them.
+    if (pc.max(pc.binary_length(texts)).as_py() or 0) <= most:
+        return
+    longest = pc.max(pc.utf8_length(texts)).as_py()
+    if longest > most:
+        raise FormatError(
+            f"{name} has a {column} of {longest:,} characters, more than {most:,}; {LOOK_AT_IT}"
         )
 
 

@@ -21,7 +21,8 @@ from actors.rollout.episode import (
     play_episode,
     request_seed,
 )
-from envs import Observation, Task, Transition, environment_class, list_tasks
+from envs import EnvironmentDied, Observation, Task, Transition, environment_class, list_tasks
+from row_bounds import MAX_REWARD
 from store import FinalObservation, Trajectory, state_hash, to_table
 
 Form = Callable[..., PromptForm]
@@ -98,13 +99,18 @@ def play(form: Form, policy: object, **changes: object) -> Trajectory:
     )
 
 
-def test_a_won_episode_pays_on_its_last_step_and_records_what_was_seen(form: Form) -> None:
+def winning_walk() -> list[str]:
+    """Return the actions that win the task of `play`."""
     door = next(
         t
         for t in list_tasks("key_room", OPTIONS)["train"]
         if t.data["start"] == "0" and t.data["key"] == "1"
     ).data["door"]
-    walk = ["go east", "take key", *["go east"] * (int(door) - 1), "unlock door"]
+    return ["go east", "take key", *["go east"] * (int(door) - 1), "unlock door"]
+
+
+def test_a_won_episode_pays_on_its_last_step_and_records_what_was_seen(form: Form) -> None:
+    walk = winning_walk()
     policy = FixedPolicy(form(), [f"<action>{action}</action>" for action in walk])
     trajectory = play(form, policy, max_steps=20)
     assert [step.action_text for step in trajectory.steps] == walk
@@ -123,6 +129,17 @@ def test_a_won_episode_pays_on_its_last_step_and_records_what_was_seen(form: For
     first = trajectory.steps[0]
     assert first.state_hash == state_hash(first.anchor_text or "")
     assert to_table([trajectory]).num_rows == len(walk)
+
+
+@pytest.mark.parametrize("win_reward", [1.1e12, -1.1e12])
+def test_a_reward_that_the_factor_makes_too_large_fails_its_episode(
+    form: Form, win_reward: float
+) -> None:
+    policy = FixedPolicy(form(), [f"<action>{action}</action>" for action in winning_walk()])
+    assert rules(win_reward=MAX_REWARD).paid(-1.0) == -MAX_REWARD
+    assert rules(win_reward=1e6).paid(1e6) == MAX_REWARD
+    with pytest.raises(EnvironmentDied, match="reward 1 times env.win_reward=.* is above 1e\\+12"):
+        play(form, policy, max_steps=20, win_reward=win_reward)
 
 
 def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:

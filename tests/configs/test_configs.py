@@ -785,6 +785,8 @@ WIDE = "a: " + "x" * 1000 + "\nb: [" + ", ".join(["'${a}'"] * 2000) + "]\n"
 BESIDE = "env:\n  options:\n    a0: xx\n" + "".join(
     f"    a{n + 1}: {f'${{.a{n}}}' * 1000}\n" for n in range(3)
 )
+ALIKE = "env:\n  options:\n    a: xx\n    c:\n      {one}: '${{env.options.a}}'\n      {other}: ''\n"
+INDEXED = "env:\n  options:\n    x0: [xx]\n    x1: ['${{{reference}}}']\n"
 CHAIN = "".join(f"c{n}: ${{c{n + 1}}}\n" for n in range(1200)) + "c1200: 1\n"
 
 
@@ -799,6 +801,18 @@ CHAIN = "".join(f"c{n}: ${{c{n + 1}}}\n" for n in range(1200)) + "c1200: 1\n"
         ("".join(reversed(CHAIN.splitlines(keepends=True))), "stand for one another"),
         ("a: ${b}\nb: ${a}\n", "stand for one another"),
         ("a: {b: '${a}'}\n", "stand for one another"),
+        # OmegaConf finds an element that the measure would not have found.
+        *[
+            (INDEXED.format(reference=reference), "is no index|in a way that is not known")
+            for reference in (
+                *("env.options.x0[-1]", "env.options.x0[00]", "env.options.x0[0_0]"),
+                *("env.options.x0.-1", "env.options.x0[٠]", "..x0[-1]", "..x0.00", "..x0[+0]"),
+                *(".-1", "env.options.x0.٠", "env.options.x0[ 0]", "[env].options.x0[-1]"),
+            )
+        ],
+        (ALIKE.format(one="true", other="'True'"), "two of its keys read 'True'"),
+        (ALIKE.format(one="1.5", other="'1.5'"), "two of its keys read '1.5'"),
+        (ALIKE.format(one="1", other="'1'"), "two of its keys read '1'"),
         ("seed: ${oc.select:seed}\n", "in a way that is not known"),
         ("env:\n  options:\n    a: ${env.${b}}\n", "in a way that is not known"),
         ("run_dir: '" + "${" * 2000 + "a" + "}" * 2000 + "'\n", "in a way that is not known"),
@@ -830,9 +844,11 @@ def test_a_few_interpolations_are_resolved(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SOME_SEED", "7")
     text = (
         "seed: ${oc.decode:${oc.env:SOME_SEED}}\nrun_dir: runs/${env.name}_${seed}\n"
-        "env:\n  name: key_room\n  options: {rooms: 3, n: '${.rooms}', t: '\\${x}'}\n"
+        "env:\n  name: key_room\n  options: {rooms: 3, n: '${.rooms}', t: '\\${x}', "
+        "few: [4, 5, '${.0}'], u: '${env.options.few[1]}', v: '${.few.2}', s: '${learner.steps}'}\n"
     )
     config = configs.load(write(tmp_path / "c.yaml", text))
     assert (config.seed, config.run_dir) == (7, "runs/key_room_7")
     assert config.env.options["n"] == 3
     assert config.env.options["t"] == "${x}"
+    assert [config.env.options[name] for name in ("u", "v", "s")] == [5, 4, config.learner.steps]

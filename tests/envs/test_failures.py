@@ -69,6 +69,7 @@ class Broken:
             "a good generator": iter(tasks),
             "another split": [Task(id="a", env_name="broken", split="test", seed=0)],
             "a number's id": [Task(id=1, env_name="broken", split=split, seed=0)],
+            "a long id": [Task(id="a" * 4097, env_name="broken", split=split, seed=0)],
             "a text's seed": [Task(id="a", env_name="broken", split=split, seed="0")],
             "a number's data": [
                 Task(id="a", env_name="broken", split=split, seed=0, data={"size": 3})],
@@ -313,6 +314,7 @@ def test_each_trouble_of_a_program_is_one_line_with_its_place_task_and_log(
         ("a generator", "RuntimeError: no more tasks, at {raised} in broken_generator"),
         ("another split", "has task 'a' with split='test'; it must be 'train', at {tasks}"),
         ("a number's id", "has a task with id=1 at index 0; it must be text, at {tasks}"),
+        ("a long id", "has a task whose id has 4,097 characters at index 0; at most 4,096 can"),
         ("a text's seed", "has task 'a' with seed='0'; it must be an int, at {tasks}"),
         ("a number's data", r"has task 'a' with data\['size'\]=3; it must be text, at {tasks}"),
         ("a list's data", "has task 'a' with data=list .*; it must be a dict of text, at {tasks}"),

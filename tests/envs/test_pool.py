@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import row_bounds
 from envs import (
     EnvironmentDied,
     EnvironmentPool,
@@ -280,11 +281,11 @@ def test_a_score_that_no_mean_can_take_is_refused(size: float) -> None:
     observation = Observation(text="")
     answer = Transition(
         observation=observation,
-        reward=check.MAX_REWARD,
+        reward=row_bounds.MAX_REWARD,
         terminated=True,
         truncated=False,
         won=True,
-        task_score=-check.MAX_REWARD,
+        task_score=-row_bounds.MAX_REWARD,
     )
     assert check.checked_answer("step", answer) == answer
     with pytest.raises(ValueError, match=r"task_score=.*at most 1e\+12 in size, or None"):

@@ -18,7 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gigpo import PUBLISHED_SETTINGS, advantages_macro, compute_advantages, prepare_advantages
+from gigpo import (
+    ESTIMATORS,
+    PUBLISHED_SETTINGS,
+    WITH_CRITIC,
+    advantages_macro,
+    compute_advantages,
+    prepare_advantages,
+    token_advantages,
+)
+from gigpo.settings import NORMALISATIONS, WEIGHTINGS
+from row_bounds import MAX_REWARD
 from tests.support.gigpo_samples import column, episode, settings, table, uid
 
 STEPS = table({"A": episode("s0 s1 s2", end=10, invalid=(1,)), "B": episode("s0 s1", end=0)})
@@ -91,6 +101,37 @@ def test_finite_rewards_without_a_finite_sum_are_refused():
     )
     for normalise in ("mean", "mean_std", "leave_one_out"):
         assert all(map(math.isfinite, column(largest, "advantage", normalise=normalise)))
+
+
+@pytest.mark.parametrize("normalise", NORMALISATIONS)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_largest_rewards_fit_into_float32_squared(estimator, normalise, weighting):
+    """A gradient's norm squares them, and adds millions of squares."""
+    long = [(f"s{index % 7}", MAX_REWARD, index % 3 > 0) for index in range(1000)]
+    steps = table(
+        {
+            "A": long,
+            "B": [(state, -reward, valid) for state, reward, valid in long],
+            "C": [("s0", MAX_REWARD, True), ("s1", -MAX_REWARD, True)],
+            "D": episode("s0 s2 s1", end=0),
+        }
+    )
+    steps = steps.append_column("value", pa.array([0.0] * len(steps)))
+    steps = steps.append_column("won", pa.array([True] * len(steps)))
+    steps = steps.append_column("final_state_hash", pa.nulls(len(steps), pa.binary(16)))
+    given = settings(estimator=estimator, normalise=normalise, weighting=weighting)
+    found = compute_advantages(steps, given)
+    numbers = [found["advantage"].to_numpy()]
+    if estimator in WITH_CRITIC:
+        numbers.append(found["value_target"].to_numpy())
+        numbers += token_advantages(
+            np.zeros(2 * len(steps)), numbers[1], np.full(len(steps), 2), gae_lambda=0.95
+        )
+    for each in numbers:
+        single = each.astype(np.float32)
+        assert np.isfinite(single).all() and np.abs(single).max() > 0
+        assert np.isfinite(np.square(single) * np.float32(1e6)).all()
 
 
 def test_a_data_frame_or_a_dictionary_of_columns_is_a_table_too():

@@ -285,8 +285,72 @@ def test_many_long_texts_are_compared_within_a_bound(method, monkeypatch):
     assert similarity.MAX_WORK // 2 < work <= similarity.MAX_WORK
 
 
+@pytest.mark.parametrize("method", ["linked", "greedy"])
+def test_texts_of_wide_characters_count_for_the_time_that_they_take(method, monkeypatch):
+    """The attack: texts of 20,000 different characters took 25 times the time, 390 s a group."""
+    alphabet = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
+    length = 30_000
+    n_compared = {}
+    for kind, base in (("narrow", "ab" * length), ("wide", alphabet * 2)):
+        n_pairs = 0
+
+        def counted(queries, choices, **settings):
+            nonlocal n_pairs
+            n_pairs += len(choices)
+            return np.zeros((1, len(choices)))
+
+        monkeypatch.setattr(similarity, "cdist", counted)
+        long = [base[number : number + length] + str(number) for number in range(100)]
+        keys = similarity_keys(texts(*long[:2], *long), threshold=0.9, method=method).to_pylist()
+        assert len(set(keys)) == len(set(long))
+        n_compared[kind] = n_pairs
+    assert 20 < n_compared["narrow"] / n_compared["wide"] < 35
+    assert n_compared["wide"] * 27 * length**2 < similarity.MAX_WORK
+
+
+@pytest.mark.parametrize("method", ["linked", "greedy"])
+def test_a_pair_of_short_texts_counts_too(method, monkeypatch):
+    """The attack: 100,000 texts of one word took 8 minutes, and counted 2% of the bound."""
+    monkeypatch.setattr(similarity, "MAX_WORK", 5_000 * similarity.PAIR_WORK)
+    words = [f"{number:05}" for number in range(2_000)]
+    n_pairs = 0
+
+    def counted(queries, choices, **settings):
+        nonlocal n_pairs
+        n_pairs += len(choices)
+        return np.zeros((1, len(choices)))
+
+    monkeypatch.setattr(similarity, "cdist", counted)
+    assert similarity_keys(texts(*words), threshold=0.9, method=method).to_pylist() == words
+    assert 4_500 < n_pairs <= 5_000
+    assert 16_000**2 / 2 * 2**14 < 1 << 41 < 17_000**2 / 2 * 2**14
+
+
+def test_difflib_counts_each_pair(monkeypatch):
+    monkeypatch.setattr(similarity, "MAX_RATIO_WORK", 100 * similarity.PAIR_WORK)
+    words = ["".join(order) for order in itertools.permutations("abcdef")][:100]
+    n_asked = 0
+
+    class Counting:
+        def __init__(self, isjunk, b):
+            pass
+
+        def set_seq1(self, text):
+            pass
+
+        def ratio(self):
+            nonlocal n_asked
+            n_asked += 1
+            return 0.0
+
+    monkeypatch.setattr(similarity, "SequenceMatcher", Counting)
+    assert similarity_keys(texts(*words), threshold=0.2, method="greedy").to_pylist() == words
+    assert 90 < n_asked < 100
+
+
 def test_a_bound_leaves_out_the_longest_texts_in_any_order(monkeypatch):
     rows = ["abcdefghij", "abcdefghik", "abcdefghijkl", "abcdefghijkm"]
+    monkeypatch.setattr(similarity, "PAIR_WORK", 0)
     monkeypatch.setattr(similarity, "MAX_WORK", 10 * 10)
     for order in itertools.permutations(rows):
         keys = similarity_keys(texts(*order), threshold=0.8, method="linked").to_pylist()
@@ -295,6 +359,7 @@ def test_a_bound_leaves_out_the_longest_texts_in_any_order(monkeypatch):
 
 
 def test_greedy_asks_difflib_within_a_bound(monkeypatch):
+    monkeypatch.setattr(similarity, "PAIR_WORK", 0)
     monkeypatch.setattr(similarity, "MAX_RATIO_WORK", 10 * 10)
     rows = ["abcdefghij", "abcdefghik", "abcdefghil"]
     keys = similarity_keys(texts(*rows), threshold=0.8, method="greedy").to_pylist()

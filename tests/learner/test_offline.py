@@ -10,6 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 import configs
@@ -17,13 +20,26 @@ from configs import Config, ConfigError
 from coordinator import Coordinator
 from learner import Learner, check_train_on
 from learner.data.batch_loader import PreparedBatch, prepare_batch
+from learner.data.training_rows import AdvantageError, check_finite
 from learner.data.updates import OFFLINE_STALENESS, with_staleness
 from learner.explain import explain, table
 from learner.step_times import StepTimes
 from learner.training.run_health import StarvationError, check_batches
 from learner.training.step_metrics import step_metrics
-from store import RunLayout, VersionRecord, export, parse_source, take_sources, write_open_sql
+from row_bounds import MAX_REWARD
+from store import (
+    FormatError,
+    RunLayout,
+    VersionRecord,
+    export,
+    export_selection,
+    parse_source,
+    take_sources,
+    uid_text,
+    write_open_sql,
+)
 from tests.support.fast_directory import fast_directory
+from tests.support.forged_dataset import write_dataset
 from tests.support.learner_loop import (
     Handle,
     good,
@@ -139,6 +155,51 @@ def test_rows_left_out_of_training_still_count_in_the_baseline(
     assert {int(value) for batch in update.micro_batches for value in batch.staleness_N} == {
         OFFLINE_STALENESS
     }
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"normalise": "mean"},
+        {"normalise": "leave_one_out"},
+        {"estimator": "rloo"},
+        {"estimator": "dr_grpo"},
+    ],
+)
+@pytest.mark.parametrize("size", [MAX_REWARD, 1e60])
+def test_a_datasets_rewards_are_finite_in_the_tensors(
+    tmp_path: Path, played: Path, size: float, algorithm: dict[str, str]
+) -> None:
+    export_selection(played, tmp_path / "out", where=None, as_of=None)
+    (part,) = (tmp_path / "out").rglob("*.parquet")
+    table = pq.read_table(part)
+    index = table.schema.get_field_index("reward")
+    rewards = pc.multiply(table["reward"], size)
+    table = table.set_column(index, table.schema.field(index), rewards)
+    place = write_dataset(tmp_path / "forged", table, run_id="f" * 32, size=2)
+    config = stored_config(tmp_path / "run", place)
+    config = replace(config, algorithm=replace(config.algorithm, **algorithm))
+    if size > MAX_REWARD:
+        with pytest.raises(FormatError, match="reward=1e\\+60, which no run writes"):
+            make_run(config)
+        return
+    ready = next_ready(make_run(config))
+    batches = [batch for update in ready.updates for batch in update.micro_batches]
+    assert all(batch.advantages_N.isfinite().all() for batch in batches)
+    assert any(batch.advantages_N.abs().max() > 1e11 for batch in batches)
+
+
+@pytest.mark.parametrize("name", ["advantage", "value_target", "token_advantage"])
+@pytest.mark.parametrize("wrong", [1e39, -1e60, float("inf"), float("nan")])
+def test_an_advantage_that_is_no_finite_float32_names_its_group(name: str, wrong: float) -> None:
+    uids = [bytes([number]) * 16 for number in range(3)]
+    numbers: list[Any] = [0.5, 3.4e38, wrong]
+    if name.startswith("token_"):
+        numbers = [[0.5, 1.0], [], [3.4e38, wrong]]
+    rows = pa.table({"group_uid": pa.array(uids, pa.binary(16)), name: numbers})
+    check_finite(rows[:2])
+    with pytest.raises(AdvantageError, match=f"group {uid_text(uids[2])} has {name}="):
+        check_finite(rows)
 
 
 def test_a_group_of_which_nothing_is_wanted_says_so(tmp_path: Path, played: Path) -> None:

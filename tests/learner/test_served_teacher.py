@@ -291,6 +291,14 @@ def test_a_server_must_be_there_with_the_teacher_alone(monkeypatch: pytest.Monke
         pytest.raises(TeacherError, match="serves 2 models; give it the teacher alone"),
     ):
         ServedTeacher(server.url)
+    longest = "m" * served_teacher.MAX_NAME_CHARACTERS
+    with chat_server(lambda body: echoed(None), models=[longest]) as server:
+        ServedTeacher(server.url)
+    with (
+        chat_server(lambda body: echoed(None), models=[longest + "m"]) as server,
+        pytest.raises(TeacherError, match="a model whose name has 4,097 characters"),
+    ):
+        ServedTeacher(server.url)
 
 
 @pytest.mark.slow

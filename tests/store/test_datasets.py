@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cli.__main__ import main
+from row_bounds import MAX_CHARACTERS, MAX_NAME_CHARACTERS
 from store import (
     FORMAT,
     SEGMENT_SCHEMA,
@@ -33,8 +34,10 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.exchange import datasets
 from store.exchange.datasets import export_selection, import_selection, live_files
 from store.hashing import uid
+from store.maintenance import segment_rows
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.reading.reader import open_run
@@ -331,6 +334,86 @@ def test_a_group_of_a_size_that_no_run_has_is_refused(tmp_path: Path, size: int)
     file.write_text(json.dumps(content))
     with pytest.raises(FormatError, match="members"):
         import_selection(into.root, tmp_path / "dataset")
+
+
+@pytest.mark.parametrize("run_id", ["f" * 10_000_000, "\ud800" * 32, "../x", "", "F" * 32])
+def test_a_run_id_that_no_run_has_is_refused(tmp_path: Path, run_id: str) -> None:
+    """Keep it out of the catalog, which holds it once for each group."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    forged = forge(layout, tmp_path / "forged", 5, 0, size=1)
+    file = forged / "dataset.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"run_id": run_id}))
+    before = states(layout)
+    with pytest.raises(FormatError, match="is not a run id of 32 hex digits") as refused:
+        import_selection(layout.root, forged)
+    assert states(layout) == before and len(str(refused.value)) < 500
+    assert layout.catalog.stat().st_size < 1_000_000
+
+
+def test_a_dataset_json_beyond_measure_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = make_run(tmp_path / "run", n_groups=1)
+    forged = forge(layout, tmp_path / "forged", 5, 0, size=1)
+    n_bytes = (forged / "dataset.json").stat().st_size
+    monkeypatch.setattr(datasets, "MAX_DATASET_JSON_BYTES", n_bytes - 1)
+    with pytest.raises(StoreError, match="no run wrote it"):
+        import_selection(layout.root, forged)
+    monkeypatch.setattr(datasets, "MAX_DATASET_JSON_BYTES", n_bytes)
+    assert import_selection(layout.root, forged).n_trajectories == 1
+
+
+@pytest.mark.parametrize("column", ["task_id", "env_name", "finish_reason"])
+def test_a_name_that_no_run_has_is_refused(tmp_path: Path, column: str) -> None:
+    """The attack: 13 KB of Parquet held 20,000,000 equal characters for the catalog."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    for length in (MAX_NAME_CHARACTERS, 20_000_000):
+        text = "\u00e9" * length
+        member = make_trajectory(Group.imported(group_uid=bytes(16), task_id="t", size=1), 0)
+        if column == "finish_reason":
+            steps = tuple(replace(step, finish_reason=text) for step in member.steps)
+            member = replace(member, steps=steps)
+        else:
+            member = replace(member, **{column: text})
+        table = to_table([member])
+        place = write_dataset(tmp_path / str(length), table, run_id="f" * 32, size=1)
+        if length == MAX_NAME_CHARACTERS:
+            assert import_selection(layout.root, place).n_trajectories == 1
+            continue
+        with pytest.raises(FormatError, match=f"a {column} of 20,000,000 characters, more than 4,"):
+            import_selection(layout.root, place)
+    assert layout.catalog.stat().st_size < 1_000_000
+
+
+def test_every_text_of_a_row_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = to_table([make_trajectory(Group.imported(group_uid=bytes(16), task_id="t", size=1), 0)])
+    texts = {
+        field.name for field in SEGMENT_SCHEMA if field.type in (pa.string(), pa.list_(pa.string()))
+    }
+    assert texts == set(MAX_CHARACTERS)
+    for name in texts:
+        monkeypatch.setattr(segment_rows, "MAX_CHARACTERS", {name: 2})
+        index, kind = table.schema.get_field_index(name), table.schema.field(name).type
+        long = ["abc"] if pa.types.is_list(kind) else "abc"
+        column = pa.array([long] * len(table), kind)
+        changed = table.set_column(index, table.schema.field(index), column)
+        with pytest.raises(FormatError, match=f"a {name} of 3 characters, more than 2|state_hash"):
+            segment_rows.check_importable(changed, name="part")
+
+
+@pytest.mark.parametrize("time_us", [-1, -(2**63), 2**63 - 1, 2**63 // 1000 + 1])
+def test_a_time_that_no_clock_shows_is_refused(tmp_path: Path, time_us: int) -> None:
+    """Rows with such a time could not be turned into Python's objects."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    forged = forge(layout, tmp_path / "forged", 5, 0, size=1)
+    table = parts(forged)
+    index = table.schema.get_field_index("t_start")
+    times = pa.array([time_us] * len(table), pa.int64()).cast(table.schema.field(index).type)
+    table = table.set_column(index, table.schema.field(index), times)
+    place = write_dataset(tmp_path / "times", table, run_id="f" * 32, size=1)
+    with pytest.raises(FormatError, match=f"t_start={time_us} us, outside of the years 1970 to"):
+        import_selection(layout.root, place)
 
 
 def forge(layout: RunLayout, dest: Path, ordinal: int, member: int, **changes: Any) -> Path:

@@ -1,0 +1,34 @@
+"""Bound the values of a stored step: environments, actors and imports refuse what is beyond.
+
+    MAX_REWARD                   # size of a reward and of a task_score, as stored
+    MAX_CHARACTERS["task_id"]    # length of a text, by its column
+
+A row beyond them is refused where it is made or imported. Once stored it would come back at every
+start. This module imports nothing of the project, so that every package may import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+# After the factor `env.win_reward`. A return of 1,000 such rewards is 1e15. Learning squares it,
+# and float32 ends at 3e38.
+MAX_REWARD: Final = 1e12
+# Names go into the catalog, once for each group, and into its index.
+MAX_NAME_CHARACTERS: Final = 4096
+# All texts of an observation together. Each step stays in memory until its episode is written.
+MAX_OBSERVATION_CHARACTERS: Final = 64 * 2**20
+MAX_CHARACTERS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        **dict.fromkeys(("env_name", "task_id", "split", "finish_reason"), MAX_NAME_CHARACTERS),
+        **dict.fromkeys(
+            (
+                *("obs_text", "anchor_text", "admissible_actions", "action_text"),
+                *("final_observation", "final_anchor_text", "final_admissible_actions"),
+            ),
+            MAX_OBSERVATION_CHARACTERS,
+        ),
+    }
+)
