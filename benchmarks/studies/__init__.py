@@ -9,11 +9,12 @@ one module with a `STUDY`, listed in NAMES:
     horizon.py              estimators, with the door at three distances
     staleness.py            old episodes, with each correction
     kill_campaign.py        runs whose parts are killed, beside undisturbed ones
+    generalisation.py       what lifts the quick start's success on games it has never seen
 
 `study.py` has the records, `runner.py` runs and resumes, in one process or several,
 `results/` keeps a line of JSON for each finished run, `intervals.py` has the bootstrap, `page.py`
 and `svg.py` make the page. `small_world.py`, `small_training.py` and `corridor.py` are a world in
-which a run takes seconds.
+which a run takes seconds; `real_runs.py` starts runs as a user does.
 """
 
 NAMES = (
@@ -23,4 +24,5 @@ NAMES = (
     "horizon",
     "staleness",
     "kill_campaign",
+    "generalisation",
 )

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.study import ROOT, Arm, Result, Study
+from benchmarks.studies.real_runs import started, train
+from benchmarks.studies.study import Arm, Result, Study
 
 CONFIG = "configs/key_room.yaml"
 SETTINGS = {
     "learner.checkpoint_every": 5,
     "evaluation.every": 0,
     "supervision.max_restarts": 1000,  # the campaign may hit one component every time
-    "trackers": "[]",
 }
 STEPS = 60  # of the config
 KILLS = 6
@@ -94,7 +92,7 @@ class _Campaign:
 
     def run_to_the_end(self, settings: dict[str, Any]) -> None:
         for _ in range(MOST_STARTS):
-            process = _started(self.directory, settings)
+            process = started(CONFIG, self.directory, {**SETTINGS, **settings})
             self._kill_while_running(process)
             if process.wait() == 0:
                 return
@@ -141,22 +139,8 @@ def _base_policy(seed: int, work: Path) -> Path:
     policy = directory / "base" / "policy"
     if not policy.exists():
         shutil.rmtree(directory, ignore_errors=True)
-        if _started(directory, {"seed": seed, "learner.steps": 1}).wait():
-            raise RuntimeError(f"{directory} could not be trained; see {directory}.log")
+        train(CONFIG, directory, {**SETTINGS, "seed": seed, "learner.steps": 1})
     return policy
-
-
-def _started(directory: Path, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    given = {**SETTINGS, **settings, "run_dir": directory}
-    with directory.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "cli", "train", CONFIG, *(f"{k}={v}" for k, v in given.items())],
-            cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
 
 
 def _committed(directory: Path) -> set[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.studies.study import ROOT, Arm, Result, Study
+from benchmarks.studies.real_runs import train
+from benchmarks.studies.study import Arm, Result, Study
 
 STEPS = 5  # enough to see whether a difference grows
 SETTINGS = {
@@ -20,7 +18,6 @@ SETTINGS = {
     "learner.keep_versions": STEPS + 2,
     "evaluation.every": 0,
     "evaluation.final_episodes_per_task": 1,
-    "trackers": "[]",
 }
 CONFIG = "configs/key_room.yaml"
 PLAYED = """
@@ -37,7 +34,7 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
         rate = float(arm.settings["learning_rate"])
         directory = work / f"rate{rate:g}_seed{seed}"
         shutil.rmtree(directory, ignore_errors=True)
-        _train(directory, seed=seed, learning_rate=rate)
+        train(CONFIG, directory, {**SETTINGS, "seed": seed, "learner.learning_rate": rate})
         layout = RunLayout.open(directory)
         with store.open_run(directory) as reader:
             rows = reader.rows(PLAYED)
@@ -75,22 +72,6 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
             },
             [],
         )
-
-
-def _train(directory: Path, *, seed: int, learning_rate: float) -> None:
-    settings = {
-        **SETTINGS,
-        "run_dir": directory,
-        "seed": seed,
-        "learner.learning_rate": learning_rate,
-    }
-    subprocess.run(
-        [sys.executable, "-m", "cli", "train", CONFIG, *(f"{k}={v}" for k, v in settings.items())],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
 
 
 def _difference(directory: Path, weights: dict) -> float:
