@@ -1,4 +1,4 @@
-"""What lifts the quick start's success on games that it has never seen?"""
+"""Find what lifts the quick start's success on games that it has never seen."""
 
 from __future__ import annotations
 

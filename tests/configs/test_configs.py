@@ -785,7 +785,9 @@ WIDE = "a: " + "x" * 1000 + "\nb: [" + ", ".join(["'${a}'"] * 2000) + "]\n"
 BESIDE = "env:\n  options:\n    a0: xx\n" + "".join(
     f"    a{n + 1}: {f'${{.a{n}}}' * 1000}\n" for n in range(3)
 )
-ALIKE = "env:\n  options:\n    a: xx\n    c:\n      {one}: '${{env.options.a}}'\n      {other}: ''\n"
+ALIKE = (
+    "env:\n  options:\n    a: xx\n    c:\n      {one}: '${{env.options.a}}'\n      {other}: ''\n"
+)
 INDEXED = "env:\n  options:\n    x0: [xx]\n    x1: ['${{{reference}}}']\n"
 CHAIN = "".join(f"c{n}: ${{c{n + 1}}}\n" for n in range(1200)) + "c1200: 1\n"
 
