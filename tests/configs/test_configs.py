@@ -814,7 +814,7 @@ CHAIN = "".join(f"c{n}: ${{c{n + 1}}}\n" for n in range(1200)) + "c1200: 1\n"
         ],
         (ALIKE.format(one="true", other="'True'"), "two of its keys read 'True'"),
         (ALIKE.format(one="1.5", other="'1.5'"), "two of its keys read '1.5'"),
-        (ALIKE.format(one="1", other="'1'"), "two of its keys read '1'"),
+        (ALIKE.format(one="1", other="'1'"), "Conflicting integer and string keys: 1 and '1'"),
         ("seed: ${oc.select:seed}\n", "in a way that is not known"),
         ("env:\n  options:\n    a: ${env.${b}}\n", "in a way that is not known"),
         ("run_dir: '" + "${" * 2000 + "a" + "}" * 2000 + "'\n", "in a way that is not known"),

@@ -82,7 +82,7 @@ def of_a_learner_step() -> set[str]:
     )  # fmt: skip
     ready = SimpleNamespace(
         batch=SimpleNamespace(groups=groups, replayed=groups[:1]), version=1, summary=summary,
-        filtered={}, values={b"t": [0.0]}, replayed=pa.table({"advantage": [0.5]}),
+        filtered={}, state_values={b"t": [0.0]}, replayed=pa.table({"advantage": [0.5]}),
         rows=pa.table({"anchor_size": [1], **{name: [0.0] for name in advantages}}),
         times=LoadTimes(),
     )  # fmt: skip
