@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Of one request or one observation: 65,536 short messages have 196,608. So many empty lists are
-# read in a tenth of a second and take some 30 MiB.
+# Of one request: 65,536 short messages have 196,608. So many are read in tenths of a second and
+# take some 30 MiB.
 MAX_VALUES = 2**18
 # Each value but the first follows one of them: "[" and "{" begin a list or an object with one.
 SEPARATORS = b"[{,"

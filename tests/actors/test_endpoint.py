@@ -741,7 +741,7 @@ def test_long_conversations_pass_whatever_their_texts_have() -> None:
 def test_a_wrong_value_is_quoted_in_part(
     monkeypatch: pytest.MonkeyPatch, field: str, start: str
 ) -> None:
-    """Of a value with many parts only the first are written, not all of them and then cut."""
+    """Write the first parts of a value with many, not all of them to cut the text then."""
     messages: list[str] = []
     refused = request.refused
     monkeypatch.setattr(
