@@ -29,6 +29,7 @@ from cli.study import study
 from cli.train import train
 from cli.view import view
 from printable import UserError, fail, printable, protect_terminal
+from usage_statistics import usage_statistics_off
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
         protect_terminal()
+    os.environ.update(usage_statistics_off(os.environ))  # commands import the libraries later
     if instruction := os.environ.get(COMPLETION):
         return shell_complete(program, {}, "gigpo", COMPLETION, instruction)
     try:

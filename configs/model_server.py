@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from bounded_json import check_values
 from printable import one_line
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # hundreds of times the longest reply that is asked for; log-probabilities of 200,000 tokens
 MAX_ANSWER_BYTES = 16 * 2**20
+MAX_ANSWER_VALUES = 2**21  # log-probabilities have about five values for each token
 MAX_QUOTED_CHARACTERS = 300  # of an answer, in an error
 
 
@@ -61,9 +63,13 @@ async def bound_answer(response: httpx2.Response) -> None:
 
 
 def json_of(data: bytes) -> Any:
-    """Return the value of a JSON text, with lone surrogates replaced; None if it cannot be read."""
+    """Return the value of a JSON text, with lone surrogates replaced.
+
+    Returns None if it cannot be read, or has more than MAX_ANSWER_VALUES values.
+    """
     text = data.decode(errors="replace")
     try:
+        check_values(data, most=MAX_ANSWER_VALUES)
         value = json.loads(text)
         if "\\ud" in text.lower():  # the only way to write a lone surrogate
             units = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")

@@ -24,6 +24,7 @@ from configs import ConfigError
 from driver.interrupt import hold_interrupts
 from driver.run_lock import RUN_MARK
 from learner import RAY_HIDES_GPUS, make_ray_directory, ray_token
+from usage_statistics import usage_statistics_off
 
 # Processes that Ray starts beside the two it needs: the scaler of a cloud's machines, the reader of
 # logs (unused with log_to_driver=False) and the dashboard. `ray.init` cannot leave them out.
@@ -51,6 +52,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     GPU sees none. Raises ConfigError if the cluster cannot be joined.
     """
     variables = {RUN_MARK: str(Path(run_dir).resolve())} | RAY_HIDES_GPUS
+    variables |= usage_statistics_off(os.environ)  # processes on other nodes do not inherit them
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
         with hold_interrupts(), _ray_without_extras():
             _join(variables)

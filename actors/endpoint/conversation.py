@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,14 @@ class _Exchange:
     ended: bool  # the response has the model's end token
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Digested:
+    messages: tuple[Message, ...]
+    tools: Tools
+    digests: tuple[bytes, ...]  # of the tools and the first n messages, for n = 1, 2, ...
+    hasher: Any  # has read all of them
+
+
 class Conversation:
     """Keep the exchanges of one episode: also of several conversations, and of their branches.
 
@@ -53,6 +61,8 @@ class Conversation:
         self._stand_in = secrets.token_hex(16)
         # by the digest of all messages including the reply; of equal ones the newest
         self._exchanges: dict[bytes, _Exchange] = {}
+        # of the newest prompt; each of its many replies is recorded after the same messages
+        self._newest: _Digested | None = None
 
     def prompt(self, messages: tuple[Message, ...], *, tools: Tools = ()) -> tuple[int, ...]:
         """Return the token ids up to where the reply begins.
@@ -60,7 +70,8 @@ class Conversation:
         Takes time in proportion to the characters. Raises PromptTooLong, and the errors of the chat
         template.
         """
-        for end, digest in reversed(list(_digests(messages, tools=tools))):
+        digested = self._newest = _digested(messages, tools=tools)
+        for end, digest in reversed(list(enumerate(digested.digests, start=1))):
             exchange = self._exchanges.get(digest)
             if exchange is None:
                 continue
@@ -83,8 +94,12 @@ class Conversation:
 
         `ended` says that the last token is the model's end token, not cut off by a limit.
         """
-        *_, (_, digest) = _digests((*messages, reply), tools=tools)
-        self._exchanges[digest] = _Exchange(token_ids=token_ids, ended=ended)
+        digested = self._newest
+        if digested is None or digested.messages is not messages or digested.tools is not tools:
+            digested = self._newest = _digested(messages, tools=tools)
+        hasher = digested.hasher.copy()
+        _add_message(hasher, reply)
+        self._exchanges[hasher.digest()] = _Exchange(token_ids=token_ids, ended=ended)
 
     def written(
         self, messages: tuple[Message, ...], *, reply: Message, tools: Tools = ()
@@ -149,17 +164,20 @@ class Conversation:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _digests(messages: Sequence[Message], *, tools: Tools) -> Iterator[tuple[int, bytes]]:
-    """Yield (n, digest of the tools and the first n messages) for n = 1, 2, ...
-
-    Reads each message once.
-    """
+def _digested(messages: tuple[Message, ...], *, tools: Tools) -> _Digested:
+    """Return the digests of the tools with the first messages. Reads each message once."""
     hasher = hashlib.blake2b(json.dumps(list(tools)).encode(), digest_size=16)
-    for end, message in enumerate(messages, start=1):
-        texts = (message.role, message.content, *message.tool_texts)
-        hasher.update(len(texts).to_bytes(8, "little"))
-        for text in texts:
-            data = text.encode(errors="surrogatepass")
-            hasher.update(len(data).to_bytes(8, "little"))
-            hasher.update(data)
-        yield end, hasher.digest()
+    digests = []
+    for message in messages:
+        _add_message(hasher, message)
+        digests.append(hasher.digest())
+    return _Digested(messages=messages, tools=tools, digests=tuple(digests), hasher=hasher)
+
+
+def _add_message(hasher: Any, message: Message) -> None:
+    texts = (message.role, message.content, *message.tool_texts)
+    hasher.update(len(texts).to_bytes(8, "little"))
+    for text in texts:
+        data = text.encode(errors="surrogatepass")
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)

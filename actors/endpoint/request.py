@@ -8,6 +8,7 @@ unsupported way is refused by name.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -28,6 +29,7 @@ from pydantic import (
 
 from actors.prompting.chat_template import LONG_CHARACTERS
 from actors.prompting.messages import Message, ToolCall, parse_arguments
+from bounded_json import MAX_VALUES, count_values
 
 MAX_N = 128
 MAX_MESSAGES = 2**16  # more take seconds of the event loop
@@ -84,8 +86,9 @@ class _TextPart(BaseModel):
 
 @dataclass(slots=True)
 class _Count:
-    """Count the messages and parts of one request while they are validated."""
+    """Count the messages, parts and values of one request while they are validated."""
 
+    n_values: int = 0  # of the body, and of the JSON in its texts
     n_messages: int = 0  # whole ones, so the index of the message that is being validated
     n_parts: int = 0
 
@@ -100,6 +103,17 @@ class _Count:
             raise refused(
                 f"{param}: more than {MAX_PARTS} text parts, tool calls and tools in all; "
                 "send fewer",
+                param,
+            )
+
+    def add_values(self, data: bytes, *, param: str | None) -> None:
+        """Raise RequestError beyond MAX_VALUES, also for values of fields that are ignored."""
+        self.n_values += count_values(data, most=MAX_VALUES)
+        if self.n_values > MAX_VALUES:
+            where = f"{param}: " if param else ""
+            raise refused(
+                f"{where}the request has more than {MAX_VALUES} values, those of lists, objects "
+                "and arguments together; send fewer",
                 param,
             )
 
@@ -134,6 +148,11 @@ def _as_parts(content: object, info: ValidationInfo) -> object:
     return content
 
 
+# Longer or deeper values end in "...": the whole text would take seconds.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 6
+_SHORT.maxlist = _SHORT.maxdict = 20
+_SHORT.maxstring = _SHORT.maxlong = MAX_QUOTED_CHARACTERS
 _BOUNDED = Field(max_length=MAX_PARTS, fail_fast=True)
 
 
@@ -148,7 +167,10 @@ def _as_json(arguments: object) -> object:
     return arguments or "{}"
 
 
-def _checked_arguments(arguments: str) -> str:
+def _checked_arguments(arguments: str, info: ValidationInfo) -> str:
+    if isinstance(info.context, _Count):
+        param = f"messages[{info.context.n_messages}].tool_calls"
+        info.context.add_values(arguments.encode(errors="surrogatepass"), param=param)
     parse_arguments(arguments)
     return arguments
 
@@ -286,8 +308,10 @@ def takes_long(messages: tuple[Message, ...]) -> bool:
 
 def parse_request(body: bytes) -> ChatRequest:
     """Return the request in a body. Raises RequestError with the wrong field."""
+    count = _Count()
+    count.add_values(body, param=None)
     try:
-        request = ChatRequest.model_validate_json(body, context=_Count())
+        request = ChatRequest.model_validate_json(body, context=count)
     except ValidationError as error:
         message, param = first_fault(error)
         raise refused(message, param) from None
@@ -297,7 +321,9 @@ def parse_request(body: bytes) -> ChatRequest:
         if name not in UNSUPPORTED:
             raise refused(f"{name} is not a field that this endpoint knows; leave it out", name)
         if value not in UNSUPPORTED[name]:
-            raise refused(f"{name}={value!r} is not supported by this endpoint; leave it out", name)
+            raise refused(
+                f"{name}={_shown(value)} is not supported by this endpoint; leave it out", name
+            )
     return request
 
 
@@ -323,8 +349,10 @@ def first_fault(error: ValidationError) -> tuple[str, str | None]:
         return f"{param} is not supported: use tool_calls", param
     if param == "tool_choice":
         choice = "use 'auto' or 'none': a call that is forced is not the policy's own choice"
-        return f"tool_choice={first['input']!r} is not supported; {choice}", param
-    given = first["input"]
-    if isinstance(given, list) and len(given) > MAX_PARTS:  # its text would take seconds
-        return f"{param} has {len(given)} items: {first['msg']}", param
-    return f"{param}={given!r}: {first['msg']}", param
+        return f"tool_choice={_shown(first['input'])} is not supported; {choice}", param
+    return f"{param}={_shown(first['input'])}: {first['msg']}", param
+
+
+def _shown(value: object) -> str:
+    """Return the `repr` of a value, without what is too much to be quoted in an error."""
+    return _SHORT.repr(value)

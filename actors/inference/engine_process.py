@@ -28,6 +28,7 @@ from typing import Any
 from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers, parallel_sizes
 from printable import did_you_mean
 from store import weight_files
+from usage_statistics import usage_statistics_off
 
 # directory of the sockets that connect a worker with its engine; needs a short path
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -117,7 +118,7 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
     log_config_path.write_text(json.dumps(_log_config(log_path)))
     variables = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
+        **usage_statistics_off(os.environ),
         "VLLM_LOGGING_CONFIG_PATH": str(log_config_path),
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -108,7 +108,6 @@ class MlflowTracker:
 
     def __init__(self, setup: TrackerSetup) -> None:
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # git may not be installed
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
 

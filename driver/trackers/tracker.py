@@ -28,6 +28,7 @@ from driver.trackers.delivered import DeliveredMetrics
 from driver.trackers.services import PACKAGES, TrackerSetup
 from driver.trackers.tracker_process import READY
 from store import Metric, RunLayout, StoreError
+from usage_statistics import usage_statistics_off
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = "trackers"  # in the run, for local files
@@ -105,7 +106,7 @@ class TrackerProcess:
                 env={
                     **os.environ,
                     "PYTHONPATH": path,
-                    "HF_HUB_DISABLE_TELEMETRY": "1",
+                    **usage_statistics_off(os.environ),
                     RUN_MARK: str(layout.root.resolve()),
                 },
                 stdin=subprocess.PIPE,

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bounded_json import TooManyValues, read_value
 from envs.adapters.common import close_soon
 from envs.base import Observation, Task, Transition, task_to_json
 from envs.errors import EnvironmentDied
@@ -48,6 +49,7 @@ UNKNOWN_ID = 404
 LIST_TIMEOUT_S = 600.0  # for the whole list: a server may create its games now
 MAX_LIST_BYTES = 2**30  # of all tasks
 MAX_ANSWER_BYTES = 64 * 2**20  # of an observation, with its images
+MAX_ANSWER_VALUES = 2**21  # twice the actions that an observation may have
 ERROR_CHARACTERS = 1000  # of a server's error
 COLOURS = 3  # red, green, blue
 
@@ -88,12 +90,12 @@ class RemoteEnv:
         if self._id is not None:
             status, answer = await self._post("reset", task=fields)
         if status == UNKNOWN_ID:
-            self._id = json.loads(self._checked(*await self._post("create")))["id"]
+            self._id = self._value(*await self._post("create"))["id"]
             status, answer = await self._post("reset", task=fields)
-        return observation_from_json(json.loads(self._checked(status, answer)))
+        return observation_from_json(self._value(status, answer))
 
     async def step(self, action: str) -> Transition:
-        fields = json.loads(self._checked(*await self._post("step", action=action)))
+        fields = self._value(*await self._post("step", action=action))
         return Transition(**{**fields, "observation": observation_from_json(fields["observation"])})
 
     def close(self) -> None:
@@ -139,11 +141,15 @@ class RemoteEnv:
                     f"{self._url}/close", json={"id": self._id}, allow_redirects=False
                 )
 
-    def _checked(self, status: int, answer: bytes) -> bytes:
+    def _value(self, status: int, answer: bytes) -> Any:
+        """Return the value of an answer. Raises EnvironmentDied for an error or too many values."""
         if status != 200:
             at_fault = _json_object(answer).get("at_fault") is not False
             raise EnvironmentDied(self._error(status, answer), at_fault=at_fault)
-        return answer
+        try:
+            return read_value(answer, most=MAX_ANSWER_VALUES)
+        except TooManyValues as error:
+            raise EnvironmentDied(f"the server's answer: {error}", at_fault=True) from None
 
     def _error(self, status: int, answer: bytes) -> str:
         error = str(_json_object(answer).get("error", answer.decode(errors="replace")))
@@ -222,7 +228,7 @@ def _key_header(variable: str) -> dict[str, str]:
 
 def _json_object(answer: bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(answer)
-    except (ValueError, RecursionError):
+        parsed = read_value(answer, most=MAX_ANSWER_VALUES)
+    except ValueError:
         parsed = None
     return parsed if isinstance(parsed, dict) else {}

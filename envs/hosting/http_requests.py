@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import resource
 import traceback
@@ -28,6 +27,7 @@ import aiohttp
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from bounded_json import MAX_VALUES, TooManyValues, read_value
 from printable import printable
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -106,8 +106,12 @@ async def read_json(request: web.Request) -> object:
             400, f"the body of the request is not readable: {error!s:.200}"
         ) from None
     try:
-        return json.loads(body or b"{}")
-    except (ValueError, RecursionError):
+        return read_value(body or b"{}", most=MAX_VALUES)
+    except TooManyValues as error:
+        raise RequestRefused(
+            413, f"the body of the request is too large: {error}; send fewer"
+        ) from None
+    except ValueError:
         return None
 
 

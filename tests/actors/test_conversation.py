@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import pytest
@@ -277,3 +278,36 @@ def test_messages_are_told_apart_by_where_each_ends() -> None:
     made.record((user("ab"),), reply=said("12"), token_ids=ids, ended=True)
     other = (user("a"), Message(role="user", content="b"), said("12"), user("low"))
     assert made.prompt(other) == whole("tiny", other)
+
+
+def test_tools_and_messages_are_read_once_for_all_replies_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: n=128 replies wrote the text of 8 MiB of tools 128 times on the event loop."""
+    read: list[object] = []
+    written = json.dumps
+
+    def counted(value: object) -> str:
+        read.append(value)
+        return written(value)
+
+    monkeypatch.setattr("actors.endpoint.conversation.json.dumps", counted)
+    made = conversation("tiny")
+    messages = (user("it is"),)
+    tools = ({"type": "function", "function": {"name": "low"}},)
+    first = made.prompt(messages, tools=tools)
+    for n in range(10):
+        made.record(
+            messages,
+            reply=said(str(n)),
+            token_ids=(*first, *encode(str(n)), EOS),
+            ended=True,
+            tools=tools,
+        )
+    assert read == [list(tools)]
+    assert made._newest is not None
+    for n in range(10):  # each reply was kept under its own digest
+        later = made.prompt((*messages, said(str(n)), user("low")), tools=tools)
+        assert later[: len(first) + 2] == (*first, *encode(str(n)), EOS)
+    made.record(messages, reply=said("x"), token_ids=first, ended=True)  # other tools
+    assert read[-1] == []

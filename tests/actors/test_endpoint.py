@@ -661,6 +661,99 @@ def test_tools_are_bounded() -> None:
     assert error.value.__context__ is None, "an error of pydantic holds the whole list"
 
 
+MANY_VALUES = "[%s]" % ",".join(["[]"] * (request.MAX_VALUES // 2 + 1))  # noqa: UP031
+A_MESSAGE = '"messages": [{"role": "user", "content": "x"}]'
+A_CALL = '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", %s}}]}]}'
+A_TOOL = '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": %s}}}]'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"{{{A_MESSAGE}, {A_TOOL}}}",
+        f'{{{A_MESSAGE}, "top_p": %s}}',
+        f'{{{A_MESSAGE}, "metadata": {{"a": %s}}}}',
+        f'{{{A_MESSAGE}, "unknown": %s}}',
+        f'{{{A_MESSAGE}, "response_format": {{"a": %s}}}}',
+        f'{{{A_MESSAGE}, "tool_choice": %s}}',
+        A_CALL % '"arguments": {"a": %s}',
+        '{"messages": [{"role": {"a": %s}, "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": {"a": %s}}]}',
+        '{"messages": [{"role": "user", "content": [%s]}]}',
+        "%s",
+    ],
+)
+def test_values_of_every_field_are_bounded_before_they_are_built(
+    monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    """The attack: 8 MiB of empty lists in one field took 4.6 s of the event loop and 0.76 GiB."""
+    body = (content % MANY_VALUES).encode()
+    with monkeypatch.context() as patched:
+        patched.setattr(ChatRequest, "model_validate_json", lambda *_, **__: pytest.fail("built"))
+        with pytest.raises(request.RequestError, match=f"more than {request.MAX_VALUES} values"):
+            request.parse_request(body)
+
+
+def test_values_in_the_texts_of_calls_are_bounded_with_those_of_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed: list[str] = []
+    parse_arguments = request.parse_arguments
+    monkeypatch.setattr(
+        request,
+        "parse_arguments",
+        lambda text: [parsed.append(text), parse_arguments(text)][1],
+    )
+    half = json.dumps({"a": [[]] * (request.MAX_VALUES // 4)})
+    calls = [{"function": {"name": "f", "arguments": half}} for _ in range(3)]
+    body = {"messages": [{"role": "assistant", "tool_calls": calls[:1]}]}
+    request.parse_request(json.dumps(body).encode())
+    assert parsed == [half]
+    body["messages"][0]["tool_calls"] = calls
+    with pytest.raises(request.RequestError, match="messages.0..tool_calls: .* values") as error:
+        request.parse_request(json.dumps(body).encode())
+    assert error.value.param == "messages[0].tool_calls"
+    assert parsed == [half, half]
+
+
+def test_long_conversations_pass_whatever_their_texts_have() -> None:
+    """Only structure counts: neither the commas of a text nor those of a quoted program."""
+    text = 'x = {"a": [1, 2, 3]}, \\ ' * 20
+    turns: list[dict[str, object]] = [
+        {"role": "assistant", "tool_calls": [call_of(json.dumps({"code": text}))]},
+        {"role": "tool", "tool_call_id": "1", "content": text},
+    ]
+    body = json.dumps({"messages": turns * 5_000}).encode()
+    assert sum(map(body.count, (b",", b"[", b"{"))) > 4 * request.MAX_VALUES
+    assert len(request.parse_request(body).messages) == 10_000
+    short = json.dumps({"messages": [GUESS] * request.MAX_MESSAGES}).encode()
+    assert len(request.parse_request(short).messages) == request.MAX_MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("field", "start"),
+    [
+        ("tool_choice", "tool_choice=[[], [], "),
+        ("n", "n=[[], [], "),
+        ("logit_bias", "logit_bias=[[], [], "),
+    ],
+)
+def test_a_wrong_value_is_quoted_in_part(
+    monkeypatch: pytest.MonkeyPatch, field: str, start: str
+) -> None:
+    """Write the first parts of a value with many, not all of them to cut the text then."""
+    messages: list[str] = []
+    refused = request.refused
+    monkeypatch.setattr(
+        request, "refused", lambda text, param: [messages.append(text), refused(text, param)][1]
+    )
+    body = f'{{{A_MESSAGE}, "{field}": [{",".join(["[]"] * 100_000)}]}}'
+    with pytest.raises(request.RequestError) as error:
+        request.parse_request(body.encode())
+    assert str(error.value).startswith(start)
+    assert len(messages[0]) < 400
+
+
 @pytest.mark.parametrize(
     ("content", "one", "n_counted"),
     [

@@ -30,7 +30,7 @@ from actors.policy import Completion
 from actors.prompting.chat_template import Chat
 from actors.prompting.template import Turn
 from actors.rollout.episode import AttemptProgress, EpisodeRules
-from configs import MAX_ANSWER_BYTES, Config, EndpointConfig, PromptConfig
+from configs import MAX_ANSWER_BYTES, Config, EndpointConfig, PromptConfig, json_of
 from envs import Observation
 from tests.support.chat_samples import IDS, TextPolicy, rules, served
 from tests.support.chat_server import Answer, ChatServer, chat_server, said
@@ -399,6 +399,16 @@ def test_half_a_character_from_a_server_is_replaced() -> None:
 def test_json_nested_without_end_is_no_answer(body: str) -> None:
     with chat_server(in_turn((200, body))) as server:
         assert "no JSON" in failure(config_of(server.url, attempts=1))
+
+
+def test_an_answer_of_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr("configs.model_server.json.loads", parsed.append)
+    body = '{"choices": [' + "[]," * 2**20 + "[]]}"
+    assert json_of(body.encode()) is None
+    assert not parsed
+    json_of(b'{"choices": []}')
+    assert parsed == ['{"choices": []}']
 
 
 def test_an_answer_without_end_is_not_read_to_its_end() -> None:

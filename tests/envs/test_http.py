@@ -29,7 +29,7 @@ from envs import (
 )
 from envs.adapters import common
 from envs.adapters import http_client as remote
-from envs.adapters.http_client import KEY_VARIABLE, RemoteEnv
+from envs.adapters.http_client import KEY_VARIABLE, MAX_ANSWER_VALUES, RemoteEnv
 from envs.hosting import http_requests as http_server
 from envs.hosting.http_server import LISTENING, Server, main
 from tests.envs.test_pool import BROKEN
@@ -572,6 +572,7 @@ def test_a_stranger_keeps_no_connection(url: str) -> None:
             "the action has 1,000,001 characters; send at most 1,000,000",
         ),
         ("nothing", {}, 404, "POST /nothing: Not Found"),
+        ("tasks", b"[" + b"[]," * 2**17 + b"[]]", 413, "more than 262144 values; send fewer"),
         ("tasks", b"0" * (http_server.MAX_BODY_BYTES + 1), 413, "Entity Too Large"),
     ],
 )
@@ -695,6 +696,27 @@ def test_a_server_that_sends_the_client_elsewhere_does_not_get_it_to_take_the_ke
 
     asyncio.run(play())
     assert not seen
+
+
+@pytest.mark.parametrize("status", ["200 OK", "500 Error"])
+def test_an_answer_of_many_values_is_not_parsed(status: str) -> None:
+    body = b"[" + b"[]," * (MAX_ANSWER_VALUES // 2) + b"[]]"
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    complaint = "more than 2097152 values" if status == "200 OK" else r"answers 500: \[\[\],\["
+
+    async def play() -> None:
+        env = RemoteEnv(server.options)
+        try:
+            await env.reset(KeyRoom.tasks("train", {})[0])
+        finally:
+            env.close()
+
+    with (
+        Raw(head.encode() + body) as server,
+        pytest.raises(EnvironmentDied, match=complaint) as error,
+    ):
+        asyncio.run(play())
+    assert len(str(error.value)) < 1200
 
 
 def test_the_key_is_named_and_never_written(

@@ -504,3 +504,26 @@ def test_an_index_beside_a_version_names_only_what_the_digest_covers(
     error = capsys.readouterr().err
     assert "safetensors" in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_command_writes_nothing_into_the_home_directory(
+    trained: tuple[RunLayout, dict[int, Weights]], tmp_path: Path
+) -> None:
+    """Load what an export loads with none of the variables that tell mlflow of a test."""
+    layout, _ = trained
+    home = tmp_path / "home"
+    home.mkdir()
+    program = "import runpy, sys; sys.argv[0] = 'gigpo'\n"
+    program += "try: runpy.run_module('cli', run_name='__main__', alter_sys=True)\n"
+    program += "finally: print('LOADED', *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "export-model", str(layout.root), str(tmp_path / "model")],
+        cwd=ROOT,
+        env={"HOME": str(home), "PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mlflow.telemetry" in done.stdout.rpartition("LOADED")[2].split()
+    assert not list(home.rglob("*"))
