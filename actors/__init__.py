@@ -2,8 +2,8 @@
 
 `worker.py`        the Ray actor: lease groups, play them, commit them
 `rollout/`         one group's way: `runner.py` leases it, `group.py` plays it, `episode.py` plays
-                   one episode of it, `committer.py` writes it; `by_environment.py` finds the
-                   environment of a task where a run has several
+                   one episode of it, `step_records.py` makes its rows, `committer.py` writes it;
+                   `by_environment.py` finds the environment of a task where a run has several
 `policy.py`        the policy interface, and the scripted policy
 `concurrency.py`   limits of requests and episodes
 `prompting/`       observation to token ids, and token ids to action

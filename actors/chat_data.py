@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,13 @@ from actors.endpoint.request import ChatMessage, first_fault, refused
 from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, parse_arguments, seen_text
-from actors.rollout.episode import EpisodeIds, step_of, trajectory_of
+from actors.rollout.step_records import (
+    NO_OUTCOME_YET,
+    EpisodeIds,
+    SampledAnswer,
+    step_of,
+    trajectory_of,
+)
 from configs import ConfigError
 from envs import Observation, Task
 from printable import one_line
@@ -147,7 +153,7 @@ def chat_trajectories(
             trajectory_of(
                 steps,
                 task=Task(id=chat.name, env_name=ENV_NAME, split=TRAIN, seed=0),
-                episode=EpisodeIds.of(uid("chat", file_id, number), 0),
+                ids=EpisodeIds.of(uid("chat", file_id, number), 0),
                 won=True,  # somebody chose it as an example
                 task_score=None,
                 final=None,
@@ -205,16 +211,18 @@ def _steps(
         conversation.record(before, reply=reply, token_ids=token_ids, ended=True, tools=chat.tools)
         steps.append(
             step_of(
-                _as_written(response_ids),
-                number=len(steps),
-                prompt=Prompt(token_ids=prompt_ids, actions=None),
+                SampledAnswer(
+                    prompt=Prompt(token_ids=prompt_ids, actions=None),
+                    completion=_as_written(response_ids),
+                    t_start_us=now_us(),
+                    gen_us=0,
+                ),
+                step_index=len(steps),
                 observation=Observation(text=seen_text(before)),
                 anchor=None,  # no other chat can share the state
                 action=tokenizer.decode(response_ids, skip_special_tokens=True),
                 is_valid=True,
-                t_start_us=now_us(),
-                gen_us=0,
-                terminated=end == ends[-1],
+                outcome=replace(NO_OUTCOME_YET, terminated=end == ends[-1]),
             )
         )
     return steps, len(steps) == len(ends)

@@ -65,8 +65,8 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
 
     Let B = groups_per_step and S = max_staleness. A group is *outstanding* (open, complete or
     claimed) from its lease until its batch is settled, after the weights of that learner step were
-    published.
-    A claimed group that teaches nothing is not, once its batch asks for another in its place.
+    published. A claimed group that teaches nothing is not, once its batch asks for another in its
+    place.
 
     A worker starts a group on weights at least as new as v, the newest version at the time of the
     lease. The lease is granted only while outstanding < (S + 1) * B. The learner consumes B groups

@@ -188,7 +188,7 @@ class Supervisor:
         for name, why in self.monitor.silent(status.components).items():
             process = self.processes.get(name)
             if process is None or not (process.has_started or processes.has_process(process)):
-                # Of one that was lost, perhaps with a node that came back.
+                # Remove a late heartbeat of a process that is gone, perhaps with its node.
                 self._remove(name, "a last sign of life came after it was gone")
             elif process.call is not None:  # an idle learner may be silent
                 self._lost(process, why)

@@ -214,7 +214,11 @@ def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
 
 
 def _of_byte(byte: int) -> int:
-    """Return the length that a byte of Lucene stands for: all below 40, then four leading bits."""
+    """Return the length that a byte of Lucene stands for.
+
+    Bytes 0 to 23 are the lengths themselves. The next 16 are 24 to 39, as the first two exponents
+    leave nothing out: so all lengths below 40 are exact. Later ones have four leading bits.
+    """
     if byte < EXACT_LENGTHS:
         return byte
     exponent, bits = divmod(byte - EXACT_LENGTHS, LEADING_ONE)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.endpoint.server import Endpoint, Recording
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules, trajectory_of
+from actors.rollout.episode import AttemptProgress, EpisodeRules
+from actors.rollout.step_records import EpisodeIds, trajectory_of
 from envs import EnvironmentDied, Outcome, ProgramPool, Task, log_hint
 from store import Step, Trajectory, now_us
 
@@ -54,7 +55,7 @@ class ProgramEpisodes:
         return trajectory_of(
             _finished(steps, outcome, rules=rules, ended_us=ended_us),
             task=task,
-            episode=ids,
+            ids=ids,
             won=outcome is not None and outcome.won,
             task_score=None if outcome is None else outcome.task_score,
             final=None,

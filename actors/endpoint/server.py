@@ -40,14 +40,8 @@ from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, seen_text
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptStuckError
-from actors.rollout.episode import (
-    AttemptProgress,
-    EpisodeIds,
-    EpisodeRules,
-    anchor_of,
-    completion_of,
-    step_of,
-)
+from actors.rollout.episode import AttemptProgress, EpisodeRules, completion_of
+from actors.rollout.step_records import EpisodeIds, SampledAnswer, anchor_of, step_of
 from configs import Config, max_model_tokens
 from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
 from printable import one_line
@@ -299,15 +293,17 @@ class Endpoint:
         observation = Observation(text=seen_text(messages), anchor=asked.anchor)
         for number, reply in zip(numbers, replies, strict=True):
             step = step_of(
-                reply.completion,
-                number=number,
-                prompt=prompt,
+                SampledAnswer(
+                    prompt=prompt,
+                    completion=reply.completion,
+                    t_start_us=started_us,
+                    gen_us=gen_us,
+                ),
+                step_index=number,
                 observation=observation,
                 anchor=anchor_of(observation),
                 action=reply.text,
                 is_valid=reply.completion.finish_reason == "stop",
-                t_start_us=started_us,
-                gen_us=gen_us,
             )
             recording.add(number, step)
             recording.conversation.record(
@@ -386,7 +382,7 @@ class Endpoint:
         rules = recording.rules
         try:
             return await completion_of(
-                self.policy, prompt, number=number, episode=recording.ids, rules=rules
+                self.policy, prompt, step_index=number, ids=recording.ids, rules=rules
             )
         except TimeoutError:
             why = f"no reply within actors.turn_timeout_s={rules.turn_timeout_s:g}"

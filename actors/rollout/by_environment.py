@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules, EpisodeRunner
+from actors.rollout.episode import AttemptProgress, EpisodeRules, EpisodeRunner
+from actors.rollout.step_records import EpisodeIds
 from envs import Task, own_task
 from store import Trajectory
 

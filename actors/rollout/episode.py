@@ -1,9 +1,10 @@
 """Play one episode of one task: the agent-environment loop. Knows no Ray, store or weights.
 
-    trajectory = await play_episode(environment, policy, form=form, task=task, episode=ids, ...)
+    context = EpisodeContext(environment=..., policy=policy, form=form, task=task, ids=ids, ...)
+    trajectory = await play_episode(context, progress=AttemptProgress())
 
-Episodes of agent programs (`endpoint/program_episode.py`) are made of the same `completion_of`,
-`step_of` and `trajectory_of`.
+Episodes of agent programs (`endpoint/program_episode.py`) are made of the same `completion_of`, and
+of the records of `step_records.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from actors.policy import Completion, EngineLostError, Policy, Prompt
-from actors.prompting.action_parser import Answer
 from actors.prompting.prompt import PromptForm
 from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS
 from actors.prompting.template import Turn
+from actors.rollout.step_records import (
+    EpisodeIds,
+    SampledAnswer,
+    StepOutcome,
+    anchor_of,
+    is_valid,
+    step_of,
+    trajectory_of,
+)
 from configs import Config
 from envs import EnvironmentDied, EnvironmentPool, Observation, Task, Transition
 from row_bounds import MAX_REWARD
-from store import FinalObservation, Step, StepImage, Trajectory, now_us, state_hash, uid
+from store import Step, Trajectory, now_us
 
 
 class AsyncEnvironment(Protocol):
@@ -45,22 +54,6 @@ class AttemptProgress:
     def add(self, step: Step) -> None:
         self.n_steps += 1
         self.n_response_tokens += len(step.response_ids)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeIds:
-    """Name an episode before its first token is sampled.
-
-    A repeated attempt has the same ids, so that the store refuses it instead of keeping both.
-    """
-
-    group_uid: bytes
-    traj_uid: bytes
-    member: int
-
-    @classmethod
-    def of(cls, group_uid: bytes, member: int) -> EpisodeIds:
-        return cls(group_uid=group_uid, traj_uid=uid(group_uid, member), member=member)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,15 +131,15 @@ class EnvironmentEpisodes:
         self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
     ) -> Trajectory:
         async with self._pool.environment() as environment:
-            return await play_episode(
-                environment,
-                self._policy,
+            context = EpisodeContext(
+                environment=environment,
+                policy=self._policy,
                 form=self._form,
                 task=task,
-                episode=ids,
+                ids=ids,
                 rules=rules,
-                progress=progress,
             )
+            return await play_episode(context, progress=progress)
 
     def waiting(self) -> tuple[str, float] | None:
         return self._pool.oldest()
@@ -158,20 +151,23 @@ class EnvironmentEpisodes:
         self._pool.close()
 
 
-async def play_episode(
-    environment: AsyncEnvironment,
-    policy: Policy,
-    *,
-    form: PromptForm,
-    task: Task,
-    episode: EpisodeIds,
-    rules: EpisodeRules,
-    progress: AttemptProgress,
-) -> Trajectory:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeContext:
+    """Hold what all steps of one episode share."""
+
+    environment: AsyncEnvironment
+    policy: Policy
+    form: PromptForm
+    task: Task
+    ids: EpisodeIds
+    rules: EpisodeRules
+
+
+async def play_episode(context: EpisodeContext, *, progress: AttemptProgress) -> Trajectory:
     """Play until the environment ends, or `max_steps` actions were taken. An action is one Step.
 
     Each step is counted in `progress`, also if the episode fails later.
-    When a deadline of `rules` passes, the episode ends with its steps so far, the last one
+    When a deadline of its rules passes, the episode ends with its steps so far, the last one
     truncated. Raises:
       EpisodeOverdue    a deadline passed before the first step
       EnvironmentDied   from the environment
@@ -179,23 +175,17 @@ async def play_episode(
       PromptStuckError  the chat template loops
       ValueError        no prompt can be made of an observation; names environment, task and step
     """
+    task, rules = context.task, context.rules
     steps: list[Step] = []
     transition: Transition | None = None
     try:
         async with asyncio.timeout(rules.episode_timeout_s):
-            observation = await environment.reset(task)
+            observation = await context.environment.reset(task)
             history: list[Turn] = []
             while not steps or not (steps[-1].terminated or steps[-1].truncated):
-                prompt = await _make_prompt(form, observation, history=history, task=task)
+                prompt = await _make_prompt(context.form, observation, history=history, task=task)
                 step, transition = await _take_step(
-                    environment=environment,
-                    policy=policy,
-                    form=form,
-                    prompt=prompt,
-                    observation=observation,
-                    number=len(steps),
-                    episode=episode,
-                    rules=rules,
+                    context, prompt=prompt, observation=observation, step_index=len(steps)
                 )
                 steps.append(step)
                 progress.add(step)
@@ -218,7 +208,7 @@ async def play_episode(
     return trajectory_of(
         steps,
         task=task,
-        episode=episode,
+        ids=context.ids,
         won=transition.won,
         task_score=transition.task_score,
         final=transition.observation,
@@ -243,169 +233,63 @@ async def _make_prompt(
 
 
 async def _take_step(
-    *,
-    environment: AsyncEnvironment,
-    policy: Policy,
-    form: PromptForm,
-    prompt: Prompt,
-    observation: Observation,
-    number: int,
-    episode: EpisodeIds,
-    rules: EpisodeRules,
+    context: EpisodeContext, *, prompt: Prompt, observation: Observation, step_index: int
 ) -> tuple[Step, Transition]:
     """Generate one action, parse it and carry it out. Return it with the tokens as sampled."""
+    rules = context.rules
     started_us, started = now_us(), time.perf_counter()
-    completion = await completion_of(policy, prompt, number=number, episode=episode, rules=rules)
+    completion = await completion_of(
+        context.policy, prompt, step_index=step_index, ids=context.ids, rules=rules
+    )
     answered = time.perf_counter()
-    answer = form.parse(completion.token_ids)
-    transition = await environment.step(answer.action)
-    is_last = number + 1 >= rules.max_steps
+    answer = context.form.parse(completion.token_ids)
+    transition = await context.environment.step(answer.action)
+    is_last = step_index + 1 >= rules.max_steps
     finished = step_of(
-        completion,
-        number=number,
-        prompt=prompt,
+        SampledAnswer(
+            prompt=prompt,
+            completion=completion,
+            t_start_us=started_us,
+            gen_us=round((answered - started) * 1e6),
+        ),
+        step_index=step_index,
         observation=observation,
         anchor=anchor_of(observation),
         action=answer.action,
         is_valid=is_valid(
-            answer, completion, observation=observation, transition=transition, rules=rules
+            answer,
+            completion,
+            observation=observation,
+            transition=transition,
+            invalid=rules.invalid,
         ),
-        t_start_us=started_us,
-        gen_us=round((answered - started) * 1e6),
-        reward=rules.paid(transition.reward),
-        terminated=transition.terminated,
-        truncated=not transition.terminated and (transition.truncated or is_last),
-        env_us=round((time.perf_counter() - answered) * 1e6),
+        outcome=StepOutcome(
+            reward=rules.paid(transition.reward),
+            terminated=transition.terminated,
+            truncated=not transition.terminated and (transition.truncated or is_last),
+            env_us=round((time.perf_counter() - answered) * 1e6),
+        ),
     )
     return finished, transition
 
 
 async def completion_of(
-    policy: Policy, prompt: Prompt, *, number: int, episode: EpisodeIds, rules: EpisodeRules
+    policy: Policy, prompt: Prompt, *, step_index: int, ids: EpisodeIds, rules: EpisodeRules
 ) -> Completion:
-    """Return the policy's answer to the prompt of step `number`.
+    """Return the policy's answer to the prompt of a step.
 
     Raises TimeoutError after `rules.turn_timeout_s`, the policy's own errors, and EngineLostError
     for an aborted answer: an engine that is closed aborts, and half an answer is no action.
     """
     async with asyncio.timeout(rules.turn_timeout_s):
         completion = await policy.generate(
-            prompt, seed=request_seed(episode.traj_uid, number), temperature=rules.temperature
+            prompt, seed=request_seed(ids.traj_uid, step_index), temperature=rules.temperature
         )
     if completion.finish_reason == "abort":
         raise EngineLostError(
             "the engine aborted a response, as it does when it is closed; start a new policy"
         )
     return completion
-
-
-def step_of(
-    completion: Completion,
-    *,
-    number: int,
-    prompt: Prompt,
-    observation: Observation,
-    anchor: str | None,
-    action: str,
-    is_valid: bool,
-    t_start_us: int,
-    gen_us: int,
-    reward: float = 0.0,
-    terminated: bool = False,
-    truncated: bool = False,
-    env_us: int = 0,
-) -> Step:
-    """Return a step. The environment's part may be left out until it has acted.
-
-    `anchor` is `anchor_of(observation)`, or None if no other step can share the state.
-    """
-    return Step(
-        step_index=number,
-        prompt_ids=prompt.token_ids,
-        prompt_dropped_turns=prompt.n_dropped_turns,
-        prompt_dropped_tokens=prompt.n_dropped_tokens,
-        response_ids=completion.token_ids,
-        response_logprobs=completion.logprobs,
-        version_min=completion.version_min,
-        version_max=completion.version_max,
-        finish_reason=completion.finish_reason,
-        obs_text=observation.text,
-        anchor_text=anchor,
-        state_hash=None if anchor is None else state_hash(anchor),
-        admissible_actions=observation.actions,
-        action_text=action,
-        reward=reward,
-        is_action_valid=is_valid,
-        terminated=terminated,
-        truncated=truncated,
-        t_start_us=t_start_us,
-        gen_us=gen_us,
-        env_us=env_us,
-        images=tuple(
-            StepImage(height=image.shape[0], width=image.shape[1], pixels=image.tobytes())
-            for image in prompt.images
-        ),
-    )
-
-
-def trajectory_of(
-    steps: Sequence[Step],
-    *,
-    task: Task,
-    episode: EpisodeIds,
-    won: bool,
-    task_score: float | None,
-    final: Observation | None,
-) -> Trajectory:
-    """Return a finished episode. `final` follows its last action; None if nobody saw it."""
-    return Trajectory(
-        traj_uid=episode.traj_uid,
-        group_uid=episode.group_uid,
-        member=episode.member,
-        env_name=task.env_name,
-        task_id=task.id,
-        split=task.split,
-        seed=task.seed,
-        won=won,
-        task_score=task_score,
-        steps=tuple(steps),
-        final_observation=None if final is None else _final_observation(final),
-    )
-
-
-def _final_observation(observation: Observation) -> FinalObservation:
-    anchor = anchor_of(observation)
-    return FinalObservation(
-        text=observation.text,
-        anchor_text=anchor,
-        state_hash=state_hash(anchor),
-        admissible_actions=observation.actions,
-    )
-
-
-def anchor_of(observation: Observation) -> str:
-    """Return the text that identifies the state."""
-    return observation.text if observation.anchor is None else observation.anchor
-
-
-def is_valid(
-    answer: Answer,
-    completion: Completion,
-    *,
-    observation: Observation,
-    transition: Transition,
-    rules: EpisodeRules,
-) -> bool:
-    """Return whether an action is valid by `prompt.invalid`.
-
-    No other code decides this for environments.
-    """
-    if rules.invalid == "form":
-        return answer.well_formed
-    if not answer.well_formed or completion.finish_reason != "stop" or not transition.valid:
-        return False
-    is_listed = observation.actions is None or answer.action in observation.actions
-    return rules.invalid == "environment" or is_listed
 
 
 def request_seed(traj_uid: bytes, step_index: int) -> int:

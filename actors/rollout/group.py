@@ -21,13 +21,8 @@ from typing import Any
 
 from actors.policy import EngineLostError
 from actors.rollout.committer import Committer
-from actors.rollout.episode import (
-    AttemptProgress,
-    EpisodeIds,
-    EpisodeOverdue,
-    EpisodeRules,
-    EpisodeRunner,
-)
+from actors.rollout.episode import AttemptProgress, EpisodeOverdue, EpisodeRules, EpisodeRunner
+from actors.rollout.step_records import EpisodeIds
 from configs import Config
 from coordinator import CoordinatorClient, Lease
 from envs import EnvironmentDied

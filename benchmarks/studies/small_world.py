@@ -25,7 +25,14 @@ import torch
 from actors.policy import Completion, Prompt
 from actors.prompting.prompt import PromptForm
 from actors.prompting.template import TEMPLATES, render
-from actors.rollout.episode import EpisodeIds, anchor_of, step_of, trajectory_of
+from actors.rollout.step_records import (
+    EpisodeIds,
+    SampledAnswer,
+    StepOutcome,
+    anchor_of,
+    step_of,
+    trajectory_of,
+)
 from configs import (
     CriticConfig,
     LearnerConfig,
@@ -306,18 +313,23 @@ def play(
             after = leads_to.get((episode.situation, answer.action), episode.situation)
             is_last = len(episode.steps) + 1 == world.max_steps
             step = step_of(
-                replace(completion, version_min=version, version_max=version),
-                number=len(episode.steps),
-                prompt=prompt,
+                SampledAnswer(
+                    prompt=prompt,
+                    completion=replace(completion, version_min=version, version_max=version),
+                    t_start_us=1,
+                    gen_us=1,
+                ),
+                step_index=len(episode.steps),
                 observation=seen,
                 anchor=anchor_of(seen),
                 action=answer.action,
                 is_valid=answer.well_formed and completion.finish_reason == "stop" and is_known,
-                t_start_us=1,
-                gen_us=1,
-                reward=WIN_REWARD * (after == WON),
-                terminated=after == WON,
-                truncated=after != WON and is_last,
+                outcome=StepOutcome(
+                    reward=WIN_REWARD * (after == WON),
+                    terminated=after == WON,
+                    truncated=after != WON and is_last,
+                    env_us=0,
+                ),
             )
             episode.situation = after
             episode.steps.append(step)
@@ -326,7 +338,7 @@ def play(
             trajectory_of(
                 episode.steps,
                 task=episode.task,
-                episode=EpisodeIds.of(uid(*seed, version, at // group_size), at % group_size),
+                ids=EpisodeIds.of(uid(*seed, version, at // group_size), at % group_size),
                 won=episode.situation == WON,
                 task_score=None,
                 final=None if episode.situation == WON else world.observations[episode.situation],

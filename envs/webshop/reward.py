@@ -19,6 +19,7 @@ SHARED_DEPARTMENTS = 2
 # A title score is the share of the wanted name's nouns that the bought name has.
 SAME_TYPE, OTHER_TYPE = 0.2, 0.1
 NO_NOUNS = 0.2  # title score for a wanted name without nouns
+BARELY_RELATED, OTHER_KIND = 0.1, 0.5  # type scores
 # The first of these colours that occurs in an option's value replaces the value. The order is
 # WebShop's, and matters: "light blue" is blue.
 COLOUR_NAMES = """
@@ -50,12 +51,12 @@ def type_score(wanted: Product, bought: Product, *, title_score: float) -> float
     if title_score == 0.0:
         return 0.0
     if title_score < OTHER_TYPE:
-        return 0.1
+        return BARELY_RELATED
     shared = _departments(wanted.product_category) & _departments(bought.product_category)
     is_same = (
         wanted.query == bought.query or len(shared) >= SHARED_DEPARTMENTS or title_score > SAME_TYPE
     )
-    return 1.0 if is_same else 0.5
+    return 1.0 if is_same else OTHER_KIND
 
 
 def title_score(wanted: Sequence[str], bought: Sequence[str]) -> float:

@@ -111,8 +111,8 @@ def make_loader(
     """Read the settings of a loader from a checked config.
 
     `ask_critic` is for the estimators that need a critic. It is called when a batch is prepared, so
-    after the step before. Raises TeacherError for a teacher behind a server that
-    cannot be used, StoreError for a key of this user that others can read.
+    after the step before. Raises TeacherError for a teacher behind a server that cannot be used,
+    StoreError for a key of this user that others can read.
     """
     ask_teacher = None
     if is_served(config.loss.teacher):

@@ -29,9 +29,8 @@ class OutputLayer(nn.Module):
 
     Both are float32. With `float32` the logits are too: products of a bfloat16 model are then not
     rounded to bfloat16, as in vLLM's float32 head. It shares the model's parameters, and all chunks
-    are one call. So a weight
-    partitioned by ZeRO 3 is gathered once forward and once backward, on every rank, however many
-    response tokens each has.
+    are one call. So a weight partitioned by ZeRO 3 is gathered once forward and once backward, on
+    every rank, however many response tokens each has.
     """
 
     def __init__(self, layer: nn.Module, *, temperature: float, float32: bool = False) -> None:

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from actors import EngineLostError
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeOverdue, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeOverdue, EpisodeRules
 from actors.rollout.group import Attempts
+from actors.rollout.step_records import EpisodeIds
 from envs import EnvironmentFailed, Task
 from store import Trajectory, write_segment
 from tests.actors.test_runner import Stage, on_stage

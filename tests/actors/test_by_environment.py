@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.rollout.by_environment import EpisodesByEnvironment
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeRules
+from actors.rollout.step_records import EpisodeIds
 from envs import Task, of_environment
 from store import Group, Trajectory
 from tests.support.store_samples import make_trajectory

@@ -16,11 +16,12 @@ from actors.policy import Completion, Prompt, ScriptedPolicy
 from actors.prompting.prompt import PromptForm
 from actors.rollout.episode import (
     AttemptProgress,
-    EpisodeIds,
+    EpisodeContext,
     EpisodeRules,
     play_episode,
     request_seed,
 )
+from actors.rollout.step_records import EpisodeIds
 from envs import EnvironmentDied, Observation, Task, Transition, environment_class, list_tasks
 from row_bounds import MAX_REWARD
 from store import FinalObservation, Trajectory, state_hash, to_table
@@ -88,12 +89,14 @@ def play(form: Form, policy: object, **changes: object) -> Trajectory:
     )
     return asyncio.run(
         play_episode(
-            InProcess("key_room"),
-            policy,
-            form=form(),
-            task=task,
-            episode=IDS,
-            rules=rules(**changes),
+            EpisodeContext(
+                environment=InProcess("key_room"),
+                policy=policy,
+                form=form(),
+                task=task,
+                ids=IDS,
+                rules=rules(**changes),
+            ),
             progress=AttemptProgress(),
         )  # type: ignore[arg-type]
     )
@@ -153,12 +156,14 @@ def test_how_far_a_cancelled_episode_got_is_known(form: Form) -> None:
     policy = Silent(form(), ["<action>go east</action>"] * 4)
     task = list_tasks("key_room", OPTIONS)["train"][0]
     playing = play_episode(
-        InProcess("key_room"),
-        policy,
-        form=form(),
-        task=task,
-        episode=ids,
-        rules=rules(),
+        EpisodeContext(
+            environment=InProcess("key_room"),
+            policy=policy,
+            form=form(),
+            task=task,
+            ids=ids,
+            rules=rules(),
+        ),
         progress=progress,
     )
     with pytest.raises(asyncio.CancelledError):
@@ -234,12 +239,14 @@ def test_an_action_that_is_understood_and_not_listed(form: Form, rule: str, vali
     task = list_tasks("key_room", OPTIONS)["train"][0]
     policy = FixedPolicy(form(), ["<action>go east</action>"])
     played = play_episode(
-        Unlisted("key_room"),
-        policy,
-        form=form(),
-        task=task,
-        episode=IDS,
-        rules=rules(max_steps=1, invalid=rule),
+        EpisodeContext(
+            environment=Unlisted("key_room"),
+            policy=policy,
+            form=form(),
+            task=task,
+            ids=IDS,
+            rules=rules(max_steps=1, invalid=rule),
+        ),
         progress=AttemptProgress(),
     )
     assert asyncio.run(played).steps[0].is_action_valid is valid
@@ -268,12 +275,14 @@ def test_an_observation_that_no_prompt_has_a_place_for_is_named(form: Form) -> N
     ):
         asyncio.run(
             play_episode(
-                ShowsImagesLater("key_room"),
-                policy,
-                form=form(),
-                task=task,
-                episode=IDS,
-                rules=rules(),
+                EpisodeContext(
+                    environment=ShowsImagesLater("key_room"),
+                    policy=policy,
+                    form=form(),
+                    task=task,
+                    ids=IDS,
+                    rules=rules(),
+                ),
                 progress=AttemptProgress(),
             )
         )

@@ -12,8 +12,9 @@ import pytest
 
 from actors.policy import EngineLostError
 from actors.rollout.committer import as_group_of_its_own
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeOverdue, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeOverdue, EpisodeRules
 from actors.rollout.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, GroupRollout
+from actors.rollout.step_records import EpisodeIds
 from configs import Config
 from coordinator import Lease
 from envs import EnvironmentDied, Task

@@ -13,7 +13,7 @@ from actors.policy import Completion
 from actors.prompting.images import ImageForm, load_image_form
 from actors.prompting.prompt import PromptForm
 from actors.prompting.template import Turn
-from actors.rollout.episode import anchor_of, step_of
+from actors.rollout.step_records import SampledAnswer, anchor_of, step_of
 from configs import PromptConfig
 from envs import Observation
 from tests.support.vision_samples import IMAGE_PAD, VISION_END, VISION_START
@@ -120,15 +120,12 @@ def test_a_step_has_the_pixels_that_were_shown(vision_base: Path, images: ImageF
     )
     prompt = form_of(vision_base, images).prompt(SEEN, [])
     step = step_of(
-        completion,
-        number=0,
-        prompt=prompt,
+        SampledAnswer(prompt=prompt, completion=completion, t_start_us=0, gen_us=0),
+        step_index=0,
         observation=SEEN,
         anchor=anchor_of(SEEN),
         action="up",
         is_valid=True,
-        t_start_us=0,
-        gen_us=0,
     )
     (image,) = step.images
     assert (image.height, image.width, image.pixels) == (56, 84, IMAGE.tobytes())

@@ -22,7 +22,7 @@ from actors.prompting import prompt_thread
 from actors.prompting.chat_template import LONG_CHARACTERS
 from actors.prompting.prompt import COUNTED_CHARACTERS, PromptForm
 from actors.prompting.template import Turn, shortened
-from actors.rollout.episode import AttemptProgress, play_episode
+from actors.rollout.episode import AttemptProgress, EpisodeContext, play_episode
 from configs import PromptConfig
 from envs import ClientSettings, EnvironmentDied, Observation, Outcome, Task, Transition
 from tests.support.chat_samples import IDS, endpoint_config, rules, tokenizer
@@ -97,12 +97,9 @@ def test_the_event_loop_goes_on_beside_a_long_prompt() -> None:
     policy = ScriptedPolicy(form.encode_answer)
     trajectory = asyncio.run(
         play_episode(
-            Wordy(),
-            policy,
-            form=form,
-            task=TASK,
-            episode=IDS,
-            rules=rules(),
+            EpisodeContext(
+                environment=Wordy(), policy=policy, form=form, task=TASK, ids=IDS, rules=rules()
+            ),
             progress=AttemptProgress(),
         )
     )
@@ -177,12 +174,14 @@ def test_a_template_that_loops_ends_the_worker_by_name(
         n_words = 20_000 if most_characters == LONG_CHARACTERS else 20
         playing = [
             play_episode(
-                Wordy(n_words),
-                policy,
-                form=form,
-                task=task,
-                episode=IDS,
-                rules=rules(),
+                EpisodeContext(
+                    environment=Wordy(n_words),
+                    policy=policy,
+                    form=form,
+                    task=task,
+                    ids=IDS,
+                    rules=rules(),
+                ),
                 progress=AttemptProgress(),
             )
             for task in tasks

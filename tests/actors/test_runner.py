@@ -14,8 +14,9 @@ import pytest
 
 from actors.concurrency import MORE_AFTER, Concurrency
 from actors.rollout.committer import STORAGE_TIMEOUT_S, Committer, StorageSilent
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeRules
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
+from actors.rollout.step_records import EpisodeIds
 from coordinator import Coordinator, CoordinatorClient
 from envs import PendingOperations, Task
 from store import Trajectory, VersionRecord, export, uid, uid_text

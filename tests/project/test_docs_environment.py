@@ -19,7 +19,8 @@ import configs
 from actors import sample_chats
 from actors.policy import ScriptedPolicy
 from actors.prompting.prompt import PromptForm
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules, play_episode
+from actors.rollout.episode import AttemptProgress, EpisodeContext, EpisodeRules, play_episode
+from actors.rollout.step_records import EpisodeIds
 from envs import EnvironmentPool, Task, environment_class, list_tasks
 from gigpo import AdvantageSettings, compute_advantages
 from learner import make_tiny_model, train_tokenizer
@@ -119,12 +120,14 @@ def test_groups_of_it_have_advantages_and_teach_a_model(lamps: Path) -> None:
                 ids = EpisodeIds.of(uid(task.id), member)
                 policy = ScriptedPolicy(form.encode_answer)
                 return await play_episode(
-                    environment,
-                    policy,
-                    form=form,
-                    task=task,
-                    episode=ids,
-                    rules=rules,
+                    EpisodeContext(
+                        environment=environment,
+                        policy=policy,
+                        form=form,
+                        task=task,
+                        ids=ids,
+                        rules=rules,
+                    ),
                     progress=AttemptProgress(),
                 )
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.endpoint.server import Endpoint
 from actors.policy import Completion, Policy, Prompt
-from actors.rollout.episode import AttemptProgress, EpisodeIds, EpisodeRules
+from actors.rollout.episode import AttemptProgress, EpisodeRules
+from actors.rollout.step_records import EpisodeIds
 from configs import ActorsConfig, Config, PromptConfig
 from learner import train_tokenizer
 from store import Step

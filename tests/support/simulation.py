@@ -28,11 +28,12 @@ from actors.rollout.committer import Committer
 from actors.rollout.episode import (
     AsyncEnvironment,
     AttemptProgress,
-    EpisodeIds,
+    EpisodeContext,
     EpisodeRules,
     play_episode,
 )
 from actors.rollout.runner import CALLS_PER_S, RolloutRunner
+from actors.rollout.step_records import EpisodeIds
 from configs import Config, most_workers
 from coordinator import CoordinatorClient, Lease
 from envs import Environment, Observation, PendingOperations, Task, Transition
@@ -180,12 +181,14 @@ class SimulatedEpisodes:
     ) -> Trajectory:
         environment = self._setup.environment(random.Random(self._random.getrandbits(64)))
         return await play_episode(
-            environment,
-            self._policy,
-            form=self._form,
-            task=task,
-            episode=ids,
-            rules=rules,
+            EpisodeContext(
+                environment=environment,
+                policy=self._policy,
+                form=self._form,
+                task=task,
+                ids=ids,
+                rules=rules,
+            ),
             progress=progress,
         )
 
