@@ -5,7 +5,9 @@
 `task_queue.py` says which task is played next, when evaluation rounds are due, and how
                `max_staleness` paces workers; the bound is `drop_stale` (store/catalog/batches.py)
 `task_order.py` draws tasks by the weights of `tasks.order`
-`leases.py` keeps which worker plays which group, and which tasks lose workers
+`leases.py` keeps which worker plays which group
+`suspects.py` finds the tasks that kill workers, which are played alone and then abandoned
+`weight_update_lock.py` lets few workers at a time load the files of new weights
 `heartbeats.py` sends and keeps heartbeats
 `export_schedule.py` exports for outside readers, and starts the maintainer thread
 `logs.py` sends the output of a process to its log

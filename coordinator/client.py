@@ -22,7 +22,8 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from coordinator.coordinator import Coordinator, ResumePoint, Status
-from coordinator.leases import WEIGHT_UPDATE_S, Lease
+from coordinator.leases import Lease
+from coordinator.weight_update_lock import WEIGHT_UPDATE_S
 from store import Batch, CheckpointRecord, CommitResult, SegmentMeta, Unfinished, VersionRecord
 
 ANSWER_TIMEOUT_S = 60.0

@@ -1,25 +1,19 @@
-"""Keep leases of groups, tasks that lose workers, and the lock on weight updates.
+"""Keep leases: which worker plays which group, and how often a group was played again.
 
-All of it is in memory. Most of it is about processes that are lost together with the coordinator.
-How often a group was played again because it became too old counts from 0 after a restart; which
-tasks lose workers is read from the catalog.
+All of it is in memory, because it is about processes that are lost together with the coordinator.
+How often a group was played again because it became too old counts from 0 after a restart.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs import Task
 from store import TRAIN, Group, SegmentMeta, Unfinished, VersionRecord, now_us
 
 MAX_REQUEUES = 3  # times that a group is played again because it became too old
-SUSPECT_LOSSES = 2  # workers lost with a task in play; it is then played alone, after all others
-MAX_LOSSES = 3  # the last one while the task was played alone; it is then abandoned
-WORKERS_PER_UPDATE = 10  # of which one may update its weights
-WEIGHT_UPDATE_S = 60.0  # longest time that a worker holds the lock on weight updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,90 +124,3 @@ class LeaseTable:
         return any(
             lease.group.split == TRAIN and lease.version.version == version for lease in leases
         )
-
-
-class Suspects:
-    """Find the tasks that kill workers.
-
-    A worker plays several groups at once, and loses all of them together. A task in play at
-    SUSPECT_LOSSES losses is a suspect: it is played after all others, by a worker that plays
-    nothing else. If that worker is lost too, the task is condemned.
-    """
-
-    def __init__(self, losses: Mapping[str, int]) -> None:
-        """Begin with the losses that earlier starts of the run counted, by task id."""
-        self._losses = Counter(losses)
-        self._reported: dict[str, list[Lease]] = {}
-        self._drained = ""
-        self.condemned: dict[str, str] = {}  # task id -> reason
-
-    @property
-    def task_ids(self) -> set[str]:
-        """Return the suspects and the condemned."""
-        return {task_id for task_id, n in self._losses.items() if n >= SUSPECT_LOSSES}
-
-    def report(self, worker: str, leases: Sequence[Lease]) -> None:
-        """Note groups that `worker` gave up because it fails; it is lost next."""
-        self._reported.setdefault(worker, []).extend(leases)
-
-    def lose(self, worker: str, leases: Sequence[Lease], *, why: str) -> Lease | None:
-        """Count the loss of `worker` with `leases` in play. Return a lease whose task is to blame.
-
-        Only a task that was played alone can be condemned.
-        """
-        in_play = [*self._reported.pop(worker, []), *leases]
-        self.release(worker)
-        self._losses.update({lease.task.id for lease in in_play})
-        if len(in_play) != 1 or self._losses[in_play[0].task.id] < MAX_LOSSES:
-            return None
-        task_id = in_play[0].task.id
-        self.condemned[task_id] = (
-            f"task {task_id!r} was in play {self._losses[task_id]} times when a worker was lost, "
-            f"the last time alone: {worker} {why}"
-        )
-        return in_play[0]
-
-    def clear(self, task_id: str) -> None:
-        """Clear a task of suspicion, because a whole group of it was played."""
-        self._losses.pop(task_id, None)
-
-    def begin_drain(self, worker: str) -> bool:
-        """Give `worker` no new group until it can play a suspect alone. Return whether it drains.
-
-        One worker at a time drains; for another this returns False.
-        """
-        self._drained = self._drained or worker
-        return self._drained == worker
-
-    def release(self, worker: str) -> None:
-        """Let the next worker drain."""
-        if self._drained == worker:
-            self._drained = ""
-
-
-class WeightUpdateLock:
-    """Let a few workers at a time load the files of new weights: generation never stops everywhere.
-
-    One in WORKERS_PER_UPDATE may, and at least one. With thousands of workers the last one would
-    otherwise get its weights hours after the first.
-    """
-
-    def __init__(self, n_workers: int) -> None:
-        self._n_holders = max(1, n_workers // WORKERS_PER_UPDATE)
-        self._until_s: dict[str, float] = {}  # by holder, the longest one first
-
-    def acquire(self, worker: str) -> bool:
-        """Return whether `worker` holds the lock now, for up to WEIGHT_UPDATE_S."""
-        now_s = time.monotonic()
-        self._until_s.pop(worker, None)
-        if len(self._until_s) >= self._n_holders:
-            longest, until_s = next(iter(self._until_s.items()))
-            if now_s < until_s:
-                return False
-            del self._until_s[longest]
-        self._until_s[worker] = now_s + WEIGHT_UPDATE_S
-        return True
-
-    def release(self, worker: str) -> None:
-        """Release the lock, if `worker` holds it."""
-        self._until_s.pop(worker, None)

@@ -33,7 +33,7 @@ from actors.rollout.group import COMMIT_EVERY_S
 from actors.rollout.runner import CALLS_PER_S, LEASE_POLL_S, LONGEST_LEASE_POLL_S
 from configs import Config
 from coordinator import Coordinator, Lease
-from coordinator.leases import WEIGHT_UPDATE_S
+from coordinator.weight_update_lock import WEIGHT_UPDATE_S
 from driver.supervisor import POLL_S as STATUS_EVERY_S
 from store import RunLayout, SegmentMeta, TrajectoryMeta, VersionRecord, export, uid, write_open_sql
 from tests.support.simulation import Delay
@@ -193,7 +193,7 @@ class Fleet:
 
     def _patched(self) -> Iterator[Any]:
         clock = SimpleNamespace(monotonic=self._clock_s)
-        for module in ("heartbeats", "export_schedule", "leases"):
+        for module in ("heartbeats", "export_schedule", "weight_update_lock"):
             yield patch(f"coordinator.{module}.time", clock)
         for module in ("coordinator.leases", "store.catalog.database"):
             yield patch(f"{module}.now_us", lambda: 1 + round(self._clock_s() * US_PER_S))

@@ -1,8 +1,7 @@
-"""Test groups in play: given up, abandoned, taken over, waited for; and turns to change weights."""
+"""Test groups in play: given up, abandoned, taken over, waited for, and tasks to blame."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +9,8 @@ import pytest
 
 from coordinator import Coordinator, Lease
 from coordinator.coordinator import MAX_ABANDONED
-from coordinator.leases import (
-    MAX_LOSSES,
-    MAX_REQUEUES,
-    SUSPECT_LOSSES,
-    WEIGHT_UPDATE_S,
-    LeaseTable,
-    WeightUpdateLock,
-)
+from coordinator.leases import MAX_REQUEUES, LeaseTable
+from coordinator.suspects import MAX_LOSSES, SUSPECT_LOSSES
 from envs import EnvironmentFailed
 from store import Unfinished, export
 from tests.coordinator.test_coordinator import leases, make_config, make_coordinator, play, publish
@@ -174,36 +167,6 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
     play(coordinator, slow)
     batch = coordinator.claim(1)
     assert batch is not None and slow.group.group_uid in {group.group_uid for group in batch.groups}
-
-
-def test_one_worker_at_a_time_changes_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lock = WeightUpdateLock(n_workers=19)
-    assert lock.acquire("a")
-    assert lock.acquire("a")
-    assert not lock.acquire("b")
-    lock.release("b")  # it does not hold it
-    assert not lock.acquire("b")
-    lock.release("a")
-    assert lock.acquire("b")
-    now[0] += WEIGHT_UPDATE_S
-    assert lock.acquire("a"), "who takes too long loses it"
-
-
-def test_one_of_ten_workers_changes_its_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lock = WeightUpdateLock(n_workers=30)
-    for worker in ("a", "b", "c"):
-        assert lock.acquire(worker)
-        now[0] += 1.0
-    assert not lock.acquire("d")
-    lock.release("b")
-    assert lock.acquire("d") and not lock.acquire("b")
-    now[0] = 100.0 + WEIGHT_UPDATE_S
-    assert lock.acquire("b"), "a held it for longest"
-    assert not lock.acquire("a")
 
 
 def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
