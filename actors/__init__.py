@@ -10,8 +10,9 @@
 `inference/`       policies: `openai_policy.py`, and `vllm_policy.py`, whose requests go through
                    `vllm_requests.py`. New weights: `weight_sync.py` says when, `vllm_policy.py`
                    pauses the engine, `vllm_weight_loader.py` loads them inside the engine's
-                   process, from files or from `broadcast_receiver.py`. LoRA adapters are added
-                   by `vllm_adapters.py`; `vllm_cpu_adapters.py` multiplies by them on a CPU.
+                   process, from files or from `broadcast_receiver.py`. `engine_worker.py`
+                   prepares that process. LoRA adapters are added by `vllm_adapters.py`;
+                   `vllm_cpu_adapters.py` multiplies by them on a CPU.
                    `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller, and
                    `vllm_whole_answers.py` its messages
 `endpoint/`        the OpenAI-compatible server that agent programs call; `vllm_tool_calls.py` reads

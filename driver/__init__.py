@@ -13,7 +13,8 @@ supervisor   consumes heartbeats and ended calls, produces restarts and notices;
 
 `train_run.py` and `evaluate_run.py` do what `gigpo train` and `gigpo evaluate` ask
 `supervisor.py` is the loop of the driver itself
-`worker_places.py` has workers join and leave a run that goes on
+`process_set.py` owns the processes that exist, and their planned starts
+`worker_scaling.py` has workers join and leave a run that goes on
 `processes.py` starts and kills one process; `CoordinatorProcess` is the coordinator's
 `health.py` decides when a process is lost, and how often it is started again
 `shutdown.py` stops all processes in order, `interrupt.py` handles Ctrl-C and SIGTERM

@@ -15,7 +15,8 @@ other error of a component is raised here and ends the run; leaving the `with` b
 processes. The death of the coordinator ends the run too: the same command continues from the last
 commit.
 
-`worker_places.py` has workers join and leave, with the nodes of a cluster and when a person asks.
+`process_set.py` owns the processes. `worker_scaling.py` has workers join and leave, with the nodes
+of a cluster and when a person asks.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cau
 from driver.health import HealthMonitor, Restarts
 from driver.interrupt import hold_interrupts
 from driver.nodes import node_of
+from driver.process_set import ProcessSet
 from driver.processes import LEARNER, CoordinatorProcess, ManagedProcess
 from driver.progress import said_while
 from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
-from driver.worker_places import UNPLACED_S, WorkerPlaces, worker_names
+from driver.worker_scaling import UNPLACED_S, WorkerScaling, worker_names
 from envs import log_hint
 from learner import RankError
 from store import VersionRecord
@@ -79,8 +81,10 @@ class Supervisor:
         self.warn = warn or say
         self.logs = Path(config.run_dir) / "logs"
         self.restored = ""  # the learner's line on the checkpoint it started from
-        self.places = WorkerPlaces(config, learns=learns, remove=self._remove, notice=self._notice)
-        self.processes, self.due = self.places.processes, self.places.due
+        self.members = ProcessSet(self._start)
+        self.scaling = WorkerScaling(
+            self.members, config, learns=learns, remove=self._remove, notice=self._notice
+        )
         self.monitor = HealthMonitor(config.supervision)
         self.restarts = Restarts(config.supervision)
         self.is_up = False  # everything has been started once
@@ -93,12 +97,12 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         try:
             if self.learns:
-                self.places.add([LEARNER])
+                self.members.plan([LEARNER])
             if not self._plays_nothing():
-                self.places.add(worker_names(least_workers(self.config.actors)))
+                self.members.plan(worker_names(least_workers(self.config.actors)))
             with said_while(self._starting, self.say):
                 # Beside the coordinator: they import for seconds before they call it.
-                self._start_due()
+                self.members.start_due()
                 self.coordinator.wait_until_up()
                 while self._n_starting():
                     self.components = self._watch_once(lambda status: None).components
@@ -114,7 +118,7 @@ class Supervisor:
     def train(self, show: Show) -> int:
         """Run the learner to its last step, and return that step."""
         self.is_training = True
-        learner = self.processes[LEARNER]
+        learner = self.members.processes[LEARNER]
         learner.call = learner.handle.run.remote()
         while LEARNER not in self.results:
             self._watch_once(show)
@@ -142,7 +146,7 @@ class Supervisor:
         """Return vLLM's own figures of each worker that answers. Any thread may call it."""
         calls = {
             process.handle.engine_metrics.remote(): process.name
-            for process in list(self.processes.values())
+            for process in list(self.members.processes.values())
             if process.has_started and process.name != LEARNER
         }
         if not calls:
@@ -163,18 +167,20 @@ class Supervisor:
         self._end_silent(status)
         self._notice_starving(status)
         self._follow_cluster()
-        for process in list(self.processes.values()):
+        for process in list(self.members.processes.values()):
             if not process.is_placed:
                 self._look_for_place(process)
         self._tell_workers()
-        self._start_due()
+        self.members.start_due()
         show(status)
         return status
 
     def _wait_for_calls(self) -> None:
         """Wait a moment for calls to end, and handle those that did."""
         calls = {
-            process.call: process for process in self.processes.values() if process.call is not None
+            process.call: process
+            for process in self.members.processes.values()
+            if process.call is not None
         }
         if calls:
             done, _ = ray.wait(list(calls), timeout=POLL_S)
@@ -186,7 +192,7 @@ class Supervisor:
     def _end_silent(self, status: Status) -> None:
         """End each process that is silent for too long. It is started again."""
         for name, why in self.monitor.silent(status.components).items():
-            process = self.processes.get(name)
+            process = self.members.processes.get(name)
             if process is None or not (process.has_started or processes.has_process(process)):
                 # Remove a late heartbeat of a process that is gone, perhaps with its node.
                 self._remove(name, "a last sign of life came after it was gone")
@@ -214,11 +220,11 @@ class Supervisor:
             if process.closes_by_s is None:
                 self._failed(process, error)
             else:
-                self.places.forget(process)
+                self.scaling.forget(process)
             return
         process.call = None
         if process.closes_by_s is not None:
-            self.places.forget(process)
+            self.scaling.forget(process)
         elif not process.has_started:
             process.has_started = process.is_placed = True
             process.node = node_of(process.handle) if is_joined() else ""
@@ -274,20 +280,19 @@ class Supervisor:
         """Kill a process, free its groups for others, and plan its restart after a pause."""
         if process.leaving_why:
             self._remove(process.name, why)
-            self.places.forget(process)
+            self.scaling.forget(process)
             return
-        processes.kill(process)
-        self.processes.pop(process.name, None)
-        if process.node in self.places.drained_nodes:
+        self.members.end(process)
+        if process.node in self.scaling.drained_nodes:
             self._remove(process.name, f"{why}; its node left the cluster")
             self._notice(
                 "started again",
                 f"{process.name} {why}, with its node; it is started again where there is room",
             )
-            self.places.add([process.name])
+            self.members.plan([process.name])
             return
         if process.name == LEARNER and not process.has_started:
-            self.places.make_room()  # a rank may have found none
+            self.scaling.make_room()  # a rank may have found none
         pause_s = self.restarts.pause_s(process.name)
         self._remove(process.name, why)
         if pause_s is None:
@@ -297,29 +302,27 @@ class Supervisor:
                 "Nothing that was committed is lost; the same command goes on"
             )
         self._notice("started again", f"{process.name} {why}; it is started again in {pause_s:g} s")
-        self.due[process.name] = time.monotonic() + pause_s
+        self.members.plan([process.name], after_s=pause_s)
 
     # starting
 
-    def _start_due(self) -> None:
-        for name, due_at_s in list(self.due.items()):
-            if time.monotonic() >= due_at_s:
-                del self.due[name]
-                self.processes[name] = processes.start(
-                    name,
-                    config=self.config,
-                    model_path=self.model_path,
-                    coordinator=self.coordinator.handle,
-                )
+    def _start(self, name: str) -> ManagedProcess:
+        return processes.start(
+            name,
+            config=self.config,
+            model_path=self.model_path,
+            coordinator=self.coordinator.handle,
+        )
 
     def _n_starting(self) -> int:
-        started = sum(process.has_started for process in self.processes.values())
-        return len(self.due) + len(self.processes) - started
+        started = sum(process.has_started for process in self.members.processes.values())
+        return len(self.members.due) + len(self.members.processes) - started
 
     def _starting(self) -> str:
         """Return a line on the processes that are still starting, and what each waits for."""
-        known = list(self.processes.values())  # read by another thread than the one that starts
-        names = [process.name for process in known if not process.has_started] + list(self.due)
+        known = list(self.members.processes.values())  # another thread than this one starts them
+        names = [process.name for process in known if not process.has_started]
+        names += list(self.members.due)
         named = []
         for name in names[:MAX_NAMED]:
             component = self.components.get(name)
@@ -337,8 +340,8 @@ class Supervisor:
         if process.is_placed:
             return
         if process.name == LEARNER and self.is_up:
-            self.places.make_room()
-        elif self.is_up and len(self.places.placed_workers()) >= least_workers(self.config.actors):
+            self.scaling.make_room()
+        elif self.is_up and len(self.members.placed_workers()) >= least_workers(self.config.actors):
             return  # the cluster has no more now
         reason = processes.why_unplaced(process.name, self.config)
         why = f"{process.name} has had no place for {waited_s:.0f} s: {reason}"
@@ -350,16 +353,16 @@ class Supervisor:
 
     def _follow_cluster(self) -> None:
         """Have workers join and leave with the nodes of a cluster, and as `gigpo workers` asks."""
-        self.places.end_late_closings()
-        self.places.leave_draining_nodes()
+        self.scaling.end_late_closings()
+        self.scaling.leave_draining_nodes()
         if self.is_up and not self._plays_nothing():
-            self.places.follow_wanted_workers()
+            self.scaling.follow_wanted_workers()
 
     def _tell_workers(self) -> None:
         """Record how many workers a run with a range has, when it changes."""
         bounds = self.config.actors.workers
         n_started = sum(
-            process.has_started and not process.leaving_why for process in self.places.workers()
+            process.has_started and not process.leaving_why for process in self.members.workers()
         )
         if self.is_up and isinstance(bounds, WorkerRange) and n_started != self._n_told:
             self._n_told = n_started
@@ -389,7 +392,7 @@ class Supervisor:
             how = f"not stopped in order, as the {failure}"
         except KeyboardInterrupt:
             interrupted = True
-        for process in self.processes.values():
+        for process in self.members.processes.values():
             processes.kill(process)
         self.coordinator.kill()
         if interrupted:
@@ -407,7 +410,7 @@ class Supervisor:
             self.say_stopping(text)
 
         unstopped = stop_in_order(
-            list(self.processes.values()), status=self.status, config=self.config, say=say
+            list(self.members.processes.values()), status=self.status, config=self.config, say=say
         )
         learner_step = self.status().learner_step
         checkpoints = self.coordinator.answer(self.coordinator.calls.checkpoints())

@@ -15,7 +15,9 @@ tokens.py         the response tokens that losses read
 losses.py, corrections.py   one entry per published idea, and a registry each; KL penalties
 token_advantages.py  advantages of single tokens, by a critic's values
 value_loss.py     the critic's loss
-objective.py      puts them together, and refuses parts that do not go together
+aggregations.py   the means of an update's losses per token
+combinations.py   usual parts of each loss, and refusals of parts that do not go together
+objective.py      the loss of an update: the equation of all parts
 diagnostics.py    figures to watch
 
 No I/O, no logging, no trainer. This package imports lazy_loader, duckdb, pyarrow, numpy, rapidfuzz

@@ -9,7 +9,7 @@ takes the mean.
 To add a loss:
 
 1. here: its class, with a worked example, and its place in POLICY_LOSSES
-2. `objective.py`: its usual corrections and aggregation in DEFAULT_PAIRING; a line in
+2. `combinations.py`: its usual corrections and aggregation in DEFAULT_PAIRING; a line in
    _BOUNDED_ALREADY if it takes no factors of single tokens; `check_combination` for whatever else
    makes no sense with it
 3. `__init__.pyi`: its class

@@ -15,149 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar, Final, Protocol
+from dataclasses import dataclass, field
+from typing import Final
 
-from gigpo.corrections import (
-    CORRECTIONS,
-    Correction,
-    SequenceMask,
-    SequenceTis,
-    TokenIcepop,
-    TokenTis,
-)
+from gigpo.aggregations import AGGREGATIONS, Aggregation, TokenMean
+from gigpo.combinations import check_combination
+from gigpo.corrections import CORRECTIONS, Correction
 from gigpo.lazy_torch import torch
-from gigpo.losses import KL_PENALTIES, POLICY_LOSSES, Loss, PpoClip
-from gigpo.tokens import Tokens, check_same_tokens, sequence_sum
+from gigpo.losses import KL_PENALTIES, POLICY_LOSSES, Loss
+from gigpo.tokens import Tokens, check_same_tokens
 
 PROXIMAL_POLICIES: Final = ("none", "recomputed", "interpolated")
-
-# Loss -> its usual corrections and aggregation, which "auto" in a config stands for. They are
-# published with the loss, except token_tis on ppo_clip, reinforce and distillation: our choice,
-# because data is always a little stale. verl has it on reinforce (`bypass_pg_is`) and on decoupled
-# ppo_clip (`decoupled_token_is`) only.
-DEFAULT_PAIRING: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
-    {
-        "behaviour_cloning": ((), "token_mean"),
-        "cispo": ((), "token_mean"),
-        "distillation": (("token_tis",), "token_mean"),
-        "dppo_tv": ((), "token_mean"),
-        "gspo": ((), "sequence_mean_token_mean"),
-        "ppo_clip": (("token_tis",), "token_mean"),
-        "reinforce": (("token_tis",), "token_mean"),
-        "sapo": ((), "sequence_mean_token_mean"),
-        "topr": ((), "token_mean"),
-    }
-)
-
 _BATCH_WIDE: Final = ("m2po",)  # they rank the tokens of the whole update
-_WEIGHTS: Final = ("token_tis", "sequence_tis")
-_TOKEN_LEVEL: Final = (*_WEIGHTS, "token_icepop", "m2po")
-# Loss -> why it takes no factors of single tokens. Masks of whole sequences go with every loss.
-_BOUNDED_ALREADY: Final = {
-    "cispo": "it clips the weight rho itself, so that no token loses its gradient",
-    "dppo_tv": "it weighs by rho and masks single tokens itself (ratio_cap caps the weight)",
-    "gspo": "its ratio is the sequence's, which factors of single tokens would take apart",
-    "sapo": "its gate bounds the weight rho itself",
-    "topr": "it bounds the weight rho by 1 itself",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchTotals:
-    """Count the response tokens and sequences of an update, over all micro-batches and ranks."""
-
-    n_tokens: int
-    n_sequences: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.n_sequences <= self.n_tokens:
-            raise ValueError(
-                f"n_tokens={self.n_tokens}, n_sequences={self.n_sequences}: count the response "
-                "tokens of the whole update, and its sequences with at least one of them"
-            )
-
-
-class Aggregation(Protocol):
-    """The interface of an entry of AGGREGATIONS: losses per token [N] to a scalar.
-
-    Scalars of micro-batches add up. Every aggregation is given the sequence of each token, int64
-    [N].
-    """
-
-    name: ClassVar[str]
-
-    def __call__(
-        self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /
-    ) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenMean:
-    """sum(loss) / n_tokens: every token has the same weight. DAPO, verl's default, GiGPO's authors.
-
-    Worked: losses (1, 2) and (6) of two sequences: 9 / 3 = 3.
-    """
-
-    name: ClassVar[str] = "token_mean"
-
-    def __call__(
-        self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /
-    ) -> torch.Tensor:
-        return loss_N.sum() / totals.n_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceMeanTokenMean:
-    """Mean over sequences of the mean over their tokens. GRPO, GSPO.
-
-    Every response has the same weight, so tokens of long ones have less. Worked: losses (1, 2) and
-    (6) of two sequences: (1.5 + 6) / 2 = 3.75.
-    """
-
-    name: ClassVar[str] = "sequence_mean_token_mean"
-
-    def __call__(
-        self, loss_N: torch.Tensor, sequence_N: torch.Tensor, totals: BatchTotals, /
-    ) -> torch.Tensor:
-        n_tokens_N = sequence_sum(torch.ones_like(loss_N), sequence_N)
-        return (loss_N / n_tokens_N).sum() / totals.n_sequences
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceMeanTokenSumNorm:
-    """Mean over sequences of their sum / norm_tokens. Dr.GRPO, arXiv 2503.20783.
-
-    norm_tokens is one constant for the whole run, the longest response that can be generated; there
-    is no published number. No token's weight depends on the length of its response, so wrong
-    answers do not get cheaper by being long.
-
-    Worked, norm_tokens 10: losses (1, 2) and (6) of two sequences: (0.3 + 0.6) / 2 = 0.45.
-    """
-
-    name: ClassVar[str] = "sequence_mean_token_sum_norm"
-    norm_tokens: float
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.norm_tokens) and self.norm_tokens >= 1):
-            raise ValueError(
-                f"norm_tokens={self.norm_tokens} must be at least 1: the longest response that can "
-                "be generated"
-            )
-
-    def __call__(
-        self, loss_N: torch.Tensor, _sequence_N: torch.Tensor, totals: BatchTotals, /
-    ) -> torch.Tensor:
-        return loss_N.sum() / (totals.n_sequences * self.norm_tokens)
-
-
-AGGREGATIONS: Final[Mapping[str, type[Aggregation]]] = MappingProxyType(
-    {
-        aggregation.name: aggregation
-        for aggregation in (SequenceMeanTokenMean, SequenceMeanTokenSumNorm, TokenMean)
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +67,7 @@ class Objective:
     kl: str = "k3"
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
-    aggregation: Aggregation = TokenMean()
+    aggregation: Aggregation = field(default_factory=TokenMean)
 
     def __post_init__(self) -> None:
         _check_part("policy", value=self.policy, registry=POLICY_LOSSES)
@@ -296,104 +165,3 @@ def _check_part(field: str, *, value: object, registry: Mapping[str, type]) -> N
             f"{field}: {value!r} is not an instance of one of {kinds}, nor a callable with a name "
             "like them"
         )
-
-
-def check_combination(policy: Loss, corrections: tuple[Correction, ...], *, proximal: str) -> None:
-    """Raise ValueError, in one line that begins with the setting to change.
-
-    A combination is refused if it means nothing, or if a part of it could never change a gradient.
-    `proximal` is one of PROXIMAL_POLICIES.
-    """
-    _check_with_loss(policy, corrections)
-    _check_with_each_other(corrections)
-    if proximal != "none" and policy.name != "ppo_clip":
-        raise ValueError(
-            f"proximal={proximal!r} with {policy.name}: only ppo_clip has a trust region that can "
-            "be moved off the policy that sampled (decoupled PPO); use proximal=none, or ppo_clip"
-        )
-    if isinstance(policy, PpoClip) and proximal == "none":
-        _check_beyond_clip(policy, corrections)
-
-
-def _check_with_loss(policy: Loss, corrections: tuple[Correction, ...]) -> None:
-    names = [correction.name for correction in corrections]
-    if names and policy.name == "behaviour_cloning":
-        raise ValueError(
-            f"corrections={names} with behaviour_cloning: it wants every recorded token whatever "
-            "pi thinks of it, so there is nothing to correct; use corrections=[]"
-        )
-    if "opsm" in names and policy.name == "distillation":
-        raise ValueError(
-            f"corrections={names}: opsm with distillation: it drops sequences by the sign of their "
-            "advantage, which this loss does not read; leave opsm out"
-        )
-    for name in names:
-        if name in _TOKEN_LEVEL and policy.name in _BOUNDED_ALREADY:
-            raise ValueError(
-                f"corrections={names}: {name} on top of {policy.name}: "
-                f"{_BOUNDED_ALREADY[policy.name]}; leave {name} out, or use ppo_clip or reinforce"
-            )
-
-
-def _check_with_each_other(corrections: tuple[Correction, ...]) -> None:
-    names = [correction.name for correction in corrections]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"corrections={names}: {name} twice; the narrower one alone does the same"
-            )
-    if all(name in names for name in _WEIGHTS):
-        raise ValueError(
-            f"corrections={names}: token_tis and sequence_tis each set the whole weight of a "
-            "token; keep one (token_tis)"
-        )
-    if "sequence_mask" in names and "geometric_mask" in names:
-        raise ValueError(
-            f"corrections={names}: both masks bound the same sum of log ratios, one whole and one "
-            "per token, so which of them acts would depend on the response's length; keep one "
-            "(geometric_mask)"
-        )
-    found = {correction.name: correction for correction in corrections}
-    tis, icepop = found.get("token_tis"), found.get("token_icepop")
-    if isinstance(tis, TokenTis) and isinstance(icepop, TokenIcepop) and icepop.high <= tis.cap:
-        raise ValueError(
-            f"corrections={names}: token_icepop drops what is above "
-            f"token_icepop.high={icepop.high:g}, so token_tis.cap={tis.cap:g} would never act; "
-            "leave token_tis out, or set token_tis.cap below token_icepop.high"
-        )
-    sequence_tis, mask = found.get("sequence_tis"), found.get("sequence_mask")
-    # Equal bounds are allowed: verl's decoupled_seq_is_rs, where the weight is X itself.
-    if (
-        isinstance(sequence_tis, SequenceTis)
-        and isinstance(mask, SequenceMask)
-        and mask.high < sequence_tis.cap
-    ):
-        raise ValueError(
-            f"corrections={names}: sequence_mask drops what is above "
-            f"sequence_mask.high={mask.high:g}, so sequence_tis.cap={sequence_tis.cap:g} would "
-            "never act; set sequence_tis.cap to at most sequence_mask.high"
-        )
-
-
-def _check_beyond_clip(policy: PpoClip, corrections: tuple[Correction, ...]) -> None:
-    """Refuse a bound above the clip of ppo_clip, which changes the loss but no gradient.
-
-    Around mu, ppo_clip gives no gradient to rho > 1 + clip_high where A > 0, nor to rho > dual_clip
-    where A < 0. cap = math.inf means "no cap" and is accepted.
-    """
-    beyond = max(policy.dual_clip, 1.0 + policy.clip_high)
-    for correction in corrections:
-        if isinstance(correction, TokenTis):
-            name, bound = "token_tis.cap", correction.cap
-        elif isinstance(correction, TokenIcepop) and correction.low == 0.0:
-            name, bound = "token_icepop.high", correction.high
-        else:
-            continue
-        if beyond <= bound < math.inf:
-            names = [each.name for each in corrections]
-            raise ValueError(
-                f"corrections={names}: ppo_clip leaves no gradient above dual_clip="
-                f"{policy.dual_clip:g} where A < 0, nor above 1 + clip_high="
-                f"{1.0 + policy.clip_high:g} where A > 0, so {name}={bound:g} would never act; set "
-                f"it below {beyond:g}, or leave {correction.name} out"
-            )

@@ -32,7 +32,7 @@ from usage_statistics import usage_statistics_off
 
 # directory of the sockets that connect a worker with its engine; needs a short path
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
-# vLLM obeys it only if the model has a process of its own; else vllm_weight_loader.py does
+# vLLM obeys it only if the model has a process of its own; else engine_worker.py does
 ENGINE_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 PROCESS_SEPARATOR = "|"  # between the lists of cores of an engine's processes
 # Of a model's weights. Threads wait for each other dozens of times in a step, so a small model

@@ -12,11 +12,11 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
-    "actors.inference.vllm_weight_loader",
+    "actors.inference.engine_worker",
 )
 
 # The server ends when the worker does, also if that is killed. An engine is a child of the server
-# and ends with it (`die_with_parent` in vllm_weight_loader.py).
+# and ends with it (`die_with_parent` in engine_worker.py).
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
 gc.disable()  # saves a fifth of the time
 try:

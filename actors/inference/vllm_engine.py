@@ -29,7 +29,7 @@ STOP_TIMEOUT_S = 10.0
 # Arguments that `image_arguments` may override.
 TEXT_ARGUMENTS = {
     "skip_tokenizer_init": True,
-    "worker_extension_cls": "actors.inference.vllm_weight_loader.WorkerExtension",
+    "worker_extension_cls": "actors.inference.engine_worker.WorkerExtension",
 }
 # prompt tokens of one forward pass; more would only delay the first token
 CPU_BATCH_TOKENS = 8192

@@ -1,7 +1,7 @@
 """Prepare the engine process of a vision model; vLLM imports this before it looks at the model."""
 
+from actors.inference.engine_worker import WorkerExtension
 from actors.inference.vllm_images import patch_vllm_for_images
-from actors.inference.vllm_weight_loader import WorkerExtension
 
 patch_vllm_for_images()
 

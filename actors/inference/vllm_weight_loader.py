@@ -7,17 +7,13 @@
     finish_weight_update()   layers take the layout of the kernels, in the memory they had before
 
 Generation goes on while weights are staged. This is a plug-in for vLLM's weight transfer, whose own
-engines need GPUs on both sides. The engine imports this module because `worker_extension_cls` names
-`WorkerExtension`.
+engines need GPUs on both sides. `engine_worker.py` gives it to vLLM.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
@@ -37,25 +33,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from actors.inference.broadcast_receiver import Receiver
-from actors.inference.engine_process import (
-    ENGINE_CORES,
-    PR_SET_PDEATHSIG,
-    PROCESS_SEPARATOR,
-    engine_cores,
-)
-from actors.inference.vllm_cpu_adapters import multiply_by_adapter
-from actors.inference.vllm_preemptions import PreemptionCounter
-from actors.inference.vllm_step_pacing import pace_engine
-from actors.inference.vllm_whole_answers import send_whole_answers
 from actors.inference.weight_load import RECEIVED
 from store import WeightFileError, files_digest, weight_files
 
-BACKEND = "safetensors_file"
 # Errors of the engine's process, not of the file it reads: no memory, too many open files
 PROCESS_FAULTS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 # A tiny model's files are read in this time, which saves a call that waits for the engine's step.
 STAGE_AT_ONCE_S = 0.003
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 @dataclass
@@ -80,38 +64,6 @@ class Staged:
     tensors: Iterable[tuple[str, torch.Tensor]]
 
 
-class WorkerExtension:
-    """Add methods to vLLM's worker, which the other process calls by name."""
-
-    # set by vLLM's worker
-    weight_transfer_engine: FileWeightTransferEngine
-    model_runner: Any
-
-    def stage_weights(self, path: str) -> tuple[str, str] | None:
-        return self.weight_transfer_engine.stage(path)
-
-    def staged_weights(self) -> tuple[str, str] | None:
-        return self.weight_transfer_engine.staged()
-
-    def join_broadcast(self, address: str) -> None:
-        self.weight_transfer_engine.join_broadcast(address)
-
-    def stage_received(self, digest: str) -> dict[str, list[int]] | None:
-        return self.weight_transfer_engine.stage_received(digest)
-
-    def let_receive(self, is_allowed: bool) -> bool:
-        return self.weight_transfer_engine.let_receive(is_allowed)
-
-    def take_preempted(self) -> int:
-        return self.weight_transfer_engine.preemptions.take()
-
-    def unserved_layers(self, adapter_id: int) -> list[str]:
-        """Return the layers of a loaded adapter that the model's forward pass leaves out."""
-        manager = self.model_runner.lora_manager._adapter_manager
-        # vLLM has replaced q, k and v by one fused layer, and gate and up by another.
-        return sorted(set(manager.get_adapter(adapter_id).loras) - set(manager.modules))
-
-
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     """Load weights in one process of an engine; each reads the whole files and keeps its part."""
 
@@ -129,18 +81,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-weights")
         self._staging: Future[Staged] | None = None
         self._receiver: Receiver | None = None
-        self.preemptions = PreemptionCounter()
-        self.preemptions.watch_scheduler()
-        die_with_parent()
-        send_whole_answers()
-        if device.type == "cpu":
-            keep_freed_memory()
-            pace_engine(max_requests=vllm_config.scheduler_config.max_num_seqs)
-            if vllm_config.lora_config is not None:
-                multiply_by_adapter()
-        if ENGINE_CORES in os.environ:
-            lists = os.environ[ENGINE_CORES].split(PROCESS_SEPARATOR)
-            bind_to(engine_cores(lists[self.parallel_config.rank]))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
@@ -227,38 +167,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self._receiver.close()
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, for whatever reason.
-
-    An orphaned engine would keep its cores and memory. The kernel watches the parent's *thread*
-    that started this process, so start engines from a thread that lives as long as they should. The
-    parent of a forked engine is the fork server, which ends with the worker.
-    """
-    owner = multiprocessing.parent_process()
-    if owner is None:
-        return  # not started by a Python process
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if not owner.is_alive():  # it died before the request above
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def keep_freed_memory() -> None:
-    """Ask malloc to reuse large blocks instead of giving them back to the kernel. CPU engines only.
-
-    A load makes and frees copies of every layer, and new pages are a quarter of its cost. Measured
-    with 135M parameters in float32: 330 ms instead of 450, for about 500 MB more memory.
-    """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def bind_to(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those that they start, on these cores."""
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
-
-
 def _is_process_fault(error: Exception) -> bool:
     """Return whether `error` is one of PROCESS_FAULTS; safetensors gives its text only."""
     if isinstance(error, OSError) and error.errno is not None:
@@ -276,7 +184,3 @@ def _tensors(files: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             yield name, file.get_tensor(name)
-
-
-if BACKEND not in WeightTransferEngineFactory._registry:  # a second import would be an error
-    WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)

@@ -1,6 +1,6 @@
 """Train in a small world: the real learner, advantages and store rows, without processes.
 
-    for step in learner_steps(engine, world, config, seed=0): ...     # step.success is exact
+    for step in learner_steps(engine, world, config, lag=0): ...     # step.success is exact
 
 Batches are consumed `lag` versions after they were played: each with the staleness `lag`.
 """

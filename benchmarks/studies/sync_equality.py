@@ -52,9 +52,9 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
         differences, n_same, n_same_batches = [], 0, 0
         for number, (episodes, weights) in enumerate(loop, start=1):
             own = {
-                (step["name"], at): (step["prompt"], step["answer"])
-                for steps in episodes
-                for at, step in enumerate(steps)
+                (episode.uid, at): (step.prompt, step.answer)
+                for episode in episodes
+                for at, step in enumerate(episode.steps)
             }
             n_same_here = sum(stored.get(name) == tokens for name, tokens in own.items())
             is_same = n_same_here == len(own) == n_steps_of[number - 1]
@@ -88,7 +88,7 @@ STUDY = Study(
     title="A synchronous run is the loop that one would write by hand",
     question="""
         With `max_staleness=0`, do workers, coordinator, store, vLLM, SQL and DeepSpeed together
-        play the episodes and compute the weights of a plain loop of 130 lines of code?
+        play the episodes and compute the weights of a plain loop of 200 lines of code?
     """,
     prediction=f"""
         (23 November 2026.) Yes: every prompt and every sampled token of {STEPS} learner steps is

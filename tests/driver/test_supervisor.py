@@ -36,7 +36,7 @@ from actors.prompting.prompt import PromptForm
 from cli.__main__ import main
 from configs import PromptConfig
 from coordinator import Component, Coordinator
-from driver import nodes, processes, shutdown, worker_places
+from driver import nodes, process_set, processes, shutdown, worker_scaling
 from driver import supervisor as supervisor_module
 from driver.cluster import DRIVER_DIRECTORY, cpus_of_a_process, ray_cluster
 from driver.errors import DIED, ComponentFailed, Stopped, cause_of, describe_cause
@@ -49,6 +49,7 @@ from envs import log_hint
 from learner import RAY_HIDES_GPUS, RankError
 from store import Catalog, RunLayout
 from tests.support.processes import PATIENCE_S, children
+from usage_statistics import usage_statistics_off
 
 CONFIG = configs.from_yaml("{learner: {step_timeout_s: 500}}")
 
@@ -283,9 +284,9 @@ def test_who_is_lost_is_started_again(
     session: Supervisor, said: list[str], name: str, error: RayError, words: str, is_up: bool
 ) -> None:
     session.is_up = is_up
-    failing = session.processes[name] = process(name, has_started=True)
+    failing = known(session, process(name, has_started=True))
     session._failed(failing, error)
-    assert name in session.due and name not in session.processes
+    assert name in session.members.due and name not in session.members.processes
     calls: Any = session.coordinator
     shown, recorded = (
         [detail for what, detail in some if what == "started again"]
@@ -303,11 +304,11 @@ def test_who_is_lost_is_started_again(
 def test_an_engine_that_was_up_before_is_started_again_whatever_its_start_says(
     session: Supervisor,
 ) -> None:
-    failing = session.processes["worker-0"] = process("worker-0")
+    failing = known(session, process("worker-0"))
     session._failed(
         failing, as_ray_passes_it_on(EngineStartError("ValueError: no such thing; its log is x"))
     )
-    assert "worker-0" in session.due and not session.processes
+    assert "worker-0" in session.members.due and not session.members.processes
     ((_, why), _) = session.coordinator.told  # type: ignore[attr-defined]
     assert why == "lost its engine: ValueError: no such thing; its log is x"
 
@@ -359,13 +360,13 @@ def test_a_rank_that_is_lost_too_often_ends_the_run(session: Supervisor) -> None
 def test_workers_that_are_asked_for_start_one_after_the_other(
     session: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session.processes[LEARNER] = process(LEARNER, is_placed=True)
-    monkeypatch.setattr(worker_places, "wanted_workers", lambda run: 50)
+    known(session, process(LEARNER, is_placed=True))
+    monkeypatch.setattr(worker_scaling, "wanted_workers", lambda run: 50)
     session._follow_cluster()
-    due = list(session.due.values())
+    due = list(session.members.due.values())
     assert len(due) == 50
     assert [round(later - earlier, 6) for earlier, later in itertools.pairwise(due)] == [
-        worker_places.STAGGER_S
+        process_set.STAGGER_S
     ] * 49
 
 
@@ -401,7 +402,7 @@ def test_while_it_starts_it_says_who_is_waited_for(
         ("worker-1", True),
         *((f"worker-{n}", False) for n in range(2, 9)),
     ):
-        session.processes[name] = process(name, has_started=started)
+        known(session, process(name, has_started=started))
     session.components = {
         LEARNER: Component(waiting_on="the model's start", waits_s=3.0, silent_s=0.0),
         "worker-0": Component(waiting_on="the engine's start", waits_s=3.0, silent_s=0.0),
@@ -459,24 +460,29 @@ def test_a_start_and_a_stop_that_take_long_say_so(
 def elastic(session: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     """Give a supervisor on a joined cluster, with a learner and the first two of 2 to 4 workers."""
     monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
-    monkeypatch.setattr(worker_places, "node_of", lambda handle: handle.node)
-    monkeypatch.setattr(worker_places, "draining_nodes", dict)
+    monkeypatch.setattr(worker_scaling, "node_of", lambda handle: handle.node)
+    monkeypatch.setattr(worker_scaling, "draining_nodes", dict)
     monkeypatch.setattr(processes, "has_process", lambda process: process.is_placed)
     monkeypatch.setattr(ray, "get", lambda call: None)
     workers = "{workers: {min: 2, max: 4}}"
     session.config = configs.from_yaml(f"{{run_dir: {session.config.run_dir}, actors: {workers}}}")
-    session.places.config = session.config
+    session.scaling.config = session.config
     for name in (LEARNER, "worker-0", "worker-1"):
         place(session, name, node="a")
     return session
+
+
+def known(session: Supervisor, process: ManagedProcess) -> ManagedProcess:
+    """Have a process that the supervisor did not start."""
+    session.members._processes[process.name] = process
+    return process
 
 
 def place(session: Supervisor, name: str, *, node: str) -> ManagedProcess:
     handle = Actor()
     handle.node = node
     given = {"handle": handle, "node": node, "call": f"run {name}"}
-    session.processes[name] = process(name, has_started=True, is_placed=True, **given)
-    return session.processes[name]
+    return known(session, process(name, has_started=True, is_placed=True, **given))
 
 
 def test_a_range_asks_for_its_most_once_the_run_has_begun(
@@ -484,13 +490,13 @@ def test_a_range_asks_for_its_most_once_the_run_has_begun(
 ) -> None:
     elastic.is_up = False
     elastic._follow_cluster()
-    assert not elastic.due
+    assert not elastic.members.due
     elastic.is_up = True
     elastic._follow_cluster()
-    assert list(elastic.due) == ["worker-2", "worker-3"]
-    monkeypatch.setattr(worker_places, "wanted_workers", lambda run: 3)
+    assert list(elastic.members.due) == ["worker-2", "worker-3"]
+    monkeypatch.setattr(worker_scaling, "wanted_workers", lambda run: 3)
     elastic._follow_cluster()
-    assert list(elastic.due) == ["worker-2"], "gigpo workers RUN 3 comes before the range"
+    assert list(elastic.members.due) == ["worker-2"], "gigpo workers RUN 3 comes before the range"
 
 
 def test_on_one_machine_a_range_is_its_least(
@@ -498,12 +504,12 @@ def test_on_one_machine_a_range_is_its_least(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
     elastic._follow_cluster()
-    assert not elastic.due
+    assert not elastic.members.due
 
 
 def test_a_worker_beyond_the_least_may_wait_for_a_place_in_silence(elastic: Supervisor) -> None:
-    elastic.processes["worker-2"] = process("worker-2", handle=Actor())
-    elastic._look_for_place(elastic.processes["worker-2"])
+    known(elastic, process("worker-2", handle=Actor()))
+    elastic._look_for_place(elastic.members.processes["worker-2"])
     assert elastic.coordinator.told == []  # type: ignore[attr-defined]
 
 
@@ -511,37 +517,37 @@ def test_a_lost_learner_gets_its_place_before_more_workers(
     elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place(elastic, "worker-2", node="a")
-    elastic.processes["worker-3"] = process("worker-3", handle=Actor())
-    elastic.processes[LEARNER] = process(LEARNER, handle=Actor(), asked_at_s=time.monotonic())
+    known(elastic, process("worker-3", handle=Actor()))
+    known(elastic, process(LEARNER, handle=Actor(), asked_at_s=time.monotonic()))
     elastic._follow_cluster()
-    assert list(elastic.processes) == [LEARNER, "worker-0", "worker-1", "worker-2"]
-    assert not elastic.due, "worker-3 is not asked for until the learner has its place"
-    elastic.processes[LEARNER].asked_at_s = -1e9
+    assert list(elastic.members.processes) == [LEARNER, "worker-0", "worker-1", "worker-2"]
+    assert not elastic.members.due, "worker-3 is not asked for until the learner has its place"
+    elastic.members.processes[LEARNER].asked_at_s = -1e9
     monkeypatch.setattr(processes, "why_unplaced", lambda name, config: "no room")
     for _ in range(2):
-        elastic._look_for_place(elastic.processes[LEARNER])
-    asked = {name: each.handle.asked for name, each in elastic.processes.items()}
+        elastic._look_for_place(elastic.members.processes[LEARNER])
+    asked = {name: each.handle.asked for name, each in elastic.members.processes.items()}
     assert asked == {LEARNER: [], "worker-0": [], "worker-1": [], "worker-2": ["leave"]}
-    elastic.processes[LEARNER].is_placed = True
+    elastic.members.processes[LEARNER].is_placed = True
     elastic._follow_cluster()
-    assert list(elastic.due) == ["worker-3"]
+    assert list(elastic.members.due) == ["worker-3"]
 
 
 def test_a_worker_of_a_draining_node_leaves_in_order_and_is_asked_for_again(
     elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaving, calls = place(elastic, "worker-1", node="b"), elastic.coordinator
-    monkeypatch.setattr(worker_places, "draining_nodes", lambda: {"b": 20.0})
+    monkeypatch.setattr(worker_scaling, "draining_nodes", lambda: {"b": 20.0})
     for _ in range(2):
-        elastic.places.leave_draining_nodes()
+        elastic.scaling.leave_draining_nodes()
     assert leaving.handle.asked == ["leave"]
-    assert elastic.processes["worker-0"].handle.asked == []
+    assert elastic.members.processes["worker-0"].handle.asked == []
     elastic._ended(leaving)  # its run
     assert leaving.handle.asked == ["leave", "close"]
     told: Any = calls.told  # type: ignore[attr-defined]
     assert told[-1] == ("gone", "left, with its node"), "its groups are free before it has closed"
     elastic._ended(leaving)  # its close
-    assert "worker-1" in elastic.due and "worker-1" not in elastic.processes
+    assert "worker-1" in elastic.members.due and "worker-1" not in elastic.members.processes
     assert elastic.restarts.pause_s("worker-1") == 1.0, "the first that counts"
 
 
@@ -550,30 +556,30 @@ def test_a_worker_that_starts_on_a_draining_node_is_asked_for_again_at_once(
 ) -> None:
     starting = place(elastic, "worker-1", node="b")
     starting.has_started = False
-    monkeypatch.setattr(worker_places, "draining_nodes", lambda: {"b": 20.0})
-    elastic.places.leave_draining_nodes()
-    assert starting.handle.asked == [] and "worker-1" in elastic.due
+    monkeypatch.setattr(worker_scaling, "draining_nodes", lambda: {"b": 20.0})
+    elastic.scaling.leave_draining_nodes()
+    assert starting.handle.asked == [] and "worker-1" in elastic.members.due
 
 
 def test_a_notice_that_is_too_short_counts_as_no_restart(
     elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaving = place(elastic, "worker-1", node="b")
-    monkeypatch.setattr(worker_places, "draining_nodes", lambda: {"b": 0.0})
-    elastic.places.leave_draining_nodes()
+    monkeypatch.setattr(worker_scaling, "draining_nodes", lambda: {"b": 0.0})
+    elastic.scaling.leave_draining_nodes()
     elastic._failed(leaving, ActorDiedError())
-    assert "worker-1" in elastic.due and "worker-1" not in elastic.processes
+    assert "worker-1" in elastic.members.due and "worker-1" not in elastic.members.processes
     assert elastic.restarts.pause_s("worker-1") == 1.0
 
 
 def test_nodes_may_drain_as_often_as_they_like(elastic: Supervisor) -> None:
     """A death after the notice counts as no restart, also the learner's, which does not leave."""
-    elastic.places.drained_nodes.add("gone")
+    elastic.scaling.drained_nodes.add("gone")
     for name in ("worker-1", LEARNER):
         for _ in range(elastic.config.supervision.max_restarts + 2):
-            elastic.due.clear()
+            elastic.members._due.clear()
             elastic._failed(place(elastic, name, node="gone"), ActorDiedError())
-            assert name in elastic.due
+            assert name in elastic.members.due
     for _ in range(elastic.config.supervision.max_restarts):
         elastic._failed(place(elastic, "worker-1", node="a"), ActorDiedError())
     with pytest.raises(ComponentFailed, match="more than 5 times"):
@@ -586,13 +592,13 @@ def test_a_worker_that_does_not_close_is_killed(
     killed: list[str] = []
     monkeypatch.setattr(processes, "kill", lambda process: killed.append(process.name))
     leaving = place(elastic, "worker-1", node="a")
-    elastic.places.leave(leaving, "left", within_s=0.0)
+    elastic.scaling.leave(leaving, "left", within_s=0.0)
     elastic._ended(leaving)
-    elastic.places.end_late_closings()
+    elastic.scaling.end_late_closings()
     assert killed == []
     leaving.closes_by_s = 0.0
-    elastic.places.end_late_closings()
-    assert killed == ["worker-1"] and "worker-1" not in elastic.processes
+    elastic.scaling.end_late_closings()
+    assert killed == ["worker-1"] and "worker-1" not in elastic.members.processes
 
 
 def test_the_number_of_workers_is_recorded_when_it_changes(elastic: Supervisor) -> None:
@@ -721,7 +727,7 @@ def test_a_lost_workers_last_heartbeat_is_not_held_against_the_one_after_it(
     monkeypatch.setattr(supervisor_module, "POLL_S", 0.0)
     monkeypatch.setattr(processes, "has_process", lambda process: False)
     new = process("worker-0", is_placed=True)
-    session.processes = {"worker-0": new}
+    known(session, new)
     coordinator: Any = session.coordinator
     coordinator.components = {"worker-0": Component(waiting_on=None, waits_s=0.0, silent_s=99.0)}
     monkeypatch.setattr(
@@ -729,7 +735,7 @@ def test_a_lost_workers_last_heartbeat_is_not_held_against_the_one_after_it(
     )
     for _ in range(LOOKS):
         session._watch_once(lambda status: None)
-    assert session.processes == {"worker-0": new} and not session.due
+    assert session.members.processes == {"worker-0": new} and not session.members.due
     assert coordinator.told == [("gone", "a last sign of life came after it was gone")]
 
 
@@ -1024,7 +1030,8 @@ def test_a_cluster_that_is_joined_hides_gpus_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
     with ray_cluster("runs/x", processes=1):
         variables = asked["runtime_env"]["env_vars"]
-    assert variables.keys() == {RUN_MARK, DRIVER_DIRECTORY, *RAY_HIDES_GPUS}
+    expected = {RUN_MARK, DRIVER_DIRECTORY, *RAY_HIDES_GPUS, *usage_statistics_off({})}
+    assert variables.keys() == expected
 
 
 def test_ray_tells_what_an_actor_refused(cluster: None) -> None:

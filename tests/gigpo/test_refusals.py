@@ -37,7 +37,7 @@ from gigpo import (
     TokenIcepop,
     TokenTis,
 )
-from gigpo.objective import check_combination
+from gigpo.combinations import check_combination
 from learner import objective_of
 from tests.support.gigpo_samples import settings
 

@@ -149,6 +149,7 @@ def test_only_the_vllm_files_import_vllm() -> None:
     }
     assert importers <= {
         "engine_process.py",
+        "engine_worker.py",
         "vllm_adapters.py",
         "vllm_cpu_adapters.py",
         "vllm_engine.py",

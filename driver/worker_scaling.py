@@ -1,11 +1,11 @@
-"""Have the workers of a run follow the nodes of its cluster, and the wishes of a person.
+"""Have the workers of a run follow the nodes of its cluster, and a person's wish.
 
-    places = WorkerPlaces(config, learns=True, remove=remove, notice=notice)
-    places.leave_draining_nodes()   # workers of nodes that leave finish, and are asked for again
-    places.follow_wanted_workers()  # as many as `gigpo workers` asked for, or the range's most
-    places.end_late_closings()
+    scaling = WorkerScaling(members, config, learns=True, remove=remove, notice=notice)
+    scaling.leave_draining_nodes()   # workers of nodes that leave finish, and are asked for again
+    scaling.follow_wanted_workers()  # as many as `gigpo workers` asked for, or the range's most
+    scaling.end_late_closings()
 
-The supervisor calls these in its loop, and starts the processes in `due`. None of them waits.
+The supervisor calls these in its loop. None of them waits.
 
 On a joined cluster the workers follow its nodes (`nodes.py`). With a range in `actors.workers` Ray
 is asked for all of them once the run has begun. A worker without a place stays asked for, which is
@@ -22,55 +22,43 @@ from configs import Config, WorkerRange, least_workers, most_workers
 from driver import processes
 from driver.cluster import is_joined
 from driver.nodes import draining_nodes, node_of
+from driver.process_set import ProcessSet
 from driver.processes import LEARNER, ManagedProcess
 from driver.run_control import wanted_workers
 
 UNPLACED_S = 20.0  # a process that Ray has not begun by then is reported
-STAGGER_S = 0.5  # between the starts of two workers, which load the same files
 
 Tell = Callable[[str, str], None]
 
 
-class WorkerPlaces:
-    """The processes that Ray was asked for, and the starts that are planned."""
+class WorkerScaling:
+    """Have workers join and leave a run that goes on."""
 
-    def __init__(self, config: Config, *, learns: bool, remove: Tell, notice: Tell) -> None:
-        """Begin without processes.
+    def __init__(
+        self, members: ProcessSet, config: Config, *, learns: bool, remove: Tell, notice: Tell
+    ) -> None:
+        """Scale the workers of `members`.
 
         `remove(name, why)` frees the groups of a process for others. `notice(what, detail)` tells
         the person who watches the run.
         """
+        self.members = members
         self.config = config
         self.learns = learns
-        self.processes: dict[str, ManagedProcess] = {}
-        self.due: dict[str, float] = {}  # time.monotonic() at which to start each process
         self.drained_nodes: set[str] = set()  # that were seen draining
         self._remove, self._notice = remove, notice
         self._room_made_s = float("-inf")  # time.monotonic() when a worker left for the learner
-
-    def add(self, names: Sequence[str]) -> None:
-        """Plan the start of processes, one after the other."""
-        now = time.monotonic()
-        self.due |= {name: now + STAGGER_S * place for place, name in enumerate(names)}
-
-    def workers(self) -> list[ManagedProcess]:
-        """Return all workers, also those that leave."""
-        return [process for name, process in self.processes.items() if name != LEARNER]
-
-    def placed_workers(self) -> list[ManagedProcess]:
-        """Return the workers that have a place and keep it, by the numbers in their names."""
-        placed = [each for each in self.workers() if each.is_placed and not each.leaving_why]
-        return sorted(placed, key=lambda process: int(process.name.rpartition("-")[2]))
 
     def follow_wanted_workers(self) -> None:
         """Start or stop workers until those are there that are wanted now."""
         if (wanted := self._n_wanted()) is None:
             return
         names = self._names_beside_learner(worker_names(wanted))
-        self.add([name for name in names if name not in self.processes and name not in self.due])
-        for name in [name for name in self.due if name != LEARNER and name not in names]:
-            del self.due[name]
-        for process in [each for each in self.workers() if each.name not in names]:
+        known = {*self.members.processes, *self.members.due}
+        self.members.plan([name for name in names if name not in known])
+        due = list(self.members.due)
+        self.members.drop_plans(name for name in due if name != LEARNER and name not in names)
+        for process in [each for each in self.members.workers() if each.name not in names]:
             if process.has_started and not process.leaving_why:
                 self.leave(process, "left, as it was asked to", within_s=0.0)
             elif not process.is_placed and not processes.has_process(process):
@@ -80,7 +68,7 @@ class WorkerPlaces:
         """Have the workers of draining nodes leave, and ask for each of them again."""
         draining = draining_nodes()
         self.drained_nodes.update(draining)
-        for process in self.workers() if draining else []:
+        for process in self.members.workers() if draining else []:
             process.node = process.node or node_of(process.handle)
             if process.node in draining and not process.leaving_why:
                 within_s = draining[process.node]
@@ -94,7 +82,7 @@ class WorkerPlaces:
 
     def make_room(self) -> None:
         """Have the last worker beyond the least ones leave, as the learner finds no place."""
-        beyond = self.placed_workers()[least_workers(self.config.actors) :]
+        beyond = self.members.placed_workers()[least_workers(self.config.actors) :]
         now_s = time.monotonic()
         if beyond and now_s - self._room_made_s >= UNPLACED_S:
             self._room_made_s = now_s
@@ -102,7 +90,7 @@ class WorkerPlaces:
 
     def end_late_closings(self) -> None:
         """Kill workers that take too long to close."""
-        for process in self.workers():
+        for process in self.members.workers():
             if process.closes_by_s is not None and time.monotonic() > process.closes_by_s:
                 self.forget(process)
 
@@ -117,10 +105,9 @@ class WorkerPlaces:
 
     def forget(self, process: ManagedProcess) -> None:
         """Kill a worker that has left, and ask for it again if it is wanted again."""
-        processes.kill(process)
-        self.processes.pop(process.name, None)
+        self.members.end(process)
         if process.is_wanted_again:
-            self.add([process.name])
+            self.members.plan([process.name])
 
     def _n_wanted(self) -> int | None:
         """Return how many workers are wanted; None: those of the start, and nobody else asked."""
@@ -134,10 +121,10 @@ class WorkerPlaces:
 
         Otherwise Ray would give them the places that the learner has left when it was lost.
         """
-        learner = self.processes.get(LEARNER)
+        learner = self.members.processes.get(LEARNER)
         if not self.learns or (learner is not None and learner.is_placed):
             return names
-        placed = {process.name for process in self.placed_workers()}
+        placed = {process.name for process in self.members.placed_workers()}
         kept = [name for name in names if name in placed]
         n_missing = max(0, least_workers(self.config.actors) - len(kept))
         return [*kept, *[name for name in names if name not in placed][:n_missing]]
