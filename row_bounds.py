@@ -1,6 +1,7 @@
 """Bound the values of a stored step: environments, actors and imports refuse what is beyond.
 
     MAX_REWARD                   # size of a reward and of a task_score, as stored
+    MAX_SEED                     # size of a task's seed
     MAX_CHARACTERS["task_id"]    # length of a text, by its column
 
 A row beyond them is refused where it is made or imported. Once stored it would come back at every
@@ -16,6 +17,7 @@ from typing import Final
 # After the factor `env.win_reward`. A return of 1,000 such rewards is 1e15. Learning squares it,
 # and float32 ends at 3e38.
 MAX_REWARD: Final = 1e12
+MAX_SEED: Final = 2**63 - 1  # int64
 # Names go into the catalog, once for each group, and into its index.
 MAX_NAME_CHARACTERS: Final = 4096
 # All texts of an observation together. Each step stays in memory until its episode is written.

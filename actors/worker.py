@@ -40,10 +40,10 @@ from actors.rollout.by_environment import EpisodesByEnvironment
 from actors.rollout.committer import Committer
 from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
-from configs import Config, environments, max_model_tokens, serves_adapters
+from configs import Config, environments, holds_secrets, max_model_tokens, serves_adapters
 from coordinator import CoordinatorClient, Heartbeat, capture_output, heartbeat_every_s
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
-from store import RunLayout, local_model
+from store import RunLayout, keep_private, local_model
 
 HEARTBEAT_EVERY_S = 0.5
 LOOP_TIMEOUT_S = 10.0  # an event loop that stands still for longer counts as silent
@@ -66,6 +66,8 @@ class Worker:
         # Until the worker has started: collections take a fifth of the time of its imports.
         gc.disable()
         config = setup.config
+        if holds_secrets(config):
+            keep_private(Path(config.run_dir))
         layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri)
         setup = replace(setup, model_path=local_model(layout, setup.model_path))
         log = layout.logs / f"{setup.name}.log"

@@ -17,6 +17,7 @@ assumptions.py      numbers that the estimate of a run on GPUs assumes
 engine_estimate.py  memory and speed of an engine on GPUs
 estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
 estimate_text.py    that estimate as text
+shown_settings.py   settings as others may see them, without secrets
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
 model_server.py     a model server that is not trusted: what it is sent, and a bounded answer
@@ -87,6 +88,7 @@ from configs.schema import (
     WorkerRange,
 )
 from configs.settings_text import parse_saved
+from configs.shown_settings import holds_secrets, shown, shown_name, shown_settings
 from configs.variants import cloning_config, without_model
 
 __all__ = [
@@ -140,6 +142,7 @@ __all__ = [
     "gpus_needed",
     "groups_of_a_step",
     "has_critic",
+    "holds_secrets",
     "is_offline",
     "is_served",
     "json_of",
@@ -161,6 +164,9 @@ __all__ = [
     "read_description",
     "replayed_groups",
     "serves_adapters",
+    "shown",
+    "shown_name",
+    "shown_settings",
     "split_run_dir",
     "used_group_filter",
     "vocabulary_size",

@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 MAX_EXPANDED = 2**20  # characters that all settings of a config stand for
 COST = 100  # characters that resolving one interpolation counts for: 0.1 ms
 MAX_LEVELS = 8  # of values that stand for values that stand for others
-BEGINNING = re.compile(r"(\\*)\$\{")
+# It begins at the first of several backslashes only: from each of a million it would be searched
+# to the end again.
+BEGINNING = re.compile(r"(?<!\\)(\\*)\$\{")
 # ${a.b}, ${.b} (beside this setting), ${oc.env:NAME}, ${oc.decode:${oc.env:NAME}}
 FORM = re.compile(
     r"\$\{\s*(?:(?P<key>\.*\w[\w-]*(?:\.\w[\w-]*|\[\w[\w-]*\])*)|oc\.env:[^{}]*|oc\.decode:\s*\$\{\s*oc\.env:[^{}]*\}\s*)\}"

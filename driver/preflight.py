@@ -21,6 +21,7 @@ from store import (
     RunLayout,
     check_trusted,
     check_unowned,
+    keep_private,
     limited_memory,
     write_open_sql,
 )
@@ -133,8 +134,10 @@ def check_same_run(config: Config) -> None:
 
 
 def make_or_open_run(config: Config) -> RunLayout:
-    """Open the run directory, or make it."""
+    """Open the run directory, or make it. Nobody else may enter one whose settings hold secrets."""
     root = Path(config.run_dir)
+    if configs.holds_secrets(config):
+        keep_private(root)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
     else:

@@ -15,7 +15,7 @@ from envs.base import Environment, Observation, Outcome, Program, Task, Transiti
 from envs.errors import EnvironmentFailed
 from envs.options import SPLITS, Options
 from envs.registry import environment_class, is_program, program_class
-from row_bounds import MAX_NAME_CHARACTERS, MAX_OBSERVATION_CHARACTERS, MAX_REWARD
+from row_bounds import MAX_NAME_CHARACTERS, MAX_OBSERVATION_CHARACTERS, MAX_REWARD, MAX_SEED
 
 MAX_CHARACTERS = MAX_OBSERVATION_CHARACTERS  # of one observation
 MAX_ACTIONS = 1_000_000  # an empty action has no characters to count, and takes memory all the same
@@ -116,6 +116,11 @@ def _fault_of_task(task: Task, *, split: str, index: int) -> str:
         return f"task {task.id!r} with split={task.split!r}; it must be {split!r}"
     if isinstance(task.seed, bool) or not isinstance(task.seed, int):
         return f"task {task.id!r} with seed={task.seed!r}; it must be an int"
+    if abs(task.seed) > MAX_SEED:
+        return (
+            f"task {task.id!r} with a seed of {task.seed.bit_length()} bits; it must be between "
+            f"-{MAX_SEED} and {MAX_SEED}"
+        )
     if not isinstance(task.data, Mapping):
         return f"task {task.id!r} with data={_shown(task.data)}; it must be a dict of text"
     for key, value in task.data.items():

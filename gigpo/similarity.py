@@ -13,7 +13,7 @@ a group's longest texts, where comparing all of its texts would take more than M
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import SequenceMatcher
+from difflib import Match, SequenceMatcher
 from types import MappingProxyType
 from typing import Final
 
@@ -32,7 +32,9 @@ MAX_CHARACTERS: Final = 1 << 16  # two such texts take up to 50 ms
 # 255, or for 80 such texts of others. The work of a pair is PAIR_WORK, plus the product of
 # its lengths, plus WIDE_WORK times the product of its numbers of characters above 255.
 MAX_WORK: Final = 1 << 41
-MAX_RATIO_WORK: Final = 1 << 34  # the same for difflib, which is slower and compares fewer pairs
+# The same for difflib, in steps of its inner loop: up to about 15 s. It compares fewer pairs.
+MAX_RATIO_WORK: Final = 1 << 28
+RATIO_PAIR_WORK: Final = 256  # steps that a pair takes, however short its texts are
 # rapidfuzz has a table for characters up to 255, and a hash map in each block of 64 for others
 WIDE_WORK: Final = 26
 PAIR_WORK: Final = 1 << 14  # a pair takes 90 ns, however short its texts are
@@ -163,29 +165,66 @@ def _at_least(
 def _greedy(texts: list[str], threshold: float) -> list[str]:
     """Return the key of each text, by difflib's ratio in row order.
 
-    difflib is slow. Common blocks are a common subsequence, so only a text that passes by LCS can
-    pass by blocks. After MAX_RATIO_WORK a text is similar to itself only.
+    difflib is slow: its time may grow with the cube of the length. Common blocks are a common
+    subsequence, so only a text that passes by LCS can pass by blocks. After MAX_RATIO_WORK a text
+    is similar to itself only.
     """
     keys: list[str] = []
     leaders: list[str] = []
-    matchers: list[SequenceMatcher[str]] = []  # one per leader: it prepares its second text once
-    work = 0
+    matchers: list[_CountingMatcher] = []  # one per leader: it prepares its second text once
+    left = MAX_RATIO_WORK
     for text in texts:
         others = np.array(leaders, dtype=object)
         totals = np.array([len(text) + len(leader) for leader in leaders], dtype=np.int64)
         for candidate in np.flatnonzero(_at_least(text, others, totals, threshold)):
-            work += PAIR_WORK + len(text) * len(leaders[candidate])
-            if work > MAX_RATIO_WORK:
+            if left <= 0:
                 continue
-            matchers[candidate].set_seq1(text)
-            if matchers[candidate].ratio() >= threshold:
+            ratio, left = matchers[candidate].ratio_within(left, text=text)
+            if ratio >= threshold:
                 keys.append(leaders[candidate])
                 break
         else:
             leaders.append(text)
-            matchers.append(SequenceMatcher(None, b=text))
+            matchers.append(_CountingMatcher(text))
             keys.append(text)
     return keys
+
+
+class _CountingMatcher(SequenceMatcher[str]):
+    """Compute difflib's ratio of a text to `leader`, within a number of steps."""
+
+    a: str  # the text
+    b2j: dict[str, list[int]]  # the places of each character in the leader
+
+    def __init__(self, leader: str) -> None:
+        super().__init__(None, b=leader)
+        self._left = 0
+        self._steps_to: np.ndarray  # steps that the text takes up to each of its characters, int64
+
+    def ratio_within(self, steps: int, *, text: str) -> tuple[float, int]:
+        """Return the ratio, 0 if it takes more steps, and how many steps are left."""
+        self.set_seq1(text)
+        # For each character of the text difflib visits all places of the leader that have it.
+        per_character = [1 + len(self.b2j.get(character, ())) for character in text]
+        self._steps_to = np.concatenate([[0], np.cumsum(per_character, dtype=np.int64)])
+        self._left = steps - RATIO_PAIR_WORK
+        try:
+            return self.ratio(), self._left
+        except _TooManySteps:
+            return 0.0, 0
+
+    def find_longest_match(
+        self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
+    ) -> Match:
+        ahi = len(self.a) if ahi is None else ahi
+        self._left -= int(self._steps_to[ahi] - self._steps_to[alo])
+        if self._left < 0:
+            raise _TooManySteps
+        return super().find_longest_match(alo, ahi, blo, bhi)
+
+
+class _TooManySteps(Exception):
+    """End a comparison that takes too long."""
 
 
 _METHODS: Final = MappingProxyType[str, Callable[[list[str], float], list[str]]](

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray.actor import ActorHandle
 
+from configs import holds_secrets
 from coordinator import capture_output
 from learner.interface import LearnerSetup, RankError
-from store import RunLayout
+from store import RunLayout, keep_private
 
 if TYPE_CHECKING:
     from learner.learner import Learner
@@ -30,6 +31,8 @@ class LearnerProcess:
 
     def __init__(self, setup: LearnerSetup, coordinator: ActorHandle) -> None:
         config = setup.config
+        if holds_secrets(config):
+            keep_private(Path(config.run_dir))
         layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri)
         capture_output(layout.logs / "learner.log")
         # Garbage collection takes a fifth of the import's time. Imported objects stay for good, so

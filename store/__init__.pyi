@@ -8,6 +8,7 @@ from .adapter_files import copy_adapter as copy_adapter
 from .adapter_files import is_adapter as is_adapter
 from .adapter_files import write_base as write_base
 from .atomic_write import READ_WRITE as READ_WRITE
+from .atomic_write import keep_private as keep_private
 from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
 from .catalog.catalog import Catalog as Catalog

@@ -13,6 +13,7 @@ from store.untrusted.file_access import is_directory, open_directory, opened_par
 
 READ_ONLY = 0o444
 READ_WRITE = 0o644
+PRIVATE = 0o600
 TEMPORARY_SUFFIX = ".tmp"  # of unfinished files, also those of dead writers
 _SAFE_DIRECTORIES: set[Path] = set()  # directories whose names this process has synced
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -56,10 +57,9 @@ def _write_aside(
             # The dot and the suffix hide it from *.parquet globs. The ids keep writers apart.
             aside = f".{name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}"
             try:
-                with open(_new_file(aside, directory), "wb") as file:
+                with open(_new_file(aside, directory, mode=mode), "wb") as file:
                     file.write(data)
                     file.flush()
-                    os.fchmod(file.fileno(), mode)
                     os.fsync(file.fileno())
                 show(aside, name, directory)
                 _sync(directory)
@@ -76,12 +76,13 @@ def _write_aside(
         ) from error
 
 
-def _new_file(name: str, directory: int) -> int:
+def _new_file(name: str, directory: int, *, mode: int) -> int:
+    """Open a new file with `mode`, less what the user's umask keeps from others."""
     try:
-        return os.open(name, _NEW, READ_WRITE, dir_fd=directory)
+        return os.open(name, _NEW, mode, dir_fd=directory)
     except FileExistsError:  # of a dead process with the same ids, or a planted link
         os.unlink(name, dir_fd=directory)
-        return os.open(name, _NEW, READ_WRITE, dir_fd=directory)
+        return os.open(name, _NEW, mode, dir_fd=directory)
 
 
 def make_directory(directory: Path, *, beneath: Path) -> None:
@@ -117,6 +118,21 @@ def make_directory(directory: Path, *, beneath: Path) -> None:
             "retry"
         ) from error
     _SAFE_DIRECTORIES.add(directory)
+
+
+def keep_private(directory: Path) -> None:
+    """Make `directory`, or what is there, the user's own: nobody else may enter it.
+
+    Raises StoreError.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.chmod(0o700)
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be kept from other users: {error.strerror}; its settings hold a "
+            "secret. Give another run_dir"
+        ) from error
 
 
 def sync_directory(directory: Path, *, beneath: Path) -> None:

@@ -1,4 +1,7 @@
-"""Read a run's settings through its reader, and compare them with others or with the defaults."""
+"""Read a run's settings through its reader, and compare them with others or with the defaults.
+
+What may be a secret is compared, and not shown: a report is made to be sent.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ def differing(
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value:
         for name, below in value.items():
-            yield from _flat(below, f"{prefix}.{name}" if prefix else str(name))
+            known = configs.shown_name(str(name))
+            yield from _flat(below, f"{prefix}.{known}" if prefix else known)
     else:
         yield prefix, value
 
@@ -64,4 +68,7 @@ def _comparable(value: object) -> object:
 
 def _shown(settings: Mapping[str, object], key: str) -> str:
     value = settings.get(key)
-    return UNSET if value in (None, "", [], {}) else str(value)
+    if value in (None, "", [], {}):
+        return UNSET
+    inside = [each for _, each in configs.shown(key, value)]
+    return ", ".join(map(str, inside))

@@ -13,16 +13,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import Config, ConfigError, dotted_settings
+from configs import Config, ConfigError, shown_settings
 from driver.run_lock import RUN_MARK
 from driver.trackers.delivered import DeliveredMetrics
 from driver.trackers.services import PACKAGES, TrackerSetup
@@ -39,14 +38,6 @@ POLL_S = 0.05
 READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
 FAULT_CHARACTERS = 300
-# The content of these settings is not ours: any text in them may hold a key.
-FREE_KEYS = ("env.options", "environments", "endpoint.body", "actors.workers")
-SECRET = re.compile("key|token|secret|passw|auth|credential|cookie|header|pin", re.IGNORECASE)
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Parts of a URL that may hold a key: a name and a password; a query and a fragment.
-IN_A_URL = re.compile(r"(://)[^/?#\s]*@")
-BEHIND_A_URL = re.compile(r"(://[^?#\s]*)[?#]\S*")
-HIDDEN = "(not shown)"
 
 
 def check_trackers(config: Config) -> None:
@@ -58,19 +49,6 @@ def check_trackers(config: Config) -> None:
                 f"trackers={name} needs the package {missing[0]}, which is not installed: "
                 "pip install 'async-gigpo[trackers]'"
             )
-
-
-def shown_settings(config: Config) -> dict[str, Any]:
-    """Return every setting by its name, without what may be a secret.
-
-    Of an environment's options and a request's body only numbers and flags are shown. Elsewhere a
-    URL loses its password and query.
-    """
-    shown: dict[str, Any] = {}
-    for key, value in dotted_settings(config):
-        inside = _numbers(value, key) if key in FREE_KEYS else [(key, value)]
-        shown |= {name: _without_password(each) for name, each in inside}
-    return shown
 
 
 class TrackerProcess:
@@ -211,25 +189,3 @@ class TrackerProcess:
 
 def _is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def _numbers(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and flags inside a value by their names, and hide the rest.
-
-    A name may hold a secret too, as the URL in `{https://host?key=...: 1}`.
-    """
-    if isinstance(value, dict | list | tuple):
-        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-            shown = str(name) if NAME.fullmatch(str(name)) else HIDDEN
-            yield from _numbers(each, f"{key}.{shown}")
-    else:
-        is_number = isinstance(value, int | float) and not SECRET.search(key)
-        yield key, value if is_number else HIDDEN
-
-
-def _without_password(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_without_password(each) for each in value]
-    if not isinstance(value, str):
-        return value
-    return BEHIND_A_URL.sub(r"\1", IN_A_URL.sub(r"\1", value))

@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -47,7 +46,8 @@ KEY_OPTION = "api_key_env"
 KEY_VARIABLE = "ENV_SERVER_API_KEY"
 UNKNOWN_ID = 404
 LIST_TIMEOUT_S = 600.0  # for the whole list: a server may create its games now
-MAX_LIST_BYTES = 2**30  # of all tasks
+MAX_LIST_BYTES = 2**28  # of all tasks
+MAX_LIST_VALUES = 2**22  # in them: those of 400,000 tasks with ten each
 MAX_ANSWER_BYTES = 64 * 2**20  # of an observation, with its images
 MAX_ANSWER_VALUES = 2**21  # twice the actions that an observation may have
 ERROR_CHARACTERS = 1000  # of a server's error
@@ -74,7 +74,7 @@ class RemoteEnv:
                 lambda: asyncio.run(env._list(split)), name="remote tasks", timeout_s=None
             )
             if status == 200:
-                listed = json.loads(answer)["tasks"]
+                listed = read_value(answer, most=MAX_LIST_VALUES)["tasks"]
                 return [Task(**{**task, "env_name": "remote"}) for task in listed]
         except Exception as error:  # noqa: BLE001 - the border to somebody else's server
             reason = env._without_key(repr(error))

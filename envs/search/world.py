@@ -29,10 +29,8 @@ from envs.search.corpus import Corpus, Hit, bm25_corpus, check_file
 from envs.search.questions import read_questions, select
 
 SEARCH, ANSWER = "search", "answer"
-BLOCK = {
-    kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL | re.IGNORECASE)
-    for kind in (SEARCH, ANSWER)
-}
+OPENING = {kind: re.compile(f"<{kind}>", re.IGNORECASE) for kind in (SEARCH, ANSWER)}
+CLOSING = {kind: re.compile(f"</{kind}>", re.IGNORECASE) for kind in (SEARCH, ANSWER)}
 OPENING_TAG = re.compile(f"<(?:{SEARCH}|{ANSWER})>", re.IGNORECASE)
 ARTICLE = re.compile(r"\b(a|an|the)\b")
 # ASCII only: a typographic quote stays
@@ -69,11 +67,13 @@ def read_reply(action: str) -> Reply:
         if end_tag in action:
             text = action.partition(end_tag)[0] + end_tag
             break
-    for kind, block in BLOCK.items():
-        found = block.search(text)
-        if found is not None:
+    for kind in (SEARCH, ANSWER):
+        # Not one pattern for both tags: a text of opening tags would be searched from each of them.
+        begin = OPENING[kind].search(text)
+        end = CLOSING[kind].search(text, begin.end()) if begin else None
+        if begin and end:
             is_valid = len(OPENING_TAG.findall(action)) == 1
-            return Reply(kind=kind, text=found[1].strip(), is_valid=is_valid)
+            return Reply(kind=kind, text=text[begin.end() : end.start()].strip(), is_valid=is_valid)
     return Reply(kind="", text="", is_valid=False)
 
 

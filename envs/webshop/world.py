@@ -14,7 +14,6 @@ Options:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -27,7 +26,6 @@ from envs.webshop import nouns, pages, reward
 from envs.webshop.catalogue import FULL, SMALL, open_catalogue, packed_folder
 from envs.webshop.goals import HUMAN, SPLITS, SYNTHETIC, Goal, Goals
 
-ACTION = re.compile(r"(.+)\[(.+)\]")
 SEARCH_ACTION = "search[<your query>]"
 CHOICES = {
     "catalogue": (SMALL, FULL),
@@ -150,8 +148,7 @@ class WebShopEnv:
     def step(self, action: str) -> Transition:
         if self._is_over:
             raise ValueError("the episode is over: call reset(task) before step")
-        match = ACTION.match(action)
-        name, target = (match[1], match[2].lower()) if match else ("", "")
+        name, target = read_action(action)
         score = 0.0  # an episode that buys nothing scores 0, as in WebShop
         is_valid = True
         if name == "search":
@@ -246,6 +243,18 @@ class WebShopEnv:
             anchor=whole if self._is_over else quoted,
             actions=(*searches, *(f"click[{button}]" for button in page.buttons)),
         )
+
+
+def read_action(action: str) -> tuple[str, str]:
+    """Return name and target of `name[target]`, the target in lower case; "" and "" for others.
+
+    These are the groups of WebShop's pattern `(.+)\\[(.+)\\]`, which a text of many `[` keeps
+    busy for minutes: the last `[` that has a target behind it, to the last `]`, in the first line.
+    """
+    line = action.partition("\n")[0]
+    end = line.rfind("]")
+    start = line.rfind("[", 1, max(end - 1, 1))
+    return (line[:start], line[start + 1 : end].lower()) if start > 0 else ("", "")
 
 
 def _shop(options: _Options) -> Shop:

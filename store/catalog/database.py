@@ -6,9 +6,10 @@ import fcntl
 import functools
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
@@ -29,7 +30,7 @@ _SYNCED = "PRAGMA synchronous = FULL"
 _UNSYNCED = "PRAGMA synchronous = NORMAL"  # for leases and heartbeats: a power cut may undo them
 # 16 MiB, four times the default: pages that change with every commit are copied less often.
 _LOG_PAGES = 4000
-_LOCK_MODE = 0o644
+_LOCK_MODE = 0o600  # whoever may open the file, also only to read it, can lock it
 # The first bytes of a journal, and the last ones if it names a super-journal.
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 # Only a backup or a shell can hold SQLite's own lock, because we hold the owner's lock.
@@ -473,6 +474,9 @@ def take_lock(layout: RunLayout) -> int:
     try:
         flags = os.O_RDWR | os.O_CREAT
         descriptor = open_file(path, root=layout.root, flags=flags, mode=_LOCK_MODE)
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) != _LOCK_MODE:  # of an earlier version
+            with suppress(PermissionError):  # another user's
+                os.fchmod(descriptor, _LOCK_MODE)
     except UnsafePathError:
         raise
     except OSError as error:

@@ -67,10 +67,10 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
     storage still answers. Raises LockedError while another process brings a run to `root`.
     """
     storage = open_storage(uri)
-    info, _ = _read_run_json(storage)
+    info, run_json = _read_run_json(storage)
     root = root.absolute()
     with _alone(root):
-        return _bring(storage, info, root, trusts=trusts)
+        return _bring(storage, RunLayout(root=root, info=info), run_json, trusts=trusts)
 
 
 @contextmanager
@@ -104,14 +104,15 @@ def _alone(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _bring(storage: Storage, info: RunInfo, root: Path, *, trusts: bool) -> Report:
-    """Make the directory `root`, which is locked, and remove it if that fails."""
+def _bring(storage: Storage, layout: RunLayout, run_json: bytes, *, trusts: bool) -> Report:
+    """Make the directory of `layout`, which is locked, and remove it if that fails."""
+    root = layout.root
     is_new = not root.exists()
     _empty(root)
     make_directory(root, beneath=root)
     (root / UNFINISHED_BRING).touch()
     try:
-        layout = _bring_small_files(storage, RunLayout(root=root, info=info))
+        _bring_small_files(storage, layout, run_json)
         if trusts:
             trust(root)
         with limited_memory([root]):  # an error quotes the settings of a stranger's run
@@ -164,9 +165,9 @@ def run_at(place: str) -> Path:
     storage = open_storage(place)
     if not storage.exists(RUN_JSON):
         return Path(place)
-    info, _ = _read_run_json(storage)
+    info, run_json = _read_run_json(storage)
     root = cache_of(info.run_id, place, kind="settings")
-    _bring_small_files(storage, RunLayout(root=root, info=info))
+    _bring_small_files(storage, RunLayout(root=root, info=info), run_json)
     return root
 
 
@@ -206,10 +207,12 @@ def _read_run_json(storage: Storage) -> tuple[RunInfo, bytes]:
     return info, data
 
 
-def _bring_small_files(storage: Storage, layout: RunLayout) -> RunLayout:
-    """Write the run's settings and signatures into `layout`, and return it."""
+def _bring_small_files(storage: Storage, layout: RunLayout, run_json: bytes) -> None:
+    """Write the run's settings and signatures into `layout`, which was made from `run_json`.
+
+    That file is not read again: the storage may answer something else the second time.
+    """
     root = layout.root
-    _, run_json = _read_run_json(storage)
     signed = _small(storage, SIGNED, at_most=MAX_SIGNED_BYTES)
     if signed is not None:
         add_signatures(root, signed)
@@ -224,7 +227,6 @@ def _bring_small_files(storage: Storage, layout: RunLayout) -> RunLayout:
     make_directory(layout.run_json_backup.parent, beneath=root)
     for path in (layout.run_json_backup, layout.run_json):
         write_atomically(path, run_json, mode=READ_ONLY, beneath=root)
-    return layout
 
 
 def _small(storage: Storage, name: str, *, at_most: int = MAX_TEXT_BYTES) -> bytes | None:

@@ -20,7 +20,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from store.atomic_write import READ_WRITE, write_atomically
+from store.atomic_write import PRIVATE, write_atomically
 from store.errors import StoreError, UnsafePathError
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
@@ -95,7 +95,8 @@ def add_signatures(run: Path, signed: bytes) -> None:
 
 def _write(run: Path, signatures: list[str]) -> None:
     content = json.dumps({"signatures": signatures[-MAX_SIGNATURES:]}, indent=1)
-    write_atomically(run / SIGNED, content.encode(), mode=READ_WRITE, beneath=run)
+    # Whoever can copy it, with the two files that it signs, can build another run around them.
+    write_atomically(run / SIGNED, content.encode(), mode=PRIVATE, beneath=run)
 
 
 def _texts(run: Path) -> list[tuple[str, bytes]]:

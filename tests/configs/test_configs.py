@@ -829,6 +829,15 @@ def test_interpolations_that_stand_for_too_much_are_refused(
         configs.load(write(tmp_path / "c.yaml", text))
 
 
+def test_a_million_backslashes_are_read_at_once(tmp_path: Path) -> None:
+    """The attack: searched to the end from each of them, they took more than an hour."""
+    text = "\\" * (2**20 - 10_000)
+    config = configs.load(write(tmp_path / "c.yaml", f"env:\n  options: {{a: '{text}'}}\n"))
+    assert config.env.options["a"] == text
+    with pytest.raises(ConfigError, match="in a way that is not known"):
+        configs.load(write(tmp_path / "c.yaml", f"seed: '{text}" + "${a:b}'\n"))
+
+
 def test_files_that_stand_for_too_much_together_are_refused(tmp_path: Path) -> None:
     """Count what a file refers to in the file that it builds on, and what an override does."""
     options = "env:\n  name: key_room\n  options:\n"

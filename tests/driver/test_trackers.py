@@ -17,7 +17,7 @@ import configs
 from configs import Config, ConfigError
 from driver.trackers import tracker as tracker_module
 from driver.trackers.follow import follow_metrics
-from driver.trackers.tracker import TrackerProcess, check_trackers, shown_settings
+from driver.trackers.tracker import TrackerProcess, check_trackers
 from store import RunLayout
 from tests.driver.test_tensorboard_writer import Run
 
@@ -234,7 +234,7 @@ def test_settings_are_shown_without_what_may_be_a_secret() -> None:
         "token": 12345,
     }
     config = replace(configs.Config(), env=replace(configs.Config().env, options=options))
-    shown = shown_settings(config)
+    shown = configs.shown_settings(config)
     assert "cret" not in json.dumps({key: shown[key] for key in shown if "options" in key})
     assert "12345" not in json.dumps(shown)
     assert shown["env.options.n_games"] == 3

@@ -71,6 +71,7 @@ class Broken:
             "a number's id": [Task(id=1, env_name="broken", split=split, seed=0)],
             "a long id": [Task(id="a" * 4097, env_name="broken", split=split, seed=0)],
             "a text's seed": [Task(id="a", env_name="broken", split=split, seed="0")],
+            "a large seed": [Task(id="a", env_name="broken", split=split, seed=2**63)],
             "a number's data": [
                 Task(id="a", env_name="broken", split=split, seed=0, data={"size": 3})],
             "a list's data": [Task(id="a", env_name="broken", split=split, seed=0, data=["size"])],
@@ -316,6 +317,10 @@ def test_each_trouble_of_a_program_is_one_line_with_its_place_task_and_log(
         ("a number's id", "has a task with id=1 at index 0; it must be text, at {tasks}"),
         ("a long id", "has a task whose id has 4,097 characters at index 0; at most 4,096 can"),
         ("a text's seed", "has task 'a' with seed='0'; it must be an int, at {tasks}"),
+        (
+            "a large seed",
+            "has task 'a' with a seed of 64 bits; it must be between -9223372036854775807",
+        ),
         ("a number's data", r"has task 'a' with data\['size'\]=3; it must be text, at {tasks}"),
         ("a list's data", "has task 'a' with data=list .*; it must be a dict of text, at {tasks}"),
         ("half a character", r"returned text with '\\ud800' in it, half of a character"),

@@ -29,7 +29,12 @@ from envs import (
 )
 from envs.adapters import common
 from envs.adapters import http_client as remote
-from envs.adapters.http_client import KEY_VARIABLE, MAX_ANSWER_VALUES, RemoteEnv
+from envs.adapters.http_client import (
+    KEY_VARIABLE,
+    MAX_ANSWER_VALUES,
+    MAX_LIST_VALUES,
+    RemoteEnv,
+)
 from envs.hosting import http_requests as http_server
 from envs.hosting.http_server import LISTENING, Server, main
 from tests.envs.test_pool import BROKEN
@@ -717,6 +722,17 @@ def test_an_answer_of_many_values_is_not_parsed(status: str) -> None:
     ):
         asyncio.run(play())
     assert len(str(error.value)) < 1200
+
+
+def test_a_list_of_tasks_of_many_values_is_not_parsed() -> None:
+    """The attack: empty objects took 26 times their bytes, before the list was refused."""
+    body = b'{"tasks": [' + b"{}," * (MAX_LIST_VALUES // 2) + b"{}]}"
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    with (
+        Raw(head.encode() + body) as server,
+        pytest.raises(ValueError, match="gives no tasks: .*more than 4194304 values"),
+    ):
+        RemoteEnv.tasks("train", server.options)
 
 
 def test_the_key_is_named_and_never_written(

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import configs
 from envs import environment_class
@@ -18,7 +20,7 @@ from envs.webshop.__main__ import main as webshop_main
 from envs.webshop.catalogue import Product, read
 from envs.webshop.goals import Goal, Goals
 from envs.webshop.pages import done_page, results_page, sub_page, visible
-from envs.webshop.world import open_shop
+from envs.webshop.world import open_shop, read_action
 from tests.support.webshop_samples import ALL, DEPARTMENTS, ITEMS, LAMP, choices, item, write_shop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -460,3 +462,16 @@ def test_environments_of_one_process_share_the_shop_and_keep_apart(
     one.step("search[lamp]")
     assert "Search" in other.step("nonsense").observation.text and one._shop is other._shop  # type: ignore[attr-defined]
     assert LAMP["asin"].lower() in str(one.step("nonsense").observation.actions)
+
+
+@settings(max_examples=500)
+@given(st.text("a[]\n ", max_size=12))
+def test_an_action_is_read_as_by_webshops_pattern(action: str) -> None:
+    found = re.match(r"(.+)\[(.+)\]", action)
+    assert read_action(action) == ((found[1], found[2]) if found else ("", ""))
+
+
+def test_an_action_of_many_brackets_is_read_at_once() -> None:
+    """The attack: the pattern searches to the end of the text from each of them."""
+    assert read_action("[" * 1_000_000) == ("", "")
+    assert read_action("click[" * 300_000 + "x]") == (("click[" * 300_000)[:-1], "x")

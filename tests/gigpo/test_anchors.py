@@ -6,12 +6,15 @@ import itertools
 import random
 import re
 import string
+from difflib import SequenceMatcher
 from fractions import Fraction
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gigpo import (
     PUBLISHED_SETTINGS,
@@ -285,6 +288,61 @@ def test_many_long_texts_are_compared_within_a_bound(method, monkeypatch):
     assert similarity.MAX_WORK // 2 < work <= similarity.MAX_WORK
 
 
+def texts_of_many_blocks(length: int) -> list[str]:
+    """Return texts of 0.9 and more by LCS that differ in every 11th character.
+
+    Their common blocks have one length, so difflib finds them one by one from the left. None of
+    their characters is frequent enough for its autojunk.
+    """
+    rng = random.Random(1)
+    alphabet = [chr(0x21 + at) for at in range(110)]
+    base: list[str] = []
+    while len(base) < length:
+        base += rng.sample(alphabet, len(alphabet))
+    others = [
+        "".join(chr(0x1000 + n) if at % 11 == 10 else c for at, c in enumerate(base[:length]))
+        for n in range(4)
+    ]
+    return ["".join(base[:length]), *others]
+
+
+def test_difflib_is_asked_within_a_bound(monkeypatch):
+    """The attack: two texts of 65,536 characters took hours, as its time is cubic."""
+    n_steps = 0
+    find = SequenceMatcher.find_longest_match
+
+    def counted(self, alo, ahi, blo, bhi):
+        nonlocal n_steps
+        n_steps += sum(1 + len(self.b2j.get(one, ())) for one in self.a[alo:ahi])
+        return find(self, alo, ahi, blo, bhi)
+
+    monkeypatch.setattr(SequenceMatcher, "find_longest_match", counted)
+    attack = texts_of_many_blocks(1500)
+    greedy = {"threshold": 0.9, "method": "greedy"}
+    assert len(set(similarity_keys(texts(*attack), **greedy).to_pylist())) == 1
+    whole = n_steps
+    assert whole > 4 * 1500 * 1500 // 11, "each block is searched for in what is left"
+    monkeypatch.setattr(similarity, "MAX_RATIO_WORK", whole // 2)
+    n_steps = 0
+    keys = similarity_keys(texts(*attack, "go", "go"), **greedy).to_pylist()
+    assert whole // 4 < n_steps <= whole // 2
+    assert 1 < len(set(keys[:-2])) < len(attack) and keys[-2:] == ["go", "go"]
+
+
+@given(st.lists(st.text("ab c", max_size=12), max_size=6, unique=True), st.floats(0.05, 0.95))
+def test_within_the_bound_greedy_keys_are_difflibs(found, threshold):
+    leaders: list[str] = []
+    expected = []
+    for text in found:
+        ratios = ((SequenceMatcher(None, text, leader).ratio(), leader) for leader in leaders)
+        key = next((leader for ratio, leader in ratios if ratio >= threshold), text)
+        expected.append(key)
+        if key == text:
+            leaders.append(text)
+    keys = similarity_keys(texts(*found), threshold=threshold, method="greedy")
+    assert keys.to_pylist() == expected
+
+
 @pytest.mark.parametrize("method", ["linked", "greedy"])
 def test_texts_of_wide_characters_count_for_the_time_that_they_take(method, monkeypatch):
     """The attack: texts of 20,000 different characters took 25 times the time, 390 s a group."""
@@ -327,25 +385,19 @@ def test_a_pair_of_short_texts_counts_too(method, monkeypatch):
 
 
 def test_difflib_counts_each_pair(monkeypatch):
-    monkeypatch.setattr(similarity, "MAX_RATIO_WORK", 100 * similarity.PAIR_WORK)
+    """Also where difflib looks at next to nothing, a pair has its cost."""
+    monkeypatch.setattr(similarity, "MAX_RATIO_WORK", 100 * similarity.RATIO_PAIR_WORK)
     words = ["".join(order) for order in itertools.permutations("abcdef")][:100]
     n_asked = 0
 
-    class Counting:
-        def __init__(self, isjunk, b):
-            pass
+    def counted(self):
+        nonlocal n_asked
+        n_asked += 1
+        return 0.0
 
-        def set_seq1(self, text):
-            pass
-
-        def ratio(self):
-            nonlocal n_asked
-            n_asked += 1
-            return 0.0
-
-    monkeypatch.setattr(similarity, "SequenceMatcher", Counting)
+    monkeypatch.setattr(SequenceMatcher, "ratio", counted)
     assert similarity_keys(texts(*words), threshold=0.2, method="greedy").to_pylist() == words
-    assert 90 < n_asked < 100
+    assert n_asked == 100
 
 
 def test_a_bound_leaves_out_the_longest_texts_in_any_order(monkeypatch):
@@ -359,11 +411,13 @@ def test_a_bound_leaves_out_the_longest_texts_in_any_order(monkeypatch):
 
 
 def test_greedy_asks_difflib_within_a_bound(monkeypatch):
-    monkeypatch.setattr(similarity, "PAIR_WORK", 0)
-    monkeypatch.setattr(similarity, "MAX_RATIO_WORK", 10 * 10)
+    """Each of ten characters is visited, and its one place; then the rest of one."""
     rows = ["abcdefghij", "abcdefghik", "abcdefghil"]
-    keys = similarity_keys(texts(*rows), threshold=0.8, method="greedy").to_pylist()
-    assert keys == [rows[0], rows[0], rows[2]]
+    steps = similarity.RATIO_PAIR_WORK + 19 + 1
+    for enough, expected in ((steps, rows[0]), (steps - 1, rows[1])):
+        monkeypatch.setattr(similarity, "MAX_RATIO_WORK", enough)
+        keys = similarity_keys(texts(*rows), threshold=0.8, method="greedy").to_pylist()
+        assert keys == [rows[0], expected, rows[2]]
 
 
 def test_linked_is_the_closure_of_alike():

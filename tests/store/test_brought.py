@@ -203,6 +203,23 @@ def test_only_files_that_are_newer_than_the_backup_are_read(
     assert (n_files, sum(path.startswith("segments/") for path in read)) == (5, 2)
 
 
+def test_a_run_is_made_of_one_reading_of_its_run_json(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the file that was followed was another than the one that was signed."""
+    n_read = 0
+    plain = type(lost.storage).read
+
+    def counted(self: object, path: str, **options: int) -> object:
+        nonlocal n_read
+        n_read += path == "run.json"
+        return plain(self, path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(lost.storage), "read", counted)
+    bring_run(uri_of(lost), tmp_path / "again", trusts=False)
+    assert n_read == 1
+
+
 def test_the_old_disk_is_no_longer_the_primary_one(lost: RunLayout, tmp_path: Path) -> None:
     """Neither a driver that was only cut off, nor one that is started there again, writes over what
     the run does elsewhere.

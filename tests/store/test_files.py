@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +26,7 @@ from store import (
     StepImage,
     StoreError,
     hashing,
+    keep_private,
     read_segment,
     segments,
     state_hash,
@@ -207,6 +210,37 @@ def test_a_segment_reads_back_and_is_immutable(layout: RunLayout, trajectories: 
     assert "BYTE_STREAM_SPLIT" in logprobs
     # neither a dictionary, which is slow, nor what DuckDB 1.5 cannot read
     assert set(token_ids) == {"PLAIN", "RLE"}
+
+
+def test_what_the_umask_keeps_from_others_is_kept_from_them(tmp_path: Path) -> None:
+    """The attack: files of a run could be read by everyone under a umask of 077."""
+    made_in_a_child = (
+        "import os, pathlib, store; os.umask(0o077); "
+        f"store.RunLayout.create(pathlib.Path({str(tmp_path / 'run')!r}), config_yaml='a: 1')"
+    )
+    subprocess.run([sys.executable, "-c", made_in_a_child], check=True)
+    made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert len(made) > 5
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+
+
+def test_signatures_and_the_lock_are_for_their_owner_only(layout: RunLayout) -> None:
+    """The attack: who may open the lock's file, also only to read it, can keep its owner out."""
+    layout.catalog_lock.touch(0o644)
+    Catalog.open(layout).close()
+    for name in ("signed.json", "catalog.lock"):
+        assert (layout.root / name).stat().st_mode & 0o777 == 0o600
+    assert layout.run_json.stat().st_mode & 0o777 == 0o444
+
+
+def test_a_directory_is_kept_private_also_one_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir(mode=0o755)
+    for name in ("there", "new"):
+        keep_private(tmp_path / name)
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be kept from other users: Not a directory"):
+        keep_private(tmp_path / "file" / "run")
 
 
 def test_only_trajectories_that_count_are_read(layout: RunLayout, trajectories: list) -> None:

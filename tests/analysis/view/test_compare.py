@@ -143,6 +143,17 @@ def test_a_difference_of_held_out_success_may_be_chance() -> None:
     assert "no held-out task in common" in heldout_sentence(("a", "b"), (first[:1], second[1:]))
 
 
+def test_secrets_are_compared_and_not_shown() -> None:
+    """The attack: a report that was sent had the keys of an environment's options in it."""
+    first = {"env.options.api_key": "sk-1", "env.options.n": 1, "store.uri": "http://me:pw@host/x"}
+    second = {"env.options.api_key": "sk-2", "env.options.n": 2, "store.uri": None}
+    assert differing(first, second) == [
+        ("env.options.api_key", "(not shown)", "(not shown)"),
+        ("env.options.n", "1", "2"),
+        ("store.uri", "http://host/x", "–"),
+    ]
+
+
 def test_settings_differ_by_value_and_not_by_writing() -> None:
     first = {"run_dir": "x", "a": 1, "b": "", "c": [1], "d": 2, "e": True}
     second = {"run_dir": "y", "a": 1.0, "b": None, "c": [2], "e": False}
