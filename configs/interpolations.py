@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
@@ -62,8 +63,7 @@ def _named(value: object) -> object:
         return value
     named = {str(name): _named(one) for name, one in value.items()}
     if len(named) < len(value):
-        texts = [str(name) for name in value]
-        twice = next(text for text in texts if texts.count(text) > 1)
+        ((twice, _),) = Counter(str(name) for name in value).most_common(1)
         raise ValueError(f"two of its keys read {twice!r:.80}; give each value a key of its own")
     return named
 

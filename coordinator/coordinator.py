@@ -167,7 +167,7 @@ class Coordinator:
             version = self.catalog.latest_version()  # None before the first weights are published
             group = None
             if version is not None and self._can_serve(version.version, serves):
-                group = self._next_group(worker)
+                group = self._next_listed_group(worker)
         if version is None or group is None:
             return None
         played_by = self.config.evaluation if group.split == HELDOUT else self.config.actors
@@ -184,6 +184,20 @@ class Coordinator:
     def _can_serve(self, newest: int, serves: int | None) -> bool:
         """Return whether a worker has the newest version, or can load its files."""
         return serves is None or serves >= newest or self.is_written(newest)
+
+    def _next_listed_group(self, worker: str) -> Group | None:
+        """Lease the next group. Abandon those of tasks that the environment lists no more.
+
+        A group stays open when a run stops, and the list is read anew at each start.
+        """
+        while (group := self._next_group(worker)) is not None and group.task_id not in self.tasks:
+            reason = (
+                f"task {group.task_id!r} is not among the tasks that the environment lists now; "
+                "give it the same list at each start"
+            )
+            self.catalog.give_up(group.group_uid, worker=worker, state="abandoned", reason=reason)
+            self.notice(worker, "group abandoned", detail=reason)
+        return group
 
     def _next_group(self, worker: str) -> Group | None:
         """Lease an open group, or else a new one while admission is open.

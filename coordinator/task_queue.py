@@ -143,6 +143,9 @@ class TaskQueue:
     def __getitem__(self, task_id: str) -> Task:
         return self._by_id[task_id]
 
+    def __contains__(self, task_id: str) -> bool:
+        return task_id in self._by_id
+
     def open_next_group(self, catalog: Catalog) -> None:
         """Enter the next training group in the catalog, within the caller's transaction."""
         ordinal = catalog.next_ordinal(TRAIN, evaluated_version=None)

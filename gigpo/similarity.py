@@ -32,8 +32,8 @@ MAX_CHARACTERS: Final = 1 << 16  # two such texts take up to 50 ms
 # 255, or for 80 such texts of others. The work of a pair is PAIR_WORK, plus the product of
 # its lengths, plus WIDE_WORK times the product of its numbers of characters above 255.
 MAX_WORK: Final = 1 << 41
-# The same for difflib, in steps of its inner loop: up to about 15 s. It compares fewer pairs.
-MAX_RATIO_WORK: Final = 1 << 28
+# The same for difflib, in steps of its inner loop: up to about 8 s. It compares fewer pairs.
+MAX_RATIO_WORK: Final = 1 << 27
 RATIO_PAIR_WORK: Final = 256  # steps that a pair takes, however short its texts are
 # rapidfuzz has a table for characters up to 255, and a hash map in each block of 64 for others
 WIDE_WORK: Final = 26

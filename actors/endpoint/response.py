@@ -59,9 +59,10 @@ def with_calls(
     """
     token_ids = reply.completion.token_ids
     said = token_ids[: len(token_ids) - reply.ended]
-    if parser.has_too_many_marks(said):
+    text = tokenizer.decode(said, skip_special_tokens=False)
+    if parser.has_too_many_marks(text):
         return reply
-    content, calls = parser.read(tokenizer.decode(said, skip_special_tokens=False), tools)
+    content, calls = parser.read(text, tools)
     if not calls:
         return reply
     message = Message(role="assistant", content=content, tool_calls=calls)

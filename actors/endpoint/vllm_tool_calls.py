@@ -10,7 +10,6 @@ template that shows no tools, is refused before a program depends on it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from actors.endpoint.conversation import Conversation, Tools
@@ -65,7 +64,7 @@ class ToolCallParser:
         # vLLM logs a traceback for each malformed call. A policy that learns writes thousands.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._tokenizer = tokenizer
-        self._marks: frozenset[int] | None = None
+        self._marks: frozenset[str] | None = None
         # Kept from reply to reply: qwen3_coder needs 50 ms for a vocabulary of 150,000 tokens.
         self._reader: tuple[Tools, Any, Any] | None = None
         known = ToolParserManager.list_registered()
@@ -114,14 +113,15 @@ class ToolCallParser:
         parser = self._parser(self._tokenizer, request.tools)
         return parser, parser.adjust_request(request)
 
-    def has_too_many_marks(self, token_ids: Sequence[int]) -> bool:
+    def has_too_many_marks(self, text: str) -> bool:
         """Return whether a reply has more marks than any parser reads in a tenth of a second.
 
-        Marks are tokens that the tokenizer's vocabulary was given besides its own.
+        Marks are the texts of tokens that the tokenizer's vocabulary was given besides its own. A
+        model may also spell one with other tokens.
         """
         if self._marks is None:
-            self._marks = frozenset(self._tokenizer.get_added_vocab().values())
-        return sum(token_id in self._marks for token_id in token_ids) > MAX_MARKS
+            self._marks = frozenset(self._tokenizer.get_added_vocab())
+        return sum(map(text.count, self._marks)) > MAX_MARKS
 
     def _reads_back(self, written: str) -> bool:
         try:

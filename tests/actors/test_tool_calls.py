@@ -114,9 +114,9 @@ def test_a_call_of_endless_brackets_is_text() -> None:
 def test_a_reply_of_marks_only_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_tool_calls, "MAX_MARKS", 3)
     parser = ToolCallParser(tokenizer("tooled"), name="auto")
-    mark = next(iter(tokenizer("tooled").get_added_vocab().values()))
-    assert not parser.has_too_many_marks([mark] * 3)
-    assert parser.has_too_many_marks([mark] * 4)
+    mark = max(tokenizer("tooled").get_added_vocab(), key=len)
+    assert not parser.has_too_many_marks(f"a {mark} b" * 3)
+    assert parser.has_too_many_marks(f"a {mark} b" * 4)
 
 
 @pytest.mark.parametrize(

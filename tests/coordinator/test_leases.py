@@ -117,6 +117,21 @@ def test_an_abandoned_group_is_never_handed_out_again_and_ten_in_a_row_end_the_r
         coordinator.abandon("w", leased(coordinator).group.group_uid, why="it broke")
 
 
+def test_a_group_whose_task_is_listed_no_more_is_abandoned_by_name(
+    coordinator: Coordinator,
+) -> None:
+    """The attack: a server that lists other tasks at each start ended each start of the run."""
+    first = leased(coordinator)
+    coordinator.remove("w", "the run was stopped")
+    del coordinator.tasks._by_id[first.task.id]
+    again = leased(coordinator)
+    assert again.task.id != first.task.id
+    state, reason = states(coordinator)[first.group.group_uid]
+    assert state == "abandoned" and reason.startswith(f"task {first.task.id!r} is not among")
+    assert any(reason in notice for notice in coordinator.status().notices.values())
+    assert coordinator._n_abandoned == 0, "a shorter list alone does not end the run"
+
+
 def test_a_member_that_was_played_before_another_one_failed_does_not_end_the_row(
     coordinator: Coordinator,
 ) -> None:
