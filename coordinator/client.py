@@ -40,7 +40,7 @@ class CoordinatorSilent(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """Hold a call that is under way: `await reply`, or `reply.get()` in a thread."""
+    """A call that is under way: `await reply`, or `reply.get()` in a thread."""
 
     reference: Any  # Ray's
     call: str

@@ -59,7 +59,7 @@ REMEMBERED = "env/remembered"  # a metric
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """Hold the state of the run, for the screen and the supervisor."""
+    """The state of the run, for the screen and the supervisor."""
 
     counts: Counts
     version: int  # newest published; -1: none
@@ -72,7 +72,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """Hold the state that a learner needs to go on."""
+    """The state that a learner needs to go on."""
 
     latest_version: int | None  # None in a new run
     last_step: int  # the run ends there: at `learner.steps`, or where its offline groups end

@@ -22,7 +22,10 @@ atomic_write.py      files that are either absent or whole after a crash
 hashing.py           state hashes, uids and digests
 broadcast.py         the protocol by which weights are sent past the store
 errors.py            the errors of the store
-clock.py             the time, as UTC epoch microseconds
+clock.py             the time, as UTC epoch microseconds, and how long replaced files stay
+
+A group's way: catalog/groups.py opens, leases and commits it, with the file that `write_segment`
+wrote; catalog/batches.py claims and settles it. `read_segments` gives its rows to the learner.
 """
 
 import lazy_loader
