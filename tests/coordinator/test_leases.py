@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Settlement
 from coordinator.coordinator import MAX_ABANDONED
 from coordinator.leases import MAX_REQUEUES, LeaseTable
 from envs import EnvironmentFailed
@@ -139,7 +139,13 @@ def test_a_group_that_is_played_in_between_ends_the_row(coordinator: Coordinator
             batch = coordinator.claim(0)  # makes room for more
             if batch is not None:
                 coordinator.settle(
-                    batch.batch_id, learner_step=1, filtered={}, version_in=0, metrics={}
+                    Settlement(
+                        batch_id=batch.batch_id,
+                        learner_step=1,
+                        filtered={},
+                        version_in=0,
+                        metrics={},
+                    )
                 )
 
 
@@ -157,7 +163,9 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
     # at version 0 all is in time: 0 + 1 would still take what began at 0
     batch = coordinator.claim(0)
     assert batch is not None
-    coordinator.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0, metrics={})
+    coordinator.settle(
+        Settlement(batch_id=batch.batch_id, learner_step=1, filtered={}, version_in=0, metrics={})
+    )
     publish(coordinator, 1, 1)
     for lease in leases(coordinator):
         play(coordinator, lease)
