@@ -1,6 +1,6 @@
 """Play tasks with the policy and commit the trajectories. Actors make data; they train nothing.
 
-`worker.py`        the Ray actor: lease groups, play them, commit them
+`worker.py`        the Ray actor: leases groups, plays them, commits them
 `rollout/`         one group's way: `runner.py` leases it, `group.py` plays it, `episode.py` plays
                    one episode of it, `step_records.py` makes its rows, `committer.py` writes it;
                    `by_environment.py` finds the environment of a task where a run has several
@@ -19,6 +19,13 @@
                    tool calls with vLLM's parsers
 `templates/`       prompt templates
 `chat_data.py`     chats of a file as trajectories, for supervised fine-tuning
+
+A group's way: `RolloutRunner.run` leases it, `GroupRollout.run` and `play_episode` play it, and
+`Committer.commit` writes it and calls `Coordinator.commit`. The learner claims it from the store.
+
+A version's way: its number comes with a lease. `WeightSync.sync` has the engine load it:
+`VLLMPolicy.load_weights` from files, or `load_received` if the learner sent it. Inside the engine's
+process `receive_weights` does so.
 """
 
 from actors.chat_data import chat_texts, chat_trajectories, is_chat_file, read_chats

@@ -62,7 +62,7 @@ class Heldout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """Hold the progress of a run."""
+    """The progress of a run."""
 
     learner_step: int  # the newest trained one
     version: int | None  # of the newest weights

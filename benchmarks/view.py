@@ -92,7 +92,7 @@ class Training:
     """Learner steps of a run whose groups are always the same episodes, under new names."""
 
     def __init__(self, layout: RunLayout, catalog: Catalog, *, n_steps: int | None = None) -> None:
-        """`n_steps`: only so many of each episode."""
+        """Make the episodes, each cut to its first `n_steps`; None cuts none."""
         self.layout, self.catalog = layout, catalog
         self.version = 0
         played = store_load.invented(FILE_GROUPS, store_load.make_pool(seed=0))

@@ -70,7 +70,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyModelConfig:
-    """Describe the tiny policy that a run makes when `model.path` is empty.
+    """The tiny policy that a run makes when `model.path` is empty.
 
     It starts from random weights and then imitates the environment's scripted policy.
     """
@@ -104,7 +104,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerRange:
-    """Bound the workers of a run that follows its cluster; see docs/cluster.md."""
+    """Bounds on the workers of a run that follows its cluster; see docs/cluster.md."""
 
     min: int  # workers that a start waits for
     max: int  # workers that Ray is asked for from then on
@@ -348,7 +348,7 @@ class TasksConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointConfig:
-    """Name an external model for `gigpo evaluate`; see docs/evaluation.md."""
+    """An external model for `gigpo evaluate`; see docs/evaluation.md."""
 
     # an OpenAI-compatible server, such as http://host:8000/v1; empty evaluates our own model
     url: str = ""

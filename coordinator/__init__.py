@@ -12,12 +12,16 @@
 `export_schedule.py` exports for outside readers, and starts the maintainer thread
 `logs.py` sends the output of a process to its log
 
-A group's way ends here: `Learner.run` publishes, then settles; `settle` in store/catalog/batches.py
-makes the batch's groups trained.
+A group's way passes here four times: `Coordinator.lease` gives it to a worker, `commit` enters its
+trajectories, `claim` gives it to the learner, and `settle` makes it trained. Each is a transaction
+of store/catalog/groups.py or store/catalog/batches.py.
+
+A version's way passes here twice: `announce` makes it the newest one, which leases name from then
+on, and `written` says that its files are whole.
 """
 
 from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply
-from coordinator.coordinator import Coordinator, CoordinatorActor, Status
+from coordinator.coordinator import Coordinator, CoordinatorActor, Settlement, Status
 from coordinator.heartbeats import Component, Heartbeat, heartbeat_every_s
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
@@ -32,6 +36,7 @@ __all__ = [
     "Heartbeat",
     "Lease",
     "Reply",
+    "Settlement",
     "Status",
     "capture_output",
     "check_order",

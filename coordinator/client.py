@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError
 
-from coordinator.coordinator import Coordinator, ResumePoint, Status
+from coordinator.coordinator import Coordinator, ResumePoint, Settlement, Status
 from coordinator.leases import Lease
 from coordinator.weight_update_lock import WEIGHT_UPDATE_S
 from store import Batch, CheckpointRecord, CommitResult, SegmentMeta, Unfinished, VersionRecord
@@ -40,7 +40,7 @@ class CoordinatorSilent(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """Hold a call that is under way: `await reply`, or `reply.get()` in a thread."""
+    """A call that is under way: `await reply`, or `reply.get()` in a thread."""
 
     reference: Any  # Ray's
     call: str
@@ -185,25 +185,8 @@ class CoordinatorClient:
     def release_claims(self, learner_step: int) -> Reply[int]:
         return self._call(Coordinator.release_claims, learner_step)
 
-    def settle(
-        self,
-        batch_id: int,
-        *,
-        learner_step: int,
-        filtered: Mapping[bytes, str],
-        version_in: int,
-        metrics: Mapping[str, float],
-        values: Mapping[bytes, Sequence[float]],
-    ) -> Reply[None]:
-        return self._call(
-            Coordinator.settle,
-            batch_id,
-            learner_step=learner_step,
-            filtered=filtered,
-            version_in=version_in,
-            metrics=metrics,
-            values=values,
-        )
+    def settle(self, trained: Settlement) -> Reply[None]:
+        return self._call(Coordinator.settle, trained)
 
     def announce(self, version: VersionRecord) -> Reply[None]:
         return self._call(Coordinator.announce, version)

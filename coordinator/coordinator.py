@@ -16,7 +16,7 @@ answers of environments were remembered (the metric env/remembered).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +59,7 @@ REMEMBERED = "env/remembered"  # a metric
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """Hold the state of the run, for the screen and the supervisor."""
+    """The state of the run, for the screen and the supervisor."""
 
     counts: Counts
     version: int  # newest published; -1: none
@@ -72,12 +72,25 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """Hold the state that a learner needs to go on."""
+    """The state that a learner needs to go on."""
 
     latest_version: int | None  # None in a new run
     last_step: int  # the run ends there: at `learner.steps`, or where its offline groups end
     rolled_back: RollBack
     metrics: Mapping[str, float]  # newest value of each name, up to the learner step resumed from
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settlement:
+    """The training of one claimed batch, as the learner reports it."""
+
+    batch_id: int
+    learner_step: int
+    version_in: int  # the policy version at which it was trained
+    filtered: Mapping[bytes, str]  # group uid -> why the group was left out of the loss
+    metrics: Mapping[str, float]  # figures of the learner step, by name
+    # trajectory uid -> the critic's value of each step's state; {} without a critic
+    values: Mapping[bytes, Sequence[float]] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -398,32 +411,24 @@ class Coordinator:
         """Release the groups that were claimed after `learner_step`. Return their number."""
         return self.catalog.roll_back(learner_step).groups
 
-    def settle(
-        self,
-        batch_id: int,
-        *,
-        learner_step: int,
-        filtered: Mapping[bytes, str],
-        version_in: int,
-        metrics: Mapping[str, float],
-        values: Mapping[bytes, Sequence[float]] | None = None,
-    ) -> None:
-        """Record that a batch was trained on. `filtered` maps filtered groups to the reason."""
+    def settle(self, trained: Settlement) -> None:
+        """Record that a batch was trained on, with the figures of its learner step."""
         self.catalog.settle(
-            batch_id,
-            learner_step=learner_step,
-            filtered=filtered,
-            version_in=version_in,
-            values=values,
+            trained.batch_id,
+            learner_step=trained.learner_step,
+            filtered=trained.filtered,
+            version_in=trained.version_in,
+            values=trained.values,
         )
+        metrics = trained.metrics
         if self._n_answers:
             metrics = {**metrics, REMEMBERED: self._n_remembered / self._n_answers}
         self._n_answers = self._n_remembered = 0
         if self.config.environments:
-            by_environment = self.catalog.batch_success(batch_id)
+            by_environment = self.catalog.batch_success(trained.batch_id)
             metrics = {**metrics, **_named("train/success", by_environment)}
         self.catalog.record_metrics(
-            learner_step=learner_step, policy_version=version_in, values=metrics
+            learner_step=trained.learner_step, policy_version=trained.version_in, values=metrics
         )
 
     def announce(self, version: VersionRecord) -> None:

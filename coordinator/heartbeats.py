@@ -42,7 +42,7 @@ def heartbeat_every_s(config: Config) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """Hold the state of the driver, a worker or the learner, by its newest heartbeat."""
+    """The state of the driver, a worker or the learner, by its newest heartbeat."""
 
     waiting_on: str | None  # None: it works
     waits_s: float  # how long it has waited for that

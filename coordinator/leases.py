@@ -18,7 +18,7 @@ MAX_REQUEUES = 3  # times that a group is played again because it became too old
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """Name a group to play, with its task and its oldest allowed weights."""
+    """A group to play, with its task and its oldest allowed weights."""
 
     group: Group
     task: Task

@@ -55,7 +55,7 @@ FROM (SELECT *, {READY_MADE_WEIGHTS} FROM known) ORDER BY task_index"""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Name the task of one group, with the numbers that it was drawn by."""
+    """The task of one group, with the numbers that it was drawn by."""
 
     task_id: str
     weight: float

@@ -29,6 +29,9 @@ supervisor   consumes heartbeats and ended calls, produces restarts and notices;
 `progress.py` shows a run on the screen, `screen.py` says how much of it, or in lines of JSON
 `tensorboard_writer.py` shows it in TensorBoard, `trackers/` in Weights & Biases, trackio and MLflow
 `prometheus.py` serves its figures, `webhook.py` posts its alarms
+
+coordinator/__init__.py, actors/__init__.py and learner/__init__.py tell the way of a group and of a
+version of the weights through the processes.
 """
 
 import lazy_loader

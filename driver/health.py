@@ -21,7 +21,7 @@ DRIVER = "driver"  # it asks, so it is alive
 
 
 class HealthMonitor:
-    """Reads the components' heartbeats. Names the silent ones, and each long wait once."""
+    """Read the components' heartbeats. Name the silent ones, and each long wait once."""
 
     def __init__(self, config: SupervisionConfig) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class HealthMonitor:
 
 
 class Restarts:
-    """Limits the restarts of each component, with a growing pause before each."""
+    """Limit the restarts of each component, with a growing pause before each."""
 
     def __init__(self, config: SupervisionConfig) -> None:
         self._config = config

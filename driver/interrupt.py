@@ -14,7 +14,7 @@ REPEAT_S = 1.0
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at a signal, and ignores more signals within REPEAT_S."""
+    """Raise KeyboardInterrupt at a signal, and ignore more signals within REPEAT_S."""
 
     def __init__(self) -> None:
         self._received_at_s = float("-inf")

@@ -31,7 +31,7 @@ NOTICE_CHARACTERS = 300  # of a notice; the events in the store have all of it
 
 
 class Progress:
-    """Shows the status of a run: `with Progress(config, title=..., screen=...) as progress`."""
+    """Show the status of a run: `with Progress(config, title=..., screen=...) as progress`."""
 
     def __init__(self, config: Config, *, title: str, screen: Screen) -> None:
         self.config, self.title, self.screen = config, title, screen

@@ -30,7 +30,7 @@ TRACKERS_END_WITHIN_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """Name the process that drives a run, as driver.json does."""
+    """The process that drives a run, as driver.json names it."""
 
     pid: int
     started_ticks: int  # pids are used again

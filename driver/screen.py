@@ -27,7 +27,7 @@ HELDOUT = "heldout/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screen:
-    """Where the lines of a command go."""
+    """The outputs of a command: its lines, and its warnings and report."""
 
     console: Console  # what is done
     end: Console  # warnings, and the report at the end

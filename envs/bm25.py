@@ -16,7 +16,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -79,16 +79,25 @@ POSSESSIVE = re.compile("['’＇]s$")
 STEMMER = PorterStemmer(mode=PorterStemmer.MARTIN_EXTENSIONS)
 
 
+# The file of each array of an index. Indexes of earlier versions have the same.
+FILES = {
+    "terms_V": "terms_V.npy",
+    "starts_Vp1": "starts_V.npy",
+    "documents_P": "documents_P.npy",
+    "saturations_P": "saturations_P.npy",
+    "ranks_D": "ranks_D.npy",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """Hold V terms, P postings (a term in a document) and D documents.
+    """The words of D documents: V terms, by their 64-bit hashes, and P postings.
 
-    Terms stand in the order of their 64-bit hashes.
+    A posting is a term in a document.
     """
 
-    terms_V: np.ndarray  # uint64, hashes
-    # int64, V + 1 of them: the postings of term v are starts[v] to starts[v + 1]
-    starts_V: np.ndarray
+    terms_V: np.ndarray  # uint64, hashes, ascending
+    starts_Vp1: np.ndarray  # int64; the postings of term v are starts_Vp1[v] to starts_Vp1[v + 1]
     documents_P: np.ndarray  # uint32, ascending within a term
     saturations_P: np.ndarray  # float32, 1 + count / (k1 * (1 - b + b * length / mean length))
     # uint32, rank of the document's name among all names, which decides between equal scores
@@ -146,7 +155,7 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
         ranks_D[sorted(range(len(names)), key=names.__getitem__)] = ranks_D.copy()
     return Index(
         terms_V=hashes_V[by_hash_V],
-        starts_V=np.concatenate(
+        starts_Vp1=np.concatenate(
             [[0], np.cumsum(np.bincount(terms_P, minlength=len(numbers)))]
         ).astype(np.int64),
         documents_P=documents_P,
@@ -168,7 +177,7 @@ def search_scored(index: Index, query: str, *, limit: int) -> list[tuple[int, fl
         term_number = int(np.searchsorted(index.terms_V, key))
         if term_number == len(index.terms_V) or index.terms_V[term_number] != key:
             continue
-        postings = slice(index.starts_V[term_number], index.starts_V[term_number + 1])
+        postings = slice(index.starts_Vp1[term_number], index.starts_Vp1[term_number + 1])
         documents_P = index.documents_P[postings]
         weight = np.float32(count) * _idf(len(documents_P), len(scores_D))
         scores_D[documents_P] += weight - weight / index.saturations_P[postings]
@@ -182,17 +191,14 @@ def search_scored(index: Index, query: str, *, limit: int) -> list[tuple[int, fl
 
 def save(index: Index, directory: Path) -> None:
     """Write each array of the index as a file."""
-    for field in fields(index):
-        np.save(directory / f"{field.name}.npy", getattr(index, field.name))
+    for name, file in FILES.items():
+        np.save(directory / file, getattr(index, name))
 
 
 def load(directory: Path) -> Index:
     """Map the files of `save` into memory: all processes of a machine share one copy."""
     return Index(
-        **{
-            field.name: np.load(directory / f"{field.name}.npy", mmap_mode="r")
-            for field in fields(Index)
-        }
+        **{array: np.load(directory / file, mmap_mode="r") for array, file in FILES.items()}
     )
 
 

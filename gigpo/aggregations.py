@@ -17,7 +17,7 @@ from gigpo.tokens import sequence_sum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTotals:
-    """Count the response tokens and sequences of an update, over all micro-batches and ranks."""
+    """The response tokens and sequences of an update, over all micro-batches and ranks."""
 
     n_tokens: int
     n_sequences: int

@@ -33,7 +33,7 @@ GROUP_FILTERS: Final = ("advantages", "rewards", "returns", "none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Groups:
-    """Hold the figures of each group that decide whether it is left out."""
+    """The figures of each group that decide whether it is left out."""
 
     uids_G: pa.Array
     group_R: np.ndarray  # integer, the group of each row

@@ -80,7 +80,7 @@ _INTEGER_LIMIT: Final = 2**62
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
-    """Hold everything that decides an advantage.
+    """Everything that decides an advantage.
 
     The macro's parameters have the same names, except `similarity`. numpy's numbers become
     Python's. Text, None, True and False are refused as numbers, and 3.0 as a whole number.

@@ -25,6 +25,7 @@ def token_advantages(
     Takes the values of all rows' tokens end to end [N], the score of each row [R], and the number
     of its tokens [R], int, possibly 0. All results are float64 [N]. Raises ValueError for a number
     that is not finite, and for rows that do not have N tokens together.
+
     One row with score 4, values (1, 2) and lambda 0.5: deltas (1, 2), A = (2, 2) before whitening,
     targets (3, 4).
     """

@@ -53,9 +53,12 @@ explain.py             computes each group's gradient in a learner step
 
 A group's way: `Prefetch` claims it, `prepare_batch` reads it, `scored_rows` computes advantages
 (of a run with a critic, from `Critic.values`), `cut_updates` and `micro_batches` make tensors,
-`train_batch` and `Engine.train` compute the gradient.
-`Learner.run` publishes, then settles; `settle` in store/catalog/batches.py makes the batch's groups
-trained.
+`train_batch` and `Engine.train` compute the gradient and apply it. `Learner.run` then settles its
+batch: `settle` in store/catalog/batches.py makes the group trained.
+
+A version's way: before it settles, `Learner.run` copies the weights (`WeightsCopy.take`) and gives
+them the next number (`Coordinator.announce`). They are sent and written behind the next learner
+step (`WeightsCopy.write`). actors/inference/weight_sync.py has an engine load them.
 """
 
 import lazy_loader

@@ -16,7 +16,7 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline, serves_adapters
-from coordinator import CoordinatorClient, Heartbeat, heartbeat_every_s
+from coordinator import CoordinatorClient, Heartbeat, Settlement, heartbeat_every_s
 from gigpo import prepare_advantages
 from learner.checkpoint import (
     CheckpointError,
@@ -372,12 +372,14 @@ class Learner:
             learner_step=self.step,
         )
         self.coordinator.settle(
-            batch.batch.batch_id,
-            learner_step=self.step,
-            version_in=batch.version,
-            filtered=batch.filtered,
-            metrics=figures,
-            values=batch.state_values,
+            Settlement(
+                batch_id=batch.batch.batch_id,
+                learner_step=self.step,
+                version_in=batch.version,
+                filtered=batch.filtered,
+                metrics=figures,
+                values=batch.state_values,
+            )
         ).get()
         if batch.n_missing:
             self.coordinator.record(REFILL_BOUND, self._refill_line(batch)).get()

@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 import configs
 from configs import Config
 from gigpo import AdvantageSettings, check_group_filter, prepare_advantages
-from learner.data.batch_loader import make_loader, prepare_batch
+from learner.data.batch_loader import PreparedBatch, make_loader, prepare_batch
 from learner.distributed.deepspeed_setup import PARTITIONED, device_text, nondeterminism_note
 from learner.distributed.private_ray import (
     RAY_HIDES_GPUS,
@@ -49,6 +49,7 @@ from store import (
     CONFIG_FILE,
     CheckpointRecord,
     RunLayout,
+    TrainedStep,
     VersionRecord,
     published_version,
     read_run_file,
@@ -187,33 +188,43 @@ def replayed(
             )
             if explained is not None and learner_step == first:
                 explained(explain(ranks.engine, batch))
-            updates, critic = train_batch(
-                ranks, batch.updates, config=config, learner_step=learner_step
-            )
-            figures = timeless_metrics(batch, updates) | critic_metrics(critic)
-            compared = figures.keys() & recorded.figures.keys()
-            pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
-            other_values = sum(
-                recorded.values.get(uid) != own for uid, own in batch.state_values.items()
-            )
-            pairs[OTHER_VALUES] = (0.0, float(other_values))
-            what = f"groups {len(recorded.batch.groups)}, rows {batch.rows.num_rows}"
-            if batch.replayed.num_rows:
-                what += f", rows of replayed wins {batch.replayed.num_rows}"
-            step = Replayed(
-                learner_step=learner_step,
-                published=recorded.published,
-                digest=ranks.copy_weights(),
-                changed={name: (was, here) for name, (was, here) in pairs.items() if was != here},
-                n_figures=len(compared),
-                what=f"{what}, updates {len(updates)}",
-                seconds=time.monotonic() - began_at_s,
-            )
+            step = _trained_again(ranks, batch, recorded, config=config, began_at_s=began_at_s)
             same = f"identical to version {step.published.version}" if step.same else "DIFFERENT"
             say(f"learner step {learner_step}: {step.what}: {same} ({step.seconds:.1f} s)")
             yield step
             if not step.same:
                 return
+
+
+def _trained_again(
+    ranks: RankGroup,
+    batch: PreparedBatch,
+    recorded: TrainedStep,
+    *,
+    config: Config,
+    began_at_s: float,
+) -> Replayed:
+    """Train on the batch, and compare the weights and the figures with the recorded ones."""
+    updates, critic = train_batch(
+        ranks, batch.updates, config=config, learner_step=recorded.learner_step
+    )
+    figures = timeless_metrics(batch, updates) | critic_metrics(critic)
+    compared = figures.keys() & recorded.figures.keys()
+    pairs = {name: (recorded.figures[name], figures[name]) for name in compared}
+    other_values = sum(recorded.values.get(uid) != own for uid, own in batch.state_values.items())
+    pairs[OTHER_VALUES] = (0.0, float(other_values))
+    what = f"groups {len(recorded.batch.groups)}, rows {batch.rows.num_rows}"
+    if batch.replayed.num_rows:
+        what += f", rows of replayed wins {batch.replayed.num_rows}"
+    return Replayed(
+        learner_step=recorded.learner_step,
+        published=recorded.published,
+        digest=ranks.copy_weights(),
+        changed={name: (was, here) for name, (was, here) in pairs.items() if was != here},
+        n_figures=len(compared),
+        what=f"{what}, updates {len(updates)}",
+        seconds=time.monotonic() - began_at_s,
+    )
 
 
 def _advantage_settings(config: Config) -> AdvantageSettings:

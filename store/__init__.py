@@ -5,7 +5,8 @@ owner, is the truth about which segments, groups, batches and versions count. Ev
 readers use is exported from it. Nothing here knows machine learning. In reading order:
 
 records.py           Step and Trajectory: the rows that are stored, and their Arrow schema
-layout.py            where each file of a run is; run.json, and the format of a run
+layout.py            where each file of a run is
+run_json.py          run.json, and the format of a run's files
 segments.py          write and read one segment
 weight_files.py      the files of a model's weights, and the head of one
 adapter_files.py     a published LoRA adapter, and its base model's digest
@@ -22,7 +23,10 @@ atomic_write.py      files that are either absent or whole after a crash
 hashing.py           state hashes, uids and digests
 broadcast.py         the protocol by which weights are sent past the store
 errors.py            the errors of the store
-clock.py             the time, as UTC epoch microseconds
+clock.py             the time, as UTC epoch microseconds, and how long replaced files stay
+
+A group's way: catalog/groups.py opens, leases and commits it, with the file that `write_segment`
+wrote; catalog/batches.py claims and settles it. `read_segments` gives its rows to the learner.
 """
 
 import lazy_loader

@@ -62,7 +62,6 @@ from .hashing import valid_text as valid_text
 from .layout import BASE_POLICY as BASE_POLICY
 from .layout import CONFIG_FILE as CONFIG_FILE
 from .layout import DRIVER_FILE as DRIVER_FILE
-from .layout import FORMAT as FORMAT
 from .layout import GIVEN_FILE as GIVEN_FILE
 from .layout import MADE_BEFORE_RUN_JSON as MADE_BEFORE_RUN_JSON
 from .layout import OUTSIDE_FILE as OUTSIDE_FILE
@@ -114,6 +113,7 @@ from .remote_directory import local_model as local_model
 from .remote_directory import prune_published as prune_published
 from .remote_directory import publish_directory as publish_directory
 from .remote_directory import remove_copy as remove_copy
+from .run_json import FORMAT as FORMAT
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment

@@ -1,4 +1,4 @@
-"""Name every path of a run directory, and read run.json, which is written once."""
+"""Name every path of a run directory, and make or open the directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,21 +16,17 @@ from printable import shell_word
 from store import primary_directory
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
-from store.errors import FormatError, OtherFormatError, StoreError, UnsafePathError
+from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
+from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.storage import LocalStorage, Storage, open_storage
 from store.untrusted import file_access as beneath
-from store.untrusted import json_values
 from store.untrusted.signatures import SIGNED, sign_run, state_directory
 
-# Format of a run and of every file in it. A change that this version would misread needs another
-# name.
-FORMAT = "async-gigpo/3"
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
 UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
-RUN_ID = re.compile(r"[0-9a-f]{32}")
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # Every path that a manifest or a catalog may name, relative to the run's root.
 SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
@@ -134,26 +129,6 @@ def parse_run_step(text: str) -> tuple[Path, int | None]:
     return Path(run), int(step)
 
 
-def check_format(content: Mapping[str, object], *, name: str) -> None:
-    """Check the field `format` of a file.
-
-    Raises OtherFormatError for another format than FORMAT, ValueError if the file names none.
-    """
-    found = content.get("format", content.get("format_version"))  # the field of earlier versions
-    if not isinstance(found, str | int):
-        raise ValueError(f"format is {found!r:.80}, not a text")
-    if found != FORMAT:
-        raise other_format(name, repr(found)[:40])
-
-
-def other_format(name: str, found: str) -> OtherFormatError:
-    """Return the error for a file of another format."""
-    return OtherFormatError(
-        f"{name} has format {found}, and this version reads {FORMAT!r} only; "
-        "use the version that wrote it, or start a new run"
-    )
-
-
 def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
     """Return `path` if the store would have given this name. Raises FormatError."""
     if isinstance(path, str) and pattern.fullmatch(path):
@@ -162,58 +137,6 @@ def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
         f"{where} names {path!r}, and no run names such a file; do not use this run, or restore a "
         "backup"
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunInfo:
-    """The content of run.json."""
-
-    run_id: str  # 32 hex digits, part of every group and trajectory uid
-    format: str
-    canonicaliser_version: int
-    config_yaml: str  # the resolved configuration, as text
-    created_us: int
-    # where segments, exports, weights and checkpoints are, None: in the run directory; storage.py
-    storage_uri: str | None = None
-    forked_from: str | None = None  # run id and learner step, as RUN@STEP
-    # run ids of the runs that it was forked from, oldest first: it has files of theirs
-    ancestors: tuple[str, ...] = ()
-
-    def wrote(self, run_id: str) -> bool:
-        """Return whether this run may have files that the run `run_id` wrote."""
-        return run_id in (self.run_id, *self.ancestors)
-
-
-def parse_run_json(data: bytes, *, name: str) -> RunInfo:
-    """Return the content of a run.json. Raises FormatError naming the file."""
-    try:
-        content = json_values.parse_object(data)
-        check_format(content, name=name)
-        info = RunInfo(
-            run_id=json_values.text(content, "run_id"),
-            format=FORMAT,
-            canonicaliser_version=json_values.integer(content, "canonicaliser_version"),
-            config_yaml=json_values.text(content, "config_yaml"),
-            created_us=json_values.integer(content, "created_us"),
-            storage_uri=json_values.optional_text(content, "storage_uri"),
-            forked_from=json_values.optional_text(content, "forked_from"),
-            ancestors=json_values.texts(content, "ancestors"),
-        )
-        for run_id in (info.run_id, *info.ancestors):
-            checked_run_id(run_id)
-    except ValueError as error:
-        raise FormatError(
-            f"{name} is damaged ({error}); restore it from a backup, or: gigpo rebuild "
-            f"{Path(name).parent}"
-        ) from error
-    return info
-
-
-def checked_run_id(text: str) -> str:
-    """Return the text. Raises ValueError unless it has the form of a run id."""
-    if not RUN_ID.fullmatch(text):
-        raise ValueError(f"{text[:80]!r:.80} is not a run id of 32 hex digits")
-    return text
 
 
 def is_unused(storage: Storage) -> bool:

@@ -21,8 +21,9 @@ import pyarrow.parquet as pq
 from printable import one_line
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import FORMAT, RunLayout, check_format
+from store.layout import RunLayout
 from store.records import SEGMENT_SCHEMA, UID_TYPE, Trajectory, to_table
+from store.run_json import FORMAT, check_format
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
 ZSTD_LEVEL = 1  # measured: level 3 is no smaller here and 14% slower

@@ -70,7 +70,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 
 class RequestError(Exception):
-    """Answer a request with an error in OpenAI's form."""
+    """A request was refused. The client gets the message and its fields in OpenAI's form."""
 
     def __init__(self, message: str, *, status: int, code: str, param: str | None) -> None:
         super().__init__(message)
@@ -192,7 +192,7 @@ _CountedCall = Annotated[_Call, AfterValidator(_counted_call)]
 
 
 class ChatMessage(BaseModel):
-    """Hold a valid message. An absent field and null both mean the default."""
+    """A valid message. An absent field and null both mean the default."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_TextPart], _BOUNDED, BeforeValidator(_as_parts)] | None = None
@@ -245,7 +245,7 @@ class _StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """Hold a valid request. An absent field and null both mean the default."""
+    """A valid request. An absent field and null both mean the default."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 

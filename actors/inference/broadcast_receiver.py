@@ -56,9 +56,9 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """Hold all files of one version, as they would be on disk.
+    """All files of one version, as they would be on disk.
 
-    Read nothing of them before you have compared the digest.
+    Compare the digest before you read the files.
     """
 
     digest: str

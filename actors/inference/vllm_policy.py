@@ -57,8 +57,8 @@ class VLLMPolicy:
     """Serve completions of numbered weights. Unblocked by the engine process.
 
     Version 0 is the weights in `model_path`. With `lora` versions are adapters of that model; None:
-    they are whole weights. Requests pass `gate`, whose limit at `start` is the
-    largest it will have. A response ends with one of `stop_token_ids`, or with the token that
+    they are whole weights. Requests pass `gate`, whose limit at `start` is the largest it will
+    have. A response ends with one of `stop_token_ids`, or with the token that
     completes a text of `stop`. Only for these texts is the output read with `tokenizer`, a Hugging
     Face one. `statistics` has vLLM keep its figures for Prometheus, at a cost for every token.
     `float32_head` computes logits in float32 whatever `dtype` is.

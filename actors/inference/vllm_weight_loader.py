@@ -44,7 +44,7 @@ STAGE_AT_ONCE_S = 0.003
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Hold nothing: files need no set-up, and senders may change (`join_broadcast`)."""
+    """Nothing: files need no set-up, and senders may change (`join_broadcast`)."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """Hold tensors of open files, or received ones.
+    """The checked tensors of one version: of open files, or received.
 
-    Open files can be removed and still be loaded as they were checked.
+    Open files can be removed, and are still loaded as they were checked.
     """
 
     path: str

@@ -14,7 +14,7 @@ RECEIVED = "(received)"  # in place of a path: weights that the learner sent dir
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightLoad:
-    """Record one change of weights. Generation pauses from `pause_ms` to `resume_ms`.
+    """One change of weights. Generation pauses from `pause_ms` to `resume_ms`.
 
     An adapter is added in `update_ms`, between two forward passes; the other four are 0.
     """

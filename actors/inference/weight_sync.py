@@ -76,6 +76,7 @@ class WeightSync:
 
         Returns at once, with the engine on its old version, if the version was not sent to this
         engine and its files are not written yet.
+
         Missing or damaged weights leave the engine on its old version, until the next version comes
         or another try succeeds. Raises StoreError if the old version is too old to be trained on,
         and EngineLostError if the engine is gone.
@@ -125,14 +126,14 @@ class WeightSync:
         started_s = time.perf_counter()
         directory = await asyncio.to_thread(local_directory, self._layout, version.path)
         fetch_ms = (time.perf_counter() - started_s) * 1e3
-        async with self._turn(version):
+        async with self._locked(version):
             load = await self._engine.load_weights(
                 version=version.version, path=directory, digest=version.digest
             )
         return load, fetch_ms
 
     @asynccontextmanager
-    async def _turn(self, version: VersionRecord) -> AsyncIterator[None]:
+    async def _locked(self, version: VersionRecord) -> AsyncIterator[None]:
         """Hold the lock on weight updates. Raises Superseded if the wait for it was too long."""
         async with self._update_lock():
             newest = await self._newest() if self._may_skip else None

@@ -92,7 +92,7 @@ def for_template(message: Message) -> dict[str, Any]:
 def seen_text(messages: Sequence[Message]) -> str:
     """Return the last message that is not the assistant's; several answers of tools, line by line.
 
-    Messages user, assistant, tool "3", tool "4" give "3\n4".
+    Messages user, assistant, tool "3", tool "4" give "3\\n4".
     """
     last = [message for message in messages if message.role != "assistant"][-1:]
     if last and last[0].role == "tool":

@@ -43,7 +43,7 @@ OPTIONAL = {"upstream": None, "turn_separator": "", "action_separator": "", "res
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpstreamRule:
-    """Describe how the paper's code reads one environment's answers (prompt.parser=upstream)."""
+    """The paper's rule for reading one environment's answers (prompt.parser=upstream)."""
 
     refuse_chinese: bool  # a Chinese character anywhere makes the answer ill-formed
     # the environment gets so many last characters of a reply without tags as the action
@@ -54,7 +54,7 @@ class UpstreamRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """Hold the texts of prompts. Names in braces are filled in; write `{{` for a brace.
+    """The texts of prompts. Names in braces are filled in; write `{{` for a brace.
 
     `{step}` is the number of the message's turn, from 1. `{taken}` is the number of steps before
     it, one less. `{shown}` is the number of turns in `{history}`. `{result}` of a turn is the
@@ -77,7 +77,7 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """Hold one observation and the action after it.
+    """One observation and the action after it.
 
     prompt.style=chat also needs its tokens: it repeats them, and never tokenises their text again.
     """

@@ -153,7 +153,7 @@ class EnvironmentEpisodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeContext:
-    """Hold what all steps of one episode share."""
+    """The environment, policy, task and rules that all steps of one episode share."""
 
     environment: AsyncEnvironment
     policy: Policy
@@ -166,9 +166,8 @@ class EpisodeContext:
 async def play_episode(context: EpisodeContext, *, progress: AttemptProgress) -> Trajectory:
     """Play until the environment ends, or `max_steps` actions were taken. An action is one Step.
 
-    Each step is counted in `progress`, also if the episode fails later.
-    When a deadline of its rules passes, the episode ends with its steps so far, the last one
-    truncated. Raises:
+    Each step is counted in `progress`, also if the episode fails later. When a deadline of its
+    rules passes, the episode ends with its steps so far, the last one truncated. Raises:
       EpisodeOverdue    a deadline passed before the first step
       EnvironmentDied   from the environment
       EngineLostError   the policy's answer was aborted

@@ -19,7 +19,7 @@ from store import FinalObservation, Step, StepImage, Trajectory, state_hash, uid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeIds:
-    """Name an episode before its first token is sampled.
+    """The names of an episode, fixed before its first token is sampled.
 
     A repeated attempt has the same ids, so that the store refuses it instead of keeping both.
     """
@@ -35,7 +35,7 @@ class EpisodeIds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledAnswer:
-    """Hold an answer with its prompt, and when it was sampled."""
+    """One answer with its prompt, and the time when it was sampled."""
 
     prompt: Prompt
     completion: Completion
@@ -45,7 +45,7 @@ class SampledAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """Hold the environment's part of a step."""
+    """The environment's part of a step."""
 
     reward: float
     terminated: bool

@@ -60,7 +60,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Hold the centres of nodes, the curves of edges, and the box around them."""
+    """The centres of nodes, the curves of edges, and the box around them."""
 
     nodes: Mapping[str, Point]
     edges: Mapping[tuple[str, str], Curve]

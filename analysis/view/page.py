@@ -20,7 +20,7 @@ class BadAddressError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageRequest:
-    """Hold the parameters of an address, and the snapshot to ask for its page."""
+    """The parameters of an address, and the snapshot to ask for its page."""
 
     parameters: Mapping[str, str]
     run: str  # the run's path as it was given

@@ -104,8 +104,8 @@ def packed(
     inputs: tuple[torch.Tensor, ...], *, lengths: list[int], window: int | None
 ) -> torch.Tensor:
     """Call the learner's attention as transformers calls it; returns [1, T, A, D]."""
-    bounds_S1 = torch.tensor([0, *lengths], device=inputs[0].device).cumsum(0).int()
-    sequences = attention.PackedSequences(bounds_S1=bounds_S1, lengths=lengths)
+    bounds_Sp1 = torch.tensor([0, *lengths], device=inputs[0].device).cumsum(0).int()
+    sequences = attention.PackedSequences(bounds_Sp1=bounds_Sp1, lengths=lengths)
     module = torch.nn.Module()
     query, key, value = inputs
     out, _ = attention.packed_attention(

@@ -54,7 +54,7 @@ def update_flops(shape: ModelShape, batches: Sequence[MicroBatch], *, frozen: bo
     """Count the operations of one update over these micro-batches; see the module's docstring."""
     n_tokens = sum(batch.n_tokens for batch in batches)
     n_response_tokens = sum(batch.n_response_tokens for batch in batches)
-    squares = sum(float(batch.bounds_S1.diff().double().square().sum()) for batch in batches)
+    squares = sum(float(batch.bounds_Sp1.diff().double().square().sum()) for batch in batches)
     passes = 4.0 if frozen else 6.0
     return (
         passes * matrix_elements(shape) * n_tokens

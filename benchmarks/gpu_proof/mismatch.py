@@ -76,11 +76,11 @@ def _padded(
     """Return log softmax over the vocabulary [N, V] by the dtype of the output layer."""
     path = model_directory(proof, proof.shapes.real)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(proof.device).eval()
-    lengths = batch.bounds_S1.diff().tolist()
+    lengths = batch.bounds_Sp1.diff().tolist()
     longest = max(lengths)
     sequences = batch.input_ids_T.split(lengths)
     ids_SL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-    mask_SL = torch.arange(longest, device=proof.device) < batch.bounds_S1.diff()[:, None]
+    mask_SL = torch.arange(longest, device=proof.device) < batch.bounds_Sp1.diff()[:, None]
     hidden_SLH = model.get_decoder()(
         input_ids=ids_SL, attention_mask=mask_SL.long(), use_cache=False
     ).last_hidden_state
@@ -103,7 +103,7 @@ def _packed(proof: Proof, batch: MicroBatch) -> dict[torch.dtype, torch.Tensor]:
         policy.causal_lm,
         input_ids_T=batch.input_ids_T,
         position_ids_T=batch.position_ids_T,
-        bounds_S1=batch.bounds_S1,
+        bounds_Sp1=batch.bounds_Sp1,
         positions_N=batch.positions_N,
     )
     result = _by_head(hidden_NH, policy.output.weight)

@@ -2,8 +2,8 @@
 
 First the output layer alone: log-probabilities, entropies and both gradients. Then a policy that
 was made of a model on the device, so that the learner's self-check of packed attention runs
-there. Its log-probabilities are compared with a float32 copy of the same model,
-which transformers runs alone, one sequence at a time.
+there. Its log-probabilities are compared with a float32 copy of the same model, which transformers
+runs alone, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _policy(proof: Proof, dtype: torch.dtype) -> None:
 def _one_by_one(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities and entropies by full logits of one sequence at a time."""
     logits = []
-    bounds = batch.bounds_S1.tolist()
+    bounds = batch.bounds_Sp1.tolist()
     for begin, end in pairwise(bounds):
         logits.append(model(batch.input_ids_T[None, begin:end]).logits[0].float())
     logits_NV = torch.cat(logits)[batch.positions_N]

@@ -25,7 +25,7 @@ SIGNIFICANT_DIGITS = 5
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """Hold one section's record. `path` is the file it is written to."""
+    """The checks and figures of one section. Each change is written to the file `path`."""
 
     path: Path
     checks: list[dict[str, Any]] = field(default_factory=list)

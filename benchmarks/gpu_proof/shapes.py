@@ -143,7 +143,7 @@ ON_CPU = Shapes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """Give a section its device, its sizes, a directory to work in, and where to report."""
+    """Everything that a section gets: device, sizes, a directory to work in, and its report."""
 
     device: torch.device
     shapes: Shapes

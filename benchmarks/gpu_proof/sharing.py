@@ -45,7 +45,7 @@ LOST = (EOFError, ConnectionError, RuntimeError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Describe one way of handing weights over; both processes have the same."""
+    """One way of handing weights over. Both processes have an equal one."""
 
     way: str
     device: str

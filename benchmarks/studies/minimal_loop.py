@@ -37,7 +37,7 @@ KeyRoom = environment_class("key_room")
 
 @dataclass(kw_only=True)
 class PlayedStep:
-    """Keep one step, and what becomes of it once its episode is over."""
+    """One step. Its returns and advantage are set when its episode is over."""
 
     group: bytes
     state: str
@@ -57,7 +57,7 @@ class PlayedStep:
 
 @dataclass(kw_only=True)
 class Playing:
-    """Keep an episode that is being played."""
+    """An episode that is being played."""
 
     env: Environment
     seen: Observation

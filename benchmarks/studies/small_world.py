@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -303,36 +303,16 @@ def play(
         for member in range(group_size)
     ]
     while playing := [episode for episode in episodes if not episode.is_over]:
-        prompts = [prompts_S[episode.situation] for episode in playing]
-        sampled = _sampled(answers, prompts, [episode.rng for episode in playing])
-        for episode, completion in zip(playing, sampled, strict=True):
-            answer = world.form.parse(completion.token_ids)
-            prompt = Prompt(token_ids=prompts_S[episode.situation], actions=None)
-            seen = world.observations[episode.situation]
-            is_known = (episode.situation, answer.action) in leads_to
-            after = leads_to.get((episode.situation, answer.action), episode.situation)
-            is_last = len(episode.steps) + 1 == world.max_steps
-            step = step_of(
-                SampledAnswer(
-                    prompt=prompt,
-                    completion=replace(completion, version_min=version, version_max=version),
-                    t_start_us=1,
-                    gen_us=1,
-                ),
-                step_index=len(episode.steps),
-                observation=seen,
-                anchor=anchor_of(seen),
-                action=answer.action,
-                is_valid=answer.well_formed and completion.finish_reason == "stop" and is_known,
-                outcome=StepOutcome(
-                    reward=WIN_REWARD * (after == WON),
-                    terminated=after == WON,
-                    truncated=after != WON and is_last,
-                    env_us=0,
-                ),
-            )
-            episode.situation = after
-            episode.steps.append(step)
+        prompts = [Prompt(token_ids=prompts_S[each.situation], actions=None) for each in playing]
+        completions = _sampled(
+            answers,
+            [prompt.token_ids for prompt in prompts],
+            [episode.rng for episode in playing],
+            version=version,
+        )
+        for episode, prompt, completion in zip(playing, prompts, completions, strict=True):
+            sampled = SampledAnswer(prompt=prompt, completion=completion, t_start_us=1, gen_us=1)
+            _take_step(episode, sampled, world=world, leads_to=leads_to)
     return to_table(
         [
             trajectory_of(
@@ -348,10 +328,43 @@ def play(
     )
 
 
+def _take_step(
+    episode: _Episode,
+    sampled: SampledAnswer,
+    *,
+    world: World,
+    leads_to: Mapping[tuple[int, str], int],
+) -> None:
+    """Carry out the action of an answer. One that is not admissible changes nothing."""
+    answer = world.form.parse(sampled.completion.token_ids)
+    seen = world.observations[episode.situation]
+    is_known = (episode.situation, answer.action) in leads_to
+    after = leads_to.get((episode.situation, answer.action), episode.situation)
+    is_whole = sampled.completion.finish_reason == "stop"
+    step = step_of(
+        sampled,
+        step_index=len(episode.steps),
+        observation=seen,
+        anchor=anchor_of(seen),
+        action=answer.action,
+        is_valid=answer.well_formed and is_whole and is_known,
+        outcome=StepOutcome(
+            reward=WIN_REWARD * (after == WON),
+            terminated=after == WON,
+            truncated=after != WON and len(episode.steps) + 1 == world.max_steps,
+            env_us=0,
+        ),
+    )
+    episode.situation = after
+    episode.steps.append(step)
+
+
 def _sampled(
     answers: Answers,
     prompts: Sequence[tuple[int, ...]],
     rngs: Sequence[np.random.Generator],
+    *,
+    version: int,
 ) -> list[Completion]:
     """Sample an answer to each prompt, token by token, until its end token."""
     end = answers.end_token
@@ -370,8 +383,8 @@ def _sampled(
             token_ids=tuple(ids[at]),
             logprobs=tuple(logprobs[at]),
             finish_reason="stop" if ids[at][-1] == end else "length",
-            version_min=0,
-            version_max=0,
+            version_min=version,
+            version_max=version,
         )
         for at in range(len(prompts))
     ]
@@ -380,14 +393,14 @@ def _sampled(
 def _next_logprobs(engine: Engine, sequences: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Return the log-probabilities of the token after each sequence, float32 [S, V]."""
     policy = engine.policy
-    bounds_S1 = np.cumsum([0, *map(len, sequences)])
-    last_S = torch.from_numpy(bounds_S1[1:] - 1)
+    bounds_Sp1 = np.cumsum([0, *map(len, sequences)])
+    last_S = torch.from_numpy(bounds_Sp1[1:] - 1)
     with torch.no_grad():
         hidden_SH = packed_hidden(
             policy.causal_lm,
             input_ids_T=torch.tensor([token for each in sequences for token in each]),
             position_ids_T=torch.cat([torch.arange(len(each)) for each in sequences]),
-            bounds_S1=torch.from_numpy(bounds_S1.astype(np.int32)),
+            bounds_Sp1=torch.from_numpy(bounds_Sp1.astype(np.int32)),
             positions_N=last_S if policy.is_trimmed else None,
         )
         if not policy.is_trimmed:

@@ -80,7 +80,7 @@ class Study:
 
     @property
     def work(self) -> Path:
-        """Directory for models and runs, which may be removed at any time."""
+        """Return the directory for models and runs, which may be removed at any time."""
         return ROOT / "runs" / "studies" / self.name
 
 

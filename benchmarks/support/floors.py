@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import configs
 from configs import Config
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Settlement
 from envs import environment_class, list_tasks
 from store import (
     SEGMENT_SCHEMA,
@@ -202,7 +202,13 @@ def run_groups(coordinator: Coordinator, n_groups: int, config: Config) -> int:
         batch = coordinator.claim(step)
         assert batch is not None, "it was just committed"
         coordinator.settle(
-            batch.batch_id, learner_step=step + 1, filtered={}, version_in=step, metrics={}
+            Settlement(
+                batch_id=batch.batch_id,
+                learner_step=step + 1,
+                filtered={},
+                version_in=step,
+                metrics={},
+            )
         )
     return n_done
 

@@ -25,7 +25,7 @@ from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.rollout.episode import request_seed
 from configs import Config, max_model_tokens
-from coordinator import CoordinatorActor
+from coordinator import CoordinatorActor, Settlement
 from store import (
     RunLayout,
     VersionRecord,
@@ -81,11 +81,13 @@ class RealWorker:
     def turn(self) -> Turn:
         if self._settle is not None:
             settled = self.coordinator.settle.remote(
-                self._settle,
-                learner_step=self.learner_step,
-                filtered={},
-                version_in=0,
-                metrics={},
+                Settlement(
+                    batch_id=self._settle,
+                    learner_step=self.learner_step,
+                    filtered={},
+                    version_in=0,
+                    metrics={},
+                )
             )
             ray.get(settled)
         while (batch := ray.get(self.coordinator.claim.remote(0))) is None:

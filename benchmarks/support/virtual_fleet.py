@@ -65,7 +65,7 @@ class Load:
 
 @dataclass(kw_only=True, slots=True)
 class Calls:
-    """Hold the calls of one verb, or work that calls do for all, while it was measured."""
+    """The measured calls of one verb, or measured work that a call does for all."""
 
     taken_s: list[float] = field(default_factory=list)  # of the coordinator, less work for all
     answered_s: list[float] = field(default_factory=list)  # with the queue and the network

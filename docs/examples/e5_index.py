@@ -35,8 +35,9 @@ class E5:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """[n, H], rows of length 1: the mean of a text's last states. E5 wants "query: " or
-        "passage: " before a text.
+        """Return the mean of each text's last states, as [n, H] with rows of length 1.
+
+        E5 wants "query: " or "passage: " before a text.
         """
         parts = []
         for begin in range(0, len(texts), BATCH):
@@ -55,7 +56,7 @@ class E5:
 
 
 def make(corpus: Path) -> Callable[[Sequence[str], int], list[list[tuple[str, float]]]]:
-    """The server calls it once."""
+    """Return the function that searches. The server calls `make` once."""
     ids = [passage.id for passage in read_passages(corpus)]
     passages = np.load(embeddings(corpus), mmap_mode="r")
     if len(passages) != len(ids):

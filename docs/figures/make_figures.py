@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def draw_correlations(axes: Axes, steps: pa.Table) -> None:
-    """Correlation of every estimator's advantages with every other's."""
+    """Draw the correlation of every estimator's advantages with every other's."""
     advantages = [
         compute_advantages(steps, replace(PUBLISHED_SETTINGS, estimator=name))["advantage"]
         for name in NAMES
@@ -87,7 +87,7 @@ def draw_correlations(axes: Axes, steps: pa.Table) -> None:
 
 
 def draw_shares(axes: Axes, steps: pa.Table) -> None:
-    """How much of gigpo's signal is step-level, by discount."""
+    """Draw the share of gigpo's signal that is step-level, by discount."""
     for name, marker in zip(NORMALISATIONS, "os", strict=True):
         each = [replace(PUBLISHED_SETTINGS, normalise=name, gamma=gamma) for gamma in GAMMAS]
         shares = [step_variance_share(compute_advantages(steps, settings)) for settings in each]

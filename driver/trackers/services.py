@@ -25,7 +25,7 @@ RUN_ID_TAG = "gigpo.run_id"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerSetup:
-    """Hold a run's identity, directory and settings for a tracker."""
+    """A run's identity, directory and settings for a tracker."""
 
     run_id: str
     run_name: str

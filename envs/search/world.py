@@ -8,8 +8,11 @@ no server.
 Options of both: `questions` (list of .parquet, .jsonl, .jsonl.xz or .jsonl.gz files),
 `train_sources` and `heldout_sources` (lists of data sets), `heldout_limit` (questions per data set;
 0 for all), `topk` (passages per search).
-Option of SearchEnv: `retriever` (URL). Options of LocalSearchEnv: `corpus` (file), `list_actions`
-(whether to list actions, which a policy without a language model needs).
+
+Option of SearchEnv: `retriever` (URL).
+
+Options of LocalSearchEnv: `corpus` (file), `list_actions` (whether to list actions, which a policy
+without a language model needs).
 """
 
 from __future__ import annotations

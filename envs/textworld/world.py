@@ -52,7 +52,7 @@ class _Options:
 
 
 class TextWorldEnv:
-    """Plays one game at a time. An open game is kept, so a group loads it once per process."""
+    """Play one game at a time. An open game is kept, so a group loads it once per process."""
 
     makes_tasks = True
     deterministic = True

@@ -42,7 +42,7 @@ def tag(data: Path, which: str, model: str) -> str:
     catalogue, target = open_catalogue(data, which), data / nouns.TAGGED
     tagged = nouns.tag((product.name for product in catalogue), model)
     tagged.save(target)
-    return f"{len(tagged.keys_N)} names in {target}"
+    return f"{len(tagged.keys_R)} names in {target}"
 
 
 def main() -> int:

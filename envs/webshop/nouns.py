@@ -31,42 +31,42 @@ SMALL_WORDS = """
     under up via will with without you your
 """
 IS_SMALL = frozenset(SMALL_WORDS.split())
+IN_FILE = {"keys_R": "keys_N", "starts_Rp1": "starts_N", "spans_P2": "spans"}  # arrays of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tagged:
-    """The nouns of N names. Name n has the spans from starts[n] to starts[n + 1].
+    """The nouns of R names, as P spans: characters to skip, and characters of a noun to take."""
 
-    A span is a pair: characters to skip, and characters of a noun to take.
-    """
-
-    keys_N: np.ndarray  # uint64, hashes of the names, ascending
-    starts_N: np.ndarray  # int64, N + 1 of them
-    spans: np.ndarray  # uint8 [spans, 2]
+    keys_R: np.ndarray  # uint64, hashes of the names, ascending
+    starts_Rp1: np.ndarray  # int64; name r has the spans from starts_Rp1[r] to starts_Rp1[r + 1]
+    spans_P2: np.ndarray  # uint8
 
     def nouns(self, name: str) -> list[str] | None:
         """Return the nouns in lower case, repeats included; None if the name is not tagged."""
         key = _key(name)
-        at = int(np.searchsorted(self.keys_N, np.uint64(key)))
-        if at == len(self.keys_N) or self.keys_N[at] != key:
+        at = int(np.searchsorted(self.keys_R, np.uint64(key)))
+        if at == len(self.keys_R) or self.keys_R[at] != key:
             return None
         found, end = [], 0
-        for skipped, taken in self.spans[self.starts_N[at] : self.starts_N[at + 1]].tolist():
+        for skipped, taken in self.spans_P2[self.starts_Rp1[at] : self.starts_Rp1[at + 1]].tolist():
             end += skipped + taken
             if taken:
                 found.append(name[end - taken : end].lower())
         return found
 
     def save(self, path: Path) -> None:
-        # renamed when it is complete
+        """Write the arrays as a file that appears complete or not at all."""
         scratch = path.with_name(f"tmp-{os.getpid()}-{path.name}")
-        np.savez_compressed(scratch, keys_N=self.keys_N, starts_N=self.starts_N, spans=self.spans)
+        arrays = {in_file: getattr(self, array) for array, in_file in IN_FILE.items()}
+        np.savez_compressed(scratch, **arrays)
         scratch.rename(path)
 
 
 def load(path: Path) -> Tagged:
+    """Read the file that `save` wrote."""
     with np.load(path) as arrays:
-        return Tagged(keys_N=arrays["keys_N"], starts_N=arrays["starts_N"], spans=arrays["spans"])
+        return Tagged(**{array: arrays[in_file] for array, in_file in IN_FILE.items()})
 
 
 def nouns(name: str, tagged: Sequence[Tagged]) -> list[str]:
@@ -92,9 +92,9 @@ def tag(names: Iterable[str], model: str) -> Tagged:
         spans_of[_key(document.text)] = _spans(found)
     keys = sorted(spans_of)
     return Tagged(
-        keys_N=np.array(keys, dtype=np.uint64),
-        starts_N=np.cumsum([0, *(len(spans_of[key]) for key in keys)], dtype=np.int64),
-        spans=np.array([span for key in keys for span in spans_of[key]], dtype=np.uint8).reshape(
+        keys_R=np.array(keys, dtype=np.uint64),
+        starts_Rp1=np.cumsum([0, *(len(spans_of[key]) for key in keys)], dtype=np.int64),
+        spans_P2=np.array([span for key in keys for span in spans_of[key]], dtype=np.uint8).reshape(
             -1, 2
         ),
     )

@@ -14,12 +14,20 @@ from rapidfuzz import fuzz, utils
 from envs.webshop.catalogue import Product
 from envs.webshop.goals import Goal
 
+# All numbers are those of WebShop's own code. With others, scores could not be compared with
+# published ones.
 MATCH_PERCENT = 85  # two texts match if their rounded token set ratio is above this
+# The type score is 1 for products of one kind: found by the same query, with this many departments
+# in common, or with a title score above SAME_TYPE. The title score is the share of the wanted
+# name's nouns that the bought name has.
 SHARED_DEPARTMENTS = 2
-# A title score is the share of the wanted name's nouns that the bought name has.
-SAME_TYPE, OTHER_TYPE = 0.2, 0.1
-NO_NOUNS = 0.2  # title score for a wanted name without nouns
-BARELY_RELATED, OTHER_KIND = 0.1, 0.5  # type scores
+SAME_TYPE = 0.2
+NO_NOUNS = (
+    0.2  # title score for a wanted name without nouns: not above SAME_TYPE, so it decides nothing
+)
+OTHER_KIND = 0.5  # type score of another kind
+OTHER_TYPE = 0.1  # below this title score, products are barely related, whatever else they share
+BARELY_RELATED = 0.1  # type score then; without a noun in common it is 0
 # The first of these colours that occurs in an option's value replaces the value. The order is
 # WebShop's, and matters: "light blue" is blue.
 COLOUR_NAMES = """
@@ -47,7 +55,7 @@ def score(
 
 
 def type_score(wanted: Product, bought: Product, *, title_score: float) -> float:
-    """Return 1 for the same kind of product, else 0.5, 0.1 or 0."""
+    """Return 1 for the same kind of product, 0.5 for another, 0.1 or 0 for a barely related one."""
     if title_score == 0.0:
         return 0.0
     if title_score < OTHER_TYPE:

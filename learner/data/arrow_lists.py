@@ -45,9 +45,9 @@ def ranges(starts_K: NDArray[np.int64], lengths_K: NDArray[np.int64]) -> NDArray
 def lists(rows: pa.Table, name: str) -> Lists:
     """Return a list column as flat arrays, whatever its chunks and offsets are."""
     column = rows[name].combine_chunks()
-    offsets_R1 = column.offsets.to_numpy().astype(np.int64)
+    offsets_Rp1 = column.offsets.to_numpy().astype(np.int64)
     return Lists(
         values=column.values.to_numpy(zero_copy_only=False),
-        starts_R=offsets_R1[:-1],
-        lengths_R=np.diff(offsets_R1),
+        starts_R=offsets_Rp1[:-1],
+        lengths_R=np.diff(offsets_Rp1),
     )

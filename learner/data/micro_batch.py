@@ -37,7 +37,7 @@ class MicroBatch:
 
         input_ids_T     [5, 6, 7, 8, 3, 4]      positions_N     [2, 3, 4, 5]
         position_ids_T  [0, 1, 2, 3, 0, 1]      response_ids_N  [8, 9, 4, 2]
-        bounds_S1       [0, 4, 6]               rows_N          [0, 0, 1, 1]
+        bounds_Sp1      [0, 4, 6]               rows_N          [0, 0, 1, 1]
 
     If the second row continued the first, with prompt (5, 6, 7, 8, 9, 3), both would be the one
     sequence 5 6 7 8 9 3 4 with positions 2 3 and 5 6. Attention stays within a sequence. The
@@ -49,7 +49,7 @@ class MicroBatch:
 
     input_ids_T: torch.Tensor  # int64
     position_ids_T: torch.Tensor  # int64, from 0 in each sequence
-    bounds_S1: torch.Tensor  # int32; sequence s is tokens bounds_S1[s] to bounds_S1[s + 1]
+    bounds_Sp1: torch.Tensor  # int32; sequence s is tokens bounds_Sp1[s] to bounds_Sp1[s + 1]
     positions_N: torch.Tensor  # int64, index into T: its output predicts the response token
     response_ids_N: torch.Tensor  # int64, the token predicted there
     behaviour_logprobs_N: torch.Tensor  # float32, natural log, as recorded at sampling
@@ -70,7 +70,7 @@ class MicroBatch:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens T of the forward pass."""
+        """Return the number of tokens T of the forward pass."""
         return self.input_ids_T.numel()
 
     @property
@@ -79,7 +79,7 @@ class MicroBatch:
 
     @property
     def n_values(self) -> int:
-        """Number of values that the critic learns."""
+        """Return the number of values that the critic learns."""
         return self.n_response_tokens if self.is_token_level else self.n_rows
 
     def valued_tokens(self) -> torch.Tensor:
@@ -97,7 +97,7 @@ class MicroBatch:
 
         In the example above, sequence 1: input_ids_T [3, 4], positions_N [0, 1], n_rows 1.
         """
-        first, end = self.bounds_S1[s : s + 2].tolist()
+        first, end = self.bounds_Sp1[s : s + 2].tolist()
         inside_N = (self.positions_N >= first) & (self.positions_N < end)
         of_tokens = {
             name: tensor[inside_N]
@@ -109,7 +109,7 @@ class MicroBatch:
             self,
             input_ids_T=self.input_ids_T[first:end],
             position_ids_T=self.position_ids_T[first:end],
-            bounds_S1=torch.tensor([0, end - first], dtype=torch.int32),
+            bounds_Sp1=torch.tensor([0, end - first], dtype=torch.int32),
             n_rows=of_tokens["rows_N"].unique().numel(),
             images_S=self.images_S[s : s + 1],
             **of_tokens,
@@ -122,13 +122,13 @@ class MicroBatch:
         The first `n_predicted` tokens of each predict a token; all figures there are 0.
         """
         ids_T = torch.arange(n_tokens).repeat(n_sequences)
-        begins_S1 = n_tokens * torch.arange(n_sequences + 1)
-        positions_N = (begins_S1[:-1, None] + torch.arange(n_predicted)).flatten()
+        begins_Sp1 = n_tokens * torch.arange(n_sequences + 1)
+        positions_N = (begins_Sp1[:-1, None] + torch.arange(n_predicted)).flatten()
         zeros_N = torch.zeros(len(positions_N), dtype=torch.float32)
         return cls(
             input_ids_T=ids_T,
             position_ids_T=ids_T,
-            bounds_S1=begins_S1.to(torch.int32),
+            bounds_Sp1=begins_Sp1.to(torch.int32),
             positions_N=positions_N,
             response_ids_N=ids_T[positions_N],
             behaviour_logprobs_N=zeros_N,
@@ -244,18 +244,18 @@ def _micro_batch(
     columns: _Columns, *, together: Sequences, chosen_S: NDArray[np.int64]
 ) -> MicroBatch:
     """Lay the sequences `chosen_S` end to end, in that order. K: their rows."""
-    n_rows_S = np.diff(together.first_S1)[chosen_S]
-    rows_K = together.rows_K[ranges(together.first_S1[chosen_S], n_rows_S)]
+    n_rows_S = np.diff(together.first_Sp1)[chosen_S]
+    rows_K = together.rows_K[ranges(together.first_Sp1[chosen_S], n_rows_S)]
     last_S = together.last_row_S[chosen_S]
     n_prompt_S = columns.prompts.lengths_R[last_S]
     n_response_S = columns.responses.lengths_R[last_S]
-    bounds_S1 = np.concatenate([[0], np.cumsum(n_prompt_S + n_response_S - 1)])
-    input_ids_T = np.empty(bounds_S1[-1], dtype=np.int64)
-    input_ids_T[ranges(bounds_S1[:-1], n_prompt_S)] = columns.prompts.of(last_S)
-    input_ids_T[ranges(bounds_S1[:-1] + n_prompt_S, n_response_S - 1)] = columns.responses.of(
+    bounds_Sp1 = np.concatenate([[0], np.cumsum(n_prompt_S + n_response_S - 1)])
+    input_ids_T = np.empty(bounds_Sp1[-1], dtype=np.int64)
+    input_ids_T[ranges(bounds_Sp1[:-1], n_prompt_S)] = columns.prompts.of(last_S)
+    input_ids_T[ranges(bounds_Sp1[:-1] + n_prompt_S, n_response_S - 1)] = columns.responses.of(
         last_S, drop_last=True
     )
-    first_K = np.repeat(bounds_S1[:-1], n_rows_S) + columns.prompts.lengths_R[rows_K] - 1
+    first_K = np.repeat(bounds_Sp1[:-1], n_rows_S) + columns.prompts.lengths_R[rows_K] - 1
     n_response_K = columns.responses.lengths_R[rows_K]
 
     def on_tokens(numbers: Numbers) -> torch.Tensor:
@@ -266,8 +266,8 @@ def _micro_batch(
     staleness_K = columns.staleness_R[rows_K].astype(np.int64)
     return MicroBatch(
         input_ids_T=torch.from_numpy(input_ids_T),
-        position_ids_T=torch.from_numpy(ranges(np.zeros_like(last_S), np.diff(bounds_S1))),
-        bounds_S1=torch.from_numpy(bounds_S1.astype(np.int32)),
+        position_ids_T=torch.from_numpy(ranges(np.zeros_like(last_S), np.diff(bounds_Sp1))),
+        bounds_Sp1=torch.from_numpy(bounds_Sp1.astype(np.int32)),
         positions_N=torch.from_numpy(ranges(first_K, n_response_K)),
         response_ids_N=torch.from_numpy(columns.responses.of(rows_K).astype(np.int64)),
         behaviour_logprobs_N=torch.from_numpy(columns.logprobs.of(rows_K).astype(np.float32)),

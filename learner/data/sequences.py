@@ -25,17 +25,17 @@ from learner.data.arrow_lists import Lists
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """Rows grouped into sequences: s has `rows_K[first_S1[s]:first_S1[s + 1]]`, by step.
+    """Rows grouped into sequences: s has `rows_K[first_Sp1[s]:first_Sp1[s + 1]]`, by step.
 
     Its tokens are those of its last row.
     """
 
     rows_K: NDArray[np.int64]  # each row with a response once
-    first_S1: NDArray[np.int64]  # begins with 0 and ends with K
+    first_Sp1: NDArray[np.int64]  # begins with 0 and ends with K
 
     @property
     def last_row_S(self) -> NDArray[np.int64]:
-        return self.rows_K[self.first_S1[1:] - 1]
+        return self.rows_K[self.first_Sp1[1:] - 1]
 
 
 def sequences(rows: pa.Table, *, prompts: Lists, responses: Lists, merge_steps: bool) -> Sequences:
@@ -57,7 +57,7 @@ def sequences(rows: pa.Table, *, prompts: Lists, responses: Lists, merge_steps: 
             begins_K[k + 1] = not _continues(
                 before[k], after[k], prompts=prompts, responses=responses
             )
-    return Sequences(rows_K=rows_K, first_S1=np.append(np.flatnonzero(begins_K), len(rows_K)))
+    return Sequences(rows_K=rows_K, first_Sp1=np.append(np.flatnonzero(begins_K), len(rows_K)))
 
 
 def _continues(before: np.int64, after: np.int64, *, prompts: Lists, responses: Lists) -> bool:

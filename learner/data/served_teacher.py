@@ -67,7 +67,7 @@ class ServedTeacher:
         token_ids = [np.append(prompts.row(row), responses.row(row)) for row in whole.last_row_S]
         of_row = [np.empty(0)] * len(rows)  # stays empty for a row without a response
         for index, logprobs in enumerate(self.logprobs(token_ids)):
-            for row in whole.rows_K[whole.first_S1[index] : whole.first_S1[index + 1]]:
+            for row in whole.rows_K[whole.first_Sp1[index] : whole.first_Sp1[index + 1]]:
                 first = prompts.lengths_R[row] - 1
                 of_row[row] = logprobs[first : first + responses.lengths_R[row]]
         column = pa.array(of_row, pa.list_(pa.float64()))

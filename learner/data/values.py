@@ -94,5 +94,5 @@ def _n_tokens(rows: pa.Table) -> np.ndarray:
 
 
 def _with_lists(rows: pa.Table, name: str, numbers_N: np.ndarray) -> pa.Table:
-    offsets_R1 = pa.array(np.append(0, np.cumsum(_n_tokens(rows))), pa.int32())
-    return rows.append_column(name, pa.ListArray.from_arrays(offsets_R1, pa.array(numbers_N)))
+    offsets_Rp1 = pa.array(np.append(0, np.cumsum(_n_tokens(rows))), pa.int32())
+    return rows.append_column(name, pa.ListArray.from_arrays(offsets_Rp1, pa.array(numbers_N)))

@@ -1,7 +1,7 @@
 """Compute causal attention within each of several sequences that lie end to end.
 
     use_packed_attention(causal_lm)
-    hidden_TH = packed_hidden(causal_lm, input_ids_T=..., position_ids_T=..., bounds_S1=...)
+    hidden_TH = packed_hidden(causal_lm, input_ids_T=..., position_ids_T=..., bounds_Sp1=...)
     is_trimmed = trim_last_layer(causal_lm)    # False: another kind of layer, left unchanged
 
 It works for every transformers model with replaceable attention. transformers passes the keyword
@@ -53,7 +53,7 @@ NOT_COMPUTED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 class PackedSequences:
     """Bounds of one forward pass's sequences: on the device for a kernel, as numbers for a loop."""
 
-    bounds_S1: torch.Tensor  # int32, cumulative, from 0 to T
+    bounds_Sp1: torch.Tensor  # int32, cumulative, from 0 to T
     lengths: list[int]  # of the S sequences
     compared: bool = False  # whether each layer compares its kernel with one sequence after another
 
@@ -106,7 +106,7 @@ def _probe(
     """Compute two sequences of these lengths: float32 [T, H], or [N, H] at given positions."""
     device, was_training = causal_lm.device, causal_lm.training
     ids_T = torch.tensor([*range(lengths[0]), *range(lengths[1])], device=device)
-    bounds_S1 = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+    bounds_Sp1 = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
     positions_N = None
     if positions is not None:
         positions_N = torch.tensor(positions, dtype=torch.int64, device=device)
@@ -117,7 +117,7 @@ def _probe(
                 causal_lm,
                 input_ids_T=ids_T,
                 position_ids_T=ids_T,
-                bounds_S1=bounds_S1,
+                bounds_Sp1=bounds_Sp1,
                 positions_N=positions_N,
             )
             return hidden_TH.float()  # [N, H] with positions
@@ -130,7 +130,7 @@ def packed_hidden(
     *,
     input_ids_T: torch.Tensor,
     position_ids_T: torch.Tensor,
-    bounds_S1: torch.Tensor,
+    bounds_Sp1: torch.Tensor,
     embedded: Mapping[str, torch.Tensor] | None = None,
     compared: bool = False,
     positions_N: torch.Tensor | None = None,
@@ -142,8 +142,8 @@ def packed_hidden(
     kernel with one sequence after another, and raises ValueError if they differ.
     """
     # Once per forward pass and not per layer: reading the lengths waits for the device.
-    lengths = bounds_S1.diff().tolist()
-    sequences = PackedSequences(bounds_S1=bounds_S1, lengths=lengths, compared=compared)
+    lengths = bounds_Sp1.diff().tolist()
+    sequences = PackedSequences(bounds_Sp1=bounds_Sp1, lengths=lengths, compared=compared)
     inputs = {"input_ids": input_ids_T.unsqueeze(0), "position_ids": position_ids_T.unsqueeze(0)}
     for_last_layer = {} if positions_N is None else {"positions_N": positions_N}
     return causal_lm.get_decoder()(
@@ -213,8 +213,8 @@ def _by_kernel(
     grouped = heads[0].shape[1] != heads[1].shape[1]
     out_TAD: torch.Tensor = varlen_attn(
         *(heads_1ATD[0].transpose(0, 1) for heads_1ATD in heads),
-        sequences.bounds_S1,
-        sequences.bounds_S1,
+        sequences.bounds_Sp1,
+        sequences.bounds_Sp1,
         longest,
         longest,
         scale=scaling,

@@ -82,7 +82,7 @@ class PolicyModel(nn.Module):
             self.causal_lm,
             input_ids_T=batch.input_ids_T,
             position_ids_T=batch.position_ids_T,
-            bounds_S1=batch.bounds_S1,
+            bounds_Sp1=batch.bounds_Sp1,
             embedded=embedded,
             compared=self.compared,
             positions_N=batch.positions_N if self.is_trimmed else None,

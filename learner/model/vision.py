@@ -73,7 +73,7 @@ class Vision:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return positions [3, 1, T], and which tokens belong to images [T]."""
         is_pad_T = (batch.input_ids_T == self._image_token_id).cpu().numpy()
-        bounds = batch.bounds_S1.tolist()
+        bounds = batch.bounds_Sp1.tolist()
         parts, first = [], 0
         for start, end, images in zip(bounds[:-1], bounds[1:], batch.images_S, strict=True):
             parts.append(image_positions(is_pad_T[start:end], grid_I3[first : first + len(images)]))

@@ -10,8 +10,8 @@
 The network is a language model's trunk, a copy of the policy's or a smaller one, with one linear
 layer in place of its vocabulary. The value of a step is the output at the last token of its prompt,
 before the first response token. The value of a token, for estimator `ppo`, is the output at the
-token before it. It starts at 0 everywhere. With adapters in the policy the critic's
-trunk has adapters too, and its value head is trained beside them.
+token before it. It starts at 0 everywhere. With adapters in the policy the critic's trunk has
+adapters too, and its value head is trained beside them.
 
 It is trained on the policy's micro-batches, on the same ranks, in the same way. Letters as in
 `micro_batch.py`; K values that are learnt of a micro-batch: one a row, or with `ppo` one a token.

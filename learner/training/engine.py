@@ -316,7 +316,7 @@ class Engine:
         weights_norm = torch.nn.utils.get_total_norm(map(own_elements, parameters))
         mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
         # The shortest sequence is the cheapest pass over real tokens.
-        short = mine[0].only_sequence(int(mine[0].bounds_S1.diff().argmin()))
+        short = mine[0].only_sequence(int(mine[0].bounds_Sp1.diff().argmin()))
         with torch.no_grad():
             logprobs_N, _ = self.policy(short.to(self.deepspeed.device))
         is_finite = bool(weights_norm.isfinite()) and bool(logprobs_N.isfinite().all())

@@ -71,7 +71,7 @@ class RunHealth:
     """Counters that end a run which goes wrong. A resumed run continues them from the store."""
 
     def __init__(self, config: Config, *, figures: Mapping[str, float]) -> None:
-        """`figures` are those of the last learner step, as the store has them."""
+        """Go on from `figures`, which are those of the last learner step as the store has them."""
         self.config, self._figures = config, figures
         self._bad_updates = int(figures.get(BAD_IN_A_ROW, 0))
         self._empty_batches = int(figures.get(EMPTY_IN_A_ROW, 0))

@@ -59,7 +59,7 @@ class UpdateStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """Hold the figures of one micro-batch, detached."""
+    """The figures of one micro-batch, detached."""
 
     loss: torch.Tensor  # scalar: its share of the update's loss
     # float32, six of each token: log-probability, entropy, loss, factor, clipped, KL

@@ -48,7 +48,7 @@ class FoundGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """Counts of what a rebuild changed in the backup."""
+    """The numbers of rows that a rebuild changed in the backup."""
 
     released: tuple[int, ...]  # batches that were claimed
     adopted: int  # trajectories that the backup does not know

@@ -40,7 +40,7 @@ FREE_USE = """(
 
 
 def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozenset[bytes]:
-    """Return those of the trajectories that the run has or had. Retention keeps their rows."""
+    """Return the trajectories of these that the run has or had. Retention keeps their rows."""
     found = (
         tx.row("SELECT traj_uid FROM trajectory WHERE traj_uid = :traj_uid", traj_uid=name)
         for name in traj_uids
@@ -51,8 +51,8 @@ def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozens
 def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_group: bytes) -> None:
     """Enter each trajectory of the segment as an imported group of one, for reading only.
 
-    These are extra episodes that ended when their group was already complete. A retry
-    changes nothing.
+    These are extra episodes that ended when their group was already complete. A retry changes
+    nothing.
     """
     if not known_trajectories(tx, [trajectory.traj_uid for trajectory in segment.trajectories]):
         groups = [

@@ -195,8 +195,8 @@ CREATE TABLE IF NOT EXISTS batch_group (
     version_min INTEGER NOT NULL DEFAULT 0,
     version_max INTEGER NOT NULL DEFAULT 0,
     changed_lsn INTEGER NOT NULL DEFAULT 0,
-    -- Which use of the group: 1 trains on all of it. An offline group may be used again, and of a
-    -- group of this run the later uses replay its wins.
+    -- The number of this use of the group, from 1. Use 1 trains on the whole group, and so does
+    -- each later use of an offline group. A later use of a group of this run replays its wins only.
     use INTEGER NOT NULL DEFAULT 1,
     PRIMARY KEY (batch_id, group_uid)
 ) STRICT, WITHOUT ROWID;

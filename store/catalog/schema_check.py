@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from store.errors import ForeignSchemaError
-from store.layout import other_format
+from store.run_json import other_format
 
 # In the header of each catalog: reading it executes nothing. Another format needs another number.
 APPLICATION_ID = int.from_bytes(b"gig3", "big")

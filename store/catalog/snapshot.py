@@ -22,6 +22,7 @@ from store.catalog.database import (
     connect_read_only,
     raise_if_interrupted,
 )
+from store.clock import SNAPSHOT_WINDOW_S
 from store.errors import FormatError, StoreError
 from store.layout import SEGMENT_PATH, RunLayout, checked_name
 from store.records import UID_TYPE
@@ -261,9 +262,10 @@ def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
                 raise sqlite3.DatabaseError("malformed table meta: it has no row")
             newest, horizon = meta
             if not horizon <= lsn <= newest:
+                window = f"{SNAPSHOT_WINDOW_S / 60:g} minutes"
                 raise StoreError(
                     f"lsn {lsn} is not between {horizon} and {newest}; files of older snapshots "
-                    "were removed; a training run keeps them for 15 minutes"
+                    f"were removed; a training run keeps them for {window}"
                 )
             bounds = {"since": 0, "until": lsn}
             tables = {}

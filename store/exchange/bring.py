@@ -30,15 +30,14 @@ from store.layout import (
     CONFIG_FILE,
     OUTSIDE_FILE,
     UNFINISHED_BRING,
-    RunInfo,
     RunLayout,
     is_unused,
-    parse_run_json,
 )
 from store.maintenance.rebuild import Report, rebuild
 from store.reading import open_sql
 from store.reading.mirror import cache_of
 from store.remote_directory import has_directory, local_directory
+from store.run_json import RunInfo, parse_run_json
 from store.storage import Storage, open_storage
 from store.untrusted.file_access import (
     MAX_OPEN_SQL_BYTES,

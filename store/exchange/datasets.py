@@ -26,19 +26,13 @@ from store.catalog.records import IMPORTED, Group
 from store.clock import now_us
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import (
-    FORMAT,
-    SEGMENT_PATH,
-    RunLayout,
-    check_format,
-    checked_name,
-    checked_run_id,
-)
+from store.layout import SEGMENT_PATH, RunLayout, checked_name
 from store.maintenance import segment_rows
 from store.reading.manifest import export, read_manifest
 from store.reading.mirror import mirror
 from store.reading.reader import Reader, open_run
 from store.records import UID_TYPE, uid_text
+from store.run_json import FORMAT, check_format, checked_run_id
 from store.segments import decode, encode, write_rows
 from store.storage import Storage, open_storage
 from store.untrusted import json_values

@@ -39,10 +39,10 @@ from store.layout import (
     UNFINISHED_FORK,
     RunLayout,
     checked_name,
-    parse_run_json,
 )
 from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
+from store.run_json import parse_run_json
 from store.storage import open_storage
 from store.untrusted.file_access import is_directory, is_file, open_file, opened_parent, walk
 from store.untrusted.signatures import made_by_this_user

@@ -101,7 +101,7 @@ class OfflineSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenSource:
-    """Count of the groups that were found at a source."""
+    """The numbers of groups that were taken from one source."""
 
     source: OfflineSource
     run_id: str

@@ -41,13 +41,14 @@ from store.catalog.records import HELDOUT, IMPORTED, TRAIN
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
 from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
 from store.hashing import file_digest
-from store.layout import SEGMENT_PATH, RunInfo, RunLayout, parse_run_json
+from store.layout import SEGMENT_PATH, RunLayout
 from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
 from store.maintenance.fsck import NAMES, check
 from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import Played, open_rows, trajectories
 from store.reading.manifest import export
+from store.run_json import RunInfo, parse_run_json
 from store.segments import SegmentMeta
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,

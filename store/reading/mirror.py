@@ -28,10 +28,11 @@ from store.catalog.database import check_consent
 from store.catalog.snapshot import read_as_of
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest
-from store.layout import RunLayout, parse_run_json
+from store.layout import RunLayout
 from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
 from store.reading.open_sql import placed, read_open_sql
 from store.reading.pins import oldest_pinned_lsn
+from store.run_json import parse_run_json
 from store.storage import Storage, open_storage
 from store.untrusted.bounded_parquet import open_parquet
 from store.untrusted.file_access import (

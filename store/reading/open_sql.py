@@ -12,8 +12,9 @@ import duckdb
 from printable import one_line
 from store.atomic_write import READ_WRITE, write_atomically
 from store.errors import FormatError
-from store.layout import RUN_ID, RunLayout
+from store.layout import RunLayout
 from store.reading.manifest import export_nothing
+from store.run_json import RUN_ID
 from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, is_file, read_bytes, status
 
 SOURCES = Path(__file__).with_name("sources.sql")

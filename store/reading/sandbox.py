@@ -383,7 +383,7 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
 
 
 def _send_rows(channel: socket.socket, batches: pa.RecordBatchReader, *, asked: dict) -> bool:
-    """Send batches as small Arrow streams, first one without rows. Return if there are more."""
+    """Send small Arrow streams, first one without rows. Return whether there are more rows."""
     max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
     _send_batch(channel, schema=batches.schema, batch=None)
     n_rows = n_bytes = 0

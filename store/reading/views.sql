@@ -93,8 +93,10 @@ SELECT component AS worker, logged_at AS loaded_at,
 FROM events WHERE what = 'weights loaded';
 
 -- The groups that each learner step consumed, what became of them, and the digests of the weights
--- that wrote them. The source of an offline group is the run that played it. Its versions are that
--- run's, so it has no staleness and no digests here.
+-- that wrote them. `use` numbers the uses of a group, from 1. Each row here trains on a whole
+-- group. Later uses of this run's own groups replay their wins only, and are in `replays`. The
+-- source of an offline group is the run that played it. Its versions are that run's, so it has no
+-- staleness and no digests here.
 CREATE OR REPLACE VIEW lineage AS
 SELECT l.* EXCLUDE (changed_lsn) REPLACE (group_uid::UUID AS group_uid),
        o.digest AS oldest_weights_digest, n.digest AS newest_weights_digest

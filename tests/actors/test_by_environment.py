@@ -15,7 +15,7 @@ from tests.support.store_samples import make_trajectory
 
 @dataclass
 class Player:
-    """Plays nothing: keeps the task, and gives a trajectory of it."""
+    """Play nothing: keep the task, and give a trajectory of it."""
 
     n_answers: int
     tasks: list[Task] = field(default_factory=list)

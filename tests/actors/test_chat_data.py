@@ -83,7 +83,7 @@ def test_the_learner_packs_a_chat_as_one_sequence_and_learns_the_replies(
     rows = rows.append_column("advantage", zeros)
     rows = rows.append_column("staleness", zeros.cast(pa.int64()))
     (batch,) = micro_batches(rows, micro_batch_tokens=1000, ranks=1)
-    assert len(batch.bounds_S1) == 2
+    assert len(batch.bounds_Sp1) == 2
     learnt = [*encode("7"), EOS, *encode("12"), EOS]
     if template == "plain":  # which writes a space of its own into no reply
         learnt = [*encode(" 7"), EOS, *encode(" 12"), EOS]

@@ -198,7 +198,7 @@ def test_the_learner_makes_one_sequence_of_it_and_two_where_it_began_anew(
             }
         )
         (batch,) = micro_batches(rows, micro_batch_tokens=10**6, ranks=1)
-        return len(batch.bounds_S1) - 1, [p.n_dropped_turns for p in prompts]
+        return len(batch.bounds_Sp1) - 1, [p.n_dropped_turns for p in prompts]
 
     lengths = [
         len(p.token_ids)

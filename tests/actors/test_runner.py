@@ -29,7 +29,7 @@ from tests.support.virtual_time import VirtualTimeLoop
 
 @dataclass
 class Stage:
-    """Hold running episodes by (group, number), for one runner of groups of two."""
+    """The running episodes by (group, number), of one runner of groups of two."""
 
     coordinator: Coordinator
     runner: RolloutRunner

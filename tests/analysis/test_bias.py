@@ -1,6 +1,4 @@
-"""gigpo bias: what was dropped against what was trained on, and the permutation test
-underneath.
-"""
+"""gigpo bias: what was dropped against what was trained on, and the permutation test below it."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ def played(group: Group, member: int, *, n_steps: int, paid: float, version: int
 
 
 class Run:
-    """Writes groups whose members have the lengths it is told, under policy version `version`."""
+    """Write groups whose members have the lengths it is told, under policy version `version`."""
 
     version = 1
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import configs
 from configs import Config
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Settlement
 from coordinator import export_schedule as maintenance
 from coordinator.export_schedule import maintainer_settings
 from coordinator.task_queue import free_groups, task_index
@@ -146,7 +146,13 @@ def test_admission_counts_claimed_groups_until_the_new_weights_are_out(tmp_path:
     coordinator.count_answers(3, 1)
     coordinator.count_answers(5, 5)  # of another worker
     coordinator.settle(
-        batch.batch_id, learner_step=1, filtered=(), version_in=0, metrics={"loss": 1.0}
+        Settlement(
+            batch_id=batch.batch_id,
+            learner_step=1,
+            filtered={},
+            version_in=0,
+            metrics={"loss": 1.0},
+        )
     )
     assert [lease.version.version for lease in leases(coordinator)] == [1, 1]
     assert coordinator.status().metrics == {"loss": 1.0, "env/remembered": 0.75}
@@ -186,7 +192,13 @@ def play_in_any_order(
             step += 1
             publish(coordinator, version + 1, step)
             coordinator.settle(
-                batch.batch_id, learner_step=step, filtered=(), version_in=version, metrics={}
+                Settlement(
+                    batch_id=batch.batch_id,
+                    learner_step=step,
+                    filtered={},
+                    version_in=version,
+                    metrics={},
+                )
             )
             version += 1
         assert coordinator.catalog.outstanding() <= (max_staleness + 1) * 2

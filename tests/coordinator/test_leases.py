@@ -1,4 +1,4 @@
-"""Test groups in play: given up, abandoned, taken over, waited for, and tasks to blame."""
+"""Test groups in play: given up, abandoned, taken over, and waited for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Settlement
 from coordinator.coordinator import MAX_ABANDONED
 from coordinator.leases import MAX_REQUEUES, LeaseTable
-from coordinator.suspects import MAX_LOSSES, SUSPECT_LOSSES
 from envs import EnvironmentFailed
-from store import Unfinished, export
+from store import export
 from tests.coordinator.test_coordinator import leases, make_config, make_coordinator, play, publish
 from tests.support.run_views import connect
-from tests.support.store_samples import open_task_group
 
 
 def leased(coordinator: Coordinator, worker: str = "w") -> Lease:
@@ -156,7 +154,13 @@ def test_a_group_that_is_played_in_between_ends_the_row(coordinator: Coordinator
             batch = coordinator.claim(0)  # makes room for more
             if batch is not None:
                 coordinator.settle(
-                    batch.batch_id, learner_step=1, filtered={}, version_in=0, metrics={}
+                    Settlement(
+                        batch_id=batch.batch_id,
+                        learner_step=1,
+                        filtered={},
+                        version_in=0,
+                        metrics={},
+                    )
                 )
 
 
@@ -174,7 +178,9 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
     # at version 0 all is in time: 0 + 1 would still take what began at 0
     batch = coordinator.claim(0)
     assert batch is not None
-    coordinator.settle(batch.batch_id, learner_step=1, filtered={}, version_in=0, metrics={})
+    coordinator.settle(
+        Settlement(batch_id=batch.batch_id, learner_step=1, filtered={}, version_in=0, metrics={})
+    )
     publish(coordinator, 1, 1)
     for lease in leases(coordinator):
         play(coordinator, lease)
@@ -182,99 +188,6 @@ def test_with_wait_the_learner_waits_for_a_group_that_the_next_version_would_mak
     play(coordinator, slow)
     batch = coordinator.claim(1)
     assert batch is not None and slow.group.group_uid in {group.group_uid for group in batch.groups}
-
-
-def lose(coordinator: Coordinator, held: list[Lease], *, reports: bool) -> None:
-    """The worker "w" dies, or first reports that it lost its engine."""
-    for lease in held if reports else []:
-        row = Unfinished(
-            group_uid=lease.group.group_uid,
-            number=0,
-            version=0,
-            begun_us=1,
-            ended_us=2,
-            n_steps=0,
-            n_response_tokens=0,
-            why="worker_failed",
-        )
-        coordinator.record_unfinished("w", [row], epoch=lease.epoch)
-    coordinator.remove("w", "gave no sign of life")
-
-
-@pytest.mark.parametrize("reports", [False, True], ids=["died", "lost its engine"])
-def test_a_task_that_kills_every_worker_is_abandoned_by_name_and_the_others_are_played(
-    tmp_path: Path, reports: bool
-) -> None:
-    """Keep a task from ending the run without a word, by killing each worker that leases it first."""
-    coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
-    publish(coordinator, 0, 0)
-    first = leased(coordinator)
-    poison = first.task.id
-    lose(coordinator, [first], reports=reports)
-    deaths, played = 1, set()
-    for _ in range(40):
-        held = [lease] if (lease := coordinator.lease("w")) else []
-        while held and len(held) < 3 and (lease := coordinator.lease("w")):
-            held.append(lease)
-        if any(lease.task.id == poison for lease in held):
-            deaths += 1
-            lose(coordinator, held, reports=reports)
-            continue
-        for lease in held:
-            play(coordinator, lease)
-            played.add(lease.task.id)
-    assert deaths == MAX_LOSSES
-    assert len(played) >= 3
-    abandoned = [reason for state, reason in states(coordinator).values() if state == "abandoned"]
-    assert len(abandoned) == 1
-    assert f"task {poison!r} was in play {MAX_LOSSES} times" in abandoned[0]
-    assert "w gave no sign of life" in abandoned[0]
-    assert any(
-        "group abandoned" in notice and poison in notice
-        for notice in coordinator.status().notices.values()
-    )
-    open_task_group(coordinator.catalog, poison, size=2)
-    assert all(lease.task.id != poison for lease in leases(coordinator)), (
-        "nor is any other group of it played"
-    )
-    assert [state for state, _ in states(coordinator).values()].count("abandoned") == 2
-
-
-def test_a_task_that_killed_workers_is_leased_last_also_after_a_restart(tmp_path: Path) -> None:
-    coordinator = make_coordinator(tmp_path / "run", max_staleness=1)
-    publish(coordinator, 0, 0)
-    first = leased(coordinator)
-    other = leased(coordinator, "v")
-    for _ in range(SUSPECT_LOSSES - 1):
-        coordinator.remove("w", "died")
-        assert leased(coordinator).group.group_uid == first.group.group_uid
-    coordinator.remove("w", "died")
-    coordinator.remove("v", "was stopped")
-    coordinator.close()
-    again = make_coordinator(tmp_path / "run", max_staleness=1)
-    assert leased(again).group.group_uid == other.group.group_uid
-    assert all(lease.group.group_uid != first.group.group_uid for lease in leases(again)), (
-        "w plays others"
-    )
-    alone = leased(again, "v")
-    assert alone.group.group_uid == first.group.group_uid
-    assert again.lease("v") is None, "it plays nothing beside a suspect"
-    play(again, alone)
-    assert first.task.id not in again.catalog.times_lost()
-    assert alone.task.id not in again._suspects.task_ids
-
-
-def test_groups_that_were_lost_together_are_not_all_to_blame(coordinator: Coordinator) -> None:
-    for _ in range(MAX_LOSSES + 2):
-        together = [lease for _ in range(2) if (lease := coordinator.lease("w")) is not None]
-        assert together
-        if len(together) == 1:
-            break
-        coordinator.remove("w", "died")
-    assert not [state for state, _ in states(coordinator).values() if state == "abandoned"]
-    play(coordinator, together[0])
-    rest = leased(coordinator)
-    assert rest.group.group_uid != together[0].group.group_uid
 
 
 def test_a_lease_that_ran_out_belongs_to_the_worker_that_has_it_now(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import configs
 from configs import Config, ConfigError
-from coordinator import Coordinator, Lease, check_order
+from coordinator import Coordinator, Lease, Settlement, check_order
 from coordinator.task_order import COLUMNS, draw_order, weigh
 from coordinator.task_queue import EnvironmentOrder
 from envs import list_tasks
@@ -106,11 +106,13 @@ class Run:
         assert batch is not None
         self.publish(learner_step)
         self.coordinator.settle(
-            batch.batch_id,
-            learner_step=learner_step,
-            filtered={},
-            version_in=newest.version,
-            metrics={},
+            Settlement(
+                batch_id=batch.batch_id,
+                learner_step=learner_step,
+                filtered={},
+                version_in=newest.version,
+                metrics={},
+            )
         )
         record = CheckpointRecord(
             learner_step=learner_step,

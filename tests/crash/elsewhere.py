@@ -29,7 +29,7 @@ NEVER = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
-    """How many chances to be killed an undisturbed life has."""
+    """The chances to be killed that an undisturbed life has."""
 
     requests: int
     files: int

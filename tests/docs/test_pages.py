@@ -17,6 +17,11 @@ from store import FORMAT
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 NAMED = re.compile(r"`(tests/[a-z_/]+\.py)::(test_\w+)`")
+# a source in a page, from the root
+SOURCE = re.compile(r"(?<![\w/.-])((?:[a-z_]+/)+\w+\.(?:py|sql|yaml))\b")
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"benchmarks", "tests"}
+# `Class.method` or `function`, and the file or the folder behind it
+FUNCTION = re.compile(r"`((?:\w+\.)?[a-z_]+)` \(((?:[a-z_]+/)*[a-z_]*(?:\.py|/))[,)]")
 N_THREADS = 20
 
 
@@ -24,6 +29,17 @@ def functions(path: Path) -> set[str]:
     return {
         node.name
         for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def methods(path: Path) -> set[str]:
+    """Return the functions of a file, and its methods as `Class.method` and by themselves."""
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    return functions(path) | {
+        f"{found.name}.{node.name}"
+        for found in classes
+        for node in found.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
@@ -43,6 +59,32 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
     assert named
     missing = [f"{path}::{name}" for path, name in named if name not in functions(ROOT / path)]
     assert missing == []
+
+
+def test_the_sources_that_pages_name_exist() -> None:
+    """The CHANGELOG also names files that are gone, and pages of studies are made by them."""
+    pages = [*DOCS.glob("*.md"), *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING"))]
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in SOURCE.findall(page.read_text())
+        if path.partition("/")[0] in PACKAGES
+    }
+    assert len(named) > 100, "the test reads the pages"
+    assert [(page, path) for page, path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_readme_leads_through_functions_that_are_there() -> None:
+    found = FUNCTION.findall((ROOT / "README.md").read_text())
+    assert len(found) >= 8, "a group's way, and a version's"
+    for name, place in found:
+        if place.endswith("/"):
+            files = list((ROOT / place).glob("*.py"))
+        elif "/" in place:
+            files = [ROOT / place]
+        else:
+            files = list(ROOT.glob(f"actors/*/{place}"))
+        assert any(name in methods(path) for path in files), f"{name} is not in {place}"
 
 
 def test_every_thread_has_a_link_what_happened_there_and_here_and_a_test() -> None:

@@ -57,7 +57,7 @@ def test_remembered_episodes_equal_played_ones(world: str) -> None:
 
 
 class Counter:
-    """Counts up to three. Each object keeps the requests that it got."""
+    """Count up to three. Each object keeps the requests that it got."""
 
     deterministic = True
 
@@ -115,7 +115,7 @@ class Understanding(Saved):
 
 
 class Forgetful(Counter):
-    """Says that it is deterministic, and is not: each object gives another reward."""
+    """Claim to be deterministic without being so: each object gives another reward."""
 
     deterministic = True
     made = 0
@@ -130,11 +130,11 @@ class Forgetful(Counter):
 
 
 class Silent(Forgetful):
-    """Says nothing itself."""
+    """Leave the claim to its class: the object says nothing of its own."""
 
 
 class Honest(Forgetful):
-    """Says so, but not of this object."""
+    """Claim it for the class, and deny it for the object."""
 
     deterministic = True
 

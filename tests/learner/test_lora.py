@@ -327,7 +327,7 @@ def test_weights_that_zero_3_shares_out_are_gathered_to_be_merged(
 
 
 class Products(TorchDispatchMode):
-    """Notes the float32 precision at every matrix product, and the sizes that were multiplied."""
+    """Note the float32 precision at every matrix product, and the sizes that were multiplied."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def test_the_example_of_the_docstring() -> None:
     (batch,) = cut(table(LONG, SHORT))
     assert batch.input_ids_T.tolist() == [5, 6, 7, 8, 3, 4]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 1]
-    assert batch.bounds_S1.tolist() == [0, 4, 6]
+    assert batch.bounds_Sp1.tolist() == [0, 4, 6]
     assert batch.positions_N.tolist() == [2, 3, 4, 5]
     assert batch.response_ids_N.tolist() == [8, 9, 4, 2]
     assert batch.behaviour_logprobs_N.tolist() == [-0.5, -1.0, -0.25, -0.75]
@@ -43,7 +43,7 @@ def test_the_merged_example_of_the_docstring() -> None:
     (batch,) = cut(table(CONTINUED, LONG, steps=[(0, 1), (0, 0)]), merge_steps=True)
     assert batch.input_ids_T.tolist() == [5, 6, 7, 8, 9, 3, 4]
     assert batch.position_ids_T.tolist() == list(range(7))
-    assert batch.bounds_S1.tolist() == [0, 7]
+    assert batch.bounds_Sp1.tolist() == [0, 7]
     assert batch.positions_N.tolist() == [2, 3, 5, 6]
     assert batch.response_ids_N.tolist() == [8, 9, 4, 2]
     assert batch.behaviour_logprobs_N.tolist() == [-0.5, -1.0, -0.25, -0.75]
@@ -65,7 +65,7 @@ def with_all_figures(rows: pa.Table) -> pa.Table:
 def test_one_sequence_is_as_it_would_be_alone() -> None:
     for rows, s in (((SHORT, LONG), 1), ((CONTINUED, SHORT, LONG), 2)):
         (batch,) = cut(with_all_figures(table(*rows)))
-        assert int(batch.bounds_S1.diff().argmin()) == s
+        assert int(batch.bounds_Sp1.diff().argmin()) == s
         found = batch.only_sequence(s)
         row = rows.index(SHORT)
         (alone,) = cut(with_all_figures(table(*rows)).slice(row, 1))
@@ -92,7 +92,7 @@ def test_dtypes_and_what_a_device_gets() -> None:
                 torch.float32
                 if item.name in floats
                 else torch.int32
-                if item.name == "bounds_S1"
+                if item.name == "bounds_Sp1"
                 else torch.int64
             )
             assert (value.dtype, value.device.type) == (expected, "meta"), item.name
@@ -120,7 +120,7 @@ def test_a_rank_without_work_has_a_token_and_nothing_to_learn() -> None:
         second.n_rows,
         second.n_response_tokens,
         second.n_tokens,
-        second.bounds_S1.tolist(),
+        second.bounds_Sp1.tolist(),
     ) == (0, 0, 1, [0, 1])
 
 
@@ -227,8 +227,8 @@ def test_every_response_token_is_predicted_once_after_the_tokens_of_its_own_row(
     assert len(batches) % ranks == 0
     seen: dict[int, list[int]] = {}
     for batch in batches:
-        assert batch.n_tokens == batch.bounds_S1[-1] and batch.n_rows == len(batch.rows_N.unique())
-        assert batch.n_tokens <= budget or len(batch.bounds_S1) == 2
+        assert batch.n_tokens == batch.bounds_Sp1[-1] and batch.n_rows == len(batch.rows_N.unique())
+        assert batch.n_tokens <= budget or len(batch.bounds_Sp1) == 2
         for row in batch.rows_N.unique().tolist():
             assert row not in seen
             seen[row] = check_row(
@@ -250,7 +250,7 @@ def check_row(
 ) -> list[int]:
     mine = batch.rows_N == row
     at_T = batch.positions_N[mine]
-    start = int(batch.bounds_S1[torch.searchsorted(batch.bounds_S1, at_T[0], right=True) - 1])
+    start = int(batch.bounds_Sp1[torch.searchsorted(batch.bounds_Sp1, at_T[0], right=True) - 1])
     response = batch.response_ids_N[mine].tolist()
     assert torch.equal(at_T, torch.arange(len(response)) + start + len(prompt) - 1)
     assert batch.input_ids_T[start : int(at_T[-1]) + 1].tolist() == prompt + response[:-1]

@@ -196,7 +196,7 @@ def test_packed_equals_plain_transformers(name: str, merge_steps: bool) -> None:
     )
     policy = make_policy(CONFIGS[name])
     batches = cut(rows, merge_steps=merge_steps)
-    assert len(batches) == 1 and len(batches[0].bounds_S1) - 1 == (3 if merge_steps else 8)
+    assert len(batches) == 1 and len(batches[0].bounds_Sp1) - 1 == (3 if merge_steps else 8)
     with torch.no_grad():
         packed = [policy(batch) for batch in batches]
     assert_close(by_row(batches, [p[0] for p in packed]), logprobs_N)
@@ -238,7 +238,7 @@ def test_no_token_of_one_sequence_influences_another(name: str) -> None:
     rows = history_rows()
     policy = make_policy(CONFIGS[name])
     (batch,) = cut(rows, merge_steps=True)
-    first, last = batch.bounds_S1[1:3].tolist()  # of the sequence in the middle
+    first, last = batch.bounds_Sp1[1:3].tolist()  # of the sequence in the middle
     inside_N = (batch.positions_N >= first) & (batch.positions_N < last)
     changed_ids_T = batch.input_ids_T.clone()
     changed_ids_T[first:last] = (changed_ids_T[first:last] + 41) % V
@@ -293,7 +293,7 @@ def stand_in_kernel(*, scale: float = 1.0, bounded: bool = True) -> Callable[...
         query_TAD: torch.Tensor,
         key_TAD: torch.Tensor,
         value_TAD: torch.Tensor,
-        bounds_S1: torch.Tensor,
+        bounds_Sp1: torch.Tensor,
         _bounds: torch.Tensor,
         _longest: int,
         _longest_key: int,
@@ -305,9 +305,9 @@ def stand_in_kernel(*, scale: float = 1.0, bounded: bool = True) -> Callable[...
         heads = tuple(
             part.transpose(0, 1)[None] for part in (query_TAD * factor, key_TAD, value_TAD)
         )
-        lengths = bounds_S1.diff().tolist() if bounded else [len(query_TAD)]
+        lengths = bounds_Sp1.diff().tolist() if bounded else [len(query_TAD)]
         window = None if window_size[0] < 0 else window_size[0] + 1
-        sequences = PackedSequences(bounds_S1=bounds_S1, lengths=lengths)
+        sequences = PackedSequences(bounds_Sp1=bounds_Sp1, lengths=lengths)
         return attention._by_sequence(heads, sequences, scaling=scale, sliding_window=window)[0]  # type: ignore[arg-type]
 
     factor = scale
@@ -406,7 +406,7 @@ def test_only_a_kernel_that_has_the_argument_is_told_of_grouped_heads(
         return query_TAD
 
     heads = (torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8))
-    sequences = PackedSequences(bounds_S1=torch.tensor([0, 2], dtype=torch.int32), lengths=[2])
+    sequences = PackedSequences(bounds_Sp1=torch.tensor([0, 2], dtype=torch.int32), lengths=[2])
     for kernel in (newer, older):
         on_a_device(monkeypatch, kernel)
         packed_attention(torch.nn.Identity(), *heads, None, sequences=sequences)
@@ -487,7 +487,7 @@ def test_four_heads_on_two_with_values_of_another_size_are_the_formula_within_ea
         torch.randn(1, a, 5, d, generator=generator) for a, d in ((4, 8), (2, 8), (2, 12))
     )
     sequences = PackedSequences(
-        bounds_S1=torch.tensor([0, 3, 5], dtype=torch.int32), lengths=[3, 2]
+        bounds_Sp1=torch.tensor([0, 3, 5], dtype=torch.int32), lengths=[3, 2]
     )
     found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, sequences=sequences)
     assert found.shape == (1, 5, 4, 12)
@@ -586,7 +586,7 @@ def test_a_last_layer_whose_feed_forward_half_is_of_another_kind_computes_as_bef
         expected,
         input_ids_T=batch.input_ids_T,
         position_ids_T=batch.position_ids_T,
-        bounds_S1=batch.bounds_S1,
+        bounds_Sp1=batch.bounds_Sp1,
     )
     logits_NV = expected.lm_head(hidden_TH[batch.positions_N]) / TEMPERATURE
     logprobs_N = logits_NV.log_softmax(-1).gather(1, batch.response_ids_N[:, None])[:, 0]

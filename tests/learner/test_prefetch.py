@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import Config
-from coordinator import Coordinator
+from coordinator import Coordinator, Settlement
 from learner.data.batch_loader import PreparedBatch, make_loader, prepare_batch
 from learner.data.prefetch import Prefetch
 from store import CheckpointRecord, DigestError, RunLayout, VersionRecord, segments
@@ -129,7 +129,13 @@ def play_and_crash(config: Config, choices: list[int], data: st.DataObject) -> N
             step, version = step + 1, version + 1
             publish(coordinator, version, step)
             coordinator.settle(
-                batch.batch_id, learner_step=step, filtered={}, version_in=version - 1, metrics={}
+                Settlement(
+                    batch_id=batch.batch_id,
+                    learner_step=step,
+                    filtered={},
+                    version_in=version - 1,
+                    metrics={},
+                )
             )
             if step % 2 == 0:
                 record = CheckpointRecord(learner_step=step, path="nowhere", version=version)

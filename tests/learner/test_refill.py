@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs import Config
-from coordinator import Coordinator
+from coordinator import Coordinator, Settlement
 from learner.data.batch_loader import n_wanted, prepare_batch
 from learner.data.prefetch import Prefetch
 from store import RunLayout, VersionRecord, trained_step
@@ -253,11 +253,13 @@ def test_a_refilled_step_is_read_again_as_it_was_trained(tmp_path: Path) -> None
     assert prepared.n_missing == 0
     publish(coordinator, 1)
     coordinator.settle(
-        prepared.batch.batch_id,
-        learner_step=1,
-        filtered=prepared.filtered,
-        version_in=0,
-        metrics={},
+        Settlement(
+            batch_id=prepared.batch.batch_id,
+            learner_step=1,
+            filtered=prepared.filtered,
+            version_in=0,
+            metrics={},
+        )
     )
     recorded = trained_step(coordinator.layout, 1)
     assert recorded.batch.groups == prepared.batch.groups

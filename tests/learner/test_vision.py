@@ -163,7 +163,7 @@ def test_a_pass_without_an_image_reaches_every_parameter(policy: PolicyModel) ->
 def test_one_sequence_of_a_micro_batch_keeps_its_image(policy: PolicyModel) -> None:
     rows = make_rows(policy).slice(0, 3)
     (batch,) = micro_batches(rows, micro_batch_tokens=1000, ranks=1)
-    short = batch.only_sequence(int(batch.bounds_S1.diff().argmin()))
+    short = batch.only_sequence(int(batch.bounds_Sp1.diff().argmin()))
     assert short.rows_N.tolist() == [1, 1, 1] and short.images_S[0][0].shape == (28, 56, 3)
     torch.testing.assert_close(
         by_row(policy, [short])[1], by_row(policy, [batch])[1], rtol=0, atol=1e-5
@@ -180,9 +180,9 @@ def test_steps_with_images_are_never_merged(policy: PolicyModel) -> None:
     images = pa.array([[(28, 28, bytes(28 * 28 * 3))]] * 2, IMAGES_TYPE)
     apart = rows.set_column(rows.column_names.index("images"), "images", images)
     (batch,) = micro_batches(apart, micro_batch_tokens=1000, ranks=1)
-    assert batch.bounds_S1.numel() == 3
+    assert batch.bounds_Sp1.numel() == 3
     (merged,) = micro_batches(rows.drop_columns(["images"]), micro_batch_tokens=1000, ranks=1)
-    assert merged.bounds_S1.numel() == 2
+    assert merged.bounds_Sp1.numel() == 2
 
 
 def test_weights_have_the_names_of_the_base_models_files(

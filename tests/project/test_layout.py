@@ -69,6 +69,41 @@ def test_the_table_of_contributing_is_read() -> None:
     assert NEVER["cli"] == set()
 
 
+# the last part of an array's name, as "Letters" in CONTRIBUTING.md explains it; do_GET is no array
+SHAPE = re.compile(r"(?!do_)[a-z]\w*_((?:[A-Zr](?:p1)?|\d)+)")
+
+
+def letters_of(path: Path) -> set[str]:
+    """Return the letters of the shapes in a file's names."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.arg | ast.keyword):
+            names.add(node.arg or "")
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+    shapes = [found[1] for name in names if (found := SHAPE.fullmatch(name))]
+    return set(re.sub(r"p1|\d", "", "".join(shapes)))
+
+
+def test_each_letter_of_a_shape_is_explained() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Letters")[2]
+    lines = section.partition("\n## ")[0].splitlines()
+    first = [cells(line)[0] for line in lines if line.startswith("|")]
+    explained = {letter for cell in first[2:] for letter in cell.split(", ")} | {"r"}
+    assert {"T", "S", "N", "A", "D"} < explained, "the test reads the table"
+    used = {
+        letter: path.relative_to(ROOT).as_posix()
+        for folder in (*FOLDERS, "benchmarks", "tests")
+        for path in sources(folder)
+        for letter in letters_of(path)
+    }
+    assert len(used) > 15, "the test reads the sources"
+    unexplained = {letter: path for letter, path in used.items() if letter not in explained}
+    assert not unexplained
+
+
 def test_every_folder_is_type_checked() -> None:
     files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
     own = [*FOLDERS, *(f"{name}.py" for name in SHARED)]

@@ -21,7 +21,7 @@ ARMS = (Arm(name="a", settings={"x": 1.0}), Arm(name="b", settings={"x": 2.0}))
 
 
 class Stopped(Exception):
-    """In place of a kill."""
+    """The study ended here, as by a kill."""
 
 
 def study_of(runs: list[tuple[str, int]], *, stops_after: int = 10**9) -> Study:

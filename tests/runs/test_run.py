@@ -64,7 +64,7 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """Record what there was before a run: our child processes, and unused shared memory."""
+    """The things that there were before a run: our child processes, and unused shared memory."""
 
     pids: frozenset[int]
     shared_memory: frozenset[str]

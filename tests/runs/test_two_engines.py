@@ -70,7 +70,7 @@ ROWS = """
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
-    """Starts runs, and ends those that are left."""
+    """Start runs, and end those that are left."""
     runs: list[FaultRun] = []
 
     def start(run: Path, *overrides: str) -> FaultRun:

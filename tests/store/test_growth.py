@@ -43,7 +43,7 @@ def segments(layout: RunLayout) -> list[Path]:
 
 
 class CountedFiles(ReadOnlyFiles):
-    """Notes the name of every file that DuckDB opens."""
+    """Note the name of every file that DuckDB opens."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

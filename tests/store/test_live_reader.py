@@ -176,7 +176,7 @@ def has_seen_much(looks: list[Look], globs: list[str | None]) -> bool:
 
 
 def write_groups(layout: RunLayout, catalog: Catalog, name: str, stop: threading.Event) -> None:
-    """Plays groups of three, some of them in two files, some members twice."""
+    """Play groups of three, some of them in two files, some members twice."""
     chance = random.Random(name)
     while not stop.is_set():
         counts = catalog.counts()

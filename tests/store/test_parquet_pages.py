@@ -91,7 +91,7 @@ def varint(value: int) -> bytes:
 
 
 class Chunk:
-    """Hold the fields of a column chunk's metadata that `column_pages` reads."""
+    """The fields of a column chunk's metadata that `column_pages` reads."""
 
     def __init__(self, n_bytes: int, *, at: int = 4, dictionary_at: int | None = None) -> None:
         self.data_page_offset, self.dictionary_page_offset = at, dictionary_at

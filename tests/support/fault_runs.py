@@ -76,7 +76,7 @@ SCRIPTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class FaultRun:
-    """Started by `started`; `part` gives its processes."""
+    """A run that `started` started. `part` gives its processes."""
 
     run: Path
     process: subprocess.Popen[str]

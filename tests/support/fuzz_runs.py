@@ -45,7 +45,7 @@ class Env: ...
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Surround the crafted run with the reader's own files. No command may change or show them."""
+    """The crafted run, and the reader's own files around it. No command may change or show them."""
 
     base: Path
 
@@ -667,7 +667,7 @@ def _without_meta(run: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandMade:
-    """Change a whole run in one way that a command once answered with a traceback."""
+    """A change of a whole run, and the command that once answered it with a traceback."""
 
     change: Callable[[Path], None]
     command: tuple[str, ...]  # RUN stands for the run

@@ -49,5 +49,5 @@ def one_step_each(rows: pa.Table) -> pa.Table:
 
 def sequences_of(batch: MicroBatch) -> list[list[int]]:
     """The token ids of each sequence."""
-    bounds = batch.bounds_S1.tolist()
+    bounds = batch.bounds_Sp1.tolist()
     return [batch.input_ids_T[start:end].tolist() for start, end in pairwise(bounds)]

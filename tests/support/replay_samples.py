@@ -71,7 +71,7 @@ def train(config: Config, *, crash_at: int | None = None) -> None:
 
     class Fragile(Handle):
         def call(self, name: str, *given: Any, **named: Any) -> Any:
-            if name == "settle" and named["learner_step"] == crash_at:
+            if name == "settle" and given[0].learner_step == crash_at:
                 raise Crashed
             return super().call(name, *given, **named)
 

@@ -35,7 +35,7 @@ from actors.rollout.episode import (
 from actors.rollout.runner import CALLS_PER_S, RolloutRunner
 from actors.rollout.step_records import EpisodeIds
 from configs import Config, most_workers
-from coordinator import CoordinatorClient, Lease
+from coordinator import CoordinatorClient, Lease, Settlement
 from envs import Environment, Observation, PendingOperations, Task, Transition
 from store import Batch, CheckpointRecord, RunLayout, Trajectory, Unfinished, VersionRecord
 
@@ -310,12 +310,14 @@ class SimulatedLearner:
         trained_at = self.version
         await self._publish(trained_at + 1)
         await self.coordinator.settle(
-            batch.batch_id,
-            learner_step=self.step,
-            filtered={},
-            version_in=trained_at,
-            metrics={},
-            values={},
+            Settlement(
+                batch_id=batch.batch_id,
+                learner_step=self.step,
+                filtered={},
+                version_in=trained_at,
+                metrics={},
+                values={},
+            )
         )
         if self.step % self.config.learner.checkpoint_every == 0:
             lsn = await self.coordinator.export_now()
