@@ -24,50 +24,61 @@
 -- out: scores' columns but earlier_states, state_key,
 --      context VARCHAR (refines state_key, whatever the versions; NULL: no key),
 --      refinement VARCHAR (the context with the bucket of versions)
-SELECT * EXCLUDE (bucket), bucket || context AS refinement
-FROM (
+WITH compared AS (
+    FROM scores WHERE estimator IS DISTINCT FROM 'hgpo' AND anchor IS DISTINCT FROM 'suffix'
+    UNION ALL BY NAME
+    FROM suffixes WHERE estimator = 'hgpo' OR anchor = 'suffix'
+),
+accepted AS (
+    FROM compared
+    WHERE CASE
+        WHEN anchor = 'state_and_actions'
+            AND state_hash IS NOT NULL
+            AND NOT (is_final AND admissible_actions IS NULL)
+            AND (list_count(admissible_actions) = len(admissible_actions)) IS NOT TRUE
+            THEN error('anchor state_and_actions needs a list admissible_actions without NULL '
+                || 'for every step; some have none, or a NULL in it')
+        WHEN anchor_versions = 'window' AND version_min IS NULL
+            THEN error('anchor_versions window needs a version_min for every step, '
+                || 'and some have none')
+        WHEN anchor_versions = 'window'
+            AND version_min NOT BETWEEN -4611686018427387903 AND 4611686018427387903
+            THEN error(format(
+                'version_min is {}, and must be between -2^62 and 2^62', version_min))
+        ELSE true
+    END
+    QUALIFY CASE
+        WHEN anchor = 'anchor_key' AND BOOL_AND(anchor_key IS NULL) OVER ()
+            THEN error('anchor anchor_key needs a column anchor_key; this table has none, '
+                || 'or only NULL in it')
+        ELSE true
+    END
+),
+contexts AS (
     SELECT
         * EXCLUDE (earlier_states),
         CASE WHEN anchor <> 'anchor_key' THEN state_hash END AS state_key,
         CASE
-            WHEN anchor = 'anchor_key' THEN CASE
-                WHEN BOOL_AND(anchor_key IS NULL) OVER ()
-                    THEN error('anchor anchor_key needs a column anchor_key; this table has none, '
-                        || 'or only NULL in it')
-                ELSE 'key ' || anchor_key
-            END
+            WHEN anchor = 'anchor_key' THEN 'key ' || anchor_key
             WHEN state_hash IS NULL THEN NULL
-            WHEN anchor = 'state_and_actions' AND is_final AND admissible_actions IS NULL THEN NULL
-            WHEN anchor = 'state_and_actions'
-                AND (list_count(admissible_actions) = len(admissible_actions)) IS NOT TRUE
-                THEN error('anchor state_and_actions needs a list admissible_actions without NULL '
-                    || 'for every step; some have none, or a NULL in it')
-            WHEN anchor = 'state_and_actions'
-                THEN array_to_string(
-                    list_transform(
-                        list_sort(list_distinct(admissible_actions)), lambda a: len(a) || ':' || a
-                    ), '')
+            WHEN anchor = 'state_and_actions' THEN array_to_string(
+                list_transform(
+                    list_sort(list_distinct(admissible_actions)), lambda a: len(a) || ':' || a
+                ), '')
             ELSE earlier_states
         END AS context
-    FROM (
-        SELECT
-            *,
-            CASE
-                WHEN anchor_versions <> 'window' THEN ''
-                WHEN version_min IS NULL
-                    THEN error('anchor_versions window needs a version_min for every step, '
-                        || 'and some have none')
-                WHEN version_min NOT BETWEEN -4611686018427387903 AND 4611686018427387903
-                    THEN error(format(
-                        'version_min is {}, and must be between -2^62 and 2^62', version_min))
-                ELSE format('{} ',
-                    (MAX(version_min) OVER (PARTITION BY group_uid) - version_min)
-                    // (version_window::BIGINT + 1))
-            END AS bucket
-        FROM (
-            FROM scores WHERE estimator IS DISTINCT FROM 'hgpo' AND anchor IS DISTINCT FROM 'suffix'
-            UNION ALL BY NAME
-            FROM suffixes WHERE estimator = 'hgpo' OR anchor = 'suffix'
-        )
-    )
+    FROM accepted
+),
+buckets AS (
+    SELECT
+        *,
+        CASE anchor_versions
+            WHEN 'window' THEN format('{} ',
+                (MAX(version_min) OVER (PARTITION BY group_uid) - version_min)
+                // (version_window::BIGINT + 1))
+            ELSE ''
+        END AS bucket
+    FROM contexts
 )
+SELECT * EXCLUDE (bucket), bucket || context AS refinement
+FROM buckets

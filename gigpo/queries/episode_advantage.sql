@@ -1,4 +1,4 @@
--- Episode advantage, eq. 3:  A_E = (x - baseline) / F,  x = score.
+-- Episode advantage, eq. 3:  A_E = (x - baseline) / F,  with the score x of an episode.
 --   gigpo, grpo, graphgpo, g2po  by `normalise`:
 --       mean            x - mean                         (the paper's F = 1)
 --       mean_std        (x - mean) / (deviation + 1e-6)  (GRPO, arXiv 2402.03300, authors' epsilon)
@@ -18,25 +18,45 @@
 -- in:  episodes, episode_groups; estimator, normalise, weighting
 -- out: episodes' columns but rounding, episode_groups' rounding, episodes_differ, has_penalties,
 --      episode_advantage DOUBLE
+WITH compared AS (
+    SELECT
+        episodes.* EXCLUDE (rounding),
+        episode_groups.* EXCLUDE (group_uid),
+        CASE
+            WHEN estimator IN ('hgpo', 'gagpo', 'turn_ppo', 'ppo') THEN 'nothing'
+            WHEN estimator = 'reinforce_pp' OR n = 1 THEN 'itself'
+            WHEN estimator = 'rloo' THEN 'leave_one_out'
+            WHEN estimator IN ('dr_grpo', 'reinforce_pp_baseline') THEN 'mean'
+            WHEN normalise = 'leave_one_out' THEN 'leave_one_out'
+            ELSE 'mean'
+        END AS comparison,
+        normalise = 'mean_std' AND estimator IN ('gigpo', 'grpo', 'graphgpo', 'g2po') AS is_scaled,
+        CASE weighting WHEN 'steps' THEN score ELSE mean_score END AS own_score
+    FROM episodes
+    JOIN episode_groups ON episodes.group_uid = episode_groups.group_uid
+),
+terms AS (
+    SELECT
+        *,
+        CASE comparison
+            WHEN 'mean' THEN mean
+            WHEN 'leave_one_out' THEN (n * mean - own_score) / (n - 1)
+            ELSE 0
+        END AS baseline,
+        CASE
+            WHEN NOT is_scaled THEN 1
+            WHEN n = 1 THEN 1 + 1e-6::DOUBLE
+            ELSE deviation + 1e-6::DOUBLE
+        END AS F
+    FROM compared
+)
 SELECT
-    episodes.* EXCLUDE (rounding),
-    episode_groups.rounding,
-    episode_groups.episodes_differ,
-    episode_groups.has_penalties,
+    * EXCLUDE (
+        comparison, is_scaled, own_score, n, mean, deviation, all_equal, baseline, F
+    ),
     CASE
-        WHEN estimator IN ('hgpo', 'gagpo', 'turn_ppo', 'ppo') THEN 0
-        WHEN estimator = 'reinforce_pp' THEN score
-        WHEN n = 1 THEN score
-        WHEN all_equal THEN 0
-        WHEN estimator = 'rloo'
-            OR (normalise = 'leave_one_out' AND estimator IN ('gigpo', 'grpo', 'graphgpo', 'g2po'))
-            THEN score
-                - (n * mean - CASE weighting WHEN 'steps' THEN score ELSE mean_score END) / (n - 1)
-        ELSE score - mean
-    END / CASE
-        WHEN normalise = 'mean_std' AND estimator IN ('gigpo', 'grpo', 'graphgpo', 'g2po')
-            THEN CASE WHEN n = 1 THEN 1 ELSE deviation END + 1e-6::DOUBLE
-        ELSE 1
+        WHEN comparison = 'nothing' THEN 0
+        WHEN comparison <> 'itself' AND all_equal THEN 0
+        ELSE (score - baseline) / F
     END AS episode_advantage
-FROM episodes
-JOIN episode_groups ON episodes.group_uid = episode_groups.group_uid
+FROM terms
