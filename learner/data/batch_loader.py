@@ -78,17 +78,12 @@ class PreparedBatch:
     # trajectory uid -> the critic's value of each step, of all claimed groups; {} without a critic
     state_values: Mapping[bytes, Sequence[float]]
     # Group uid -> reason why none of its rows is trained on.
-    no_signal: Mapping[bytes, str]  # its episodes do not differ
-    unselected: Mapping[bytes, str]  # none of its steps meets offline.train_on
+    filtered: Mapping[bytes, str]
+    unselected: Mapping[bytes, str]  # some of these: no step of theirs meets offline.train_on
     n_missing: int  # groups that no other stands for, because of algorithm.refill_groups
     summary: BatchSummary
     claimed_at_s: float  # time.monotonic() when the last groups were there
     times: LoadTimes
-
-    @property
-    def filtered(self) -> dict[bytes, str]:
-        """Return every group that is not trained on, with the reason."""
-        return {**self.no_signal, **self.unselected}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,9 +165,9 @@ def prepare_batch(
         replayed=replayed,
         updates=updates,
         state_values={} if loader.settings.ask_critic is None else _by_trajectory(scored.rows),
-        no_signal=scored.no_signal,
+        filtered={**scored.filtered, **unselected},
         unselected=unselected,
-        n_missing=_n_missing(loader, batch, scored.no_signal),
+        n_missing=_n_missing(loader, batch, scored.filtered),
         summary=batch_summary(scored.rows),
         claimed_at_s=full.claimed_at_s,
         times=times,
@@ -186,7 +181,7 @@ def _refilled(
     claimed_at_s = time.monotonic()
     rows = _read(loader, batch, times=times)
     scored = scored_rows(rows, loader.settings, times=times)
-    while more is not None and (larger := more(batch, scored.no_signal)) is not None:
+    while more is not None and (larger := more(batch, scored.filtered)) is not None:
         claimed_at_s = time.monotonic()
         new = _read(loader, _new_groups(larger, before=batch), times=times)
         rows, batch = in_batch_order(pa.concat_tables([rows, new]), larger), larger

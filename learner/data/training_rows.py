@@ -85,7 +85,7 @@ class ScoredRows:
     """
 
     rows: pa.Table
-    no_signal: Mapping[bytes, str]  # group uid -> reason of the group filter
+    filtered: Mapping[bytes, str]  # group uid -> reason of the group filter
 
 
 def scored_rows(rows: pa.Table, settings: RowSettings, *, times: LoadTimes) -> ScoredRows:
@@ -100,13 +100,13 @@ def scored_rows(rows: pa.Table, settings: RowSettings, *, times: LoadTimes) -> S
         advantages = compute_advantages(rows, settings.advantages)
     times.advantages_cpu_s += time.thread_time() - cpu_s
     with timed(times, "filter_s"):
-        no_signal = filtered_groups(advantages, group_filter=settings.group_filter)
+        filtered = filtered_groups(advantages, group_filter=settings.group_filter)
     for name in columns:
         rows = rows.append_column(name, advantages[name])
     if settings.is_token_level:
         with timed(times, "advantages_s"):
             rows = with_token_advantages(rows, gae_lambda=settings.advantages.gae_lambda)
-    return ScoredRows(rows=rows, no_signal=no_signal)
+    return ScoredRows(rows=rows, filtered=filtered)
 
 
 def rows_to_train(scored: ScoredRows, *, train_on: str) -> tuple[pa.Table, dict[bytes, str]]:
@@ -115,7 +115,7 @@ def rows_to_train(scored: ScoredRows, *, train_on: str) -> tuple[pa.Table, dict[
     Advantages are already computed, so left-out rows still count in the baselines.
     """
     rows = scored.rows
-    uids = pa.array(list(scored.no_signal), rows.schema.field("group_uid").type)
+    uids = pa.array(list(scored.filtered), rows.schema.field("group_uid").type)
     rows = rows.filter(pc.invert(pc.is_in(rows["group_uid"], uids)))
     if not train_on:
         return rows, {}
