@@ -32,7 +32,7 @@ import configs
 from actors.rollout.group import COMMIT_EVERY_S
 from actors.rollout.runner import CALLS_PER_S, LEASE_POLL_S, LONGEST_LEASE_POLL_S
 from configs import Config
-from coordinator import Coordinator, Lease
+from coordinator import Coordinator, Lease, Settlement
 from coordinator.weight_update_lock import WEIGHT_UPDATE_S
 from driver.supervisor import POLL_S as STATUS_EVERY_S
 from store import RunLayout, SegmentMeta, TrajectoryMeta, VersionRecord, export, uid, write_open_sql
@@ -216,11 +216,13 @@ class Fleet:
         self._publish()
         self.call(
             "settle",
-            batch.batch_id,
-            learner_step=step,
-            filtered={},
-            version_in=step - 1,
-            metrics={"loss/policy": 0.0},
+            Settlement(
+                batch_id=batch.batch_id,
+                learner_step=step,
+                filtered={},
+                version_in=step - 1,
+                metrics={"loss/policy": 0.0},
+            ),
             then=lambda _: self._claim(),
         )
 
