@@ -9,6 +9,7 @@ one module with a `STUDY`, listed in NAMES:
     horizon.py              estimators, with the door at three distances
     staleness.py            old episodes, with each correction
     kill_campaign.py        runs whose parts are killed, beside undisturbed ones
+    asynchrony.py           max_staleness=2 beside 0, and where a learner step's time goes
     generalisation.py       what lifts the quick start's success on games it has never seen
 
 `study.py` has the records, `runner.py` runs and resumes, in one process or several,
@@ -24,5 +25,6 @@ NAMES = (
     "horizon",
     "staleness",
     "kill_campaign",
+    "asynchrony",
     "generalisation",
 )

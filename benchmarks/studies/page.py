@@ -34,7 +34,11 @@ cores an asynchronous learner step of the quick start takes two thirds of a sync
 All runs are small. They show what these algorithms do in worlds where a run takes seconds, and not
 what they do with a large model. Each page has the question, the prediction that was written before
 the first run, the settings, a table with intervals, a picture, a reading and the cost.
-`gigpo study NAME` repeats it. This page is made by `gigpo study NAME --page`."""
+`gigpo study NAME` repeats it. This page is made by `gigpo study NAME --page`.
+
+**Not run:** a replication of the paper's comparison on FrozenLake, Sokoban and 200 ALFWorld games
+with three seeds each, which needs days of two cores, and episodes that are dropped beside episodes
+that are waited for."""
 WIDTH = 140  # characters, as in the other pages
 # A figure in a reading. Not str.format: the names of arms have dots in them.
 QUOTED = re.compile(r"\{(?P<arms>[^{}\[]+)\[(?P<measure>\w+)\]\}")
