@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from envs import Task, environment_class
-from envs.textworld.games import Treasure, goals, treasures
+from envs.textworld.games import Treasure, ensure_compiled, goals, treasures
 from envs.textworld.world import _shorten
 from tests.support.cached_play import play_and_compare
 
@@ -128,6 +128,28 @@ def test_a_cached_game_is_not_made_again_and_a_missing_half_is_mended(tmp_path: 
     # as after a kill between the two renames: without the .z8 the game does not count as made
     path.unlink()
     assert TextWorld.tasks("train", options) == tasks and path.is_file()
+
+
+def test_all_compilers_work_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each compiler reads its games to the end and then waits for the other one to have done so.
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    waits = f"""
+import json, os, pathlib, sys, time
+json.load(sys.stdin)
+pathlib.Path({str(meeting)!r}, str(os.getpid())).touch()
+deadline_s = time.monotonic() + 60
+while len(os.listdir({str(meeting)!r})) < 2:
+    assert time.monotonic() < deadline_s, "the other compiler never began"
+    time.sleep(0.05)
+"""
+    monkeypatch.setattr("envs.textworld.games.COMPILER_CODE", waits)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    games = [game for _, game in islice(treasures(split="train", seed=0, rooms=3, things=1), 4)]
+    ensure_compiled(games, cache_dir=tmp_path / "games")
+    assert len(list(meeting.iterdir())) == 2
 
 
 def test_a_larger_split_begins_with_the_smaller_one_and_the_splits_share_no_goal() -> None:
