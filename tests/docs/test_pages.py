@@ -20,8 +20,8 @@ NAMED = re.compile(r"`(tests/[a-z_/]+\.py)::(test_\w+)`")
 # a source in a page, from the root
 SOURCE = re.compile(r"(?<![\w/.-])((?:[a-z_]+/)+\w+\.(?:py|sql|yaml))\b")
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"benchmarks", "tests"}
-# `Class.method` or `function`, and the file or the folder behind it
-FUNCTION = re.compile(r"`((?:\w+\.)?[a-z_]+)` \(((?:[a-z_]+/)*[a-z_]*(?:\.py|/))[,)]")
+# `Class.method` or `function`, and the link to its file behind it
+FUNCTION = re.compile(r"`((?:\w+\.)?[a-z_]+)` \(\[((?:[a-z_]+/)*[a-z_]+\.py)\]\(\2\)\)")
 N_THREADS = 20
 
 
@@ -76,15 +76,9 @@ def test_the_sources_that_pages_name_exist() -> None:
 
 def test_the_readme_leads_through_functions_that_are_there() -> None:
     found = FUNCTION.findall((ROOT / "README.md").read_text())
-    assert len(found) >= 8, "a group's way, and a version's"
+    assert len(found) == 8 + 5, "a group's way, and a version's"
     for name, place in found:
-        if place.endswith("/"):
-            files = list((ROOT / place).glob("*.py"))
-        elif "/" in place:
-            files = [ROOT / place]
-        else:
-            files = list(ROOT.glob(f"actors/*/{place}"))
-        assert any(name in methods(path) for path in files), f"{name} is not in {place}"
+        assert name in methods(ROOT / place), f"{name} is not in {place}"
 
 
 def test_every_thread_has_a_link_what_happened_there_and_here_and_a_test() -> None:
