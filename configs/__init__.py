@@ -65,7 +65,7 @@ from configs.model_directory import (
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
-from configs.model_size import Shape, vocabulary_size
+from configs.model_size import Shape, check_heads, vocabulary_size
 from configs.overrides import split_run_dir
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
@@ -123,6 +123,7 @@ __all__ = [
     "as_yaml",
     "bound_answer",
     "check",
+    "check_heads",
     "check_is_list",
     "check_model_directory",
     "check_model_path",

@@ -6,7 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.derived import has_critic, is_served
-from configs.model_size import BYTES, Shape, billions_in, model_billions
+from configs.model_size import (
+    BYTES,
+    Shape,
+    adapter_parameters,
+    billions_in,
+    model_billions,
+)
 from configs.schema import Config
 
 # Per parameter, always in float32: ZeRO's master weights, Adam's two moments, a gradient.
@@ -32,7 +38,8 @@ FLOAT32_BYTES = 4
 def rank_bytes(config: Config, *, parameters: float) -> float:
     """Return the most bytes that one learner rank holds on its device, without activations.
 
-    Adapters count as nothing. DeepSpeed 0.19.8 keeps at an optimizer step, in float32 unless said:
+    Adapters take 16 bytes of each of their parameters. DeepSpeed 0.19.8 keeps at an optimizer
+    step, in float32 unless said:
 
         ZeRO 0    weights, gradients, two moments
         ZeRO 1    weights, gradients; sharded: master weights, two moments. With bfloat16 also a
@@ -46,7 +53,8 @@ def rank_bytes(config: Config, *, parameters: float) -> float:
     """
     reference = _frozen_bytes(config, parameters=parameters) * keeps_reference(config)
     critic = _trained_bytes(config, parameters=critic_parameters(config))
-    return _trained_bytes(config, parameters=parameters) + reference + critic
+    adapters = adapter_parameters(config) * (FLOAT32_BYTES + GRADIENT_BYTES + MOMENT_BYTES)
+    return _trained_bytes(config, parameters=parameters) + adapters + reference + critic
 
 
 def _frozen_bytes(config: Config, *, parameters: float) -> float:

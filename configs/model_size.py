@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from configs.check import ConfigError
+from configs.derived import n_workers
+from configs.engine_arguments import TENSOR, parallel_sizes
 from configs.model_directory import description
 from configs.schema import Config
 
 BYTES = {"float32": 4, "bfloat16": 2}
+TINY_HEAD = 32  # the size of a head of a tiny model, see learner/model/tiny_model.py
 LARGEST_SIZE = 1 << 32  # of a layer, a vocabulary or a number of layers
 
 
@@ -21,6 +24,8 @@ class Shape:
 
     layers: int
     hidden: int
+    heads: int  # of the attention's queries
+    queries: int  # these heads times their size
     key_values: int  # heads of keys times their size
     feed_forward: int
     vocabulary: int
@@ -29,19 +34,49 @@ class Shape:
 # Of models that may not be downloaded yet, from their config.json on the Hugging Face Hub.
 SHAPES = {
     "SmolLM2-135M": Shape(
-        layers=30, hidden=576, key_values=192, feed_forward=1536, vocabulary=49_152
+        layers=30,
+        hidden=576,
+        heads=9,
+        queries=576,
+        key_values=192,
+        feed_forward=1536,
+        vocabulary=49_152,
     ),
     "Qwen2.5-1.5B": Shape(
-        layers=28, hidden=1536, key_values=256, feed_forward=8960, vocabulary=151_936
+        layers=28,
+        hidden=1536,
+        heads=12,
+        queries=1536,
+        key_values=256,
+        feed_forward=8960,
+        vocabulary=151_936,
     ),
     "Qwen2.5-3B": Shape(
-        layers=36, hidden=2048, key_values=256, feed_forward=11_008, vocabulary=151_936
+        layers=36,
+        hidden=2048,
+        heads=16,
+        queries=2048,
+        key_values=256,
+        feed_forward=11_008,
+        vocabulary=151_936,
     ),
     "Qwen2.5-VL-3B": Shape(
-        layers=36, hidden=2048, key_values=256, feed_forward=11_008, vocabulary=151_936
+        layers=36,
+        hidden=2048,
+        heads=16,
+        queries=2048,
+        key_values=256,
+        feed_forward=11_008,
+        vocabulary=151_936,
     ),
     "Qwen2.5-7B": Shape(
-        layers=28, hidden=3584, key_values=512, feed_forward=18_944, vocabulary=152_064
+        layers=28,
+        hidden=3584,
+        heads=28,
+        queries=3584,
+        key_values=512,
+        feed_forward=18_944,
+        vocabulary=152_064,
     ),
 }
 
@@ -53,6 +88,8 @@ def model_shape(config: Config) -> Shape:
         return Shape(
             layers=tiny.layers,
             hidden=tiny.hidden_size,
+            heads=max(1, tiny.hidden_size // TINY_HEAD),
+            queries=tiny.hidden_size,
             key_values=tiny.hidden_size,
             feed_forward=2 * tiny.hidden_size,
             vocabulary=tiny.vocabulary_size,
@@ -67,6 +104,41 @@ def model_shape(config: Config) -> Shape:
             f"of {', '.join(SHAPES)} only; download it, and give its directory"
         )
     return SHAPES[max(names, key=len)]
+
+
+def adapter_parameters(config: Config) -> float:
+    """Return the parameters of a run's adapters, 0 without adapters or for an unknown model.
+
+    Each layer has seven adapted matrices, of which a vision model's images have none here. One of
+    n_in x n_out has rank (n_in + n_out) parameters. Example: rank 64 on Qwen2.5-1.5B gives
+    28 x 64 x (2 (1536 + 1536) + 2 (1536 + 256) + 3 (1536 + 8960)) = 73.9 million.
+    """
+    shape = known_shape(config) if config.model.lora_rank else None
+    if shape is None:
+        return 0.0
+    of_layer = (
+        2 * (shape.hidden + shape.queries)  # queries, and the projection of the attention's result
+        + 2 * (shape.hidden + shape.key_values)
+        + 3 * (shape.hidden + shape.feed_forward)
+    )
+    return float(shape.layers * config.model.lora_rank * of_layer)
+
+
+def check_heads(config: Config) -> None:
+    """Check that an engine's GPUs can divide the attention's heads evenly. Raises ConfigError."""
+    shape = known_shape(config)
+    if not n_workers(config) or shape is None:
+        return
+    n_parts, _ = parallel_sizes(config.actors)
+    if shape.heads % n_parts:
+        fitting = [n for n in range(1, n_parts) if shape.heads % n == 0]
+        on_gpus = config.actors.gpus_per_worker
+        fewer = f" or actors.gpus_per_worker={max(fitting)}" if on_gpus else ""
+        raise ConfigError(
+            f"an engine would split {shape.heads} attention heads of "
+            f"{config.model.path or 'the tiny model'} over {n_parts} GPUs, which cannot be "
+            f"done evenly; set actors.engine.{TENSOR}={max(fitting)}{fewer}"
+        )
 
 
 def known_shape(config: Config) -> Shape | None:
@@ -88,6 +160,8 @@ def _shape_in(file: Path) -> Shape:
         return Shape(
             layers=_size(sizes["num_hidden_layers"]),
             hidden=hidden,
+            heads=heads,
+            queries=heads * head,
             key_values=_size(sizes.get("num_key_value_heads") or heads) * head,
             feed_forward=_size(sizes["intermediate_size"]),
             vocabulary=_size(sizes["vocab_size"]),

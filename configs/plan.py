@@ -25,12 +25,12 @@ from configs.learner_memory import (
     rank_bytes,
     teacher_bytes,
 )
-from configs.model_size import BYTES, known_shape, model_billions
+from configs.model_size import BYTES, adapter_parameters, known_shape, model_billions
 from configs.per_environment import environment_weights, environments
 from configs.schema import ActorsConfig, Config
 from printable import counted
 
-GIB = 1024**3
+GIB, MIB = 1024**3, 1024**2
 
 
 def describe_plan(config: Config) -> str:
@@ -62,11 +62,11 @@ def describe_plan(config: Config) -> str:
         f"  each engine  {_engine_line(config, billions)}",
         f"  each rank    {rank_gib:.1f} GiB {gradients}; {activations} on top, "
         f"for micro-batches of {learner.micro_batch_tokens} tokens",
-        f"  copies       {copies_bytes(config) / GIB:.1f} GiB of main memory on rank 0, of what is "
+        f"  copies       {_size(copies_bytes(config))} of main memory on rank 0, of what is "
         "written while it trains",
         "disk (run_dir)",
-        f"  checkpoints  {_n_checkpoints(config)} x {checkpoint_bytes(config) / GIB:.1f} GiB",
-        f"  weights      {_n_versions(config)} versions x {version_bytes(config) / GIB:.1f} GiB; "
+        f"  checkpoints  {_n_checkpoints(config)} x {_size(checkpoint_bytes(config))}",
+        f"  weights      {_n_versions(config)} versions x {_size(version_bytes(config))}; "
         "trajectories come on top",
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
         f"episodes x at most {most_steps(config)} steps",
@@ -143,23 +143,29 @@ def _n_versions(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """Return the size of float32 master weights and moments. Adapters count as nothing."""
+    """Return the size of float32 master weights and moments of what is trained."""
     if config.model.lora_rank:
-        return 0.0
+        return adapter_parameters(config) * (MASTER_BYTES + MOMENT_BYTES)
     parameters = model_billions(config) * 1e9 + critic_parameters(config)
     return parameters * (MASTER_BYTES + MOMENT_BYTES)
 
 
 def version_bytes(config: Config) -> float:
-    """Return the size of published weights. Adapters count as nothing, unless they are merged."""
+    """Return the size of published weights: float32 adapters, unless they are merged."""
     if serves_adapters(config.model):
-        return 0.0
+        return adapter_parameters(config) * MASTER_BYTES
     return model_billions(config) * 1e9 * BYTES[config.model.dtype]
 
 
 def copies_bytes(config: Config) -> float:
     """Return the main memory of rank 0 for what is written behind a learner step."""
     return version_bytes(config) + checkpoint_bytes(config) / config.learner.ranks
+
+
+def _size(n_bytes: float) -> str:
+    if n_bytes < GIB / 10:
+        return f"{n_bytes / MIB:.1f} MiB"
+    return f"{n_bytes / GIB:.1f} GiB"
 
 
 def _count(gpus: float) -> str:

@@ -48,9 +48,13 @@ def check_algorithm(config: Config) -> None:
 
 
 def check_engine_arguments(config: Config) -> None:
-    """Check that vLLM has the arguments of `actors.engine`. Raises ConfigError."""
+    """Check that vLLM has the arguments of `actors.engine`, and can split the model by them.
+
+    Raises ConfigError.
+    """
     if fault := unknown_argument_fault(config.actors):
         raise ConfigError(fault)
+    configs.check_heads(config)
 
 
 def check_run_dir(config: Config) -> None:

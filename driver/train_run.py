@@ -50,7 +50,16 @@ from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
 from envs import is_program, list_tasks
 from printable import one_line
-from store import BASE_POLICY, TRAIN, RunLayout, check_fork, is_published, publish_directory, trust
+from store import (
+    BASE_POLICY,
+    TRAIN,
+    RunLayout,
+    check_fork,
+    is_published,
+    open_storage,
+    publish_directory,
+    trust,
+)
 
 
 def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
@@ -121,6 +130,8 @@ def _checked(config: Config) -> Config:
     check_trackers(config)
     webhook_url(config)
     check_run_dir(config)
+    if config.store.uri:
+        open_storage(config.store.uri)  # refuses a scheme; nothing is contacted
     return config
 
 

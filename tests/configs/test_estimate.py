@@ -26,6 +26,7 @@ from configs.engine_estimate import mean_lengths
 from configs.estimate import better_split, estimate_run
 from configs.learner_memory import CHUNK_TOKENS, activation_bytes
 from configs.model_size import SHAPES, Shape, model_shape
+from configs.plan import checkpoint_bytes, version_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 ALFWORLD = ROOT / "configs/alfworld_qwen2.5_1.5b.yaml"
@@ -244,6 +245,40 @@ def test_a_better_division_of_the_gpus_is_found_and_is_better() -> None:
     assert better_split(alfworld("actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5")) is None
 
 
+def test_adapters_are_counted_by_hand() -> None:
+    """Seven matrices of each of 28 layers: four of 1536 or 256 wide, three of 8960."""
+    run = alfworld("model.lora_rank=64", "loss.kl_coef=0")
+    n_adapters = 28 * 64 * (2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960))
+    assert n_adapters == 73_859_072
+    assert checkpoint_bytes(run) == 12 * n_adapters
+    assert version_bytes(run) == 4 * n_adapters
+    base = rank_bytes(alfworld("model.lora_rank=1", "loss.kl_coef=0"), parameters=1e9)
+    assert rank_bytes(run, parameters=1e9) - base == 16 * n_adapters * 63 / 64
+    shown = configs.describe_plan(run)
+    assert "3 x 0.8 GiB" in shown and "versions x 0.3 GiB" in shown
+    assert "versions x 4.4 MiB" in configs.describe_plan(alfworld("model.lora_rank=1"))
+
+
+@pytest.mark.parametrize(
+    ("path", "n_heads", "n_gpus", "fitting"),
+    [
+        ("Qwen/Qwen2.5-1.5B-Instruct", 12, 8, 6),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 9, 2, 1),
+        ("Qwen/Qwen2.5-7B-Instruct", 28, 8, 7),
+    ],
+)
+def test_heads_that_the_gpus_of_an_engine_do_not_divide_are_refused(
+    path: str, n_heads: int, n_gpus: int, fitting: int
+) -> None:
+    run = alfworld(f"model.path={path}", f"actors.gpus_per_worker={n_gpus}")
+    with pytest.raises(
+        ConfigError, match=f"{n_heads} attention heads.* over {n_gpus} GPUs"
+    ) as told:
+        configs.check_heads(run)
+    assert f"actors.engine.tensor_parallel_size={fitting} " in str(told.value)
+    configs.check_heads(alfworld(f"model.path={path}", f"actors.gpus_per_worker={fitting}"))
+
+
 def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
     sizes = {
         "num_hidden_layers": 3,
@@ -253,7 +288,9 @@ def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
         "intermediate_size": 100,
         "vocab_size": 500,
     }
-    wanted = Shape(layers=3, hidden=64, key_values=32, feed_forward=100, vocabulary=500)
+    wanted = Shape(
+        layers=3, hidden=64, heads=4, queries=64, key_values=32, feed_forward=100, vocabulary=500
+    )
     for content in (sizes, {"text_config": sizes}, {**sizes, "head_dim": 16}):
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert model_shape(alfworld(f"model.path={tmp_path}")) == wanted

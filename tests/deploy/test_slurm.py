@@ -61,6 +61,7 @@ class Job:
             "SLURM_JOB_ID": "4711",
             "SLURM_JOB_NUM_NODES": str(nodes),
             "SLURMD_NODENAME": "node1",
+            "SLURM_CPUS_PER_TASK": "64",
         }
         others = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         # Slurm runs a copy of the script, in a session of its own
@@ -136,7 +137,9 @@ def test_several_nodes_join_one_ray_that_asks_for_a_token(job: Job) -> None:
     # port 20000 + 4711; the token has 16 characters here
     assert re.match(r"ray start;--head;--port=24711;.* token 16$", by_name["ray"])
     workers = by_name["srun"]
-    assert workers.startswith("srun --nodes=2;--ntasks=2;--exclude=node1;ray;start;--address=")
+    assert workers.startswith(
+        "srun --nodes=2;--ntasks=2;--exclude=node1;--cpus-per-task=64;ray;start;--address="
+    )
     assert ":24711;--block;" in workers and workers.endswith(" token 16")
     assert by_name["gigpo"].endswith(" auto token 16")
 

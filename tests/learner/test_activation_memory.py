@@ -20,7 +20,9 @@ from learner.model.policy_model import PolicyModel, load_policy
 from tests.support.learner_samples import table
 
 MOST_UNDER, MOST_OVER = 1.05, 1.3  # the plan may be so far from what is kept
-SHAPE = Shape(layers=4, hidden=128, key_values=64, feed_forward=512, vocabulary=40)
+SHAPE = Shape(
+    layers=4, hidden=128, heads=4, queries=128, key_values=64, feed_forward=512, vocabulary=40
+)
 
 
 @pytest.fixture(scope="module")
