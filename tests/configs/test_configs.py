@@ -319,8 +319,10 @@ def test_a_rank_holds_what_deepspeed_keeps(
     n_bucket = (
         configs.BUCKET_ELEMENTS if config.learner.zero_stage and not config.model.lora_rank else 0
     )
+    # 2 layers of the tiny model, 128 wide, its feed-forward layer 256: 16 bytes for each parameter
+    adapters = 16 * 2 * config.model.lora_rank * (2 * 256 + 2 * 256 + 3 * 384)
     assert configs.rank_bytes(config, parameters=1e10) == pytest.approx(
-        1e10 * per_parameter + 4 * n_bucket
+        1e10 * per_parameter + 4 * n_bucket + adapters
     )
 
 
