@@ -25,7 +25,8 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 # Listing its tasks never ends, and starts a process that never ends by itself.
 ENDLESS_WORLD = """
 import os, pathlib, subprocess, time
-class Endless:
+from envs.key_room import KeyRoomEnv
+class Endless(KeyRoomEnv):
     @classmethod
     def tasks(cls, split, options):
         sleeper = subprocess.Popen(["sleep", "3600"])
@@ -36,7 +37,8 @@ class Endless:
 """
 ENDING_WORLD = """
 import os
-class Ending:
+from envs.key_room import KeyRoomEnv
+class Ending(KeyRoomEnv):
     @classmethod
     def tasks(cls, split, options): os._exit(3)
 """
