@@ -6,8 +6,9 @@ To add an estimator:
 
 1. `queries/`: its part of the episode term (`episode_advantage.sql`) or step term, as a file of its
    own that `sql_macro.py` lists. Its name where these list estimators: `episode_advantage.sql`,
-   `comparisons.sql` (what its step term compares), `advantages.sql` (its sum), `checked.sql`; with
-   a critic also `critic_values.sql` and `ppo_terms.sql`
+   `comparisons.sql` (what its step term compares), `step_terms.sql` (its step term, and the weight
+   of it), `episode_terms.sql` (if it whitens), `checked.sql`; with a critic also
+   `critic_values.sql` and `ppo_terms.sql`
 2. here: its name in ESTIMATORS, in WITH_STEP_TERM, WITH_CRITIC, WHITENED and TOKEN_LEVEL if they
    hold for it, and in READERS at the settings that it reads; `advantages.py`: the columns that it
    reads; `replay.py`: _UNSCALED, if its advantages are never divided by a deviation

@@ -33,6 +33,8 @@ _QUERIES: Final = (
     "hierarchy",
     "g2po_terms",
     "ppo_terms",
+    "step_terms",
+    "episode_terms",
     "advantages",
 )
 # Short relations, or slow ones. The others are faster computed where they are read than copied

@@ -39,7 +39,7 @@ publishing/
   broadcast_sender.py  sends weights to engines
   export.py            exports a run's policy for other programs
 checkpoint.py          copies, writes and loads everything that a restart needs
-restore_report.py      describes what a restart kept and lost
+restore.py             loads a restart's checkpoint, describes what it kept and lost
 distributed/
   deepspeed_setup.py   starts DeepSpeed and joins the ranks
   partitioned_load.py  loads a model for ZeRO 3 part by part

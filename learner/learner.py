@@ -15,15 +15,10 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from configs import KEPT_CHECKPOINTS, has_critic, is_offline, serves_adapters
+from configs import KEPT_CHECKPOINTS, has_critic, is_offline
 from coordinator import CoordinatorClient, Heartbeat, Settlement, heartbeat_every_s
 from gigpo import prepare_advantages
-from learner.checkpoint import (
-    CheckpointError,
-    kept_checkpoints,
-    prune_checkpoints,
-    read_content,
-)
+from learner.checkpoint import kept_checkpoints, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
 from learner.data.prefetch import Prefetch
 from learner.files.atomic_directory import prune_oldest, sync_whole
@@ -36,7 +31,7 @@ from learner.interface import (
     StarvationError,
 )
 from learner.rank_group import RankGroup
-from learner.restore_report import restored_lines
+from learner.restore import load_newest_whole, restored_lines, weights_are_whole
 from learner.step_times import StepClock, StepTimes
 from learner.training.critic import CriticStats, critic_metrics
 from learner.training.engine import train_batch
@@ -52,18 +47,10 @@ from learner.training.step_metrics import UpdateStats, step_metrics
 from store import (
     CheckpointRecord,
     RunLayout,
-    StoreError,
-    UnavailableError,
     VersionRecord,
-    WeightFileError,
-    files_digest,
-    is_adapter,
-    local_directory,
     local_model,
     prune_published,
     publish_directory,
-    remove_copy,
-    weight_files,
 )
 
 POLL_S = 0.05  # between two checks for a finished batch or a request to stop
@@ -166,7 +153,8 @@ class Learner:
             self.coordinator.set_rendezvous(self.ranks.broadcast.address).get(
                 timeout_s=START_TIMEOUT_S  # the coordinator starts meanwhile
             )
-        checkpoint, faults = self._load_newest_checkpoint()
+        checkpoints = self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S)
+        checkpoint, faults = load_newest_whole(checkpoints, ranks=self.ranks, layout=self.layout)
         self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
         point = self.coordinator.resume(self.step).get()
         self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
@@ -191,64 +179,10 @@ class Learner:
             max_staleness=self.config.max_staleness,
         )
 
-    def _load_newest_checkpoint(self) -> tuple[CheckpointRecord | None, list[str]]:
-        """Load the newest whole checkpoint. Return it, and the faults of newer ones.
-
-        Raises CheckpointError if there are checkpoints but none is whole.
-        """
-        faults: list[CheckpointError] = []
-        for checkpoint in self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S):
-            try:
-                self._load_checkpoint(checkpoint)
-            except CheckpointError as error:
-                faults.append(error)
-            else:
-                return checkpoint, list(map(str, faults))
-        if faults:
-            raise faults[0]
-        return None, []
-
-    def _load_checkpoint(self, checkpoint: CheckpointRecord) -> None:
-        """Load a checkpoint, fetched first if it is only in the storage. Raises CheckpointError."""
-        try:
-            if not self._is_here(checkpoint):
-                remove_copy(self.layout, checkpoint.path)
-            directory = local_directory(self.layout, checkpoint.path)
-        except UnavailableError:
-            raise
-        except StoreError as error:
-            raise CheckpointError(str(error)) from error
-        point = self.ranks.load_checkpoint(directory)
-        # After the loss of the disk the catalog is that of a backup. The storage may have a newer
-        # checkpoint of the same learner step, from another way there.
-        if point.version != checkpoint.version:
-            raise CheckpointError(
-                f"{directory} has the weights of version {point.version}, the catalog says "
-                f"{checkpoint.version}; use an older checkpoint"
-            )
-
-    def _is_here(self, checkpoint: CheckpointRecord) -> bool:
-        """Return whether the checkpoint on this node is the one that the catalog names.
-
-        A learner that was on this node before, and then on another, left an older one of its name.
-        """
-        try:
-            there = read_content(self.layout.root / checkpoint.path)
-        except CheckpointError:
-            return False
-        return there.point.version == checkpoint.version
-
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
         assert newest is not None, "a checkpoint follows a version"
-        directory = self.layout.root / newest.path
-        try:
-            files = weight_files(directory)
-        except WeightFileError:
-            return False
-        # After a change of model.lora_serving engines need the other form.
-        has_form = is_adapter(directory) == serves_adapters(self.config.model)
-        return has_form and files_digest(files) == newest.digest
+        return weights_are_whole(newest, layout=self.layout, config=self.config)
 
     def _batches(self, prefetch: Prefetch, clock: StepClock) -> Iterator[PreparedBatch]:
         """Yield the batch of each learner step, while the next one is prepared in a thread."""

@@ -15,37 +15,48 @@
 --      (1, or 2 for the second line of g2po)
 -- A comparison within the whole group has no state: `CASE WHEN false THEN state_key END` is a NULL
 -- of state_key's own type, so that the union keeps that type.
-SELECT * EXCLUDE (is_final, context), NULL::BIGINT AS node_size, 0::DOUBLE AS tolerance, 1 AS term
-FROM (
+WITH returns_of_steps AS (
     FROM anchor_keys WHERE (estimator IN ('graphgpo', 'g2po', 'gagpo')) IS NOT TRUE
     UNION ALL BY NAME
     FROM graph_returns WHERE estimator = 'graphgpo'
+),
+next_values AS (
+    SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
+        next_value AS raw_return,
+        next_value - CASE WHEN is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE
+        END AS step_return
+    )
+    FROM node_values
+    WHERE estimator = 'g2po'
+),
+temporal_differences AS (
+    SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
+        0::DOUBLE AS raw_return,
+        next_value - node_value AS step_return,
+        CASE WHEN false THEN state_key END AS state_key,
+        'whole group' AS refinement
+    )
+    FROM node_values
+    WHERE estimator = 'g2po'
+),
+estimated_advantages AS (
+    SELECT node_values.* EXCLUDE (node_value, next_value, is_last) REPLACE (
+        gae AS raw_return,
+        gae - CASE WHEN node_values.is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE
+        END AS step_return,
+        CASE WHEN false THEN state_key END AS state_key,
+        'whole group' AS refinement
+    )
+    FROM node_values
+    JOIN gae
+        ON node_values.traj_uid = gae.traj_uid AND node_values.step_index = gae.step_index
+    WHERE estimator = 'gagpo'
 )
+SELECT * EXCLUDE (is_final, context), NULL::BIGINT AS node_size, 0::DOUBLE AS tolerance, 1 AS term
+FROM returns_of_steps
 UNION ALL BY NAME
-SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
-    next_value AS raw_return,
-    next_value - CASE WHEN is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE END AS step_return
-), 1 AS term
-FROM node_values
-WHERE estimator = 'g2po'
+SELECT *, 1 AS term FROM next_values
 UNION ALL BY NAME
-SELECT * EXCLUDE (node_value, next_value, is_last) REPLACE (
-    0::DOUBLE AS raw_return,
-    next_value - node_value AS step_return,
-    CASE WHEN false THEN state_key END AS state_key,
-    'whole group' AS refinement
-), 2 AS term
-FROM node_values
-WHERE estimator = 'g2po'
+SELECT *, 2 AS term FROM temporal_differences
 UNION ALL BY NAME
-SELECT node_values.* EXCLUDE (node_value, next_value, is_last) REPLACE (
-    gae AS raw_return,
-    gae - CASE WHEN node_values.is_action_valid THEN 0 ELSE invalid_penalty::DOUBLE
-    END AS step_return,
-    CASE WHEN false THEN state_key END AS state_key,
-    'whole group' AS refinement
-), 1 AS term
-FROM node_values
-JOIN gae
-    ON node_values.traj_uid = gae.traj_uid AND node_values.step_index = gae.step_index
-WHERE estimator = 'gagpo'
+SELECT *, 1 AS term FROM estimated_advantages

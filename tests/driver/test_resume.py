@@ -21,7 +21,7 @@ from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import resume
-from learner.restore_report import restored_lines
+from learner.restore import restored_lines
 from store import FormatError, RollBack, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.runs.test_run import rows
