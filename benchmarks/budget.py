@@ -156,6 +156,11 @@ def measure(
         component_ms = {
             name: (after_s[name] - before_s[name]) / n_steps * MS_PER_S for name in COMPONENTS
         }
+        if unseen := [name for name, ms in component_ms.items() if not ms]:
+            raise RuntimeError(
+                f"no process of the run was recognised as {unseen[0]}, so another component has "
+                "its CPU time; see _component in support/live_run.py, or measure once more"
+            )
         floors = measure_floors(run_dir, policy=policy, n_groups=32) if profile_s else {}
     budget = Budget(
         steps_per_s=n_steps / (end_us - begin_us) * US_PER_S,
