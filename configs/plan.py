@@ -64,10 +64,7 @@ def describe_plan(config: Config) -> str:
         f"for micro-batches of {learner.micro_batch_tokens} tokens",
         f"  copies       {_size(copies_bytes(config))} of main memory on rank 0, of what is "
         "written while it trains",
-        "disk (run_dir)",
-        f"  checkpoints  {_n_checkpoints(config)} x {_size(checkpoint_bytes(config))}",
-        f"  weights      {_n_versions(config)} versions x {_size(version_bytes(config))}; "
-        "trajectories come on top",
+        *_disk_lines(config),
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
         f"episodes x at most {most_steps(config)} steps",
     ]
@@ -122,6 +119,17 @@ def _engine_line(config: Config, billions: float) -> str:
     elif actors.gpus_per_worker:
         cache += f"; starts if {share * actors.gpus_per_worker:.0%} of the GPU is free"
     return f"{billions * 1e9 * BYTES[config.model.dtype] / GIB:.1f} GiB weights; {cache}"
+
+
+def _disk_lines(config: Config) -> list[str]:
+    checkpoints = f"  checkpoints  {_n_checkpoints(config)} x {_size(checkpoint_bytes(config))}"
+    weights = (
+        f"  weights      {_n_versions(config)} versions x {_size(version_bytes(config))}; "
+        "trajectories come on top"
+    )
+    if not config.store.uri:
+        return ["disk (run_dir)", checkpoints, weights]
+    return ["disk (run_dir)", checkpoints, "storage (store.uri)", checkpoints, weights]
 
 
 def disk_bytes(config: Config) -> float:

@@ -283,6 +283,19 @@ def test_a_run_may_go_on_with_settings_that_do_not_change_what_it_learns(empty: 
     assert greedy == ["evaluation.temperature: 0.4 -> 0.0"], "figures of one run are measured alike"
 
 
+def test_a_plan_tells_what_is_on_the_disk_from_what_is_in_the_storage() -> None:
+    here = Config()
+    both = Config(store=configs.StoreConfig(uri="s3://bucket/run"))
+    lines = configs.describe_plan(both).splitlines()
+    disk, storage = lines.index("disk (run_dir)"), lines.index("storage (store.uri)")
+    assert [line.split()[0] for line in lines[disk:]][:6] == [
+        *("disk", "checkpoints"),
+        *("storage", "checkpoints", "weights", "per"),
+    ]
+    assert lines[disk + 1] == lines[storage + 1]
+    assert "storage" not in configs.describe_plan(here)
+
+
 def test_a_plan_counts_the_parameters_in_the_name() -> None:
     model = configs.ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct", dtype="bfloat16")
     plan = configs.describe_plan(Config(model=model, learner=configs.LearnerConfig(zero_stage=1)))
