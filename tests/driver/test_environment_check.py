@@ -25,8 +25,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 # Listing its tasks never ends, and starts a process that never ends by itself.
 ENDLESS_WORLD = """
 import os, pathlib, subprocess, time
-from envs.key_room import KeyRoomEnv
-class Endless(KeyRoomEnv):
+class Endless:
     @classmethod
     def tasks(cls, split, options):
         sleeper = subprocess.Popen(["sleep", "3600"])
@@ -37,8 +36,7 @@ class Endless(KeyRoomEnv):
 """
 ENDING_WORLD = """
 import os
-from envs.key_room import KeyRoomEnv
-class Ending(KeyRoomEnv):
+class Ending:
     @classmethod
     def tasks(cls, split, options): os._exit(3)
 """
