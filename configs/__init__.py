@@ -89,11 +89,10 @@ from configs.schema import (
 )
 from configs.settings_text import parse_saved
 from configs.shown_settings import holds_secrets, shown, shown_name, shown_settings
-from configs.variants import CLONE_TASKS, cloning_config, without_model
+from configs.variants import cloning_config, without_model
 
 __all__ = [
     "BUCKET_ELEMENTS",
-    "CLONE_TASKS",
     "GIB",
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",

@@ -20,9 +20,6 @@ from configs.schema import (
 CLONE_EPISODES_PER_STEP = 32
 CLONE_UPDATES_PER_STEP = 5
 CLONE_LEARNING_RATE = 2e-3
-# Enough to see every word of the quick start's games: 30 steps play each of them 8 times. Others
-# are made meanwhile.
-CLONE_TASKS = 120
 
 
 def cloning_config(config: Config) -> Config:

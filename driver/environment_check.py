@@ -1,12 +1,9 @@
-"""Check the environment before a start: list its tasks, and start it once.
-
-While a base policy is cloned on the first tasks, `making_tasks` makes the others.
-"""
+"""Check the environment before a start: list its tasks, and start it once."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -20,7 +17,6 @@ from driver.progress import said_with_spinner
 from envs import (
     EnvironmentFailed,
     Task,
-    TaskListing,
     is_program,
     list_tasks_in_child,
     missing_packages,
@@ -68,29 +64,6 @@ def _check_tasks(config: Config, console: Console) -> None:
         if fault := images_fault(seen, sees_images=sees, style=config.prompt.style):
             raise ConfigError(f"env.name={name}: {fault}")
     console.print(_task_counts(name, splits))
-
-
-@contextmanager
-def making_tasks(config: Config, console: Console) -> Iterator[Callable[[], None]]:
-    """Make the missing tasks of a run of one environment in another process.
-
-    Yields a function that waits until all are made; it raises EnvironmentFailed. The end of the
-    block ends the process.
-    """
-    name = config.env.name
-    with _failure_log(Path(config.run_dir) / "logs" / f"making-{FAILURE_LOG}") as log:
-        listing = TaskListing(name, config.env.options, creating=True, log=log)
-
-        def wait() -> None:
-            with said_with_spinner(f"making the other tasks of {name}", console):
-                splits = listing.wait()
-            assert splits is not None, "tasks are always listed where they may be made"
-            console.print(_task_counts(name, splits))
-
-        try:
-            yield wait
-        finally:
-            listing.end()
 
 
 def try_tasks(config: Config, console: Console) -> list[str]:

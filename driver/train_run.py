@@ -24,7 +24,7 @@ from configs import Config, ConfigError
 from coordinator import check_order
 from driver import offline_sources, resume, run_control, run_lock
 from driver.cluster import ray_cluster
-from driver.environment_check import FAILURE_LOG, check_tasks, making_tasks, try_tasks
+from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
     check_algorithm,
@@ -48,7 +48,7 @@ from driver.supervisor import Supervisor
 from driver.trackers.follow import Consumer, follow_metrics
 from driver.trackers.tracker import check_trackers
 from driver.webhook import AlarmWebhook, webhook_url
-from envs import is_program, list_tasks, options_of_first_tasks
+from envs import is_program, list_tasks
 from printable import one_line
 from store import (
     BASE_POLICY,
@@ -176,7 +176,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
             console.print(f"removed {n_leftovers} processes that an earlier start of {run} left")
         check_same_run(config)
         if not configs.is_offline(config):
-            check_tasks(_with_first_tasks(config), console)
+            check_tasks(config, console)
         _check_new_sources(config, console)
         if (step := trained_to(config)) > config.learner.steps:
             console.print(
@@ -266,12 +266,13 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         screen.console.print(f"no model.path: a tiny model made from nothing, in {policy}")
         _make_tiny_model(policy, config, texts=offline_sources.chat_texts(config))
         return policy
-    if not _clones(config):
+    by_name = configs.environments(config)
+    # nobody can play a program by a script, so there is nothing to clone
+    if any(is_program(own.env.name) for own in by_name.values()):
         screen.console.print(
             f"no model.path: a tiny model made from nothing, in {policy}; it has to learn to write "
             "first"
         )
-        by_name = configs.environments(config)
         listed = [list_tasks(own.env.name, own.env.options)[TRAIN] for own in by_name.values()]
         texts = (text for tasks in listed for task in tasks for text in task.data.values())
         _make_tiny_model(policy, config, texts=texts)
@@ -279,41 +280,9 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         screen.console.print(
             f"no model.path: cloning a tiny base policy from a scripted policy, in {policy.parent}"
         )
-        first = _with_first_tasks(config)
-        if first == config:
-            _clone_scripted_policy(policy, config, screen=screen)
-        else:
-            with making_tasks(config, screen.console) as wait_for_tasks:
-                _clone_scripted_policy(policy, first, screen=screen)
-                wait_for_tasks()
+        _clone_scripted_policy(policy, config, screen=screen)
         screen.console.print(f"the base policy is cloned: {policy}. Next comes the training")
     return policy
-
-
-def _clones(config: Config) -> bool:
-    """Return whether this start clones the base policy from a scripted policy."""
-    return (
-        not config.model.path
-        and not config.source
-        and not (Path(config.run_dir) / BASE_POLICY).is_dir()
-        # nobody can play a program by a script, so there is nothing to clone
-        and not any(is_program(own.env.name) for own in configs.environments(config).values())
-    )
-
-
-def _with_first_tasks(config: Config) -> Config:
-    """Return the settings with only the tasks that a base policy is cloned on.
-
-    Returns `config` if none is cloned, for several environments, and for an environment that cannot
-    list its first tasks alone.
-    """
-    env = config.env
-    if config.environments:
-        return config
-    options = options_of_first_tasks(env.name, env.options, configs.CLONE_TASKS)
-    if options == env.options or not _clones(config):
-        return config
-    return replace(config, env=replace(env, options=dict(options)))
 
 
 def _clone_scripted_policy(policy: Path, config: Config, *, screen: Screen) -> None:

@@ -18,7 +18,6 @@ from .hosting.pool import EnvironmentPool as EnvironmentPool
 from .hosting.pool import PooledEnvironment as PooledEnvironment
 from .hosting.pool import try_environment as try_environment
 from .hosting.program_pool import ProgramPool as ProgramPool
-from .hosting.task_listing import TaskListing as TaskListing
 from .hosting.task_listing import list_tasks_in_child as list_tasks_in_child
 from .options import OptionsError as OptionsError
 from .registry import ENVIRONMENTS as ENVIRONMENTS
@@ -27,4 +26,3 @@ from .registry import is_program as is_program
 from .registry import missing_packages as missing_packages
 from .registry import program_class as program_class
 from .validation import list_tasks as list_tasks
-from .validation import options_of_first_tasks as options_of_first_tasks

@@ -35,24 +35,6 @@ def planned_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequenc
     return None
 
 
-def options_of_first_tasks(
-    name: str, options: Mapping[str, object], n: int
-) -> Mapping[str, object]:
-    """Return the options with which a registered environment lists its first `n` training tasks.
-
-    Returns `options` if it has no `first_tasks`, and for a user's class, which is not imported
-    here. Raises EnvironmentFailed.
-    """
-    first_tasks = None if ":" in name else getattr(_load_class(name), "first_tasks", None)
-    if first_tasks is None:
-        return options
-    try:
-        return dict(first_tasks(Options(options), n))
-    except (Exception, SystemExit) as error:  # the border to a user's own code
-        context = f"env.name={name}: its first tasks cannot be chosen"
-        raise EnvironmentFailed.because(context, error, called=first_tasks) from error
-
-
 def check_constructor(name: str, options: Mapping[str, object]) -> None:
     """Construct one object of the class. Raises EnvironmentFailed."""
     make = _load_class(name)

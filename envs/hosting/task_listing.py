@@ -3,7 +3,7 @@
     splits = list_tasks_in_child("lamps:Lamps", options, creating=True, log=log)
 
 A user's class is imported in a child process, because it may end or crash its process. Our own
-environments are listed in the caller's process, unless a `TaskListing` lists them meanwhile.
+environments are listed in the caller's process.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ def list_tasks_in_child(
     Without it the answer is None if listing would create files.
     """
     if ":" in name:
-        listing = TaskListing(name, options, creating=creating, log=log)
-        try:
-            return listing.wait()
-        finally:
-            listing.end()
+        return _list_in_child(name, options, creating=creating, log=log)
     return _list_here(name, options, creating=creating, log=log)
 
 
@@ -64,37 +60,24 @@ def _list_here(
         raise failed from error.__cause__
 
 
-class TaskListing:
-    """List the tasks in a child process, while the caller does something else."""
-
-    def __init__(
-        self, name: str, options: Mapping[str, object], *, creating: bool, log: Path
-    ) -> None:
-        """Start the child. The kernel ends it with the thread that makes this object."""
-        self._name, self._log = name, log
-        ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = ["-c", CHILD_CODE, str(theirs.fileno()), name, json.dumps(creating)]
-            # its output is progress, for the terminal
-            self._child = ChildProcess(
-                [*arguments, str(log)], options=options, channel=theirs, log=None
-            )
-        self._connection = Connection(ours.detach())
-
-    def wait(self) -> Splits | None:
-        """Return what `list_tasks_in_child` does. Raises EnvironmentFailed. Call it once."""
-        with suppress(EOFError, ConnectionResetError):
-            return _decode(self._connection.recv_bytes(), self._name)
-        exit_code = describe_exit(self._child.end(patience_s=EXIT_TIMEOUT_S))
-        place = self._child.crash_place()
-        message = f"env.name={self._name}: listing its tasks ended the process with {exit_code}"
-        write_log(self._log, f"{message}{place}\n{self._child.dump()}")
-        raise EnvironmentFailed(f"{message}{place}{log_hint(self._log)}")
-
-    def end(self) -> None:
-        """Kill the child and all that it started. A second call does nothing more."""
-        self._connection.close()
-        self._child.end(patience_s=0.0)
+def _list_in_child(
+    name: str, options: Mapping[str, object], *, creating: bool, log: Path
+) -> Splits | None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        arguments = ["-c", CHILD_CODE, str(theirs.fileno()), name, json.dumps(creating), str(log)]
+        # its output is progress, for the terminal
+        child = ChildProcess(arguments, options=options, channel=theirs, log=None)
+    try:
+        with Connection(ours.detach()) as connection, suppress(EOFError, ConnectionResetError):
+            return _decode(connection.recv_bytes(), name)
+        exit_code = describe_exit(child.end(patience_s=EXIT_TIMEOUT_S))
+        place = child.crash_place()
+        message = f"env.name={name}: listing its tasks ended the process with {exit_code}{place}"
+        write_log(log, f"{message}\n{child.dump()}")
+        raise EnvironmentFailed(message + log_hint(log))
+    finally:
+        child.end(patience_s=0.0)
 
 
 def _encode_splits(splits: Splits | None) -> bytes:

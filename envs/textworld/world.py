@@ -88,12 +88,6 @@ class TextWorldEnv:
             for (seed, game), path in zip(games, paths, strict=True)
         ]
 
-    @classmethod
-    def first_tasks(cls, options: Mapping[str, object], n: int) -> Mapping[str, object]:
-        """Return the options with which the first `n` training games and one held-out are made."""
-        n_games = min(n, _parse(options).train_games)
-        return {**options, "train_games": n_games, "heldout_games": 1}
-
     def reset(self, task: Task) -> Observation:
         self._open(task)
         assert self._game is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs import EnvironmentFailed, Task, environment_class, options_of_first_tasks
+from envs import Task, environment_class
 from envs.textworld.games import Treasure, ensure_compiled, goals, treasures
 from envs.textworld.world import _shorten
 from tests.support.cached_play import play_and_compare
@@ -292,21 +292,3 @@ def test_a_restored_state_goes_on_as_the_saved_one_in_another_process(
         if transition.terminated:
             break
         seen = transition.observation
-
-
-def test_the_first_tasks_are_those_with_which_all_begin(tmp_path: Path) -> None:
-    options = make_options(tmp_path / "cache") | {"train_games": 2, "heldout_games": 2}
-    first = options_of_first_tasks("textworld", options, 1)
-    (task,) = TextWorld.tasks("train", first)
-    (heldout,) = TextWorld.tasks("heldout", first)
-    assert len(list((tmp_path / "cache").glob("*.z8"))) == 2, "the others are not made"
-    assert TextWorld.tasks("train", options)[0] == task
-    assert TextWorld.tasks("heldout", options)[0] == heldout
-    assert options_of_first_tasks("textworld", options, 9)["train_games"] == 2
-    with pytest.raises(EnvironmentFailed, match="train_games='ten' must be a whole number"):
-        options_of_first_tasks("textworld", options | {"train_games": "ten"}, 1)
-
-
-def test_an_environment_that_makes_nothing_has_no_first_tasks() -> None:
-    assert options_of_first_tasks("key_room", {}, 1) == {}
-    assert options_of_first_tasks("no_such_module:World", {"a": 1}, 1) == {"a": 1}
