@@ -165,7 +165,9 @@ def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]
         error for compiler, error in zip(compilers, errors, strict=True) if compiler.returncode
     ]
     if failed:
-        raise RuntimeError(f"compiling a game failed: {failed[0].strip().splitlines()[-1]}")
+        # A killed compiler, for example without memory, has written nothing.
+        last_line = (failed[0].strip() or "its process was killed").splitlines()[-1]
+        raise RuntimeError(f"compiling a game failed: {last_line}")
     return paths
 
 

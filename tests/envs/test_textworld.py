@@ -152,6 +152,16 @@ while len(os.listdir({str(meeting)!r})) < 2:
     assert len(list(meeting.iterdir())) == 2
 
 
+def test_a_compiler_that_is_killed_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr("envs.textworld.games.COMPILER_CODE", killed)
+    (_, game), *_ = islice(treasures(split="train", seed=0, rooms=3, things=1), 1)
+    with pytest.raises(RuntimeError, match="compiling a game failed: its process was killed"):
+        ensure_compiled([game], cache_dir=tmp_path / "games")
+
+
 def test_a_larger_split_begins_with_the_smaller_one_and_the_splits_share_no_goal() -> None:
     assert drawn("train", 60)[:20] == drawn("train", 20)
     train, heldout = drawn("train", 100), drawn("heldout", 40)
