@@ -21,6 +21,7 @@ from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.storage import LocalStorage, Storage, open_storage
 from store.untrusted import file_access as beneath
+from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.signatures import SIGNED, sign_run, state_directory
 
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
@@ -139,12 +140,17 @@ def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
     )
 
 
-def is_unused(storage: Storage) -> bool:
-    """Return whether no run has begun in a storage.
+def is_unused(uri: str) -> bool:
+    """Return whether no run has begun in the storage at `uri`, which may be anybody's.
 
     run.json and PRIMARY are also left by a start that did not get further.
     """
-    return all(file.path in ("run.json", primary_directory.PRIMARY) for file in storage.files(""))
+    return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
+
+
+def _has_no_files(uri: str) -> bool:
+    files = open_storage(uri).files("")
+    return all(file.path in ("run.json", primary_directory.PRIMARY) for file in files)
 
 
 class _Below:
@@ -199,7 +205,7 @@ class RunLayout:
                 make_directory(directory, beneath=root)
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
-                layout._take_storage(content)
+                layout._take_storage(info.storage_uri, content)
             # Signed first: a run that is killed here is this user's, and can be continued.
             sign_run(root, run_json=content)
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
@@ -307,12 +313,12 @@ class RunLayout:
                 f"{path} is a symbolic link, and a run has none; move what it leads to here",
             )
 
-    def _take_storage(self, run_json: bytes) -> None:
-        if not is_unused(self.storage):
+    def _take_storage(self, uri: str, run_json: bytes) -> None:
+        if not is_unused(uri):
             raise StoreError(
                 f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
                 "its own, or go on with that one: gigpo train --resume "
-                f"{shell_word(self.info.storage_uri)}"
+                f"{shell_word(uri)}"
             )
         primary_directory.take(self.root, self.storage)
         self.storage.write("run.json", run_json)

@@ -43,6 +43,8 @@ FINAL = re.compile(
     r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT"
     r"|HTTP status 40[0134]"
 )
+# Arrow's words for an answer that has no room: in the buffer of the file's size, or in memory.
+TOO_LONG = "Failed to flush response stream"
 Answer = TypeVar("Answer")
 
 
@@ -287,6 +289,11 @@ class RemoteStorage:
                 break
             except (OSError, ValueError, pa.ArrowException) as error:
                 reason = one_line(error)
+                if TOO_LONG in reason:
+                    raise UnavailableError(
+                        f"cannot {doing} {self.locate(path)}: the answer is longer than it says, "
+                        "or than memory; check the URI, and who answers there"
+                    ) from error
                 if FINAL.search(reason) or isinstance(error, ValueError):
                     raise UnavailableError(
                         f"cannot {doing} {self.locate(path)}: {reason}; check the URI, and the "

@@ -18,13 +18,13 @@ import fcntl
 import functools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from store import primary_directory
 from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
-from store.errors import FormatError, LockedError, StoreError, UnavailableError
+from store.errors import FormatError, LockedError, StoreError
 from store.layout import (
     BASE_POLICY,
     CONFIG_FILE,
@@ -43,11 +43,20 @@ from store.untrusted.file_access import (
     MAX_OPEN_SQL_BYTES,
     MAX_TEXT_BYTES,
 )
+from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.memory_limit import limited_memory
 from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED, add_signatures
 from store.untrusted.trust import check_trusted, trust
 
-RUN_JSON = "run.json"
+RUN_JSON, VIEWS = "run.json", "open.sql"
+# Read of a run that may be a stranger's, each once: the storage may answer something else later.
+SMALL_FILES = {
+    RUN_JSON: MAX_TEXT_BYTES,
+    SIGNED: MAX_SIGNED_BYTES,
+    CONFIG_FILE: MAX_TEXT_BYTES,
+    OUTSIDE_FILE: MAX_TEXT_BYTES,
+    VIEWS: MAX_OPEN_SQL_BYTES,
+}
 LOCK_ENDING = ".bring.lock"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 OF_A_FILE_SYSTEM = "lost+found"  # may be in a directory that is the root of one
@@ -65,11 +74,14 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
     for a stranger's run too; nothing is left at `root` then, and the run stays where it was, if the
     storage still answers. Raises LockedError while another process brings a run to `root`.
     """
-    storage = open_storage(uri)
-    info, run_json = _read_run_json(storage)
-    root = root.absolute()
-    with _alone(root):
-        return _bring(storage, RunLayout(root=root, info=info), run_json, trusts=trusts)
+    files = _small_files(uri)
+    if files is None:
+        raise FormatError(
+            f"{open_storage(uri).locate(RUN_JSON)} is not there; is it the store.uri of a run?"
+        )
+    layout = RunLayout(root=root.absolute(), info=_info(uri, files[RUN_JSON]))
+    with _alone(layout.root):
+        return _bring(open_storage(uri), layout, files, trusts=trusts)
 
 
 @contextmanager
@@ -103,7 +115,9 @@ def _alone(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _bring(storage: Storage, layout: RunLayout, run_json: bytes, *, trusts: bool) -> Report:
+def _bring(
+    storage: Storage, layout: RunLayout, files: Mapping[str, bytes], *, trusts: bool
+) -> Report:
     """Make the directory of `layout`, which is locked, and remove it if that fails."""
     root = layout.root
     is_new = not root.exists()
@@ -111,7 +125,7 @@ def _bring(storage: Storage, layout: RunLayout, run_json: bytes, *, trusts: bool
     make_directory(root, beneath=root)
     (root / UNFINISHED_BRING).touch()
     try:
-        _bring_small_files(storage, layout, run_json)
+        _write_small_files(layout, files)
         if trusts:
             trust(root)
         with limited_memory([root]):  # an error quotes the settings of a stranger's run
@@ -135,7 +149,7 @@ def _bring(storage: Storage, layout: RunLayout, run_json: bytes, *, trusts: bool
 
 def has_begun(uri: str) -> bool:
     """Return whether there is a run at `uri` to go on with. Raises StoreError."""
-    return not is_unused(open_storage(uri))
+    return not is_unused(uri)
 
 
 def is_brought(uri: str, root: Path) -> bool:
@@ -161,12 +175,12 @@ def run_at(place: str) -> Path:
     """
     if not is_uri(place):
         return Path(place)
-    storage = open_storage(place)
-    if not storage.exists(RUN_JSON):
+    files = _small_files(place)
+    if files is None:
         return Path(place)
-    info, run_json = _read_run_json(storage)
+    info = _info(place, files[RUN_JSON])
     root = cache_of(info.run_id, place, kind="settings")
-    _bring_small_files(storage, RunLayout(root=root, info=info), run_json)
+    _write_small_files(RunLayout(root=root, info=info), files)
     return root
 
 
@@ -187,53 +201,50 @@ def bring_catalog(place: str) -> None:
         write_atomically(layout.catalog, memoryview(data), mode=READ_WRITE, beneath=root)
 
 
-def _read_run_json(storage: Storage) -> tuple[RunInfo, bytes]:
-    """Return the run's run.json. Raises StoreError if it names another storage than this one."""
+def _small_files(uri: str) -> dict[str, bytes] | None:
+    """Return the settings and signatures of the run at `uri`, by name. None if no run is there."""
+    return in_limited_process(_read_small_files, uri, at_most_bytes=SMALL_BYTES)
+
+
+def _read_small_files(uri: str) -> dict[str, bytes] | None:
+    storage = open_storage(uri)
+    found: dict[str, bytes] = {}
+    for name, at_most in SMALL_FILES.items():
+        if storage.exists(name):
+            found[name] = storage.read(name, at_most=at_most).to_pybytes()
+        elif name == RUN_JSON:
+            return None
+    return found
+
+
+def _info(uri: str, run_json: bytes) -> RunInfo:
+    """Return the content of run.json. Raises FormatError if it names another storage than `uri`."""
+    storage = open_storage(uri)
     name = storage.locate(RUN_JSON)
-    try:
-        data: bytes = storage.read(RUN_JSON, at_most=MAX_TEXT_BYTES).to_pybytes()
-    except UnavailableError:
-        raise
-    except StoreError as error:
-        raise FormatError(f"{error}; is it the store.uri of a run?") from error
-    info = parse_run_json(data, name=name)
-    uri = info.storage_uri
-    if not uri or open_storage(uri).locate("") != storage.locate(""):
+    info = parse_run_json(run_json, name=name)
+    own = info.storage_uri
+    if not own or open_storage(own).locate("") != storage.locate(""):
         raise FormatError(
-            f"{name} is of a run whose files are in {uri or 'its directory'}; give that, or read "
+            f"{name} is of a run whose files are in {own or 'its directory'}; give that, or read "
             "this copy: gigpo fetch URI DIR"
         )
-    return info, data
+    return info
 
 
-def _bring_small_files(storage: Storage, layout: RunLayout, run_json: bytes) -> None:
-    """Write the run's settings and signatures into `layout`, which was made from `run_json`.
-
-    That file is not read again: the storage may answer something else the second time.
-    """
+def _write_small_files(layout: RunLayout, files: Mapping[str, bytes]) -> None:
+    """Write the run's settings and signatures into its directory."""
     root = layout.root
-    signed = _small(storage, SIGNED, at_most=MAX_SIGNED_BYTES)
-    if signed is not None:
-        add_signatures(root, signed)
+    if SIGNED in files:
+        add_signatures(root, files[SIGNED])
     for name in (CONFIG_FILE, OUTSIDE_FILE):
-        text = _small(storage, name)
-        if text is not None:
-            write_atomically(root / name, text, mode=READ_WRITE, beneath=root)
-    views = _small(storage, layout.open_sql.name, at_most=MAX_OPEN_SQL_BYTES)
-    if views is not None:
-        placed = open_sql.placed(layout, views.decode(errors="replace"))
+        if name in files:
+            write_atomically(root / name, files[name], mode=READ_WRITE, beneath=root)
+    if VIEWS in files:
+        placed = open_sql.placed(layout, files[VIEWS].decode(errors="replace"))
         write_atomically(layout.open_sql, placed.encode(), mode=READ_WRITE, beneath=root)
     make_directory(layout.run_json_backup.parent, beneath=root)
     for path in (layout.run_json_backup, layout.run_json):
-        write_atomically(path, run_json, mode=READ_ONLY, beneath=root)
-
-
-def _small(storage: Storage, name: str, *, at_most: int = MAX_TEXT_BYTES) -> bytes | None:
-    """Return a small file of the storage, None if it is not there."""
-    if not storage.exists(name):
-        return None
-    data: bytes = storage.read(name, at_most=at_most).to_pybytes()
-    return data
+        write_atomically(path, files[RUN_JSON], mode=READ_ONLY, beneath=root)
 
 
 def _empty(root: Path) -> None:

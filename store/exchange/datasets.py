@@ -351,13 +351,16 @@ def _in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 def read_dataset(storage: Storage) -> Dataset:
     """Read dataset.json. Raises FormatError for a dataset that no run can take in."""
     name = storage.locate(DATASET_JSON)
-    if not storage.exists(DATASET_JSON):
+    try:
+        data = storage.read(DATASET_JSON, at_most=MAX_DATASET_JSON_BYTES).to_pybytes()
+    except StoreError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise FormatError(
             f"{name} is not there: no dataset, or one that was not written to its end; "
             "export it again"
-        )
+        ) from error
     try:
-        data = storage.read(DATASET_JSON, at_most=MAX_DATASET_JSON_BYTES).to_pybytes()
         content: dict[str, Any] = json_values.parse_object(data)
         check_format(content, name=name)
         groups = json_values.objects(content, "groups")

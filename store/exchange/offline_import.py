@@ -45,6 +45,7 @@ from store.reading.manifest import export
 from store.reading.reader import open_run
 from store.records import UID_TYPE
 from store.storage import Storage, open_storage
+from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 
 WORKER = "offline"  # the directory of their segments
 WHOLE_HINT = "`gigpo export --groups` exports whole groups"
@@ -229,13 +230,16 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
     run = run_at(source.place)
     if RunLayout.exists(run):
         return _select_of_run(source, RunLayout.open(run), opened=opened)
-    storage = open_storage(source.place)
-    if not storage.exists(DATASET_JSON):
+    if not in_limited_process(_is_dataset, source.place, at_most_bytes=SMALL_BYTES):
         raise FormatError(
             f"source {source.place!r} does not exist, or is neither a run directory nor one "
             "that `gigpo export` wrote, nor a file of chats (.jsonl or .parquet)"
         )
-    return _select_of_dataset(source, storage)
+    return _select_of_dataset(source, open_storage(source.place))
+
+
+def _is_dataset(place: str) -> bool:
+    return open_storage(place).exists(DATASET_JSON)
 
 
 def _select_of_chats(source: OfflineSource, rows: Callable[[], OfflineRows]) -> _Selection:

@@ -44,6 +44,8 @@ from store.untrusted.file_access import (
     open_file,
     status,
 )
+from store.untrusted.limited_process import in_limited_process
+from store.untrusted.memory_limit import allowed_bytes
 from store.untrusted.signatures import user_directory
 
 PARALLEL = 8  # requests, which mostly wait for the network
@@ -82,6 +84,11 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
 
     Raises StoreError if `dest` holds something else, or the run itself.
     """
+    in_limited_process(_fetch_run, uri, dest, at_most_bytes=allowed_bytes())
+    return RunLayout.open(dest)
+
+
+def _fetch_run(uri: str, dest: Path) -> None:
     storage = open_storage(uri)
     try:
         data = storage.read("run.json", at_most=MAX_TEXT_BYTES).to_pybytes()
@@ -105,7 +112,6 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
     write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _locked(layout):
         _bring(storage, layout)
-    return layout
 
 
 def cache_of(run_id: str, uri: str, *, kind: str) -> Path:

@@ -67,9 +67,14 @@ def _limit_bytes(soft: int) -> int:
     memory = psutil.virtual_memory()
     if soft != resource.RLIM_INFINITY and soft < memory.total:
         return soft
-    free = min(memory.available, *_free_in_groups(CONTROL_GROUPS, Path("/proc/self/cgroup")))
-    more = max(LEAST_BYTES, int(free * SHARE_OF_FREE_MEMORY))
-    return more + getattr(psutil.Process().memory_info(), "data", 0)
+    return allowed_bytes() + getattr(psutil.Process().memory_info(), "data", 0)
+
+
+def allowed_bytes() -> int:
+    """Return the memory that a process which reads a stranger's run may take beside its own."""
+    available = psutil.virtual_memory().available
+    free = min(available, *_free_in_groups(CONTROL_GROUPS, Path("/proc/self/cgroup")))
+    return max(LEAST_BYTES, int(free * SHARE_OF_FREE_MEMORY))
 
 
 def _free_in_groups(root: Path, own: Path) -> list[int]:

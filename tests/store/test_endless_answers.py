@@ -1,0 +1,91 @@
+"""A server whose answers have no end takes no more memory than a limit, before anybody trusts it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from store import has_begun
+from tests.support.endless_server import Kind, endless_server
+
+# A command with a small limit. It prints the largest memory of this process and of its children.
+PROGRAM = """
+import resource, sys
+from cli.__main__ import main
+from store import layout
+from store.exchange import bring, offline_import
+from store.untrusted import memory_limit
+for module in (layout, bring, offline_import):
+    module.SMALL_BYTES = {limit}
+memory_limit.SHARE_OF_FREE_MEMORY, memory_limit.LEAST_BYTES = 0, {limit}
+status = main(sys.argv[1:])
+for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+    print(resource.getrusage(whose).ru_maxrss)
+sys.exit(status)
+"""
+ROOT = Path(__file__).parents[2]
+LIMIT_BYTES = 100 << 20
+LIBRARIES_KIB = 500 << 10  # Arrow, DuckDB and the stacks of their threads
+CONFIG = str(ROOT / "configs/quickstart.yaml")
+COMMANDS = {
+    "train": ("train", CONFIG, "--resume", "{uri}", "run_dir={to}"),
+    "resume": ("train", "--resume", "{uri}", "run_dir={to}"),
+    "fork": ("train", "--fork", "{uri}@1", "run_dir={to}"),
+    "source": ("train", CONFIG, "source={uri}", "run_dir={to}", "--dry-run"),
+    "fetch": ("fetch", "{uri}", "{to}"),
+}
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "k")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def command(words: tuple[str, ...], *, uri: str, to: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-c", PROGRAM.format(limit=LIMIT_BYTES)),
+            *(word.format(uri=uri, to=to) for word in words),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("train", "body", "the answer is longer than it says, or than memory"),
+        ("train", "pages", "take more than 100 MiB of memory"),
+        ("resume", "body", "cannot look for .*longer"),
+        ("fork", "file", "cannot read .*run.json: the answer is longer"),
+        ("source", "body", "cannot look for .*longer"),
+        ("fetch", "file", "cannot read .*run.json: the answer is longer"),
+    ],
+)
+def test_an_answer_without_an_end_is_one_line_and_takes_no_more_than_the_limit(
+    name: str, kind: Kind, says: str, tmp_path: Path
+) -> None:
+    with endless_server(kind) as uri:
+        done = command(COMMANDS[name], uri=uri, to=tmp_path / "new")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+
+    assert re.search(says, line) and "check the URI, and who answers there" in line
+    assert all(int(kib) < LIBRARIES_KIB for kib in done.stdout.split()[-2:])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_long_list_is_read() -> None:
+    with endless_server("list") as uri:
+        assert has_begun(uri)
