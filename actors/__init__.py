@@ -15,8 +15,8 @@
                    `vllm_cpu_adapters.py` multiplies by them on a CPU.
                    `vllm_step_pacing.py` makes the steps of a CPU engine fewer and fuller, and
                    `vllm_whole_answers.py` its messages
-`endpoint/`        the OpenAI-compatible server that agent programs call; `vllm_tool_calls.py` reads
-                   tool calls with vLLM's parsers
+`endpoint/`        the OpenAI-compatible server that agent programs call; `tool_call_reader.py`
+                   reads tool calls in a child process, with the parsers of `vllm_tool_calls.py`
 `templates/`       prompt templates
 `chat_data.py`     chats of a file as trajectories, for supervised fine-tuning
 

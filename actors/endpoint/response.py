@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from actors.endpoint.conversation import Tools
-from actors.endpoint.vllm_tool_calls import ToolCallParser
+from actors.endpoint.tool_call_reader import ToolCallReader
 from actors.policy import Completion
 from actors.prompting.chat_template import Tokenizer
 from actors.prompting.messages import Message
@@ -51,18 +51,16 @@ def cut_reply(
 
 
 def with_calls(
-    reply: Reply, tokenizer: Tokenizer, *, parser: ToolCallParser, tools: Tools
+    reply: Reply, tokenizer: Tokenizer, *, reader: ToolCallReader, tools: Tools, label: str
 ) -> Reply:
-    """Return the reply with the tool calls that `parser` finds in it.
+    """Return the reply with the tool calls that `reader` finds in it. Waits for its process.
 
     They are read from the tokens: in some models the marks of a call are special tokens.
     """
     token_ids = reply.completion.token_ids
     said = token_ids[: len(token_ids) - reply.ended]
     text = tokenizer.decode(said, skip_special_tokens=False)
-    if parser.has_too_many_marks(text):
-        return reply
-    content, calls = parser.read(text, tools)
+    content, calls = reader.read(text, tools, label=label)
     if not calls:
         return reply
     message = Message(role="assistant", content=content, tool_calls=calls)

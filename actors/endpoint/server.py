@@ -24,8 +24,10 @@ import secrets
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +37,7 @@ from jinja2 import TemplateError
 from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
 from actors.endpoint.request import ChatRequest, RequestError, parse_request, refused, takes_long
 from actors.endpoint.response import Reply, chat_completion, chunks, cut_reply, with_calls
-from actors.endpoint.vllm_tool_calls import ToolCallParser
+from actors.endpoint.tool_call_reader import ToolCallReader
 from actors.policy import Completion, Policy, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
 from actors.prompting.messages import Message, seen_text
@@ -95,14 +97,18 @@ class Recording:
         return [replace(step, step_index=index) for index, (_, step) in enumerate(in_order)]
 
     @contextmanager
-    def reserve(self, n: int) -> Iterator[list[int]]:
-        """Count n completions as in flight, and return their numbers."""
-        numbers = [next(self._numbers) for _ in range(n)]
-        self._n_in_flight += n
+    def reserve(self, n_more: int) -> Iterator[None]:
+        """Count `n_more` completions as in flight. Raises as `refuse_beyond`."""
+        self.refuse_beyond(n_more)
+        self._n_in_flight += n_more
         try:
-            yield numbers
+            yield
         finally:
-            self._n_in_flight -= n
+            self._n_in_flight -= n_more
+
+    def numbers(self, n: int) -> list[int]:
+        """Return the numbers of the next n completions."""
+        return [next(self._numbers) for _ in range(n)]
 
     def add(self, number: int, step: Step) -> None:
         self._recorded[number] = step
@@ -136,7 +142,9 @@ class Endpoint:
         self._max_model_tokens = max_model_tokens(config)  # prompt and response together
         self._chat_variables = chat_variables(config.prompt.thinking)
         self._tool_parser_name = config.prompt.tool_parser
-        self._tool_parser: ToolCallParser | None = None  # found at the first request with tools
+        self._reader: ToolCallReader | None = None  # made at the first request with tools
+        # Waits for the reader's process, while the event loop has heartbeats to send.
+        self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tool-calls")
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
         self._open: dict[int, Recording] = {}
@@ -161,6 +169,9 @@ class Endpoint:
 
     async def close(self) -> None:
         await self._runner.cleanup()
+        self._reading.shutdown(wait=False, cancel_futures=True)
+        if self._reader is not None:
+            await asyncio.to_thread(self._reader.close)
 
     @contextmanager
     def episode(
@@ -218,8 +229,12 @@ class Endpoint:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
-        asked = parse_request(await self._read(request, recording))
-        number, replies, n_prompt = await self._answer(recording, asked)
+        # Reserved before anything is read: a program that sends a thousand requests at once would
+        # fill the memory with them, and the prompts of other episodes would wait for theirs.
+        with recording.reserve(1):
+            asked = parse_request(await self._read(request, recording))
+            with recording.reserve(asked.n_choices - 1):
+                number, replies, n_prompt = await self._answer(recording, asked)
         body = chat_completion(
             replies,
             self.tokenizer,
@@ -268,27 +283,31 @@ class Endpoint:
         if len(asked.anchor or "") > self._max_characters:
             most = f"at most {self._max_characters}, as many as a prompt"
             raise refused(f"anchor has {len(asked.anchor or '')} characters; {most}", "anchor")
-        recording.refuse_beyond(asked.n_choices)
-        parser = await self._parser(recording) if asked.reads_calls else None
+        reader = await self._tool_call_reader(recording) if asked.reads_calls else None
         tools = asked.offered
         token_ids = await self._prompt(recording, messages, tools=tools)
         prompt = Prompt(token_ids=token_ids, actions=None)
-        # Checked again: the thread took time, in which other requests were answered.
-        recording.refuse_beyond(asked.n_choices)
+        recording.refuse_beyond(0)  # the thread took time, in which the episode may have ended
         room = self._max_model_tokens - len(prompt.token_ids)
         max_tokens = min(asked.token_limit or room, self._max_response_tokens, room)
         started_us, started = now_us(), time.perf_counter()
-        with recording.reserve(asked.n_choices) as numbers:
-            completions = await self._generate(recording, prompt, numbers=numbers)
+        numbers = recording.numbers(asked.n_choices)
+        completions = await self._generate(recording, prompt, numbers=numbers)
         gen_us = round((time.perf_counter() - started) * 1e6)
         replies = [
             cut_reply(completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ())
             for completion in completions
         ]
-        if parser is not None:
-            for index, reply in enumerate(replies):
-                replies[index] = with_calls(reply, self.tokenizer, parser=parser, tools=tools)
-                await asyncio.sleep(0)  # the event loop has heartbeats to send
+        if reader is not None:
+            read = partial(
+                with_calls,
+                tokenizer=self.tokenizer,
+                reader=reader,
+                tools=tools,
+                label=recording.label,
+            )
+            loop = asyncio.get_running_loop()
+            replies = [await loop.run_in_executor(self._reading, read, reply) for reply in replies]
         recording.refuse_beyond(0)
         observation = Observation(text=seen_text(messages), anchor=asked.anchor)
         for number, reply in zip(numbers, replies, strict=True):
@@ -315,18 +334,19 @@ class Endpoint:
             )
         return numbers[0], replies, len(prompt.token_ids)
 
-    async def _parser(self, recording: Recording) -> ToolCallParser:
-        """Find the parser of tool calls in a thread, once. Raises RequestError without one."""
-        if self._tool_parser is None:
-            try:
-                self._tool_parser = await self._in_thread(
-                    recording,
-                    lambda: ToolCallParser(self.tokenizer, name=self._tool_parser_name),
-                    takes_long=True,
-                )
-            except ValueError as error:
-                raise refused(str(error), "tools") from None
-        return self._tool_parser
+    async def _tool_call_reader(self, recording: Recording) -> ToolCallReader:
+        """Make the reader of tool calls in a thread, once. Raises RequestError without a parser."""
+        if self._reader is not None:
+            return self._reader
+        try:
+            return await self._in_thread(recording, self._make_reader, takes_long=True)
+        except ValueError as error:
+            raise refused(str(error), "tools") from None
+
+    def _make_reader(self) -> ToolCallReader:
+        if self._reader is None:  # the thread has made one for another request meanwhile
+            self._reader = ToolCallReader(self.tokenizer, name=self._tool_parser_name)
+        return self._reader
 
     async def _prompt(
         self, recording: Recording, messages: tuple[Message, ...], *, tools: Tools

@@ -4,7 +4,8 @@
     content, calls = parser.read('<tool_call>{"name": "add", "arguments": {}}</tool_call>', tools)
 
 A parser must read back what the model's own chat template writes for a call. So a wrong one, or a
-template that shows no tools, is refused before a program depends on it.
+template that shows no tools, is refused before a program depends on it. Some texts take a parser
+exponential time: `ToolCallReader` bounds it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ FAMILIES = (
     "pythonic",
 )
 PROBE_CHARACTERS = 2**16  # more than any template writes around one tool
-# A reply with more marks is not parsed. The regular expressions of some parsers take cubic time, on
-# the event loop: those of deepseek_v3 take 0.1 s for 512 marks and 11 s for 2,048.
-MAX_MARKS = 512
 PROBED = ToolCall(id="123456789", name="probed_tool", arguments='{"number": 7}')
 PROBE: Tools = (
     {
@@ -64,7 +62,6 @@ class ToolCallParser:
         # vLLM logs a traceback for each malformed call. A policy that learns writes thousands.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._tokenizer = tokenizer
-        self._marks: frozenset[str] | None = None
         # Kept from reply to reply: qwen3_coder needs 50 ms for a vocabulary of 150,000 tokens.
         self._reader: tuple[Tools, Any, Any] | None = None
         known = ToolParserManager.list_registered()
@@ -112,16 +109,6 @@ class ToolCallParser:
         request = ChatCompletionRequest(messages=[], model="", tools=list(tools))
         parser = self._parser(self._tokenizer, request.tools)
         return parser, parser.adjust_request(request)
-
-    def has_too_many_marks(self, text: str) -> bool:
-        """Return whether a reply has more marks than any parser reads in a tenth of a second.
-
-        Marks are the texts of tokens that the tokenizer's vocabulary was given besides its own. A
-        model may also spell one with other tokens.
-        """
-        if self._marks is None:
-            self._marks = frozenset(self._tokenizer.get_added_vocab())
-        return sum(map(text.count, self._marks)) > MAX_MARKS
 
     def _reads_back(self, written: str) -> bool:
         try:

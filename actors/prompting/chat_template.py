@@ -53,9 +53,6 @@ class Tokenizer(Protocol):
     # empty where each token is one character, or a byte of one
     def get_vocab(self) -> Mapping[str, int]: ...
 
-    # tokens besides the vocabulary's own, special ones too
-    def get_added_vocab(self) -> Mapping[str, int]: ...
-
 
 def load_tokenizer(model_path: str, *, with_torch: bool) -> Tokenizer:
     """Load the tokenizer of a model's directory.

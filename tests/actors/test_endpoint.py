@@ -572,6 +572,38 @@ def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.Monkey
     assert b" 408 " in served(TextPolicy(["7"]), body)
 
 
+def test_requests_beyond_the_episode_are_refused_before_they_are_read() -> None:
+    """The attack: a thousand requests at once, whose bodies would fill the worker's memory."""
+
+    async def body(endpoint: Endpoint) -> tuple[bytes, bytes]:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        question = json.dumps(ask()).encode()
+        limits = rules(max_steps=2)
+        with endpoint.episode(IDS, limits, progress=AttemptProgress()) as recording:
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+                f"Authorization: Bearer {recording.client.api_key}\r\n"
+                f"Content-Length: {len(question)}\r\n\r\n"
+            ).encode()
+            opened = []
+            for n_begun in (1, 2, 2):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(head + question[:1])
+                opened.append((reader, writer))
+                async with asyncio.timeout(40):
+                    while recording._n_in_flight < n_begun:
+                        await asyncio.sleep(0.01)
+            third = await asyncio.wait_for(opened[2][0].readline(), timeout=40)
+            opened[0][1].write(question[1:])
+            first = await asyncio.wait_for(opened[0][0].readline(), timeout=40)
+            for _, writer in opened:
+                writer.close()
+        return first, third
+
+    first, third = served(TextPolicy(["7"]), body)
+    assert b" 200 " in first and b" 410 " in third
+
+
 def test_a_body_that_is_not_packed_as_its_head_says_is_refused(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -4,14 +4,16 @@ tokens.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
-from actors.endpoint import vllm_tool_calls
 from actors.endpoint.server import Endpoint
+from actors.endpoint.tool_call_reader import ToolCallReader
 from actors.endpoint.vllm_tool_calls import ToolCallParser
 from actors.prompting.messages import Message, ToolCall, parse_arguments, seen_text
 from actors.rollout.episode import AttemptProgress
@@ -111,12 +113,67 @@ def test_a_call_of_endless_brackets_is_text() -> None:
     assert hermes.read(deep, (ADD,)) == (deep, ())
 
 
-def test_a_reply_of_marks_only_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_tool_calls, "MAX_MARKS", 3)
-    parser = ToolCallParser(tokenizer("tooled"), name="auto")
-    mark = max(tokenizer("tooled").get_added_vocab(), key=len)
-    assert not parser.has_too_many_marks(f"a {mark} b" * 3)
-    assert parser.has_too_many_marks(f"a {mark} b" * 4)
+def test_a_reply_that_no_parser_reads_in_time_is_text_and_others_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: a regular expression that takes cubic time, on the worker's event loop."""
+    attack = "<dots_function_call>" + "\n" * 3000
+    turns = 0
+
+    async def body(endpoint: Endpoint) -> list[Any]:
+        nonlocal turns
+
+        async def asked(client: openai.AsyncOpenAI) -> Any:
+            answer = await client.chat.completions.create(model="m", messages=[ASK], tools=[ADD])
+            return answer.choices[0]
+
+        with endpoint.episode(
+            IDS, rules(), progress=AttemptProgress(), label="task 7"
+        ) as recording:
+            client = openai.AsyncOpenAI(
+                base_url=recording.client.base_url, api_key=recording.client.api_key
+            )
+            first = await asked(client)  # now the parser is there
+            reading = asyncio.ensure_future(asyncio.gather(asked(client), asked(client)))
+            while not reading.done():
+                turns += 1
+                await asyncio.sleep(0.01)
+            await client.close()
+            return [first, *reading.result()]
+
+    call = (
+        '<dots_function_call><invoke name="add"><parameter name="a">7</parameter></invoke>'
+        "</dots_function_call>"
+    )
+    one, two, three = served(
+        TextPolicy([call, attack, call]),
+        body,
+        template="dots",
+        tool_parser="dots",
+        max_response=4000,
+        max_model=6000,
+    )
+    assert (two.finish_reason, two.message.content) == ("stop", attack)
+    for reply in (one, three):
+        assert reply.message.tool_calls[0].function.arguments == '{"a": 7}'
+    assert turns > 10, "the event loop goes on"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == (
+        f"task 7: a reply of {len(attack):,} characters counts as text without calls: "
+        "prompt.tool_parser='dots' did not read it within 0.5 s"
+    )
+
+
+def test_a_reader_whose_processes_are_killed_reads_on() -> None:
+    reader = ToolCallReader(tokenizer("tooled"), name="auto")
+    assert reader.read(CALL, (ADD,), label="a")[1]
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        if "serve_forks" in " ".join(child.cmdline()):
+            child.kill()
+    assert reader.read(CALL, (ADD,), label="a") == (CALL, ())
+    assert reader.read(CALL, (ADD,), label="a")[1]
+    reader.close()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +237,7 @@ def test_a_use_of_tools_that_is_not_supported_is_refused(
 
 def test_a_parser_that_does_not_read_the_templates_own_call_is_refused() -> None:
     with pytest.raises(ValueError, match="is no parser of this vLLM; it has .*hermes"):
-        ToolCallParser(tokenizer("tooled"), name="hermes2")
+        ToolCallReader(tokenizer("tooled"), name="hermes2")
     with pytest.raises(ValueError, match="does not read the call that the chat template"):
         ToolCallParser(tokenizer("tooled"), name="qwen3_coder")
     with pytest.raises(ValueError, match="does not read .* name the one of the model's family"):

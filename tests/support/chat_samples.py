@@ -56,6 +56,14 @@ XML = TOOLED.replace(
     "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
     "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>",
 )
+# The form of dots, whose parser takes cubic time for line breaks.
+DOTS = XML.replace("tool_call>", "dots_function_call>")
+for xml, dots in (
+    ("<function={{ c.function.name }}>", '<invoke name="{{ c.function.name }}">'),
+    ("<parameter={{ k }}>\n{{ v }}\n", '<parameter name="{{ k }}">{{ v }}'),
+    ("</function>", "</invoke>"),
+):
+    DOTS = DOTS.replace(xml, dots)
 TEMPLATES = {
     "tiny": None,
     "chatml": CHATML,
@@ -64,6 +72,7 @@ TEMPLATES = {
     "tooled": TOOLED,
     "unread": UNREAD,
     "xml": XML,
+    "dots": DOTS,
 }
 
 
@@ -135,12 +144,14 @@ def rules(**changes: object) -> EpisodeRules:
     return EpisodeRules(**{**settings, **changes})
 
 
-def endpoint_config(model: str, *, max_response: int, max_model: int) -> Config:
+def endpoint_config(
+    model: str, *, max_response: int, max_model: int, tool_parser: str = "auto"
+) -> Config:
     """Return the config of an endpoint whose model has this name and these limits in tokens."""
     return Config(
         run_dir=model,
         actors=ActorsConfig(max_response_tokens=max_response),
-        prompt=PromptConfig(max_prompt_tokens=max_model - max_response),
+        prompt=PromptConfig(max_prompt_tokens=max_model - max_response, tool_parser=tool_parser),
     )
 
 
@@ -151,12 +162,15 @@ def served(
     template: str = "tiny",
     max_response: int = 40,
     max_model: int = 400,
+    tool_parser: str = "auto",
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Any:
     """Return the result of `body(endpoint)`, on a loop of `loop_factory` if it is given."""
 
     async def run() -> Any:
-        config = endpoint_config("number-game", max_response=max_response, max_model=max_model)
+        config = endpoint_config(
+            "number-game", max_response=max_response, max_model=max_model, tool_parser=tool_parser
+        )
         endpoint = Endpoint(policy, tokenizer(template), config=config)
         await endpoint.start()
         try:
