@@ -16,13 +16,14 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import islice, starmap
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.base import Observation, Task, Transition
+from envs.base import KeptAnswers, Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_numbers
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 
@@ -141,6 +142,14 @@ class TextWorldEnv:
         _interpreter(self._game).set_state((ram, *registers))
         self._set_facts(facts)
         self._room, self._commands, self._is_over = own
+
+    @classmethod
+    def kept_answers(cls, options: Mapping[str, object], task: Task) -> KeptAnswers:
+        """Keep the answers beside the games. The game's files and its engine decide them."""
+        path = Path(_game_file(_parse(options).cache_dir, task))
+        files = (path.read_bytes(), path.with_suffix(".json").read_bytes())
+        decided_by = (version("textworld"), version("jericho"), task.data["objective"], *files)
+        return KeptAnswers(folder=path.parent / "answers", decided_by=decided_by)
 
     def close(self) -> None:
         if self._game is not None:
