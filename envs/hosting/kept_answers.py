@@ -269,8 +269,9 @@ def bound_folder(folder: Path) -> None:
     found = []
     for entry in os.scandir(folder):
         if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
-            status = entry.stat(follow_symlinks=False)
-            found.append((status.st_mtime_ns, status.st_size, entry.path))
+            with suppress(FileNotFoundError):  # another writer has renamed it
+                status = entry.stat(follow_symlinks=False)
+                found.append((status.st_mtime_ns, status.st_size, entry.path))
     n_bytes = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
         if n_bytes <= MAX_FOLDER_BYTES:
@@ -281,16 +282,21 @@ def bound_folder(folder: Path) -> None:
 
 @cache
 def _code(make: type) -> bytes:
-    """Return a digest of the class's module and of the other modules of its package.
+    """Return a digest of the modules of a class and its bases, and of others in their packages.
 
     Code that they call elsewhere is for `kept_answers` to name.
     """
-    module = sys.modules[make.__module__]
-    if module.__file__ is None:
-        raise ValueError(f"{make.__name__} has no source file; do not keep its answers")
-    file = Path(module.__file__)
-    files = sorted(file.parent.glob("*.py")) if module.__package__ else [file]
-    return _digest((make.__qualname__, *(part for f in files for part in (f.name, f.read_bytes()))))
+    parts: list[str | bytes] = [make.__qualname__]
+    for each in make.__mro__:
+        module = sys.modules[each.__module__]
+        source = getattr(module, "__file__", None)
+        if source is None and each is make:
+            raise ValueError(f"{make.__name__} has no source file; do not keep its answers")
+        if source is not None:
+            file = Path(source)
+            files = sorted(file.parent.glob("*.py")) if module.__package__ else [file]
+            parts += [part for found in files for part in (found.name, found.read_bytes())]
+    return _digest(parts)
 
 
 def _digest(parts: Iterable[str | bytes]) -> bytes:

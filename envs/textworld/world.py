@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from itertools import islice, starmap
 from pathlib import Path
@@ -147,9 +148,11 @@ class TextWorldEnv:
     def kept_answers(cls, options: Mapping[str, object], task: Task) -> KeptAnswers:
         """Keep the answers beside the games. The game's files and its engine decide them."""
         path = Path(_game_file(_parse(options).cache_dir, task))
-        files = (path.read_bytes(), path.with_suffix(".json").read_bytes())
-        decided_by = (version("textworld"), version("jericho"), task.data["objective"], *files)
-        return KeptAnswers(folder=path.parent / "answers", decided_by=decided_by)
+        story, facts = path.read_bytes(), path.with_suffix(".json").read_bytes()
+        decided_by: tuple[str | bytes, ...] = (task.data["objective"], story, facts)
+        return KeptAnswers(
+            folder=path.parent / "answers", decided_by=(*_engine_versions(), *decided_by)
+        )
 
     def close(self) -> None:
         if self._game is not None:
@@ -213,6 +216,11 @@ class TextWorldEnv:
         # Room and commands identify the state. The last reply does not: it depends on the way in.
         anchor = f"{self._room}: {', '.join(listed)}"
         return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
+
+
+@cache
+def _engine_versions() -> tuple[str, ...]:
+    return version("textworld"), version("jericho")
 
 
 def _transition(observation: Observation, *, won: bool = False, valid: bool = True) -> Transition:

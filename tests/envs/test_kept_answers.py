@@ -162,16 +162,21 @@ def test_what_has_changed_never_meets_old_answers(tmp_path: Path, change: dict[s
     assert len(answer_files(tmp_path)) == 2
 
 
-def test_changed_code_never_meets_old_answers(tmp_path: Path) -> None:
-    code = "from tests.envs.test_kept_answers import Counter\nclass World(Counter):\n    "
-    code += "deterministic = True\n"
+@pytest.mark.parametrize("module", ["changing", "changing_base"])
+def test_changed_code_never_meets_old_answers(tmp_path: Path, module: str) -> None:
+    """The class's own, and that of the class that it inherits from."""
+    base = "from tests.envs.test_kept_answers import Counter\nclass Base(Counter):\n    pass\n"
+    (tmp_path / "changing_base.py").write_text(base)
+    code = "from changing_base import Base\nclass World(Base):\n    deterministic = True\n"
+    (tmp_path / "changing.py").write_text(code)
+    whole = (tmp_path / f"{module}.py").read_text()
     options = options_of(tmp_path)
     program = (
         "import json, sys; from tests.envs.test_kept_answers import play; "
         "print(json.dumps(play(json.loads(sys.argv[1]), 'up', name='changing:World')))"
     )
     for version, asked in (("", ["reset", "up"]), ("", []), ("    reward = 2\n", ["reset", "up"])):
-        (tmp_path / "changing.py").write_text(code + version)
+        (tmp_path / f"{module}.py").write_text(whole + version)
         done = subprocess.run(
             [sys.executable, "-B", "-c", program, json.dumps(options)],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
