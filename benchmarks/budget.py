@@ -13,12 +13,15 @@ CPU time hardly depends on what else the machine does, unlike the steps per seco
 
 --quick leaves out the run in lock-step with the learner (max_staleness=0) and ALFWorld, which also
 needs --data, GIGPO_DATA or `data`, with a folder `alfworld`. Games and base policies are made on
-the first call, in minutes, and kept in --folder. The last line is JSON.
+the first call, in minutes, and kept in --folder. Each run knows the answers of the games that the
+making of the base policy has asked for, and no others: it is a first run. With --again it knows
+those of all earlier calls, too. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -78,18 +81,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "budget")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("GIGPO_DATA", "data")))
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--again", action="store_true")
     options = parser.parse_args()
     seconds = options.seconds or (15.0 if options.quick else 60.0)
     folder = options.folder.resolve()
-    quick_start = Form(
-        config="configs/quickstart.yaml", settings={"env.options.cache_dir": folder / "games"}
-    )
+    games = folder / "games"
+    quick_start = Form(config="configs/quickstart.yaml", settings={"env.options.cache_dir": games})
     figures: dict[str, float | None] = {"async_over_sync_real": None}
     policy = base_policy("quickstart", quick_start, folder)
+    if not (cloned := folder / "answers_of_cloning").is_dir():
+        copy_answers(games / "answers", cloned)
+    if not options.again:
+        copy_answers(cloned, games / "answers")
     budget, floors = measure(quick_start, policy, seconds=seconds, profile_s=seconds / 2)
     show(budget, floors)
     figures |= json_figures(budget) | floors
     if not options.quick:
+        if not options.again:
+            copy_answers(cloned, games / "answers")
         in_turns, _ = measure(quick_start, policy, seconds=seconds, profile_s=0.0, max_staleness=0)
         if budget.learner_step_s and in_turns.learner_step_s:
             figures["async_over_sync_real"] = in_turns.learner_step_s / budget.learner_step_s
@@ -123,6 +132,14 @@ def base_policy(name: str, form: Form, folder: Path) -> Path:
         with LiveRun(run_dir, form.config, {**form.settings, **settings}) as run:
             run.wait()
     return policy
+
+
+def copy_answers(source: Path, target: Path) -> None:
+    """Replace a folder of kept answers by another one."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def measure(

@@ -9,7 +9,7 @@ FOLDER has `alfworld/`, `webshop/` and `qa/`; the default is GIGPO_DATA, or `dat
     webshop   steps of one core, start-up, equality with recorded episodes of the original
     search    index, queries, server, both environments; recall with the question as only search
     gym       Sokoban; FrozenLake and Taxi through the adapter and without it
-    cache     a step of the quick start with remembered answers and without
+    cache     a step of the quick start without remembered answers, with them, and with kept ones
 
 An environment without its data or package is named and left out. The last line is JSON.
 """
@@ -38,6 +38,7 @@ REQUIRED = {
     "webshop_equal_first_pages": ">= 0.98",
     "textworld_cached_ms_a_step": "<= 0.3",
     "textworld_uncached_over_cached": ">= 5",
+    "textworld_kept_ms_a_step": "<= 0.2",
 }
 
 

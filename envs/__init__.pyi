@@ -1,5 +1,6 @@
 from .base import ClientSettings as ClientSettings
 from .base import Environment as Environment
+from .base import KeptAnswers as KeptAnswers
 from .base import Observation as Observation
 from .base import Outcome as Outcome
 from .base import Program as Program

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -89,6 +90,16 @@ class Transition:
     task_score: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptAnswers:
+    """Where the answers to a task are kept, and what decides them beside the class's own code."""
+
+    folder: Path  # made if it is not there
+    # such as the game's file, options that matter, and versions of packages; other texts or bytes
+    # are another task
+    decided_by: tuple[str | bytes, ...]
+
+
 @runtime_checkable
 class Environment(Protocol):
     """A world that is stepped, constructed as `EnvironmentClass(options)` from `env.options`.
@@ -97,8 +108,8 @@ class Environment(Protocol):
     on the worker's event loop instead of being called in a process of their own.
 
     A class may say `deterministic = True`: the task and the actions alone decide every answer, so
-    answers are remembered. With it, `state_key`, `save_state`, `restore_state` and `understood` are
-    optional (docs/your_environment.md).
+    answers are remembered. With it, `state_key`, `save_state`, `restore_state`, `understood` and
+    `kept_answers` are optional (docs/your_environment.md).
     """
 
     def __init__(self, options: Mapping[str, object]) -> None: ...

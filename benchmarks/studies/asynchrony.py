@@ -41,6 +41,7 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
         shutil.rmtree(directory, ignore_errors=True)
         began_s = time.monotonic()
         games = work / "games"  # the same for every arm and seed, made once
+        shutil.rmtree(games / "answers", ignore_errors=True)  # no run knows more than another
         settings = {**SETTINGS, "env.options.cache_dir": games, "seed": seed, **arm.settings}
         train(CONFIG, directory, settings)
         wall_s = time.monotonic() - began_s

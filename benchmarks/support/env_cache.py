@@ -1,4 +1,6 @@
-"""Measure the cost of a step with and without remembered answers, as a worker pays for it.
+"""Measure the cost of a step without remembered answers, with them, and with kept ones.
+
+A worker pays for it. Kept answers are those of the same episodes in an earlier process.
 
 Groups of 8 play the first games of the quick start at once, each game 6 times, as in a run of it. A
 policy that improves is imitated: it takes the shortest way to a win that is known from this anchor,
@@ -11,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 import configs
-from envs import EnvironmentPool, Task
+from envs import EnvironmentPool, KeptAnswers, Task
 from envs.textworld import TextWorldEnv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +36,24 @@ class PlainTextWorld(TextWorldEnv):
     deterministic = False
 
 
+class ForgetfulTextWorld(TextWorldEnv):
+    """Keep no answers beyond the process."""
+
+    deterministic = True
+    kept_answers = None  # type: ignore[assignment]
+
+
+class KeepingTextWorld(TextWorldEnv):
+    """Keep answers in a folder of this benchmark, which begins empty."""
+
+    deterministic = True
+    folder: Path
+
+    @classmethod
+    def kept_answers(cls, options: Mapping[str, object], task: Task) -> KeptAnswers:
+        return replace(super().kept_answers(options, task), folder=cls.folder)
+
+
 def measure(*, quick: bool, data: Path) -> dict[str, float]:
     """Return milliseconds a step and the share remembered. `data` is not needed."""
     env = configs.load(ROOT / "configs/quickstart.yaml").env
@@ -39,12 +61,17 @@ def measure(*, quick: bool, data: Path) -> dict[str, float]:
     options = {**env.options, "cache_dir": str(ROOT / "runs/games"), "train_games": n_games}
     tasks = TextWorldEnv.tasks("train", options)
     figures: dict[str, float] = {}
-    for kind, name in (
-        ("uncached", "support.env_cache:PlainTextWorld"),
-        ("cached", "envs.textworld:TextWorldEnv"),
-    ):
-        played = asyncio.run(_play(name, options, tasks, max_steps=env.max_steps))
-        figures |= {f"textworld_{kind}_{figure}": value for figure, value in played.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        KeepingTextWorld.folder = Path(folder)
+        for kind, name in (
+            ("uncached", "PlainTextWorld"),
+            ("cached", "ForgetfulTextWorld"),
+            ("first", "KeepingTextWorld"),
+            ("kept", "KeepingTextWorld"),
+        ):
+            name = f"support.env_cache:{name}"
+            played = asyncio.run(_play(name, options, tasks, max_steps=env.max_steps))
+            figures |= {f"textworld_{kind}_{figure}": value for figure, value in played.items()}
     ratio = figures["textworld_uncached_ms_a_step"] / figures["textworld_cached_ms_a_step"]
     return figures | {"textworld_uncached_over_cached": ratio}
 
@@ -84,7 +111,7 @@ async def _play(
 
     try:
         async with pool.environment() as environment:
-            await environment.reset(tasks[0])  # loads the engine
+            await environment.reset(tasks[0])  # loads the engine, unless the answer is kept
         processes = [psutil.Process(), *psutil.Process().children()]
         begun_s = sum(_cpu_s(process) for process in processes)
         for number in range(ROUNDS):

@@ -10,8 +10,9 @@ Text engines hold Python's lock, so they do not share a process with the event l
 model. One process holds many environment objects. Objects are reused by `reset(task)`, because some
 engines leak memory with each new one.
 
-Answers of deterministic environments are remembered (`transition_cache.py`): an episode then asks
-an object only for what is new.
+Answers of deterministic environments are remembered (`transition_cache.py`), and kept in files if
+they have a folder for them (`kept_answers.py`): an episode then asks an object only for what is
+new.
 
 An environment that raises or returns nonsense is closed, which fails its own episode. A process
 that hangs is killed, which fails all episodes in it. An environment whose `reset` and `step` are
@@ -40,6 +41,7 @@ from envs.errors import (
 )
 from envs.hosting.answers import Answer, answer_of, is_deterministic, prepared, task_of
 from envs.hosting.environment_process import EnvironmentProcess, close_safely
+from envs.hosting.kept_answers import AnswerKeeper
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.hosting.transition_cache import (
     MAX_BYTES,
@@ -114,8 +116,13 @@ class EnvironmentPool:
                 EnvironmentProcess(env_name, options, **shared) for _ in range(processes)
             ]
         self._objects = _Objects(self._hosts)
+        deterministic = is_deterministic(make)
+        keeper = AnswerKeeper(env_name, options, pending=self._pending, log=log)
         self._cache = TransitionCache(
-            env_name, deterministic=is_deterministic(make), max_bytes=MAX_BYTES
+            env_name,
+            deterministic=deterministic,
+            max_bytes=MAX_BYTES,
+            keeper=keeper if deterministic else None,
         )
 
     @asynccontextmanager
@@ -145,6 +152,7 @@ class EnvironmentPool:
         return self._cache.n_answers, self._cache.n_remembered
 
     def close(self) -> None:
+        self._cache.close()
         for host in self._hosts:
             host.close()
 

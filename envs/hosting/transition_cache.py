@@ -1,6 +1,6 @@
 """Remember the answers of deterministic environments, so that none is computed twice.
 
-    cache = TransitionCache("textworld", deterministic=True, max_bytes=MAX_BYTES)
+    cache = TransitionCache("textworld", deterministic=True, max_bytes=MAX_BYTES, keeper=keeper)
     episode = cache.episode(task, objects)
     observation = await episode.answer(RESET)
     transition = await episode.answer("go east")
@@ -14,24 +14,36 @@ A remembered answer asks no environment object, nor does an action that a state 
 if the environment has `understood`. Before an unknown action an object is brought to the
 episode's state: by `restore_state`, and then other episodes may have it afterwards, or by the
 actions that it has missed. So an episode never takes more steps than without the cache.
+
+An environment with `kept_answers` has a file for each task (`kept_answers.py`), which is read when
+the task is first played, and written when no episode of it is played any more. A file has no saved
+states: a state that is known from it is reached by actions once, and saved then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary, ref
 
-from envs.base import Observation, Task, Transition
+from envs.base import Task, Transition
 from envs.errors import EnvironmentDied
-from envs.hosting.answers import Answer, State, StepFrom, Understood
+from envs.hosting.answers import KEY_BYTES, Answer, StepFrom, Understood
+from envs.hosting.kept_answers import (
+    UNREADABLE,
+    AnswerFile,
+    AnswerKeeper,
+    KeptAnswer,
+    Result,
+    StateRecord,
+)
 from envs.hosting.pending import request_of_task
-
-Result = Observation | Transition
 
 # The bytes that a worker remembers, beside an engine that takes gigabytes: some 60,000 steps of
 # short texts.
@@ -44,8 +56,9 @@ RESET = None  # stands for `reset` among the actions of the root
 class _Node:
     """A state, with the known answers to its actions."""
 
-    saved: bytes | None
-    understood: Understood | None
+    id: bytes  # equal in all processes
+    saved: bytes | None = None
+    understood: Understood | None = None
     edges: dict[str | None, _Edge] = field(default_factory=dict)
 
     def known(self, action: str | None) -> _Edge | None:
@@ -54,6 +67,18 @@ class _Node:
         if edge is None and self.understood and action not in self.understood.actions:
             return _Edge(self.understood.otherwise, self)
         return edge
+
+    def id_after(self, action: str | None) -> bytes:
+        """Return the id of the state after an action, for an environment without `state_key`."""
+        told = self.id + repr(action).encode(errors="backslashreplace")
+        return hashlib.blake2b(told, digest_size=KEY_BYTES).digest()
+
+    def record(self) -> StateRecord:
+        answers = tuple(
+            KeptAnswer(action=action, result=edge.result, state=edge.node.id)
+            for action, edge in self.edges.items()
+        )
+        return StateRecord(understood=self.understood, answers=answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +111,72 @@ class _Graph:
     """All that is known of one task."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.root, self.n_bytes = task, _Node(saved=None, understood=None), 0
+        self.task, self.root, self.n_bytes = task, _Node(b""), 0
+        self.n_playing = 0  # episodes
+        self.file: AnswerFile | None = None
+        self.opening = asyncio.Lock()
+        self.is_open = False  # whether the file was read, or there is none
+        self._new: set[_Node] = set()  # with answers that the file lacks
         self._nodes: dict[bytes, _Node] = {}
         self._locks: WeakValueDictionary[tuple[_Node, str | None], asyncio.Lock]
         self._locks = WeakValueDictionary()
 
     def asking(self, node: _Node, action: str | None) -> asyncio.Lock:
-        """Return the lock of a question. A group's episodes often have the same one at once.
+        """Return the lock of a question. A group's episodes often have the same one at once."""
+        return self._locks.setdefault((node, action), asyncio.Lock())
 
-        States that can be restored share a lock: one environment object then has the task in
-        memory, and serves all episodes of the task in turn.
-        """
-        key = (node, action) if node.saved is None else (self.root, RESET)
-        return self._locks.setdefault(key, asyncio.Lock())
+    def take_file(self, file: AnswerFile | None) -> None:
+        """Know the answers of a file from now on."""
+        self.is_open, self.file = True, file
+        if file is not None:
+            self.n_bytes += sum(map(sys.getsizeof, file.states.values()))
+
+    def is_unread(self, node: _Node) -> bool:
+        return self.file is not None and node.id in self.file.states
+
+    def read(self, node: _Node) -> None:
+        """Add what the file knows of a state. Raises one of UNREADABLE."""
+        assert self.file is not None
+        record = self.file.states.pop(node.id)
+        self.n_bytes -= sys.getsizeof(record)
+        kept = StateRecord.decode(record)
+        if node.understood is None:
+            node.understood = kept.understood
+            self.n_bytes += _n_bytes_understood(kept.understood)
+        for answer in kept.answers:
+            if answer.action not in node.edges:
+                self._add_edge(node, answer)
 
     def add(self, node: _Node, action: str | None, answer: Answer) -> _Edge:
-        result, state = answer.result, answer.state
+        state = answer.state
         assert state is not None
-        self.n_bytes += _n_bytes(result) + sys.getsizeof(action)
-        after = None if state.key is None else self._nodes.get(state.key)
+        after = node.id_after(action) if state.key is None else state.key
+        edge = self._add_edge(node, KeptAnswer(action=action, result=answer.result, state=after))
+        self._new.add(node)
+        if edge.node.understood is None and state.understood is not None:
+            edge.node.understood = state.understood
+            self.n_bytes += _n_bytes_understood(state.understood)
+            if not self.is_unread(edge.node):
+                self._new.add(edge.node)
+        self.save_state(edge.node, state.saved)
+        return edge
+
+    def save_state(self, node: _Node, saved: bytes | None) -> None:
+        if node.saved is None and saved is not None:
+            node.saved = saved
+            self.n_bytes += len(saved)
+
+    def take_new(self) -> dict[bytes, bytes]:
+        """Return the records of states with new answers, which count as written from now on."""
+        new, self._new = self._new, set()
+        return {node.id: node.record().encode() for node in new}
+
+    def _add_edge(self, node: _Node, answer: KeptAnswer) -> _Edge:
+        self.n_bytes += _n_bytes(answer.result) + sys.getsizeof(answer.action)
+        after = self._nodes.get(answer.state)
         if after is None:
-            after = _Node(saved=state.saved, understood=state.understood)
-            self.n_bytes += _n_bytes_of_state(state)
-            if state.key is not None:
-                self._nodes[state.key] = after
-        edge = node.edges[action] = _Edge(result, after)
+            after = self._nodes[answer.state] = _Node(answer.state)
+        edge = node.edges[answer.action] = _Edge(answer.result, after)
         return edge
 
 
@@ -120,12 +186,16 @@ class TransitionCache:
     `deterministic`: the class says so. An object of it may still say otherwise.
     """
 
-    def __init__(self, env_name: str, *, deterministic: bool, max_bytes: int) -> None:
+    def __init__(
+        self, env_name: str, *, deterministic: bool, max_bytes: int, keeper: AnswerKeeper | None
+    ) -> None:
         self.env_name = env_name
         self.deterministic = deterministic
         self.n_answers = self.n_remembered = 0  # resets and steps; those that asked nobody
         self.n_bytes = 0  # of all graphs
+        self._can_restore = False  # whether an answer had a saved state
         self._max_bytes = max_bytes
+        self._keeper = keeper
         self._graphs: OrderedDict[str, _Graph] = OrderedDict()  # by task id, oldest use first
 
     def episode(self, task: Task, objects: Objects) -> CachedEpisode:
@@ -139,18 +209,95 @@ class TransitionCache:
         self._graphs[task.id] = graph
         return CachedEpisode(self, graph, objects)
 
-    def add(self, graph: _Graph, node: _Node, action: str | None, answer: Answer) -> _Edge:
-        """Remember an answer. The tasks whose last episode began first are forgotten, as a whole.
+    async def open(self, graph: _Graph) -> None:
+        """Read the task's file, once for all of its episodes. Waits for the storage."""
+        if self._keeper is None or graph.is_open or not self.deterministic:
+            return
+        async with graph.opening:
+            if not graph.is_open:
+                file = await self._keeper.open(graph.task)
+                with self._accounted(graph):
+                    graph.take_file(file)
 
-        Running episodes keep the graph of a forgotten task until they end.
+    def asking(self, graph: _Graph, node: _Node, action: str | None) -> asyncio.Lock:
+        """Return the lock of a question.
+
+        States that can be restored share a lock: one environment object then has the task in
+        memory, and serves all episodes of the task in turn.
+        """
+        return graph.asking(graph.root, RESET) if self._can_restore else graph.asking(node, action)
+
+    def known(self, graph: _Graph, node: _Node, action: str | None) -> _Edge | None:
+        """Return the edge of an action; None if the environment has to be asked."""
+        if graph.is_unread(node):
+            try:
+                with self._accounted(graph):
+                    graph.read(node)
+            except UNREADABLE as error:
+                assert self._keeper is not None and graph.file is not None
+                self._keeper.note(f"in {graph.file.path} are ignored where they are none: {error}")
+        return node.known(action)
+
+    def add(self, graph: _Graph, node: _Node, action: str | None, answer: Answer) -> _Edge:
+        """Remember an answer."""
+        assert answer.state is not None
+        self._can_restore |= answer.state.saved is not None
+        with self._accounted(graph):
+            return graph.add(node, action, answer)
+
+    def save_state(self, graph: _Graph, node: _Node, saved: bytes | None) -> None:
+        with self._accounted(graph):
+            graph.save_state(node, saved)
+
+    def end_episode(self, graph: _Graph) -> None:
+        """Write what is new, if this was the last episode of its task."""
+        graph.n_playing -= 1
+        if graph.n_playing == 0 and self._keeper is not None and (new := self._unwritten(graph)):
+            self._keeper.save([new])
+
+    def distrust(self, graph: _Graph) -> str:
+        """Forget a task whose answers were not repeated. Return what was done with its file."""
+        if self._graphs.get(graph.task.id) is graph:
+            self.n_bytes -= self._graphs.pop(graph.task.id).n_bytes
+        file, graph.file = graph.file, None
+        if file is None:
+            return ""
+        assert self._keeper is not None
+        self._keeper.distrust(file)
+        return f"; its kept answers in {file.path} are removed"
+
+    def close(self) -> None:
+        """Write what is new of tasks that are still played. Waits for the storage."""
+        left = [new for graph in self._graphs.values() if (new := self._unwritten(graph))]
+        if left and self._keeper is not None:
+            self._keeper.save_now(left)
+
+    def _unwritten(self, graph: _Graph) -> tuple[AnswerFile, dict[bytes, bytes]] | None:
+        """Return a task's file and the records that it lacks; None if there are none."""
+        if graph.file is None or self._keeper is None or not self.deterministic:
+            return None
+        try:
+            new = graph.take_new()
+        except ValueError as error:
+            self._keeper.note(f"are not written: {error}")
+            return None
+        return (graph.file, new) if new else None
+
+    @contextmanager
+    def _accounted(self, graph: _Graph) -> Iterator[None]:
+        """Count what the block adds to a graph, and forget the tasks that are too many.
+
+        Those whose last episode began first are forgotten, as a whole. Running episodes keep the
+        graph of a forgotten task until they end.
         """
         before = graph.n_bytes
-        edge = graph.add(node, action, answer)
-        if self._graphs.get(graph.task.id) is graph:
-            self.n_bytes += graph.n_bytes - before
-        while self.n_bytes > self._max_bytes:
-            self.n_bytes -= self._graphs.popitem(last=False)[1].n_bytes
-        return edge
+        try:
+            yield
+        finally:
+            if self._graphs.get(graph.task.id) is graph:
+                self.n_bytes += graph.n_bytes - before
+            while self.n_bytes > self._max_bytes:
+                self.n_bytes -= self._graphs.popitem(last=False)[1].n_bytes
 
 
 class CachedEpisode:
@@ -160,30 +307,40 @@ class CachedEpisode:
         self._cache, self._graph, self._objects = cache, graph, objects
         # None: no answer is remembered from here on
         self._node: _Node | None = graph.root if cache.deterministic else None
-        self._path: list[tuple[str | None, Result]] = []  # from the first to the latest answer
+        self._path: list[tuple[str | None, _Edge]] = []  # from the first to the latest answer
         self._object: EnvironmentObject | None = None  # held by this episode
         self._n_done = 0  # length of the path that the object has gone
+        self._is_over = False
+        graph.n_playing += 1
 
     async def answer(self, action: str | None) -> Result:
         """Return the remembered answer, or the environment's. Raises its EnvironmentDied."""
+        if action is RESET:
+            await self._cache.open(self._graph)
         self._cache.n_answers += 1
         node = self._node
         if node is None:
             return await self._learn(None, action)
-        edge = node.known(action)
+        edge = self._cache.known(self._graph, node, action)
         if edge is None:
-            async with self._graph.asking(node, action):
-                edge = node.known(action)
+            async with self._cache.asking(self._graph, node, action):
+                edge = self._cache.known(self._graph, node, action)
                 if edge is None:
                     return await self._learn(node, action)
         self._cache.n_remembered += 1
         self._node = edge.node
-        self._path.append((action, edge.result))
+        self._path.append((action, edge))
         # An episode that waits for nobody would not let the others run, nor notice its deadline.
         await asyncio.sleep(0)
         return edge.result
 
     def close(self) -> None:
+        self._give_back()
+        if not self._is_over:
+            self._is_over = True
+            self._cache.end_episode(self._graph)
+
+    def _give_back(self) -> None:
         if self._object is not None:
             self._objects.give_back(self._object)
         self._object = None
@@ -197,44 +354,57 @@ class CachedEpisode:
         is_there = asked.stands_at(node)
         asked.node = None  # if a request fails, the object's state is unknown
         if node is None or is_there:
-            answer = await self._ask(asked, action)
+            answer = await asked.call(*self._request(action))
         elif node.saved is not None and action is not None:
-            request = StepFrom(task=self._graph.task, saved=node.saved, action=action)
-            answer = await asked.call("step", request)
+            answer = await asked.call(*self._request(action, saved=node.saved))
         else:
             await self._repeat(asked)
-            answer = await self._ask(asked, action)
+            answer = await asked.call(*self._request(action))
         result, state = answer.result, answer.state
         if node is None or state is None:
             self._cache.deterministic, self._node = False, None
             return result
-        self._path.append((action, result))
+        edge = self._cache.add(self._graph, node, action, answer)
+        self._path.append((action, edge))
         self._n_done = len(self._path)
-        self._node = self._cache.add(self._graph, node, action, answer).node
+        self._node = edge.node
         asked.node = ref(self._node)
         if state.saved is not None:
-            self.close()  # any object can go on from here
+            self._give_back()  # any object can go on from here
         return result
 
     async def _repeat(self, asked: EnvironmentObject) -> None:
-        """Have the object take the episode's actions that it has missed."""
-        for action, remembered in self._path[self._n_done :]:
-            answer = await self._ask(asked, action)
-            self._n_done += 1
-            if answer.result != remembered:
+        """Have the object take the episode's actions that it has missed.
+
+        It begins in the latest state of the episode that can be restored.
+        """
+        saved = [None, *(edge.node.saved for _, edge in self._path)]  # before each action
+        restored = (at for at in range(len(self._path) - 1, self._n_done, -1) if saved[at])
+        begin = next(restored, self._n_done)
+        for at, (action, edge) in enumerate(self._path[begin:], start=begin):
+            answer = await asked.call(
+                *self._request(action, saved=saved[at] if at == begin > self._n_done else None)
+            )
+            self._n_done = at + 1
+            if answer.result != edge.result:
                 request = request_of_task(*self._request(action), self._graph.task)
+                kept = self._cache.distrust(self._graph)
                 raise EnvironmentDied(
                     f"environment {self._cache.env_name!r} says deterministic = True, but "
-                    f"{request} gave two answers after the same actions; remove it, or have the "
-                    "answers depend on the task and the actions alone",
+                    f"{request} gave two answers after the same actions{kept}; remove it, or have "
+                    "the answers depend on the task and the actions alone",
                     at_fault=True,
                 )
+            if answer.state is not None:
+                self._cache.save_state(self._graph, edge.node, answer.state.saved)
 
-    async def _ask(self, asked: EnvironmentObject, action: str | None) -> Answer:
-        return await asked.call(*self._request(action))
-
-    def _request(self, action: str | None) -> tuple[str, object]:
-        return ("reset", self._graph.task) if action is RESET else ("step", action)
+    def _request(self, action: str | None, saved: bytes | None = None) -> tuple[str, object]:
+        """Return method and argument, from the object's own state or from a saved one."""
+        if action is RESET:
+            return "reset", self._graph.task
+        if saved is None:
+            return "step", action
+        return "step", StepFrom(task=self._graph.task, saved=saved, action=action)
 
 
 def _n_bytes(result: Result) -> int:
@@ -244,9 +414,7 @@ def _n_bytes(result: Result) -> int:
     return RECORD_BYTES + n_bytes
 
 
-def _n_bytes_of_state(state: State) -> int:
-    n_bytes = len(state.saved or b"")
-    if state.understood is not None:
-        n_bytes += _n_bytes(state.understood.otherwise)
-        n_bytes += sum(map(sys.getsizeof, state.understood.actions))
-    return n_bytes
+def _n_bytes_understood(understood: Understood | None) -> int:
+    if understood is None:
+        return 0
+    return _n_bytes(understood.otherwise) + sum(map(sys.getsizeof, understood.actions))

@@ -16,13 +16,15 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from itertools import islice, starmap
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.base import Observation, Task, Transition
+from envs.base import KeptAnswers, Observation, Task, Transition
 from envs.options import OptionsError, check_options, check_split, whole_numbers
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 
@@ -142,6 +144,16 @@ class TextWorldEnv:
         self._set_facts(facts)
         self._room, self._commands, self._is_over = own
 
+    @classmethod
+    def kept_answers(cls, options: Mapping[str, object], task: Task) -> KeptAnswers:
+        """Keep the answers beside the games. The game's files and its engine decide them."""
+        path = Path(_game_file(_parse(options).cache_dir, task))
+        story, facts = path.read_bytes(), path.with_suffix(".json").read_bytes()
+        decided_by: tuple[str | bytes, ...] = (task.data["objective"], story, facts)
+        return KeptAnswers(
+            folder=path.parent / "answers", decided_by=(*_engine_versions(), *decided_by)
+        )
+
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
@@ -204,6 +216,11 @@ class TextWorldEnv:
         # Room and commands identify the state. The last reply does not: it depends on the way in.
         anchor = f"{self._room}: {', '.join(listed)}"
         return Observation(text=text, objective=self._objective, anchor=anchor, actions=listed)
+
+
+@cache
+def _engine_versions() -> tuple[str, ...]:
+    return version("textworld"), version("jericho")
 
 
 def _transition(observation: Observation, *, won: bool = False, valid: bool = True) -> Transition:

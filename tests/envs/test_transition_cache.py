@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import configs
-from envs import EnvironmentDied, Observation, Task, Transition, environment_class
+from envs import EnvironmentDied, KeptAnswers, Observation, Task, Transition, environment_class
 from envs.hosting.answers import Answer, answer_of, prepared
 from envs.hosting.transition_cache import (
     MAX_BYTES,
@@ -54,6 +54,20 @@ def test_remembered_episodes_equal_played_ones(world: str) -> None:
     name, options = WORLDS[world]
     tasks = environment_class(name).tasks("train", options)[:3]
     assert play_and_compare(name, options, tasks, max_steps=12) > 0.05
+
+
+@pytest.mark.shortened
+@pytest.mark.parametrize("world", WORLDS)
+def test_kept_episodes_equal_played_ones(
+    world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, options = WORLDS[world]
+    make = environment_class(name)
+    kept = KeptAnswers(folder=tmp_path, decided_by=())
+    monkeypatch.setattr(make, "kept_answers", lambda options, task: kept, raising=False)
+    tasks = make.tasks("train", options)[:3]
+    assert play_and_compare(name, options, tasks, max_steps=12) > 0.05
+    assert len(list(tmp_path.iterdir())) == len(tasks)
 
 
 class Counter:
@@ -153,7 +167,9 @@ class Here:
         self.environments: list[Any] = []
         self._make = make
         self._idle: list[EnvironmentObject] = []
-        self.cache = TransitionCache("counter", deterministic=True, max_bytes=MAX_BYTES)
+        self.cache = TransitionCache(
+            "counter", deterministic=True, max_bytes=MAX_BYTES, keeper=None
+        )
 
     def take(self, task: Task, node: object) -> EnvironmentObject:
         for each in self._idle:
@@ -332,7 +348,7 @@ def test_the_task_played_longest_ago_is_forgotten_as_a_whole() -> None:
     asyncio.run(play(0))
     # room for two of these tasks
     here.cache = TransitionCache(
-        "counter", deterministic=True, max_bytes=2 * here.cache.n_bytes + 100
+        "counter", deterministic=True, max_bytes=2 * here.cache.n_bytes + 100, keeper=None
     )
     here.environments.clear()
     asyncio.run(play(0, 1, 0, 2, 0))  # task 1 goes

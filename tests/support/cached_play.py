@@ -35,19 +35,28 @@ def play_and_compare(
 ) -> float:
     """Assert that remembered episodes equal bare ones in every field. Return the share remembered.
 
-    Actions are drawn from the listed ones, `also` and nonsense. Few tasks are played often.
+    Actions are drawn from the listed ones, `also` and nonsense. Few tasks are played often. An
+    environment that keeps its answers is played by two more pools: by one the same episodes, none
+    of which may ask a question, and by one others.
     """
-    played, remembered = asyncio.run(
-        _play(name, options, tasks, max_steps=max_steps, also=also, episodes=episodes)
-    )
-    assert len(played) >= episodes
-    bare = environment_class(name)(options)
-    for each in played:
-        assert_equal(each.answers[0], bare.reset(each.task))
-        for action, answer in zip(each.actions, each.answers[1:], strict=True):
-            assert_equal(answer, bare.step(action))
+    make = environment_class(name)
+    bare = make(options)
+    shares = []
+    for seed in (0, 0, 1) if hasattr(make, "kept_answers") else (0,):
+        played, remembered = asyncio.run(
+            _play(
+                name, options, tasks, max_steps=max_steps, also=also, episodes=episodes, seed=seed
+            )
+        )
+        assert len(played) >= episodes
+        shares.append(remembered)
+        for each in played:
+            assert_equal(each.answers[0], bare.reset(each.task))
+            for action, answer in zip(each.actions, each.answers[1:], strict=True):
+                assert_equal(answer, bare.step(action))
     bare.close()
-    return remembered
+    assert shares[1:2] in ([], [1.0])
+    return shares[0]
 
 
 def assert_equal(one: Observation | Transition, other: Observation | Transition) -> None:
@@ -68,9 +77,10 @@ async def _play(
     max_steps: int,
     also: Sequence[str],
     episodes: int,
+    seed: int,
 ) -> tuple[list[Played], float]:
     pool = EnvironmentPool(name, options, processes=2, answer_timeout_s=60.0)
-    draw = random.Random(episodes)
+    draw = random.Random(f"{episodes} {seed}")
 
     async def episode(task: Task, seed: int) -> Played:
         rng = random.Random(seed)
