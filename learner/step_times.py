@@ -1,8 +1,10 @@
 """Measure where the seconds of a learner step go.
 
-clock = StepClock()
-with clock.timed("publish_s"): ...
-times = clock.end_step()        # times.publish_s, times.step_s
+In the learner's loop:
+
+    clock = StepClock()
+    with clock.timed("publish_s"): ...
+    times = clock.end_step()        # times.publish_s, times.step_s
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Lease groups, play each in a task of its own, and keep the weights new. Knows no Ray or vLLM.
 
-runner = RolloutRunner(coordinator, config, committer=..., episodes=..., weights=..., ...)
-await runner.run()      # until runner.stop()
+`worker.py` makes one for its process:
+
+    runner = RolloutRunner(coordinator, config, committer=..., episodes=..., weights=..., ...)
+    await runner.run()      # until runner.stop()
 """
 
 from __future__ import annotations
