@@ -38,6 +38,7 @@ from learner.training.engine import train_batch
 from learner.training.run_health import (
     ALARM,
     ALARM_ENDED,
+    BAD_ROWS,
     BAD_UPDATE,
     RunHealth,
     StarvationDeadline,
@@ -256,8 +257,10 @@ class Learner:
                 learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config
             ) from error
         if updates:  # none while the critic warms up
-            for line in self.health.bad_updates(batch, updates, learner_step=self.step + 1):
-                self._notice(BAD_UPDATE, line)
+            for bad in self.health.bad_updates(batch, updates, learner_step=self.step + 1):
+                if bad.rows is not None:
+                    self.coordinator.record(BAD_ROWS, bad.rows).get()
+                self._notice(BAD_UPDATE, bad.line)
         return updates, critic
 
     def _publish(self, version: int) -> None:
