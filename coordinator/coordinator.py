@@ -469,13 +469,19 @@ class Coordinator:
         """Open an evaluation round: its groups are leased before any training group."""
         self.tasks.open_round(self.catalog, version, episodes_per_task=episodes_per_task)
 
-    def status(self) -> Status:
-        """Return the state of the run. The learner asks for it too."""
-        # The driver sends no heartbeats of its own, and asks for the status twice a second.
+    def driver_tick(self) -> Status:
+        """Record the driver's heartbeat and finished evaluations, export if due. Return the state.
+
+        The driver calls it twice a second, and sends no other heartbeats.
+        """
         self._heartbeats.record("driver", None, waits_s=0.0)
         self._record_finished_evaluations()
-        version = self.catalog.latest_version()
         self._exporter.when_due()
+        return self.status()
+
+    def status(self) -> Status:
+        """Return the state of the run. Writes nothing: the learner asks for it too."""
+        version = self.catalog.latest_version()
         return Status(
             counts=self.catalog.counts(),
             version=version.version if version else -1,

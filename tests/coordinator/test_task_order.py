@@ -192,7 +192,7 @@ def test_a_run_of_two_environments_keeps_their_shares_and_the_band(tmp_path: Pat
         heldout[lease.task.id] = lease.task.env_name
         run.n_won[lease.task.id] = int(lease.task.env_name == "rooms")
         run.play(lease)
-    metrics = run.coordinator.status().metrics
+    metrics = run.coordinator.driver_tick().metrics
     run.coordinator.close()
     assert Counter(heldout.values()) == {"rooms": 20, "halls": 20}
     assert (metrics["heldout/success/rooms"], metrics["heldout/success/halls"]) == (1.0, 0.0)
