@@ -23,12 +23,13 @@ from pathlib import Path
 import ray
 
 from configs import Config, groups_of_a_step, most_workers, replayed_groups
+from coordinator.admission import free_groups, round_due, training_is_due
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable
 from coordinator.logs import capture_output
 from coordinator.suspects import Suspects
-from coordinator.task_queue import TaskQueue, free_groups, round_due, training_is_due
+from coordinator.task_queue import TaskQueue
 from coordinator.weight_update_lock import WeightUpdateLock
 from envs import EnvironmentFailed
 from store import (

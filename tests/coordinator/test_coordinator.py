@@ -15,8 +15,9 @@ import configs
 from configs import Config
 from coordinator import Coordinator, Lease, Settlement
 from coordinator import export_schedule as maintenance
+from coordinator.admission import free_groups
 from coordinator.export_schedule import maintainer_settings
-from coordinator.task_queue import free_groups, task_index
+from coordinator.task_queue import task_index
 from store import (
     RunLayout,
     Step,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import configs
 from configs import Config, ConfigError
 from coordinator import Coordinator, Lease, Settlement, check_order
+from coordinator.environment_order import EnvironmentOrder
 from coordinator.task_order import COLUMNS, draw_order, weigh
-from coordinator.task_queue import EnvironmentOrder
 from envs import list_tasks
 from store import (
     CheckpointRecord,
