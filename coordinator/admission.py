@@ -13,9 +13,9 @@ FIRST_ROUND = 0  # the evaluation of the base model before training, under versi
 
 
 def round_due(config: Config, version: VersionRecord, *, last_step: int) -> int | None:
-    """Return the version to evaluate now that `version` is published, None if none is due.
+    """Return the version to evaluate now that `version` is announced, None if none is due.
 
-    A run that goes on before its first checkpoint publishes the base model again, under a new
+    A run that goes on before its first checkpoint announces the base model again, under a new
     number. Its round is still that of version 0: opened once, finished if it was not.
     """
     step, evaluation = version.learner_step, config.evaluation
@@ -30,7 +30,7 @@ def round_due(config: Config, version: VersionRecord, *, last_step: int) -> int 
 def training_is_due(config: Config, catalog: Catalog, *, last_step: int) -> bool:
     """Return whether training groups may be leased."""
     learner_step = catalog.learner_step()
-    # Training groups beside the first evaluation would let the learner publish version 1 into it.
+    # With training groups beside the first evaluation, version 1 would be announced during it.
     if config.evaluation.at_start and learner_step == 0 and catalog.open_heldout():
         return False
     return learner_step < last_step
@@ -41,7 +41,7 @@ def free_groups(*, outstanding: int, groups_per_step: int, max_staleness: int) -
 
     Let B = groups_per_step and S = max_staleness. A group is *outstanding* (open, complete or
     claimed) from its lease until its batch is settled, after the weights of that learner step were
-    published. A claimed group that teaches nothing is not, once its batch asks for another in its
+    announced. A claimed group that teaches nothing is not, once its batch asks for another in its
     place.
 
     A worker starts a group on weights at least as new as v, the newest version at the time of the

@@ -63,7 +63,7 @@ class Status:
     """The state of the run, for the screen and the supervisor."""
 
     counts: Counts
-    version: int  # newest published; -1: none
+    version: int  # newest announced; -1: none
     learner_step: int
     metrics: Mapping[str, float]  # newest value of each name
     components: Mapping[str, Component]
@@ -112,7 +112,7 @@ class Coordinator:
         self._n_answers = self._n_remembered = 0  # of environments, since the last learner step
         self._rendezvous: str | None = None  # a restarted learner states a new one
         # The newest version while its files are being written. After a restart, until the learner
-        # has found them whole or published another.
+        # has found them whole or announced another.
         newest = self.catalog.latest_version() if learns else None
         self._unwritten = None if newest is None else newest.version
         self._n_abandoned = 0  # groups in a row
@@ -178,7 +178,7 @@ class Coordinator:
         self._heartbeats.touch(worker)
         self._exporter.when_due()
         with self.catalog.unsynced():
-            version = self.catalog.latest_version()  # None before the first weights are published
+            version = self.catalog.latest_version()  # None before the first is announced
             group = None
             if version is not None and self._can_serve(version.version, serves):
                 group = self._next_listed_group(worker)
@@ -449,7 +449,7 @@ class Coordinator:
             self._unwritten = None
 
     def publish(self, version: VersionRecord) -> None:
-        """Announce a version whose files are there."""
+        """Announce a version whose files are there: it is published at once."""
         self.announce(version)
         self.written(version.version)
 

@@ -1,6 +1,6 @@
-"""The learner's loop: take a batch, train, publish weights, settle the batch, save a checkpoint.
+"""The learner's loop: take a batch, train, announce weights, settle the batch, save a checkpoint.
 
-Publishing and saving copy what is to be written into main memory. A thread writes the files behind
+Announcing and saving copy what is to be written into main memory. A thread writes the files behind
 the next learner step (`files/write_behind.py`), at most one version and one checkpoint.
 """
 
@@ -66,7 +66,7 @@ class Learner:
 
     The coordinator undoes everything after the newest checkpoint at a restart. So a crash between
     any two calls of the loop, or while files are written behind it, is harmless: claimed and
-    settled batches are available again, and the checkpoint's weights are published under a new
+    settled batches are available again, and the checkpoint's weights are announced under a new
     number. Groups too old for that number become stale and stay in the store. A damaged checkpoint
     is skipped for the one before it.
     """
@@ -74,7 +74,7 @@ class Learner:
     def __init__(
         self, setup: LearnerSetup, coordinator: ActorHandle, *, stopping: threading.Event
     ) -> None:
-        """Load the model and the newest checkpoint, and publish the first weights.
+        """Load the model and the newest checkpoint, and announce the first weights.
 
         `stopping` ends `run` after the current learner step. `restored` says where the run goes on.
         """
@@ -118,7 +118,7 @@ class Learner:
                     self.step += 1
                     # Settling lets workers begin new groups, so new weights are announced before.
                     with clock.timed("publish_s"):
-                        self._publish(self.version + 1)
+                        self._announce(self.version + 1)
                     times = clock.end_step()
                     alarms = self._settle(batch, updates=updates, critic=critic, times=times)
                     if self.step % self.config.learner.checkpoint_every == 0:
@@ -146,7 +146,7 @@ class Learner:
         self.ranks.close()
 
     def _restore(self) -> str:
-        """Load the newest whole checkpoint and publish its weights, or begin a new run.
+        """Load the newest whole checkpoint and announce its weights, or begin a new run.
 
         Return a description. Sets the position in the run: step, version, last step and health.
         """
@@ -161,14 +161,14 @@ class Learner:
         self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
         self.health = RunHealth(self.config, figures=point.metrics)
         if point.latest_version is None:
-            self._publish(0)
+            self._announce(0)
             return "a new run"
         is_newest = checkpoint is not None and checkpoint.version == point.latest_version
         if is_newest and self._newest_weights_are_whole():
             self.version = point.latest_version
             self.coordinator.written(self.version).get()
         else:  # version numbers are never used twice
-            self._publish(point.latest_version + 1)
+            self._announce(point.latest_version + 1)
         instead = f"going on from learner step {self.step} instead"
         for fault in faults:
             self._notice("checkpoint left out", f"{instead}: {fault}")
@@ -242,7 +242,7 @@ class Learner:
             )
 
     def _train(self, batch: PreparedBatch) -> tuple[list[UpdateStats], list[CriticStats]]:
-        """Apply the optimizer updates of one learner step. Raises an error instead of publishing.
+        """Apply the optimizer updates of one learner step. Raises an error instead of announcing.
 
         StarvationError, BadUpdatesError and NonFiniteWeightsError end the run.
         """
@@ -263,11 +263,11 @@ class Learner:
                 self._notice(BAD_UPDATE, bad.line)
         return updates, critic
 
-    def _publish(self, version: int) -> None:
+    def _announce(self, version: int) -> None:
         """Announce the weights under their number, and have them written behind the next step.
 
         Until they are written, engines are told to wait for them. If this process ends before, the
-        number is not used again, and a restart publishes its checkpoint's weights under the next.
+        number is not used again, and a restart announces its checkpoint's weights under the next.
         """
         self.behind.wait()  # at most one version is unwritten
         digest = self.ranks.copy_weights()
@@ -285,7 +285,7 @@ class Learner:
         """Write the announced weights: they are whole for every reader as soon as one sees them.
 
         A power cut before the next checkpoint may tear them. The next start detects that and
-        publishes the checkpoint's weights under a new number.
+        announces the checkpoint's weights under a new number.
         """
         directory, keep = self.layout.weights_dir(version), self.config.learner.keep_versions
         self.ranks.write_weights(directory)

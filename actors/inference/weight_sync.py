@@ -1,4 +1,4 @@
-"""Keep one engine on the newest published weights, and record each load in the store.
+"""Keep one engine on the newest announced weights, and record each load in the store.
 
     sync = WeightSync(engine, layout, newest=..., is_written=..., record=..., update_lock=..., ...)
     await sync.sync(version)     # returns with that version or a newer one, or refuses it
@@ -24,13 +24,13 @@ from actors.inference.weight_load import WeightLoad
 from store import RunLayout, StoreError, VersionRecord, local_directory
 
 LOADED, REFUSED = "weights loaded", "weights refused"
-NO_VERSION = -1  # the engine starts with the base model, which is not published yet
+NO_VERSION = -1  # the engine starts with the base model, which has no version yet
 # Files may arrive late on a shared disk, but damaged ones should not be read again all the time.
 RETRY_S = 5.0
 
 
 class Superseded(Exception):
-    """A newer version was published while this engine waited to load an older one."""
+    """A newer version was announced while this engine waited to load an older one."""
 
     def __init__(self, newest: VersionRecord) -> None:
         super().__init__(newest)
@@ -38,10 +38,10 @@ class Superseded(Exception):
 
 
 class WeightSync:
-    """Load published versions, one at a time. Waits for the storage and for the engine.
+    """Load announced versions, one at a time. Waits for the storage and for the engine.
 
     `update_lock` lets a few engines load files at a time. A version is skipped if a newer one was
-    published while the engine waited for it. `rendezvous` returns the address from which the
+    announced while the engine waited for it. `rendezvous` returns the address from which the
     learner sends weights; it is None if all weights come as files.
     """
 
@@ -96,7 +96,7 @@ class WeightSync:
                     if newest is None or newest == version:
                         await self._refuse(version, error)
                         return
-                    # The learner removed the files because it has published newer ones.
+                    # The learner removed the files because it has written newer ones.
                     version = newest
 
     async def _load(self, version: VersionRecord) -> bool:
