@@ -23,7 +23,7 @@ on, and `written` says that its files are whole.
 """
 
 from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply
-from coordinator.coordinator import Coordinator, CoordinatorActor, Settlement, Status
+from coordinator.coordinator import Coordinator, CoordinatorActor, ResumePoint, Settlement, Status
 from coordinator.heartbeats import Component, Heartbeat, heartbeat_every_s
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
@@ -38,6 +38,7 @@ __all__ = [
     "Heartbeat",
     "Lease",
     "Reply",
+    "ResumePoint",
     "Settlement",
     "Status",
     "capture_output",

@@ -16,7 +16,13 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline
-from coordinator import CoordinatorClient, Heartbeat, Settlement, heartbeat_every_s
+from coordinator import (
+    CoordinatorClient,
+    Heartbeat,
+    ResumePoint,
+    Settlement,
+    heartbeat_every_s,
+)
 from gigpo import prepare_advantages
 from learner.checkpoint import kept_checkpoints, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
@@ -150,27 +156,16 @@ class Learner:
 
         Return a description. Sets the position in the run: step, version, last step and health.
         """
-        if self.ranks.broadcast is not None:
-            self.coordinator.set_rendezvous(self.ranks.broadcast.address).get(
-                timeout_s=START_TIMEOUT_S  # the coordinator starts meanwhile
-            )
+        self._tell_rendezvous()
         checkpoints = self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S)
         checkpoint, faults = load_newest_whole(checkpoints, ranks=self.ranks, layout=self.layout)
-        self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
-        point = self.coordinator.resume(self.step).get()
-        self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
-        self.health = RunHealth(self.config, figures=point.metrics)
+        point = self._resume(checkpoint)
         if point.latest_version is None:
             self._announce(0)
             return "a new run"
-        is_newest = checkpoint is not None and checkpoint.version == point.latest_version
-        if is_newest and self._newest_weights_are_whole():
-            self.version = point.latest_version
-            self.coordinator.written(self.version).get()
-        else:  # version numbers are never used twice
-            self._announce(point.latest_version + 1)
-        instead = f"going on from learner step {self.step} instead"
+        self._take_version(checkpoint, newest=point.latest_version)
         for fault in faults:
+            instead = f"going on from learner step {self.step} instead"
             self._notice("checkpoint left out", f"{instead}: {fault}")
         return restored_lines(
             point.rolled_back,
@@ -179,6 +174,33 @@ class Learner:
             version=self.version,
             max_staleness=self.config.max_staleness,
         )
+
+    def _tell_rendezvous(self) -> None:
+        """Tell the coordinator, which may still be starting, where weights are broadcast from."""
+        if self.ranks.broadcast is not None:
+            self.coordinator.set_rendezvous(self.ranks.broadcast.address).get(
+                timeout_s=START_TIMEOUT_S
+            )
+
+    def _resume(self, checkpoint: CheckpointRecord | None) -> ResumePoint:
+        """Roll the run back to a checkpoint, and take the position there; None is its start."""
+        self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
+        point = self.coordinator.resume(self.step).get()
+        self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
+        self.health = RunHealth(self.config, figures=point.metrics)
+        return point
+
+    def _take_version(self, checkpoint: CheckpointRecord | None, *, newest: int) -> None:
+        """Go on at the newest version if the checkpoint has its weights, or announce the next.
+
+        Version numbers are never used twice.
+        """
+        is_newest = checkpoint is not None and checkpoint.version == newest
+        if is_newest and self._newest_weights_are_whole():
+            self.version = newest
+            self.coordinator.written(newest).get()
+        else:
+            self._announce(newest + 1)
 
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
