@@ -11,6 +11,12 @@ fail() {
     exit 1
 }
 
+# The builds of vLLM and torch that are pinned here exist for Linux only.
+system=$(uname -s)
+[ "$system" = Linux ] || {
+    echo "set-up failed: this is $system, and vLLM's builds are for Linux; use a Linux container (deploy/Dockerfile), or WSL on Windows" >&2
+    exit 1
+}
 "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || {
     echo "$("$PYTHON" --version) is not 3.11, 3.12 or 3.13; name another with PYTHON=..." >&2
     exit 1

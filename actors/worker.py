@@ -17,7 +17,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,17 +207,13 @@ class Worker:
     def _weight_sync(self, layout: RunLayout) -> WeightSync | None:
         if self.engine is None:
             return None
-        is_broadcast = self.config.learner.transfer == "broadcast"
-        # Synchronous training pauses all engines anyway, so they need not take turns.
-        is_async = self.config.max_staleness > 0
         return WeightSync(
             self.engine,
             layout,
-            newest=self.coordinator.newest_version,
-            is_written=self.coordinator.is_written,
-            record=self.coordinator.record,
-            update_lock=self.coordinator.weight_update if is_async else nullcontext,
-            rendezvous=self.coordinator.rendezvous if is_broadcast else None,
+            self.coordinator,
+            # Synchronous training pauses all engines anyway.
+            takes_turns=self.config.max_staleness > 0,
+            is_broadcast=self.config.learner.transfer == "broadcast",
             max_staleness=self.config.max_staleness,
         )
 

@@ -43,6 +43,7 @@ from gigpo import (
 )
 from store import RunLayout, StoreError
 
+# Nobody waits at a prompt: a read of the largest runs may take minutes, one that hangs ends.
 QUERY_TIMEOUT_S = 3600.0
 # A read takes whole groups, or whole batches where something is whitened. So many steps of the
 # columns below take about 1 GB.

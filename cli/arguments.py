@@ -49,12 +49,18 @@ class RunPath(click.Path):
         self.has_step = has_step
 
     def places(self, given: Any) -> list[Path]:
-        """Return the directories in a parsed value, without URIs and files, as a config is one."""
-        values = [] if given is None else given if isinstance(given, tuple) else [given]
-        texts = [str(value) for value in values]
-        if self.has_step:
-            texts = [run or step for run, _, step in (text.rpartition("@") for text in texts)]
-        return [Path(text) for text in texts if "://" not in text and not Path(text).is_file()]
+        """Return the directories in a parsed value: in none, in one, or in a tuple of several."""
+        if given is None:
+            return []
+        values = given if isinstance(given, tuple) else (given,)
+        places = [self._without_step(str(value)) for value in values]
+        # A URI is no directory here, and a file is a config, not a run.
+        return [Path(place) for place in places if "://" not in place and not Path(place).is_file()]
+
+    def _without_step(self, text: str) -> str:
+        """Return RUN of RUN@STEP, and the text itself if it names no step."""
+        run, _, rest = text.rpartition("@") if self.has_step else ("", "", text)
+        return run or rest
 
 
 class Settings(click.Argument):

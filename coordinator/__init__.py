@@ -2,8 +2,10 @@
 
 `coordinator.py` is the actor; its docstring says what it consumes, produces and waits for
 `client.py` is how workers, the learner and the driver call it
-`task_queue.py` says which task is played next, when evaluation rounds are due, and how
-               `max_staleness` paces workers; the bound is `drop_stale` (store/catalog/batches.py)
+`admission.py` says how `max_staleness` paces workers, and when evaluation rounds are due; the bound
+               on staleness is `drop_stale` (store/catalog/batches.py)
+`task_queue.py` holds the tasks, and opens the next group or the groups of a round
+`environment_order.py` assigns environments to training groups
 `task_order.py` draws tasks by the weights of `tasks.order`
 `leases.py` keeps which worker plays which group
 `suspects.py` finds the tasks that kill workers, which are played alone and then abandoned
@@ -21,7 +23,7 @@ on, and `written` says that its files are whole.
 """
 
 from coordinator.client import CoordinatorClient, CoordinatorSilent, Reply
-from coordinator.coordinator import Coordinator, CoordinatorActor, Settlement, Status
+from coordinator.coordinator import Coordinator, CoordinatorActor, ResumePoint, Settlement, Status
 from coordinator.heartbeats import Component, Heartbeat, heartbeat_every_s
 from coordinator.leases import Lease
 from coordinator.logs import capture_output
@@ -36,6 +38,7 @@ __all__ = [
     "Heartbeat",
     "Lease",
     "Reply",
+    "ResumePoint",
     "Settlement",
     "Status",
     "capture_output",

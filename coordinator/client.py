@@ -208,6 +208,9 @@ class CoordinatorClient:
     def publish(self, version: VersionRecord) -> Reply[None]:
         return self._call(Coordinator.publish, version)
 
+    def driver_tick(self) -> Reply[Status]:
+        return self._call(Coordinator.driver_tick)
+
     def evaluate(self, version: int, episodes_per_task: int) -> Reply[None]:
         return self._call(Coordinator.evaluate, version, episodes_per_task)
 

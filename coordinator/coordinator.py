@@ -23,12 +23,13 @@ from pathlib import Path
 import ray
 
 from configs import Config, groups_of_a_step, most_workers, replayed_groups
+from coordinator.admission import free_groups, round_due, training_is_due
 from coordinator.export_schedule import Exporter, start_maintainer
 from coordinator.heartbeats import Component, HeartbeatTracker
 from coordinator.leases import Lease, LeaseTable
 from coordinator.logs import capture_output
 from coordinator.suspects import Suspects
-from coordinator.task_queue import TaskQueue, free_groups, round_due, training_is_due
+from coordinator.task_queue import TaskQueue
 from coordinator.weight_update_lock import WeightUpdateLock
 from envs import EnvironmentFailed
 from store import (
@@ -62,7 +63,7 @@ class Status:
     """The state of the run, for the screen and the supervisor."""
 
     counts: Counts
-    version: int  # newest published; -1: none
+    version: int  # newest announced; -1: none
     learner_step: int
     metrics: Mapping[str, float]  # newest value of each name
     components: Mapping[str, Component]
@@ -111,7 +112,7 @@ class Coordinator:
         self._n_answers = self._n_remembered = 0  # of environments, since the last learner step
         self._rendezvous: str | None = None  # a restarted learner states a new one
         # The newest version while its files are being written. After a restart, until the learner
-        # has found them whole or published another.
+        # has found them whole or announced another.
         newest = self.catalog.latest_version() if learns else None
         self._unwritten = None if newest is None else newest.version
         self._n_abandoned = 0  # groups in a row
@@ -177,7 +178,7 @@ class Coordinator:
         self._heartbeats.touch(worker)
         self._exporter.when_due()
         with self.catalog.unsynced():
-            version = self.catalog.latest_version()  # None before the first weights are published
+            version = self.catalog.latest_version()  # None before the first is announced
             group = None
             if version is not None and self._can_serve(version.version, serves):
                 group = self._next_listed_group(worker)
@@ -448,7 +449,7 @@ class Coordinator:
             self._unwritten = None
 
     def publish(self, version: VersionRecord) -> None:
-        """Announce a version whose files are there."""
+        """Announce a version whose files are there: it is published at once."""
         self.announce(version)
         self.written(version.version)
 
@@ -469,13 +470,19 @@ class Coordinator:
         """Open an evaluation round: its groups are leased before any training group."""
         self.tasks.open_round(self.catalog, version, episodes_per_task=episodes_per_task)
 
-    def status(self) -> Status:
-        """Return the state of the run. The learner asks for it too."""
-        # The driver sends no heartbeats of its own, and asks for the status twice a second.
+    def driver_tick(self) -> Status:
+        """Record the driver's heartbeat and finished evaluations, export if due. Return the state.
+
+        The driver calls it twice a second, and sends no other heartbeats.
+        """
         self._heartbeats.record("driver", None, waits_s=0.0)
         self._record_finished_evaluations()
-        version = self.catalog.latest_version()
         self._exporter.when_due()
+        return self.status()
+
+    def status(self) -> Status:
+        """Return the state of the run. Writes nothing: the learner asks for it too."""
+        version = self.catalog.latest_version()
         return Status(
             counts=self.catalog.counts(),
             version=version.version if version else -1,

@@ -32,8 +32,10 @@ class Lease:
         return self.group.epoch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _InPlay:
+    """A leased group, and its episodes that are still to be committed; `committed` removes them."""
+
     lease: Lease
     begun_us: int
     numbers: set[int]  # of the episodes that have not been committed

@@ -4,7 +4,7 @@
     order.draw(catalog, 17, n_drawn=lambda first: 17 - first).task_id  # of training group 17
 
 Weights are computed once for each learner step, from the results that the catalog had when that
-step was first published. From then until the next step tasks are drawn without replacement, in
+step was first announced. From then until the next step tasks are drawn without replacement, in
 proportion to their weights. So a draw is a function of the seed, the order and the catalog: after a
 crash the next draw is the one that would have come. Its cost is the same in a long run, because
 each result is read once and added to its task's sums.

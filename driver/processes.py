@@ -117,7 +117,7 @@ def kill(process: ManagedProcess) -> None:
 
 
 class CoordinatorProcess:
-    """Start the coordinator. `answer(calls.status())` raises ComponentFailed if it is lost."""
+    """Start the coordinator. `answer(calls.driver_tick())` raises ComponentFailed if it is lost."""
 
     def __init__(self, config: Config, *, learns: bool) -> None:
         self.is_lost = False  # dead or silent

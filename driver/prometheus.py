@@ -108,7 +108,7 @@ class RunFigures(Collector):
         for name, value in sorted(status.metrics.items()):
             yield self._gauge(metric_name(name), f"{name}, see docs/metrics.md", value)
         yield self._gauge("gigpo_learner_step", "learner steps trained", status.learner_step)
-        yield self._gauge("gigpo_policy_version", "newest published version", status.version)
+        yield self._gauge("gigpo_policy_version", "newest announced version", status.version)
         yield self._gauge(
             "gigpo_heldout_open_groups", "held-out groups to be played", status.heldout_open
         )

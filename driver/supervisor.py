@@ -139,8 +139,8 @@ class Supervisor:
             pass
 
     def status(self) -> Status:
-        """Return the coordinator's status."""
-        return self.coordinator.answer(self.coordinator.calls.status())
+        """Return the coordinator's status. The call is the driver's heartbeat too."""
+        return self.coordinator.answer(self.coordinator.calls.driver_tick())
 
     def engine_metrics(self) -> Mapping[str, Sequence[Any]]:
         """Return vLLM's own figures of each worker that answers. Any thread may call it."""

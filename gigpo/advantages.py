@@ -138,10 +138,11 @@ def _with_similarity_keys(steps: pa.Table, settings: AdvantageSettings) -> pa.Ta
 
 def _final_texts(steps: pa.Table) -> pa.Table:
     """Return group_uid, and final_anchor_text as anchor_text: null after a win."""
-    of = columns_of(steps, ("group_uid", "traj_uid", "won", "final_anchor_text"))
-    is_won = pc.is_in(of["traj_uid"], value_set=of["traj_uid"].filter(of["won"]))
-    texts = pc.if_else(is_won, pa.scalar(None, pa.string()), of["final_anchor_text"])
-    return pa.table({"group_uid": of["group_uid"], "anchor_text": texts})
+    columns = columns_of(steps, ("group_uid", "traj_uid", "won", "final_anchor_text"))
+    won_uids = columns["traj_uid"].filter(columns["won"])
+    is_won = pc.is_in(columns["traj_uid"], value_set=won_uids)
+    texts = pc.if_else(is_won, pa.scalar(None, pa.string()), columns["final_anchor_text"])
+    return pa.table({"group_uid": columns["group_uid"], "anchor_text": texts})
 
 
 def _columns(settings: AdvantageSettings) -> tuple[str, ...]:

@@ -14,11 +14,10 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from gigpo.settings import WHITENED, AdvantageSettings
+from gigpo.settings import UNSCALED, WHITENED, AdvantageSettings
 
 _BATCH = ("group_uid", "traj_uid", "step_index", "reward")
 _REPLAYED = (*_BATCH, "is_action_valid", "won")
-_UNSCALED = ("rloo", "dr_grpo")  # their live advantages have no deviation either
 
 
 def replayed_wins(
@@ -33,7 +32,7 @@ def replayed_wins(
     order give the same bits.
     """
     is_scaled = settings.estimator in WHITENED or (
-        settings.normalise == "mean_std" and settings.estimator not in _UNSCALED
+        settings.normalise == "mean_std" and settings.estimator not in UNSCALED
     )
     row_numbers_R = pa.array(np.arange(len(replayed)))
     wins = _query_wins(

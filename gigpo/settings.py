@@ -9,11 +9,10 @@ To add an estimator:
    `comparisons.sql` (what its step term compares), `step_terms.sql` (its step term, and the weight
    of it), `episode_terms.sql` (if it whitens), `checked.sql`; with a critic also
    `critic_values.sql` and `ppo_terms.sql`
-2. here: its name in ESTIMATORS, in WITH_STEP_TERM, WITH_CRITIC, WHITENED and TOKEN_LEVEL if they
-   hold for it, and in READERS at the settings that it reads; `advantages.py`: the columns that it
-   reads; `replay.py`: _UNSCALED, if its advantages are never divided by a deviation
+2. here: its properties in _ESTIMATORS, with the settings that it reads; `advantages.py`: the
+   columns that it reads
 3. `configs/schema.py`: the comments of these settings, then `python docs/make_reference.py`; with a
-   critic also `has_critic` in `configs/derived.py`
+   critic also WITH_CRITIC in `configs/derived.py`, because `configs/` imports nothing of ours
 4. `docs/algorithms.md`, section 3: its formula, default and source, and when to prefer it
 5. `analysis/view/pages/what_if.py`: a link to it in PRESETS
 6. `tests/support/gigpo_oracle.py`: the same in plain Python; `tests/gigpo/test_estimators.py`: an
@@ -30,47 +29,74 @@ from typing import Final
 
 from printable import did_you_mean
 
-ESTIMATORS: Final = (
-    "gigpo",
-    "grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "dr_grpo",
-    "hgpo",
-    "graphgpo",
-    "g2po",
-    "gagpo",
-    "turn_ppo",
-    "ppo",
-)
-# the advantage has a term of anchor groups, or of the states that a group met
-WITH_STEP_TERM: Final = ("gigpo", "hgpo", "graphgpo", "g2po", "gagpo")
-# computed from the values of a critic, in the column `value`
-WITH_CRITIC: Final = ("turn_ppo", "ppo")
-_EPISODE_TERM_ONLY = tuple(
-    name for name in ESTIMATORS if name not in (*WITH_STEP_TERM, *WITH_CRITIC)
-)
-# normalised over the whole batch; the others use each group separately
-WHITENED: Final = ("reinforce_pp", "reinforce_pp_baseline", "turn_ppo", "ppo")
-# each response token has an advantage of its own, see token_advantages.py
-TOKEN_LEVEL: Final = ("ppo",)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimator:
+    """The properties of one estimator, from which the lists below are made."""
+
+    reads: Sequence[str]  # the settings that not every estimator reads
+    has_step_term: bool = False  # of anchor groups, or of the states that a group met
+    has_critic: bool = False  # computed from the values of a critic, in the column `value`
+    is_whitened: bool = False  # over the whole batch; the others use each group separately
+    is_token_level: bool = False  # a response token has its own advantage: token_advantages.py
+    is_unscaled: bool = False  # never divided by a deviation, whatever `normalise` says
+
+
+_WITH_ANCHORS = ("anchor", "anchor_versions")
+_ESTIMATORS: Final[Mapping[str, Estimator]] = {
+    "gigpo": Estimator(
+        reads=("gamma", "omega", "normalise", "weighting", *_WITH_ANCHORS), has_step_term=True
+    ),
+    "grpo": Estimator(reads=("normalise", "weighting")),
+    "rloo": Estimator(reads=("weighting",), is_unscaled=True),
+    "reinforce_pp": Estimator(reads=("weighting",), is_whitened=True),
+    "reinforce_pp_baseline": Estimator(reads=("weighting",), is_whitened=True),
+    "dr_grpo": Estimator(reads=("weighting",), is_unscaled=True),
+    "hgpo": Estimator(
+        reads=("gamma", "normalise", "anchor_history", *_WITH_ANCHORS), has_step_term=True
+    ),
+    "graphgpo": Estimator(
+        reads=("graph_gamma", "omega", "normalise", "weighting", *_WITH_ANCHORS),
+        has_step_term=True,
+    ),
+    "g2po": Estimator(
+        reads=("gamma", "omega", "normalise", "weighting", *_WITH_ANCHORS), has_step_term=True
+    ),
+    "gagpo": Estimator(
+        reads=("gamma", "gae_lambda", "normalise", *_WITH_ANCHORS), has_step_term=True
+    ),
+    "turn_ppo": Estimator(reads=("gamma", "gae_lambda"), has_critic=True, is_whitened=True),
+    "ppo": Estimator(reads=("gae_lambda",), has_critic=True, is_whitened=True, is_token_level=True),
+}
+ESTIMATORS: Final = tuple(_ESTIMATORS)
+WITH_STEP_TERM: Final = tuple(name for name, each in _ESTIMATORS.items() if each.has_step_term)
+WITH_CRITIC: Final = tuple(name for name, each in _ESTIMATORS.items() if each.has_critic)
+WHITENED: Final = tuple(name for name, each in _ESTIMATORS.items() if each.is_whitened)
+TOKEN_LEVEL: Final = tuple(name for name, each in _ESTIMATORS.items() if each.is_token_level)
+UNSCALED: Final = tuple(name for name, each in _ESTIMATORS.items() if each.is_unscaled)
 NORMALISATIONS: Final = ("mean", "mean_std", "leave_one_out")
 WEIGHTINGS: Final = ("steps", "trajectories")
 ANCHORS: Final = ("state", "state_and_actions", "suffix", "similar", "similar_greedy", "anchor_key")
 ANCHOR_VERSIONS: Final = ("mixed", "window", "weighted")
+
+
+def _readers(setting: str) -> tuple[str, ...]:
+    """Return the estimators that read a setting."""
+    return tuple(name for name, each in _ESTIMATORS.items() if setting in each.reads)
+
+
 # Setting -> the choices that read it; any one of them is enough. All choices read the others.
 READERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
-    "gamma": {"estimator": ("gigpo", "hgpo", "g2po", "gagpo", "turn_ppo")},
-    "gae_lambda": {"estimator": ("gagpo", *WITH_CRITIC)},
-    "graph_gamma": {"estimator": ("graphgpo",)},
-    "omega": {"estimator": ("gigpo", "graphgpo", "g2po")},
-    "normalise": {"estimator": ("gigpo", "grpo", "hgpo", "graphgpo", "g2po", "gagpo")},
-    "weighting": {"estimator": ("gigpo", "graphgpo", "g2po", *_EPISODE_TERM_ONLY)},
-    "anchor": {"estimator": WITH_STEP_TERM},
-    "anchor_history": {"anchor": ("suffix",), "estimator": ("hgpo",)},
+    "gamma": {"estimator": _readers("gamma")},
+    "gae_lambda": {"estimator": _readers("gae_lambda")},
+    "graph_gamma": {"estimator": _readers("graph_gamma")},
+    "omega": {"estimator": _readers("omega")},
+    "normalise": {"estimator": _readers("normalise")},
+    "weighting": {"estimator": _readers("weighting")},
+    "anchor": {"estimator": _readers("anchor")},
+    "anchor_history": {"anchor": ("suffix",), "estimator": _readers("anchor_history")},
     "similarity": {"anchor": ("similar", "similar_greedy")},
-    "anchor_versions": {"estimator": WITH_STEP_TERM},
+    "anchor_versions": {"estimator": _readers("anchor_versions")},
     "version_window": {"anchor_versions": ("window",)},
 }
 _REALS: Final = ("gamma", "gae_lambda", "graph_gamma", "omega", "invalid_penalty", "similarity")

@@ -1,6 +1,6 @@
-"""The learner's loop: take a batch, train, publish weights, settle the batch, save a checkpoint.
+"""The learner's loop: take a batch, train, announce weights, settle the batch, save a checkpoint.
 
-Publishing and saving copy what is to be written into main memory. A thread writes the files behind
+Announcing and saving copy what is to be written into main memory. A thread writes the files behind
 the next learner step (`files/write_behind.py`), at most one version and one checkpoint.
 """
 
@@ -16,7 +16,13 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from configs import KEPT_CHECKPOINTS, has_critic, is_offline
-from coordinator import CoordinatorClient, Heartbeat, Settlement, heartbeat_every_s
+from coordinator import (
+    CoordinatorClient,
+    Heartbeat,
+    ResumePoint,
+    Settlement,
+    heartbeat_every_s,
+)
 from gigpo import prepare_advantages
 from learner.checkpoint import kept_checkpoints, prune_checkpoints
 from learner.data.batch_loader import PreparedBatch, make_loader
@@ -38,6 +44,7 @@ from learner.training.engine import train_batch
 from learner.training.run_health import (
     ALARM,
     ALARM_ENDED,
+    BAD_ROWS,
     BAD_UPDATE,
     RunHealth,
     StarvationDeadline,
@@ -65,7 +72,7 @@ class Learner:
 
     The coordinator undoes everything after the newest checkpoint at a restart. So a crash between
     any two calls of the loop, or while files are written behind it, is harmless: claimed and
-    settled batches are available again, and the checkpoint's weights are published under a new
+    settled batches are available again, and the checkpoint's weights are announced under a new
     number. Groups too old for that number become stale and stay in the store. A damaged checkpoint
     is skipped for the one before it.
     """
@@ -73,7 +80,7 @@ class Learner:
     def __init__(
         self, setup: LearnerSetup, coordinator: ActorHandle, *, stopping: threading.Event
     ) -> None:
-        """Load the model and the newest checkpoint, and publish the first weights.
+        """Load the model and the newest checkpoint, and announce the first weights.
 
         `stopping` ends `run` after the current learner step. `restored` says where the run goes on.
         """
@@ -117,7 +124,7 @@ class Learner:
                     self.step += 1
                     # Settling lets workers begin new groups, so new weights are announced before.
                     with clock.timed("publish_s"):
-                        self._publish(self.version + 1)
+                        self._announce(self.version + 1)
                     times = clock.end_step()
                     alarms = self._settle(batch, updates=updates, critic=critic, times=times)
                     if self.step % self.config.learner.checkpoint_every == 0:
@@ -145,31 +152,20 @@ class Learner:
         self.ranks.close()
 
     def _restore(self) -> str:
-        """Load the newest whole checkpoint and publish its weights, or begin a new run.
+        """Load the newest whole checkpoint and announce its weights, or begin a new run.
 
         Return a description. Sets the position in the run: step, version, last step and health.
         """
-        if self.ranks.broadcast is not None:
-            self.coordinator.set_rendezvous(self.ranks.broadcast.address).get(
-                timeout_s=START_TIMEOUT_S  # the coordinator starts meanwhile
-            )
+        self._tell_rendezvous()
         checkpoints = self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S)
         checkpoint, faults = load_newest_whole(checkpoints, ranks=self.ranks, layout=self.layout)
-        self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
-        point = self.coordinator.resume(self.step).get()
-        self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
-        self.health = RunHealth(self.config, figures=point.metrics)
+        point = self._resume(checkpoint)
         if point.latest_version is None:
-            self._publish(0)
+            self._announce(0)
             return "a new run"
-        is_newest = checkpoint is not None and checkpoint.version == point.latest_version
-        if is_newest and self._newest_weights_are_whole():
-            self.version = point.latest_version
-            self.coordinator.written(self.version).get()
-        else:  # version numbers are never used twice
-            self._publish(point.latest_version + 1)
-        instead = f"going on from learner step {self.step} instead"
+        self._take_version(checkpoint, newest=point.latest_version)
         for fault in faults:
+            instead = f"going on from learner step {self.step} instead"
             self._notice("checkpoint left out", f"{instead}: {fault}")
         return restored_lines(
             point.rolled_back,
@@ -178,6 +174,33 @@ class Learner:
             version=self.version,
             max_staleness=self.config.max_staleness,
         )
+
+    def _tell_rendezvous(self) -> None:
+        """Tell the coordinator, which may still be starting, where weights are broadcast from."""
+        if self.ranks.broadcast is not None:
+            self.coordinator.set_rendezvous(self.ranks.broadcast.address).get(
+                timeout_s=START_TIMEOUT_S
+            )
+
+    def _resume(self, checkpoint: CheckpointRecord | None) -> ResumePoint:
+        """Roll the run back to a checkpoint, and take the position there; None is its start."""
+        self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
+        point = self.coordinator.resume(self.step).get()
+        self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
+        self.health = RunHealth(self.config, figures=point.metrics)
+        return point
+
+    def _take_version(self, checkpoint: CheckpointRecord | None, *, newest: int) -> None:
+        """Go on at the newest version if the checkpoint has its weights, or announce the next.
+
+        Version numbers are never used twice.
+        """
+        is_newest = checkpoint is not None and checkpoint.version == newest
+        if is_newest and self._newest_weights_are_whole():
+            self.version = newest
+            self.coordinator.written(newest).get()
+        else:
+            self._announce(newest + 1)
 
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
@@ -241,7 +264,7 @@ class Learner:
             )
 
     def _train(self, batch: PreparedBatch) -> tuple[list[UpdateStats], list[CriticStats]]:
-        """Apply the optimizer updates of one learner step. Raises an error instead of publishing.
+        """Apply the optimizer updates of one learner step. Raises an error instead of announcing.
 
         StarvationError, BadUpdatesError and NonFiniteWeightsError end the run.
         """
@@ -256,15 +279,17 @@ class Learner:
                 learner_step=self.step + 1, checkpoint=self.saved_step, config=self.config
             ) from error
         if updates:  # none while the critic warms up
-            for line in self.health.bad_updates(batch, updates, learner_step=self.step + 1):
-                self._notice(BAD_UPDATE, line)
+            for bad in self.health.bad_updates(batch, updates, learner_step=self.step + 1):
+                if bad.rows is not None:
+                    self.coordinator.record(BAD_ROWS, bad.rows).get()
+                self._notice(BAD_UPDATE, bad.line)
         return updates, critic
 
-    def _publish(self, version: int) -> None:
+    def _announce(self, version: int) -> None:
         """Announce the weights under their number, and have them written behind the next step.
 
         Until they are written, engines are told to wait for them. If this process ends before, the
-        number is not used again, and a restart publishes its checkpoint's weights under the next.
+        number is not used again, and a restart announces its checkpoint's weights under the next.
         """
         self.behind.wait()  # at most one version is unwritten
         digest = self.ranks.copy_weights()
@@ -282,7 +307,7 @@ class Learner:
         """Write the announced weights: they are whole for every reader as soon as one sees them.
 
         A power cut before the next checkpoint may tear them. The next start detects that and
-        publishes the checkpoint's weights under a new number.
+        announces the checkpoint's weights under a new number.
         """
         directory, keep = self.layout.weights_dir(version), self.config.learner.keep_versions
         self.ranks.write_weights(directory)

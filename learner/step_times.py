@@ -1,8 +1,10 @@
 """Measure where the seconds of a learner step go.
 
-clock = StepClock()
-with clock.timed("publish_s"): ...
-times = clock.end_step()        # times.publish_s, times.step_s
+In the learner's loop:
+
+    clock = StepClock()
+    with clock.timed("publish_s"): ...
+    times = clock.end_step()        # times.publish_s, times.step_s
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class LoadTimes:
 
 @dataclass(kw_only=True, slots=True)
 class StepTimes:
-    """Seconds that the loop spent in a learner step, which ends when its weights are published.
+    """Seconds that the loop spent in a learner step, which ends when its weights are announced.
 
     A checkpoint is copied after that, so its time is in the next step. The preparing thread's
     seconds are in LoadTimes; those of the writing thread are in none.

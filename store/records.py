@@ -128,7 +128,7 @@ class Trajectory:
     group_uid: bytes
     env_name: str
     task_id: str
-    split: str  # "train" or "heldout"
+    split: str  # "train", "heldout", or "imported": of another run, or an extra episode
     seed: int
     member: int  # 0..G-1 in its group
     won: bool

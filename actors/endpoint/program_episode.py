@@ -97,7 +97,7 @@ def _finished(
         replace(step, env_us=max(0, until_us - step.t_start_us - step.gen_us))
         for step, until_us in zip(steps, next_us, strict=True)
     ]
-    reward = 0.0 if outcome is None else rules.paid(outcome.reward)
+    reward = 0.0 if outcome is None else rules.stored_reward(outcome.reward)
     last = replace(
         timed[-1], reward=reward, terminated=outcome is not None, truncated=outcome is None
     )

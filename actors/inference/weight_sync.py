@@ -1,6 +1,6 @@
-"""Keep one engine on the newest published weights, and record each load in the store.
+"""Keep one engine on the newest announced weights, and record each load in the store.
 
-    sync = WeightSync(engine, layout, newest=..., is_written=..., record=..., update_lock=..., ...)
+    sync = WeightSync(engine, layout, coordinator, takes_turns=True, is_broadcast=False, ...)
     await sync.sync(version)     # returns with that version or a newer one, or refuses it
     sync.version                 # is older while the learner has not written the files yet
 
@@ -15,22 +15,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.inference.weight_load import WeightLoad
+from coordinator import CoordinatorClient
 from store import RunLayout, StoreError, VersionRecord, local_directory
 
 LOADED, REFUSED = "weights loaded", "weights refused"
-NO_VERSION = -1  # the engine starts with the base model, which is not published yet
+NO_VERSION = -1  # the engine starts with the base model, which has no version yet
 # Files may arrive late on a shared disk, but damaged ones should not be read again all the time.
 RETRY_S = 5.0
 
 
 class Superseded(Exception):
-    """A newer version was published while this engine waited to load an older one."""
+    """A newer version was announced while this engine waited to load an older one."""
 
     def __init__(self, newest: VersionRecord) -> None:
         super().__init__(newest)
@@ -38,31 +39,29 @@ class Superseded(Exception):
 
 
 class WeightSync:
-    """Load published versions, one at a time. Waits for the storage and for the engine.
+    """Load announced versions, one at a time. Waits for the storage and for the engine.
 
-    `update_lock` lets a few engines load files at a time. A version is skipped if a newer one was
-    published while the engine waited for it. `rendezvous` returns the address from which the
-    learner sends weights; it is None if all weights come as files.
+    With `takes_turns` only a few engines of the run load files at a time. A version is skipped if a
+    newer one was announced while the engine waited for its turn. With `is_broadcast` the engine
+    joins the address from which the learner sends weights; without, all weights come as files.
     """
 
     def __init__(
         self,
         engine: VLLMPolicy,
         layout: RunLayout,
+        coordinator: CoordinatorClient,
         *,
-        newest: Callable[[], Awaitable[VersionRecord | None]],
-        is_written: Callable[[int], Awaitable[bool]],
-        record: Callable[[str, str], Awaitable[None]],
-        update_lock: Callable[[], AbstractAsyncContextManager[None]],
-        rendezvous: Callable[[], Awaitable[str | None]] | None,
+        takes_turns: bool,
+        is_broadcast: bool,
         max_staleness: int,
     ) -> None:
         self.version = NO_VERSION  # the newest version that was loaded
         self._engine = engine
         self._layout = layout
         self._max_staleness = max_staleness
-        self._newest, self._is_written, self._record = newest, is_written, record
-        self._update_lock, self._rendezvous = update_lock, rendezvous
+        self._coordinator = coordinator
+        self._takes_turns, self._is_broadcast = takes_turns, is_broadcast
         self._has_joined = False  # the engine receives what the learner sends
         self._one_load = asyncio.Lock()
         # False after a version was skipped: else an engine that always finds a newer one when its
@@ -92,11 +91,11 @@ class WeightSync:
                     self._may_skip = False
                     version = superseded.newest
                 except StoreError as error:
-                    newest = await self._newest()
+                    newest = await self._coordinator.newest_version()
                     if newest is None or newest == version:
                         await self._refuse(version, error)
                         return
-                    # The learner removed the files because it has published newer ones.
+                    # The learner removed the files because it has written newer ones.
                     version = newest
 
     async def _load(self, version: VersionRecord) -> bool:
@@ -106,7 +105,7 @@ class WeightSync:
             # Without the lock: the weights are in this engine's memory, so it pauses only briefly.
             load = await self._engine.load_received(version=version.version, digest=version.digest)
         if load is None:
-            if not await self._is_written(version.version):
+            if not await self._coordinator.is_written(version.version):
                 return False
             load, fetch_ms = await self._load_files(version)
         self.version, self._may_skip = version.version, True
@@ -115,8 +114,9 @@ class WeightSync:
         for name, value in phases.items():
             if name.endswith("_ms"):
                 detail[name] = round(value, 1)
-        await self._record(LOADED, json.dumps(detail))
-        if self._rendezvous is not None and (address := await self._rendezvous()) is not None:
+        await self._coordinator.record(LOADED, json.dumps(detail))
+        address = await self._coordinator.rendezvous() if self._is_broadcast else None
+        if address is not None:
             await self._engine.join_broadcast(address)
             self._has_joined = True
         return True
@@ -135,12 +135,12 @@ class WeightSync:
     @asynccontextmanager
     async def _locked(self, version: VersionRecord) -> AsyncIterator[None]:
         """Hold the lock on weight updates. Raises Superseded if the wait for it was too long."""
-        async with self._update_lock():
-            newest = await self._newest() if self._may_skip else None
+        async with self._coordinator.weight_update() if self._takes_turns else nullcontext():
+            newest = await self._coordinator.newest_version() if self._may_skip else None
             if (
                 newest is not None
                 and newest.version > version.version
-                and await self._is_written(newest.version)
+                and await self._coordinator.is_written(newest.version)
             ):
                 raise Superseded(newest)
             yield
@@ -155,7 +155,7 @@ class WeightSync:
                 "serving": self.version,
                 "reason": str(error),
             }
-            await self._record(REFUSED, json.dumps(detail))
+            await self._coordinator.record(REFUSED, json.dumps(detail))
         if version.version - self.version > self._max_staleness:
             raise error
 

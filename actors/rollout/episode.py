@@ -58,6 +58,8 @@ class AttemptProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeRules:
+    """The settings that bound the episodes of one lease, and that scale their rewards."""
+
     max_steps: int
     win_reward: float
     temperature: float
@@ -79,17 +81,17 @@ class EpisodeRules:
             episode_timeout_s=config.actors.episode_timeout_s + config.env.max_steps * server_s,
         )
 
-    def paid(self, reward: float) -> float:
+    def stored_reward(self, reward: float) -> float:
         """Return the reward to store. Raises EnvironmentDied if it is above MAX_REWARD in size."""
-        paid = reward * self.win_reward
-        if abs(paid) > MAX_REWARD:
+        stored = reward * self.win_reward
+        if abs(stored) > MAX_REWARD:
             raise EnvironmentDied(
                 f"reward {reward:g} times env.win_reward={self.win_reward:g} is above "
                 f"{MAX_REWARD:g} in size; scale it down in the environment, or set "
                 "env.win_reward=1",
                 at_fault=True,
             )
-        return paid
+        return stored
 
 
 class EpisodeOverdue(RuntimeError):
@@ -263,7 +265,7 @@ async def _take_step(
             invalid=rules.invalid,
         ),
         outcome=StepOutcome(
-            reward=rules.paid(transition.reward),
+            reward=rules.stored_reward(transition.reward),
             terminated=transition.terminated,
             truncated=not transition.terminated and (transition.truncated or is_last),
             env_us=round((time.perf_counter() - answered) * 1e6),

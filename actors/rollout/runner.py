@@ -1,7 +1,9 @@
 """Lease groups, play each in a task of its own, and keep the weights new. Knows no Ray or vLLM.
 
-runner = RolloutRunner(coordinator, config, committer=..., episodes=..., weights=..., ...)
-await runner.run()      # until runner.stop()
+`worker.py` makes one for its process:
+
+    runner = RolloutRunner(coordinator, config, committer=..., episodes=..., weights=..., ...)
+    await runner.run()      # until runner.stop()
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from envs import PendingOperations
 from store import TRAIN, VersionRecord
 
 # Between two requests for a lease while none is free: twice as long each time. A lease becomes free
-# soon after a version is published, so a new version begins with the first again.
+# soon after a version is announced, so a new version begins with the first again.
 LEASE_POLL_S, LONGEST_LEASE_POLL_S = 0.1, 1.0
 # How soon newer weights are noticed: VERSION_POLL_SHARE of the time since the last ones came.
 VERSION_POLL_S, LONGEST_VERSION_POLL_S = 0.1, 0.5
@@ -74,14 +76,14 @@ class RolloutRunner:
         self._leased_lately = False
         self._lease_poll_s = LEASE_POLL_S
         self._newest, self._newest_since_s = -1, 0.0  # version; event loop's clock
-        # a group ended, more may be played, a version was published, or `stop` was called
+        # a group ended, more may be played, a version was announced, or `stop` was called
         self._changed = asyncio.Event()
         self._random = random.Random(coordinator.component)
 
     async def run(self) -> None:
         """Lease groups and start one task for each; the task plays and commits its group.
 
-        Consumes leases and published versions. Produces committed groups. Waits for a running group
+        Consumes leases and announced versions. Produces committed groups. Waits for a running group
         to end while the engine is busy, for weights that are not written yet, and for admission
         while no group is free; the learner unblocks both when it writes and trains.
         """

@@ -74,9 +74,14 @@ def lines(
     columns of their intervals. `names`: how columns are called in the legend.
     """
     table, key, names = _numbered(table, names)
-    x, y, points = key[x], [key[each] for each in y], [key[each] for each in points]
-    low, high = low and key[low], high and key[high]
-    whiskers = {key[of]: (key[a], key[b]) for of, (a, b) in (whiskers or {}).items()}
+    x = key[x]
+    y, points = [key[name] for name in y], [key[name] for name in points]
+    low = None if low is None else key[low]
+    high = None if high is None else key[high]
+    whiskers = {
+        key[name]: (key[lowest], key[highest])
+        for name, (lowest, highest) in (whiskers or {}).items()
+    }
     data = columns_of(table, x=x)
     drawn = new_figure(x=names[x], height=height, is_fraction=is_fraction)
     source = ColumnDataSource(_with_gaps(data, [*y, *filter(None, (low, high))]))

@@ -8,6 +8,7 @@ the right, and an edge to its own node is a loop there.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,53 +74,81 @@ def lay_out(
     rows: Sequence[Sequence[str]], edges: Collection[tuple[str, str]], *, sizes: Sizes
 ) -> Layout:
     """Return the layout of a graph whose nodes are given row by row."""
-    broken = [
-        row[at : at + sizes.row_at_most]
-        for row in rows
-        for at in range(0, len(row), sizes.row_at_most)
-    ]
-    ordered = order_rows(broken, edges)
-    row_of = {node: number for number, row in enumerate(ordered) for node in row}
-    nodes = {
-        node: (
-            (at - (len(row) - 1) / 2) * (sizes.width + sizes.gap_x),
-            number * (sizes.height + sizes.gap_y) + sizes.height / 2 + sizes.gap_y / 2,
-        )
-        for number, row in enumerate(ordered)
-        for at, node in enumerate(row)
-    }
+    ordered = order_rows(_broken_rows(rows, sizes.row_at_most), edges)
+    row_of: dict[str, int] = {}
+    nodes: dict[str, Point] = {}
+    for number, row in enumerate(ordered):
+        row_of |= dict.fromkeys(row, number)
+        nodes |= _centres(row, number, sizes)
     curves = _curves(nodes, row_of, sorted(edges), sizes=sizes)
-    sides = [x for x, _ in nodes.values()] or [0.0]
-    left = min([min(sides) - sizes.width / 2, *(curve.left for curve in curves.values())]) - MARGIN
-    right = (
-        max([max(sides) + sizes.width / 2, *(curve.right for curve in curves.values())]) + MARGIN
-    )
+    left, right = _sides(nodes, curves, sizes)
     height = len(ordered) * (sizes.height + sizes.gap_y) + sizes.gap_y / 2
     return Layout(nodes=nodes, edges=curves, left=left, width=right - left, height=height)
+
+
+def _broken_rows(rows: Sequence[Sequence[str]], at_most: int) -> list[Sequence[str]]:
+    """Return the rows, each longer one as several of `at_most` nodes."""
+    broken: list[Sequence[str]] = []
+    for row in rows:
+        broken += [row[at : at + at_most] for at in range(0, len(row), at_most)]
+    return broken
+
+
+def _from_middle(row: Sequence[str]) -> dict[str, float]:
+    """Return how many nodes each node of a row stands to the right of the row's middle."""
+    return {node: at - (len(row) - 1) / 2 for at, node in enumerate(row)}
+
+
+def _centres(row: Sequence[str], number: int, sizes: Sizes) -> dict[str, Point]:
+    """Return the centres of the nodes of one row."""
+    y = number * (sizes.height + sizes.gap_y) + sizes.height / 2 + sizes.gap_y / 2
+    apart = sizes.width + sizes.gap_x
+    return {node: (offset * apart, y) for node, offset in _from_middle(row).items()}
+
+
+def _sides(
+    nodes: Mapping[str, Point], curves: Mapping[tuple[str, str], Curve], sizes: Sizes
+) -> tuple[float, float]:
+    """Return the left and the right side of the box around nodes and curves."""
+    centres = [x for x, _ in nodes.values()] or [0.0]
+    lefts = [min(centres) - sizes.width / 2, *(curve.left for curve in curves.values())]
+    rights = [max(centres) + sizes.width / 2, *(curve.right for curve in curves.values())]
+    return min(lefts) - MARGIN, max(rights) + MARGIN
 
 
 def order_rows(
     rows: Sequence[Sequence[str]], edges: Collection[tuple[str, str]]
 ) -> list[list[str]]:
-    """Order each row by the mean place of what its nodes are joined with in other rows."""
-    joined: dict[str, list[str]] = {node: [] for row in rows for node in row}
+    """Order each row by the mean offset of the nodes in other rows that its nodes are joined with.
+
+    An offset is counted in nodes from the middle of a row.
+    """
+    joined: dict[str, list[str]] = defaultdict(list)
     for begin, end in sorted(edges):
         if begin != end:
             joined[begin].append(end)
             joined[end].append(begin)
     ordered = [list(row) for row in rows]
-    place = {node: at - (len(row) - 1) / 2 for row in ordered for at, node in enumerate(row)}
+    offsets: dict[str, float] = {}
+    for row in ordered:
+        offsets |= _from_middle(row)
     for sweep in range(SWEEPS):
         for row in ordered if sweep % 2 == 0 else reversed(ordered):
-            inside = set(row)
-            wanted = {}
-            for node in row:
-                others = [place[other] for other in joined[node] if other not in inside]
-                wanted[node] = sum(others) / len(others) if others else place[node]
-            row.sort(key=lambda node: (wanted[node], place[node]))
-            for at, node in enumerate(row):
-                place[node] = at - (len(row) - 1) / 2
+            _order_row(row, joined, offsets)
     return ordered
+
+
+def _order_row(
+    row: list[str], joined: Mapping[str, Sequence[str]], offsets: dict[str, float]
+) -> None:
+    """Sort one row by the mean offset of joined nodes, and renew its nodes' offsets."""
+    inside = set(row)
+    wanted: dict[str, float] = {}
+    for node in row:
+        others = [offsets[other] for other in joined.get(node, ()) if other not in inside]
+        wanted[node] = sum(others) / len(others) if others else offsets[node]
+    row.sort(key=lambda node: (wanted[node], offsets[node]))
+    offsets |= _from_middle(row)
 
 
 def _curves(

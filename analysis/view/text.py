@@ -15,6 +15,8 @@ from printable import UNSAFE
 
 SHORT_CHARACTERS = 300  # that are shown at once
 LONG_CHARACTERS = 20_000  # that "show all" shows; the query gives the rest
+# Of an action, which a page's query cuts: a page lists hundreds, and most are a few words long.
+ACTION_CHARACTERS = 300
 ENDS_LINE = "\n"
 MOST_MARKS = 100  # of a text; each is 60 bytes of HTML
 UNMARKED = "\N{REPLACEMENT CHARACTER}"  # stands for each hidden character after these

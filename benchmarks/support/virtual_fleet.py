@@ -201,7 +201,7 @@ class Fleet:
         yield patch("coordinator.coordinator.start_maintainer", lambda *_, **__: NoMaintainer())
 
     def _ask_for_status(self) -> None:
-        self.call("status")
+        self.call("driver_tick")
         self.at(STATUS_EVERY_S, self._ask_for_status)
 
     def _claim(self) -> None:

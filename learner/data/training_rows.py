@@ -1,8 +1,10 @@
 """Score the rows of whole groups with their advantages, and select the rows to train on.
 
-settings = RowSettings.of(config, ask_critic=None)
-scored = scored_rows(rows, settings, times=LoadTimes())
-trained, unselected = rows_to_train(scored, train_on=settings.train_on)
+`batch_loader.py` makes the settings once, and then for each batch:
+
+    settings = RowSettings.of(config, ask_critic=None)
+    scored = scored_rows(rows, settings, times=LoadTimes())
+    trained, unselected = rows_to_train(scored, train_on=settings.train_on)
 """
 
 from __future__ import annotations

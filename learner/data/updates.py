@@ -1,7 +1,9 @@
 """Cut a batch's rows into optimizer updates, and count their staleness.
 
-updates = cut_updates(rows, learner=config.learner, version=7, seed=8)
-stats = ranks.train([update.micro_batches for update in updates])
+The learner takes one learner step with all updates of a batch:
+
+    updates = cut_updates(rows, learner=config.learner, version=7, seed=8)
+    stats = ranks.train([update.micro_batches for update in updates])
 """
 
 from __future__ import annotations

@@ -40,25 +40,36 @@ def critic_values(
     is not among the N. `ask_critic` is `Critic.values`, or calls it on all ranks.
     """
     n_tokens_R = _n_tokens(rows)
-    is_empty = pa.array(n_tokens_R == 0)
+    batches = micro_batches(
+        _askable(rows, is_empty_R=n_tokens_R == 0),
+        micro_batch_tokens=learner.micro_batch_tokens,
+        ranks=learner.ranks,
+    )
+    asked_N = _in_row_order(batches, ask_critic(batches))
+    n_asked_R = np.maximum(n_tokens_R, 1)
+    values_R = asked_N[np.cumsum(n_asked_R) - n_asked_R]
+    return values_R, asked_N[np.repeat(n_tokens_R > 0, n_asked_R)]
+
+
+def _askable(rows: pa.Table, *, is_empty_R: np.ndarray) -> pa.Table:
+    """Return the rows with the columns of a micro-batch, and one token for each empty response."""
     asked = rows.append_column("advantage", pa.array(np.zeros(len(rows))))
     asked = asked.append_column("staleness", pa.array(np.zeros(len(rows), np.int64)))
     for name in ("response_ids", "response_logprobs"):
         index, kind = asked.schema.get_field_index(name), asked.schema.field(name).type
-        filled = pc.if_else(is_empty, pa.scalar([0], kind), asked[name])
+        filled = pc.if_else(pa.array(is_empty_R), pa.scalar([0], kind), asked[name])
         asked = asked.set_column(index, asked.schema.field(name), filled)
-    batches = micro_batches(
-        asked, micro_batch_tokens=learner.micro_batch_tokens, ranks=learner.ranks
-    )
-    # A row's tokens are together and in order, in one micro-batch.
+    return asked
+
+
+def _in_row_order(batches: Sequence[MicroBatch], values: Sequence[torch.Tensor]) -> np.ndarray:
+    """Return the values of all micro-batches' tokens [N] in the order of the rows, float64.
+
+    A row's tokens are together and in order, in one micro-batch.
+    """
     rows_N = np.concatenate([batch.rows_N.numpy() for batch in batches])
-    asked_N = np.concatenate([found_N.numpy() for found_N in ask_critic(batches)]).astype(
-        np.float64
-    )
-    asked_N = asked_N[np.argsort(rows_N, kind="stable")]
-    n_asked_R = np.maximum(n_tokens_R, 1)
-    values_R = asked_N[np.cumsum(n_asked_R) - n_asked_R]
-    return values_R, asked_N[np.repeat(n_tokens_R > 0, n_asked_R)]
+    values_N = np.concatenate([batch_N.numpy() for batch_N in values])
+    return values_N[np.argsort(rows_N, kind="stable")].astype(np.float64)
 
 
 def with_token_values(rows: pa.Table, values_N: np.ndarray) -> pa.Table:

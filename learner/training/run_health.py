@@ -1,14 +1,18 @@
 """End a run before it wastes time: bad updates, and batches without an advantage.
 
-A bad update has a loss or gradient that is not finite. The engine skips it; `bad_update_line` names
-its rows in an event, and ROWS_QUERY finds them again.
+A bad update has a loss or gradient that is not finite. The engine skips it. An event BAD_UPDATE
+describes it for people. An event BAD_ROWS names its rows as a JSON object, for the view `bad_rows`:
+
+    {"learner_step": 7, "number": 1, "rows": [{"traj_uid": "0b2a…", "step_index": 3}]}
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -20,7 +24,7 @@ from learner.training.alarms import Alarms, collapse_alarms
 from learner.training.step_metrics import UpdateStats
 from store import uid_text
 
-BAD_UPDATE = "bad update"
+BAD_UPDATE, BAD_ROWS = "bad update", "bad rows"
 ALARM, ALARM_ENDED = "alarm", "alarm ended"
 MAX_ROWS_NAMED = 100  # of one bad update; if more rows are bad, the weights are, not the rows
 # Updates in a row that are skipped because loss or gradient is not finite; one more ends the run.
@@ -30,15 +34,10 @@ SOLVED = 0.99  # success above which batches may be empty: every episode of a gr
 # Counters recorded with each step's figures, because a resumed run continues them.
 BAD_IN_A_ROW, EMPTY_IN_A_ROW = "learner/bad_updates_in_a_row", "learner/empty_batches_in_a_row"
 CHECKS_PER_TIMEOUT = 4  # of the held-out episodes, within one starvation timeout
-# The rows that `bad_update_line` names. They are joined by their keys: comparing the event's text
-# with every step of a run would take minutes.
 ROWS_QUERY = (
-    "SELECT DISTINCT s.group_uid, s.traj_uid, s.step_index, s.version_min, s.version_max, "
-    "s.reward, s.action_text, s.response_ids, s.response_logprobs "
-    "FROM (SELECT string_split(unnest(regexp_extract_all(detail, "
-    "'trajectory ([-0-9a-f]{36} step [0-9]+)', 1)), ' step ') AS bad "
-    "FROM events WHERE what = 'bad update') "
-    "JOIN steps s ON s.traj_uid = bad[1]::UUID AND s.step_index = bad[2]::INT"
+    "SELECT DISTINCT group_uid, traj_uid, step_index, version_min, version_max, reward, "
+    "action_text, response_ids, response_logprobs "
+    "FROM bad_rows JOIN steps USING (traj_uid, step_index)"
 )
 EVENTS_QUERY = "SELECT logged_at, detail FROM events WHERE what = 'bad update'"
 
@@ -67,6 +66,14 @@ class StarvationDeadline:
         return now_s > self._deadline_s
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadUpdate:
+    """A skipped update, as its two events describe it."""
+
+    line: str  # of BAD_UPDATE
+    rows: str | None  # of BAD_ROWS; None: each row by itself is finite
+
+
 class RunHealth:
     """Counters that end a run which goes wrong. A resumed run continues them from the store."""
 
@@ -85,14 +92,14 @@ class RunHealth:
 
     def bad_updates(
         self, batch: PreparedBatch, updates: list[UpdateStats], *, learner_step: int
-    ) -> Iterator[str]:
-        """Yield a line per bad update. Raises BadUpdatesError after too many in a row."""
+    ) -> Iterator[BadUpdate]:
+        """Yield each bad update. Raises BadUpdatesError after too many in a row."""
         for number, (update, stats) in enumerate(zip(batch.updates, updates, strict=True), start=1):
             if not stats.skipped:
                 self._bad_updates = 0
                 continue
             self._bad_updates += 1
-            yield bad_update_line(update, stats, learner_step=learner_step, number=number)
+            yield describe_bad_update(update, stats, learner_step=learner_step, number=number)
             if self._bad_updates > MAX_BAD_UPDATES:
                 query = ROWS_QUERY if stats.bad_rows else EVENTS_QUERY
                 # The last part is a command line.
@@ -121,28 +128,29 @@ class RunHealth:
         return figures, alarms
 
 
-def bad_update_line(update: Update, stats: UpdateStats, *, learner_step: int, number: int) -> str:
+def describe_bad_update(
+    update: Update, stats: UpdateStats, *, learner_step: int, number: int
+) -> BadUpdate:
     """Describe a bad update and name up to MAX_ROWS_NAMED rows; none if only their sum is bad.
 
-    learner step 7, update 1: loss inf, gradient norm inf; of 40 rows these are not finite: group
-    6f1c…-… trajectory 0b2a…-… step 3, group …
+    learner step 7, update 1: loss inf, gradient norm inf; 2 of 40 rows are not finite: see the view
+    bad_rows
     """
-    named = pa.array(stats.bad_rows[:MAX_ROWS_NAMED], pa.int64())
-    keys = update.rows.select(["group_uid", "traj_uid", "step_index"]).take(named).to_pylist()
-    names = [
-        f"group {uid_text(row['group_uid'])} trajectory {uid_text(row['traj_uid'])} step "
-        f"{row['step_index']}"
-        for row in keys
-    ]
-    n_more = len(stats.bad_rows) - len(names)
-    rows = "each by itself is finite"
-    if names:
-        rows = f"these are not finite: {', '.join(names)}"
-        rows += f", and {n_more} more" if n_more else ""
-    return (
+    rows = None
+    which = f"each of {stats.n_rows} rows by itself is finite"
+    if stats.bad_rows:
+        which = (
+            f"{len(stats.bad_rows)} of {stats.n_rows} rows are not finite: see the view bad_rows"
+        )
+        named = pa.array(stats.bad_rows[:MAX_ROWS_NAMED], pa.int64())
+        keys = update.rows.select(["traj_uid", "step_index"]).take(named).to_pylist()
+        named_rows = [{**key, "traj_uid": uid_text(key["traj_uid"])} for key in keys]
+        rows = json.dumps({"learner_step": learner_step, "number": number, "rows": named_rows})
+    line = (
         f"learner step {learner_step}, update {number}: loss {stats.loss:g}, gradient norm "
-        f"{stats.grad_norm:g}; of {stats.n_rows} rows {rows}"
+        f"{stats.grad_norm:g}; {which}"
     )
+    return BadUpdate(line=line, rows=rows)
 
 
 def non_finite_weights(

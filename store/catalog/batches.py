@@ -66,15 +66,17 @@ def claim(
     """Claim the oldest complete training groups as a batch. Return None if too few are there.
 
     Groups whose oldest version is more than `max_staleness` behind `current_version` become stale
-    first, also if no batch follows. `current_version` is the learner's version when it will train
-    on the batch. `n_offline` offline groups follow: the least used ones, each at most `uses` times.
-    They never become stale. The wins of up to `n_replayed` groups of versions that are at most
-    `max_age` behind are replayed; a claim never waits for them.
+    first, also if no batch follows. `current_version` is the version at which the learner will
+    train on the batch: the newest, or the next one while the batch before is trained on. Raises
+    StoreError for an older one. `n_offline` offline groups follow: the least used ones, each at
+    most `uses` times. They never become stale. The wins of up to `n_replayed` groups of versions
+    that are at most `max_age` behind are replayed; a claim never waits for them.
     """
     if n_groups < 0 or n_offline < 0 or n_groups + n_offline < 1:
         raise StoreError(
             f"n_groups {n_groups}, n_offline {n_offline}: a batch has at least one group"
         )
+    _check_claimed_version(tx, current_version)
     drop_stale(tx, current_version=current_version, max_staleness=max_staleness)
     rows = _oldest_complete(tx, n_groups)
     # The learner asks many times a second, and finding the least used of many groups takes long.
@@ -101,6 +103,20 @@ def claim(
     return batch_of(tx, batch_id)
 
 
+def _check_claimed_version(tx: Transaction, current_version: int) -> None:
+    """Raise StoreError for an older version than the newest.
+
+    Its claim would admit groups beyond the bound on staleness. One for a later version, which the
+    learner has not announced yet, only makes groups stale earlier.
+    """
+    newest = tx.value("SELECT max(version) FROM version")  # None before the first
+    if newest is not None and current_version < newest:
+        raise StoreError(
+            f"a batch cannot be claimed for policy version {current_version}: the newest is "
+            f"{newest}; claim for it, or in advance for {newest + 1}"
+        )
+
+
 def refill(
     tx: Transaction,
     batch_id: int,
@@ -116,9 +132,10 @@ def refill(
     that others are played in their place. Other groups become stale as in `claim`, with the same
     `current_version`. Returns None if too few groups are complete, or none is asked for.
     """
-    batch = tx.row("SELECT state FROM batch WHERE batch_id = :id", id=batch_id)
+    batch = tx.row("SELECT state, claimed_version FROM batch WHERE batch_id = :id", id=batch_id)
     if batch is None or batch["state"] != "claimed":
         raise StoreError(f"batch {batch_id} is not claimed, so it cannot be refilled")
+    _check_same_version(batch_id, batch["claimed_version"], current_version)
     _mark_filtered(tx, batch_id, filtered)
     drop_stale(tx, current_version=current_version, max_staleness=max_staleness)
     rows = _oldest_complete(tx, n_groups)
@@ -214,7 +231,7 @@ def settle(
     `filtered` groups were left out of the loss, for the reason given. `values` are a critic's, of
     the state of each step, by trajectory uid; None without a critic.
     """
-    _check_settlement(tx, batch_id, learner_step=learner_step)
+    _check_settlement(tx, batch_id, learner_step=learner_step, version_in=version_in)
     rows = tx.rows(
         f"SELECT group_uid FROM batch_group l WHERE batch_id = :batch_id AND NOT {_IS_REPLAYED}",
         batch_id=batch_id,
@@ -256,16 +273,19 @@ def settle(
     tx.touch("groups", "lineage")
 
 
-def _check_settlement(tx: Transaction, batch_id: int, *, learner_step: int) -> None:
-    """Raise StoreError unless the batch is claimed and the learner step is after all settled."""
+def _check_settlement(
+    tx: Transaction, batch_id: int, *, learner_step: int, version_in: int
+) -> None:
+    """Raise StoreError unless the batch is claimed, for `version_in`, and the step is a new one."""
     batch = tx.row(
-        "SELECT state, learner_step FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
+        "SELECT state, claimed_version FROM batch WHERE batch_id = :batch_id", batch_id=batch_id
     )
     if batch is None or batch["state"] != "claimed":
         state = "unknown" if batch is None else batch["state"]
         raise StoreError(
             f"batch {batch_id} is {state}, only a claimed batch can be settled; claim a new one"
         )
+    _check_same_version(batch_id, batch["claimed_version"], version_in)
     taken = tx.row(
         """SELECT batch_id FROM batch WHERE state = 'trained' AND learner_step >= :step
            ORDER BY learner_step DESC""",
@@ -275,6 +295,18 @@ def _check_settlement(tx: Transaction, batch_id: int, *, learner_step: int) -> N
         raise StoreError(
             f"learner step {learner_step} is not after the last settled one (batch "
             f"{taken['batch_id']}); roll back to the checkpoint before training again"
+        )
+
+
+def _check_same_version(batch_id: int, claimed_version: int, version: int) -> None:
+    """Raise StoreError unless a batch is trained on at the version for which it was claimed.
+
+    The bound on staleness was checked for that version.
+    """
+    if version != claimed_version:
+        raise StoreError(
+            f"batch {batch_id} was claimed for policy version {claimed_version}, not {version}; "
+            "train on it at that version"
         )
 
 
@@ -297,7 +329,7 @@ def _record_values(tx: Transaction, batch_id: int, values: Mapping[bytes, Sequen
 def roll_back(tx: Transaction, learner_step: int) -> RollBack:
     """Make every group that was claimed or trained after `learner_step` available again.
 
-    Append-only tables keep their rows. Versions stay, because they were published and their numbers
+    Append-only tables keep their rows. Versions stay, because they were announced and their numbers
     are never used again. Stale groups stay stale.
     """
     batches = tx.rows(

@@ -68,7 +68,7 @@ class Unfinished:
 
     group_uid: bytes
     number: int  # of the episode in its group; from the group's size on: extra
-    version: int  # newest published when its group was leased
+    version: int  # newest announced when its group was leased
     begun_us: int  # UTC epoch
     ended_us: int
     n_steps: int | None  # steps played until then; None: unknown, the worker was lost

@@ -16,12 +16,12 @@ VERSIONS = "SELECT version, path, digest, learner_step FROM version"
 
 
 def record_version(tx: Transaction, record: VersionRecord) -> None:
-    """Record a published set of weights. Raises StoreError if its number is not a new one."""
+    """Record an announced set of weights. Raises StoreError if its number is not a new one."""
     latest = latest_version(tx)
     if latest is not None and record.version <= latest.version:
         raise StoreError(
-            f"policy version {record.version} is not after the latest, {latest.version}; publish "
-            f"as {latest.version + 1}"
+            f"policy version {record.version} is not after the latest, {latest.version}; announce "
+            f"it as {latest.version + 1}"
         )
     tx.insert(
         "version",
@@ -34,7 +34,7 @@ def record_version(tx: Transaction, record: VersionRecord) -> None:
 
 
 def latest_version(tx: Transaction) -> VersionRecord | None:
-    """Return the newest published weights."""
+    """Return the newest announced version."""
     row = tx.row(f"{VERSIONS} ORDER BY version DESC LIMIT 1")
     return None if row is None else checked_version(row)
 

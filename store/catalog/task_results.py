@@ -1,6 +1,6 @@
 """Read the results of training tasks, by which later groups choose theirs.
 
-A choice counts the results up to the lsn at which the newest learner step was first published. That
+A choice counts the results up to the lsn at which the newest learner step was first announced. That
 lsn never goes back, and a restart finds it again. Functions of one transaction.
 """
 

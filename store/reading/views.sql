@@ -84,13 +84,28 @@ CREATE OR REPLACE VIEW events AS SELECT "at" AS logged_at, * EXCLUDE ("at") FROM
 -- The weights that each worker loaded, and for how long its generation paused. The phases are those
 -- of `WeightLoad` in actors/inference/weight_load.py. An event of another form gives NULL and 0.
 CREATE OR REPLACE VIEW weight_loads AS
-SELECT component AS worker, logged_at AS loaded_at,
-       try_cast(regexp_extract(detail, '"version": ([0-9]{1,15})', 1) AS BIGINT) AS version,
-       list_sum(list_transform(
-           ['pause', 'start', 'update', 'finish', 'resume'],
-           lambda phase: coalesce(try_cast(regexp_extract(
-               detail, '"' || phase || '_ms": ([0-9.]{1,15})', 1) AS DOUBLE), 0))) AS pause_ms
-FROM events WHERE what = 'weights loaded';
+SELECT component AS worker, logged_at AS loaded_at, load.version,
+       coalesce(list_sum([load.pause_ms, load.start_ms, load.update_ms, load.finish_ms,
+                          load.resume_ms]), 0) AS pause_ms
+FROM (
+    SELECT component, logged_at, json_transform(
+        try_cast(detail AS JSON),
+        '{"version": "BIGINT", "pause_ms": "DOUBLE", "start_ms": "DOUBLE", "update_ms": "DOUBLE",
+          "finish_ms": "DOUBLE", "resume_ms": "DOUBLE"}') AS load
+    FROM events WHERE what = 'weights loaded');
+
+-- The rows whose loss or log-probabilities were not finite, so that their update was skipped. Of
+-- one update at most 100 are named (MAX_ROWS_NAMED in learner/training/run_health.py).
+CREATE OR REPLACE VIEW bad_rows AS
+SELECT learner_step, number AS update_number, try_cast(bad.traj_uid AS UUID) AS traj_uid,
+       bad.step_index
+FROM (
+    SELECT found.learner_step, found.number, unnest(found.rows) AS bad
+    FROM (SELECT json_transform(
+              try_cast(detail AS JSON),
+              '{"learner_step": "BIGINT", "number": "BIGINT",
+                "rows": [{"traj_uid": "VARCHAR", "step_index": "INTEGER"}]}') AS found
+          FROM events WHERE what = 'bad rows'));
 
 -- The groups that each learner step consumed, what became of them, and the digests of the weights
 -- that wrote them. `use` numbers the uses of a group, from 1. Each row here trains on a whole

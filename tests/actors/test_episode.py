@@ -139,8 +139,8 @@ def test_a_reward_that_the_factor_makes_too_large_fails_its_episode(
     form: Form, win_reward: float
 ) -> None:
     policy = FixedPolicy(form(), [f"<action>{action}</action>" for action in winning_walk()])
-    assert rules(win_reward=MAX_REWARD).paid(-1.0) == -MAX_REWARD
-    assert rules(win_reward=1e6).paid(1e6) == MAX_REWARD
+    assert rules(win_reward=MAX_REWARD).stored_reward(-1.0) == -MAX_REWARD
+    assert rules(win_reward=1e6).stored_reward(1e6) == MAX_REWARD
     with pytest.raises(EnvironmentDied, match="reward 1 times env.win_reward=.* is above 1e\\+12"):
         play(form, policy, max_steps=20, win_reward=win_reward)
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,18 +82,17 @@ class Run:
         self.engine = Engine()
         self.address: str | None = None
         self.unwritten: list[int] = []
+        self.weight_update: Any = contextlib.nullcontext
         self.weights = WeightSync(
             self.engine,  # type: ignore[arg-type]
             self.layout,
-            newest=self.newest,
-            is_written=self.is_written,
-            record=self.record,
-            update_lock=contextlib.nullcontext,
-            rendezvous=self.rendezvous,
+            self,  # type: ignore[arg-type]
+            takes_turns=True,
+            is_broadcast=True,
             max_staleness=max_staleness,
         )
 
-    async def newest(self) -> VersionRecord | None:
+    async def newest_version(self) -> VersionRecord | None:
         return self.catalog.latest_version()
 
     async def is_written(self, version: int) -> bool:
@@ -134,8 +134,8 @@ class Run:
 def test_the_view_weight_loads_adds_the_phases_in_which_generation_pauses() -> None:
     names = [field.name for field in fields(WeightLoad)]
     paused = names[names.index("pause_ms") : names.index("resume_ms") + 1]
-    added = ", ".join(f"'{name.removesuffix('_ms')}'" for name in paused)
-    assert f"[{added}]" in open_sql.VIEWS.read_text()
+    added = ", ".join(f"load.{name}" for name in paused)
+    assert f"list_sum([{added}])" in " ".join(open_sql.VIEWS.read_text().split())
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_only_files_are_loaded_one_engine_after_the_other(run: Run) -> None:
         locked.append(len(run.engine.served))
         yield
 
-    run.weights._update_lock = lock
+    run.weight_update = lock
     run.address = "127.0.0.1:1"
     run.engine.sent.append("digest 1")
     for version in range(3):
@@ -287,7 +287,7 @@ def test_a_version_is_skipped_once_for_one_published_while_the_engine_waited(run
         run.publish(next(waits))
         yield
 
-    run.weights._update_lock = long_wait
+    run.weight_update = long_wait
     run.serve(first)  # finds 2, and loads it although 3 is there by then
     assert run.engine.served == [2]
     newest = run.catalog.latest_version()

@@ -39,7 +39,7 @@ class Run:
         self.step += 1
         with mock.patch("store.catalog.database.now_us", return_value=self.now_us):
             play(self.layout, self.catalog, open_train_group(self.catalog, None))
-            batch = self.catalog.claim(n_groups=1, current_version=self.step, max_staleness=99)
+            batch = self.catalog.claim(n_groups=1, current_version=self.step - 1, max_staleness=99)
             assert batch is not None
             self.catalog.record_version(
                 VersionRecord(

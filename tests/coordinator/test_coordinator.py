@@ -15,8 +15,9 @@ import configs
 from configs import Config
 from coordinator import Coordinator, Lease, Settlement
 from coordinator import export_schedule as maintenance
+from coordinator.admission import free_groups
 from coordinator.export_schedule import maintainer_settings
-from coordinator.task_queue import free_groups, task_index
+from coordinator.task_queue import task_index
 from store import (
     RunLayout,
     Step,
@@ -253,8 +254,12 @@ def test_held_out_tasks_are_played_first_and_their_success_becomes_a_metric(tmp_
         assert lease.task.split == "heldout"
         assert lease.temperature == coordinator.config.evaluation.temperature
         play(coordinator, lease)
-    status = coordinator.status()
-    assert status.heldout_open == 0
+    before = coordinator.status()
+    assert "heldout/success" not in before.metrics and "driver" not in before.components, (
+        "asking for the status writes nothing"
+    )
+    status = coordinator.driver_tick()
+    assert status.heldout_open == 0 and "driver" in status.components
     assert status.metrics | {"heldout/success": 1.0, "heldout/episodes": 20.0} == status.metrics
     assert coordinator.claim(0) is None  # held-out groups are never trained on
 
@@ -282,7 +287,7 @@ def test_version_0_is_evaluated_before_anything_is_trained(tmp_path: Path) -> No
     )
     for lease in round_0:
         play(coordinator, lease)
-    metrics = coordinator.status().metrics
+    metrics = coordinator.driver_tick().metrics
     assert (metrics["heldout/success"], metrics["heldout/newest_version"]) == (1.0, 0.0)
     assert {lease.group.split for lease in leases(coordinator)} == {"train"}
     coordinator.close()
@@ -302,7 +307,7 @@ def test_a_run_that_goes_on_does_not_evaluate_its_start_again(tmp_path: Path) ->
     ] * 15
     for lease in left:
         play(coordinator, lease)
-    assert coordinator.status().metrics["heldout/success"] == 1.0
+    assert coordinator.driver_tick().metrics["heldout/success"] == 1.0
     coordinator.close()
     for learner_step in (0, 1):
         coordinator = evaluates_at_start(run, learner_step=learner_step)

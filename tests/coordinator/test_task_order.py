@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import configs
 from configs import Config, ConfigError
 from coordinator import Coordinator, Lease, Settlement, check_order
+from coordinator.environment_order import EnvironmentOrder
 from coordinator.task_order import COLUMNS, draw_order, weigh
-from coordinator.task_queue import EnvironmentOrder
 from envs import list_tasks
 from store import (
     CheckpointRecord,
@@ -192,7 +192,7 @@ def test_a_run_of_two_environments_keeps_their_shares_and_the_band(tmp_path: Pat
         heldout[lease.task.id] = lease.task.env_name
         run.n_won[lease.task.id] = int(lease.task.env_name == "rooms")
         run.play(lease)
-    metrics = run.coordinator.status().metrics
+    metrics = run.coordinator.driver_tick().metrics
     run.coordinator.close()
     assert Counter(heldout.values()) == {"rooms": 20, "halls": 20}
     assert (metrics["heldout/success/rooms"], metrics["heldout/success/halls"]) == (1.0, 0.0)

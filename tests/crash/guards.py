@@ -84,7 +84,7 @@ def run_with_everything(
         catalog.record_version(
             VersionRecord(version=5, path="weights/v5", digest="", learner_step=None)
         )
-        batch = catalog.claim(n_groups=1, current_version=0, max_staleness=0)
+        batch = catalog.claim(n_groups=1, current_version=5, max_staleness=5)
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=5)
         catalog.record_checkpoint(

@@ -165,8 +165,10 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
     if step <= catalog.learner_step():
         return
     diary.phase("claim")
+    latest = catalog.latest_version()
+    assert latest is not None
     batch = catalog.claim(
-        n_groups=GROUPS_PER_STEP, current_version=step - 1, max_staleness=NO_BOUND
+        n_groups=GROUPS_PER_STEP, current_version=latest.version, max_staleness=NO_BOUND
     )
     assert batch is not None
     groups = [group.group_uid.hex() for group in batch.groups]
@@ -174,8 +176,6 @@ def train(layout: RunLayout, catalog: Catalog, diary: Diary, *, step: int) -> No
     for meta in batch.segments:
         read_segment(layout, meta)
     diary.phase("settle")
-    latest = catalog.latest_version()
-    assert latest is not None
     filtered = {batch.groups[0].group_uid: "alike"} if step % 2 else {}
     catalog.settle(batch.batch_id, learner_step=step, filtered=filtered, version_in=latest.version)
     diary.done("settle", batch=batch.batch_id, step=step)

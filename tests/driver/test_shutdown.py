@@ -69,7 +69,9 @@ def test_a_learner_may_finish_its_step_when_the_run_is_stopped(
         LEARNER: Component(waiting_on="learner step", waits_s=31.0, silent_s=0.0)
     }
     assert (
-        stop_in_order([learner, worker], status=coordinator.status, config=CONFIG, say=said.append)
+        stop_in_order(
+            [learner, worker], status=coordinator.driver_tick, config=CONFIG, say=said.append
+        )
         == {}
     )
     assert learner.handle.asked == worker.handle.asked == ["stop", "close"]
@@ -91,7 +93,7 @@ def test_who_does_not_stop_is_named_and_not_closed_beside_its_work(
         "worker-1", ends_at_s=1.0, error=as_ray_passes_it_on(ValueError("no disk"))
     )
     unstopped = stop_in_order(
-        [late, stuck, failed], status=Calls().status, config=CONFIG, say=said.append
+        [late, stuck, failed], status=Calls().driver_tick, config=CONFIG, say=said.append
     )
     assert unstopped == {
         LEARNER: "it took longer than 500 s",
@@ -106,7 +108,7 @@ def test_a_learner_nobody_hears_of_is_not_waited_for(world: World, said: list[st
     coordinator.components = {LEARNER: Component(waiting_on=None, waits_s=0.0, silent_s=99.0)}
     unstopped = stop_in_order(
         [world.process(LEARNER, ends_at_s=1e9)],
-        status=coordinator.status,
+        status=coordinator.driver_tick,
         config=CONFIG,
         say=said.append,
     )
@@ -117,7 +119,7 @@ def test_a_learner_nobody_hears_of_is_not_waited_for(world: World, said: list[st
 def test_who_has_no_process_yet_is_not_waited_for(world: World, said: list[str]) -> None:
     part = world.process("worker-0", ends_at_s=1e9)
     world.ends_at_s["where worker-0"] = 1e9
-    assert stop_in_order([part], status=Calls().status, config=CONFIG, say=said.append) == {}
+    assert stop_in_order([part], status=Calls().driver_tick, config=CONFIG, say=said.append) == {}
     assert world.now_s < 5.0
 
 

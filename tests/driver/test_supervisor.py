@@ -277,7 +277,7 @@ def test_a_lost_workers_last_heartbeat_is_not_held_against_the_one_after_it(
     coordinator: Any = session.coordinator
     coordinator.components = {"worker-0": Component(waiting_on=None, waits_s=0.0, silent_s=99.0)}
     monkeypatch.setattr(
-        Calls, "status", lambda self: SimpleNamespace(components=self.components, counts=None)
+        Calls, "driver_tick", lambda self: SimpleNamespace(components=self.components, counts=None)
     )
     for _ in range(LOOKS):
         session._watch_once(lambda status: None)

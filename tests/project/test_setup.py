@@ -136,6 +136,18 @@ def test_set_up_checks_before_it_installs_anything(
     assert ("driver is 470.1" in done.stderr) == checked and ("makes " in done.stderr) != checked
 
 
+def test_another_system_than_linux_is_refused_in_a_line_that_names_the_way_out(
+    machine: Machine,
+) -> None:
+    machine.add("uname", "echo Darwin")
+    done = set_up(machine, venv=machine.bin.parent / "new", extra="cpu")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("set-up failed: this is Darwin")
+    assert "deploy/Dockerfile" in line and "WSL" in line
+    assert (ROOT / "deploy/Dockerfile").exists()
+
+
 def test_an_image_is_set_up_without_a_gpu(tmp_path: Path) -> None:
     """deploy/Dockerfile: nothing is asked of the driver, so set-up comes to its first program."""
     machine = Machine(tmp_path)

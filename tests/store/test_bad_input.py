@@ -314,9 +314,9 @@ def test_a_clock_that_goes_back_changes_no_order_and_frees_no_lease(
         assert catalog.latest_metrics()["loss"] == 9.0  # the newest one, not the latest
         lsn = export(catalog, layout)
         clock_us[0] -= HOUR_US
-        batch = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
+        batch = catalog.claim(n_groups=3, current_version=3, max_staleness=2)
         assert batch is not None and [group.ordinal for group in batch.groups] == [2, 3, 5]
-        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=3)
         catalog.record_checkpoint(
             CheckpointRecord(learner_step=2, path="checkpoints/step000002", version=2)
         )

@@ -324,7 +324,7 @@ def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: Ru
         assert catalog.roll_back(1).checkpoints == 1
         checkpoint = next(reversed(catalog.live_checkpoints()), None)
         assert checkpoint is not None and checkpoint.learner_step == 1
-        with pytest.raises(StoreError, match="publish as 2"):
+        with pytest.raises(StoreError, match="announce it as 2"):
             catalog.record_version(
                 VersionRecord(version=1, path="weights/v1", digest="other", learner_step=1)
             )
@@ -348,6 +348,36 @@ def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(
         assert catalog.counts().trajectories == 2, "of training groups"
         catalog.expire([catalog.live_segments()[0].segment_id])
         assert catalog.roll_back(0).trajectories == 1, "those of the first expired"
+
+
+def test_a_batch_is_claimed_refilled_and_settled_for_one_version_that_is_not_behind_the_newest(
+    layout: RunLayout,
+) -> None:
+    """Otherwise the bound on staleness would be that of a version the learner has left behind."""
+    with Catalog.open(layout) as catalog:
+        for version in range(3):
+            catalog.record_version(
+                VersionRecord(
+                    version=version, path=f"weights/v{version}", digest="", learner_step=1
+                )
+            )
+        for _ in range(2):
+            play(layout, catalog, open_train_group(catalog, None), version=0)
+        with pytest.raises(
+            StoreError, match=r"for policy version 1: the newest is 2; claim for it"
+        ):
+            catalog.claim(n_groups=1, current_version=1, max_staleness=1)
+        assert catalog.counts().complete == 2, "a refused claim makes no group stale"
+        batch = catalog.claim(n_groups=1, current_version=3, max_staleness=3)  # in advance
+        assert batch is not None
+        said = f"batch {batch.batch_id} was claimed for policy version 3, not 2"
+        with pytest.raises(StoreError, match=said):
+            catalog.refill(
+                batch.batch_id, filtered=(), n_groups=1, current_version=2, max_staleness=3
+            )
+        with pytest.raises(StoreError, match=said):
+            catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=3)
 
 
 def test_success_is_counted_per_round(layout: RunLayout) -> None:
@@ -386,7 +416,7 @@ def test_success_is_counted_per_round(layout: RunLayout) -> None:
         assert catalog.finished_evaluations() == []
         assert catalog.latest_metrics() == {"heldout/success": 1.0, "z": 3.0, "a": 1.0}
         # held-out ones are never claimed
-        assert catalog.claim(n_groups=3, current_version=0, max_staleness=0) is None
+        assert catalog.claim(n_groups=3, current_version=7, max_staleness=0) is None
 
 
 def test_returns_that_cancel_out_at_infinity_keep_no_run_from_its_start(layout: RunLayout) -> None:

@@ -593,7 +593,7 @@ def test_retention_takes_what_nobody_can_ask_for_again(
             (39 - 6 * len(expected),)
         ]
     assert catalog.roll_back(1).groups <= 2
-    batch = catalog.claim(n_groups=1, current_version=5, max_staleness=9)
+    batch = catalog.claim(n_groups=1, current_version=9, max_staleness=9)
     assert batch is not None and len(rows_of(layout, batch)) == 2  # what is available can be read
 
 

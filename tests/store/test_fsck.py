@@ -241,16 +241,16 @@ def test_after_repair_and_a_retry_only_consumed_rows_are_gone(
 
 def test_a_claimed_batch_with_a_lost_group_is_rolled_back(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
-        batch = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
+        batch = catalog.claim(n_groups=3, current_version=3, max_staleness=2)
         assert batch is not None
         (layout.root / batch.segments[0].path).unlink()
         (line,) = repair(catalog, layout, findings=check(layout, level=CONTENTS))
         assert f"batch {batch.batch_id} was rolled back" in line
         with pytest.raises(StoreError, match="is rolled_back"):
-            catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
+            catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=3)
         assert (catalog.counts().open, catalog.counts().complete) == (2, 2)
         play_what_is_open(layout, catalog)
-        again = catalog.claim(n_groups=3, current_version=2, max_staleness=1)
+        again = catalog.claim(n_groups=3, current_version=3, max_staleness=2)
         assert again is not None and all(
             read_segment(layout, meta).num_rows for meta in again.segments
         )

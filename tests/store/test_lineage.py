@@ -63,10 +63,10 @@ def test_groups_come_in_the_order_of_the_claim_and_rows_from_where_they_are_now(
         )
         with pytest.raises(StoreError, match="was trained to learner step 0; there is no 1"):
             trained_step(layout, 1)
-        settle(catalog, batch, learner_step=1, version_in=0, loss=0.5)
+        settle(catalog, batch, learner_step=1, version_in=3, loss=0.5)
         step = trained_step(layout, 1)  # the catalog is open, and goes on
-        assert (step.batch, step.version_in, step.figures) == (batch, 0, {"loss": 0.5})
-        assert (step.published, step.published.digest) == (published_version(layout, 1), "d1")
+        assert (step.batch, step.version_in, step.figures) == (batch, 3, {"loss": 0.5})
+        assert (step.published, step.published.digest) == (published_version(layout, 4), "d4")
 
         assert compact_once(catalog, layout, policy=MERGE_TWO, skip=()) is not None
         moved = trained_step(layout, 1).batch

@@ -544,7 +544,7 @@ def test_retention_and_compaction_leave_them_to_be_used(
     catalog: Catalog, target: RunLayout
 ) -> None:
     learn(catalog, 1)
-    for version in range(9):
+    for version in range(VERSION_HERE + 1):
         catalog.record_version(
             VersionRecord(
                 version=version,

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import duckdb
 import pyarrow.parquet as pq
@@ -59,6 +60,7 @@ VIEWS = [
     "components",
     "events",
     "weight_loads",
+    "bad_rows",
     "staleness_violations",
     "task_overlap",
     "generation_overlap",
@@ -83,7 +85,7 @@ def full(layout: RunLayout) -> RunLayout:
         )
         for ordinal in range(2):
             play(layout, catalog, open_train_group(catalog, ordinal), version=ordinal)
-        batch = catalog.claim(n_groups=1, current_version=1, max_staleness=1)
+        batch = catalog.claim(n_groups=1, current_version=2, max_staleness=2)
         assert batch is not None
         catalog.settle(batch.batch_id, learner_step=1, filtered={}, version_in=2)
         catalog.record_metrics(learner_step=1, policy_version=2, values={"train/success": 0.5})
@@ -142,12 +144,36 @@ def test_the_newest_round_may_be_unplayed_its_results_are_of_the_last_with_a_who
 def test_weight_loads_have_their_version_and_the_pause_in_all(layout: RunLayout) -> None:
     load = {"version": 7, "check_ms": 100.0, "pause_ms": 1.5, "start_ms": 2.0, "update_ms": 4.0}
     with Catalog.open(layout) as catalog:
-        for worker, detail in (("w0", json.dumps({**load, "resume_ms": 8.0})), ("w1", "{")):
+        spaced = json.dumps({**load, "resume_ms": 8.0}, indent=1)
+        other = '{"version": "seven", "pause_ms": [1]}'
+        for worker, detail in (("w0", spaced), ("w1", "{"), ("w2", other), ("w3", "[7]")):
             catalog.log(component=worker, what="weights loaded", detail=detail)
         catalog.log(component="w0", what="merged", detail='{"version": 3}')
         export(catalog, layout)
     loaded = "SELECT worker, version, pause_ms FROM weight_loads ORDER BY worker"
-    assert query(layout, loaded) == [("w0", 7, 15.5), ("w1", None, 0.0)]
+    assert query(layout, loaded) == [
+        ("w0", 7, 15.5),
+        *[(worker, None, 0.0) for worker in ("w1", "w2", "w3")],
+    ]
+
+
+def test_bad_rows_are_named_by_their_keys(layout: RunLayout) -> None:
+    rows = [{"traj_uid": str(UUID(int=k)), "step_index": k} for k in (1, 2)]
+    details = (
+        json.dumps({"learner_step": 7, "number": 1, "rows": rows}),
+        json.dumps({"learner_step": 8, "number": 2, "rows": [{"traj_uid": "none"}]}),
+        json.dumps({"learner_step": 9, "number": 1, "rows": "none"}),
+        "no JSON",
+    )
+    with Catalog.open(layout) as catalog:
+        for detail in details:
+            catalog.log(component="learner", what="bad rows", detail=detail)
+        export(catalog, layout)
+    assert query(layout, "FROM bad_rows ORDER BY ALL") == [
+        (7, 1, UUID(int=1), 1),
+        (7, 1, UUID(int=2), 2),
+        (8, 2, None, None),
+    ]
 
 
 def test_the_views_say_what_was_committed(full: RunLayout) -> None:

@@ -124,11 +124,11 @@ def test_a_closed_run_comes_back_as_it_was(layout: RunLayout, intact: RunLayout)
         with pytest.raises(FencedError):
             catalog.commit(segment, epoch=lease.epoch)
         play(layout, catalog, catalog.lease_open_group(worker="w5", lease_s=60.0), version=1)
-        batch = catalog.claim(n_groups=4, current_version=2, max_staleness=1)
+        batch = catalog.claim(n_groups=4, current_version=3, max_staleness=2)
         assert batch is not None and batch.batch_id > max(
             row[0] for row in ask(intact, "SELECT batch_id FROM batch")
         )
-        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=3)
         latest = next(reversed(catalog.live_checkpoints()), None)
         assert latest is not None and latest.learner_step == 1
         catalog.record_version(
@@ -152,7 +152,7 @@ def test_what_was_committed_after_the_backup_is_found_in_the_files(layout: RunLa
                 ordinal=3, task_id="h3", split="heldout", size=1, evaluated_version=4
             ),
         )
-        assert catalog.claim(n_groups=1, current_version=2, max_staleness=2) is not None
+        assert catalog.claim(n_groups=1, current_version=3, max_staleness=2) is not None
         trajectories = ask(layout, "SELECT traj_uid, segment_id FROM trajectory ORDER BY traj_uid")
     (layout.weights / "v000007").mkdir()
     layout.catalog.unlink()
@@ -186,9 +186,9 @@ def test_what_was_committed_after_the_backup_is_found_in_the_files(layout: RunLa
 
 def test_a_step_after_the_backup_is_rolled_back_and_trained_again(layout: RunLayout) -> None:
     with crashed(), Catalog.open(layout) as catalog:
-        batch = catalog.claim(n_groups=2, current_version=2, max_staleness=1)
+        batch = catalog.claim(n_groups=2, current_version=3, max_staleness=2)
         assert batch is not None
-        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=2)
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=3)
         catalog.record_version(
             VersionRecord(version=4, path="weights/v000004", digest="d4", learner_step=2)
         )
@@ -235,7 +235,7 @@ def test_files_that_were_merged_after_the_backup_are_read_from_the_merged_one(
 
 def test_a_claimed_batch_is_rolled_back(layout: RunLayout) -> None:
     with Catalog.open(layout) as catalog:
-        assert catalog.claim(n_groups=2, current_version=2, max_staleness=1) is not None
+        assert catalog.claim(n_groups=2, current_version=3, max_staleness=2) is not None
     layout.catalog.write_bytes(b"not a database, but somebody may want to look at it")
     report = rebuild(layout)
     assert any("were claimed and are rolled back" in line for line in report.recovered)
@@ -280,7 +280,7 @@ def test_without_a_sound_backup_the_files_alone_give_groups_and_trajectories(
     assert ask(layout, rows) == ask(intact, rows)
     assert check(layout, level=CONTENTS) == []
     with Catalog.open(layout) as catalog:
-        assert catalog.claim(n_groups=2, current_version=2, max_staleness=1) is not None
+        assert catalog.claim(n_groups=2, current_version=3, max_staleness=2) is not None
 
 
 @pytest.mark.parametrize(

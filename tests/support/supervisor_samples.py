@@ -59,7 +59,7 @@ class Calls:
 
     def wait_until_up(self) -> None: ...
 
-    def status(self) -> Any:
+    def driver_tick(self) -> Any:
         if self.dead:
             self.is_lost = True
             raise ComponentFailed(f"coordinator {DIED}")

@@ -21,11 +21,10 @@ from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows
 from analysis.view.shades import shade_class
 from analysis.view.sql_text import fill
-from analysis.view.text import plain
+from analysis.view.text import ACTION_CHARACTERS, plain
 
 RECENT_STEPS = 10  # learner steps whose groups the list of states looks at
 LISTED_STATES = 50
-ACTION_CHARACTERS = 300
 STATE_CHARACTERS = 2_000
 SHARE_ACTIONS = 6  # with a colour of their own in the chart over versions; the others are "other"
 VERSION_BUCKETS = 12

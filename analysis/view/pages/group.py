@@ -17,10 +17,9 @@ from analysis.view.page import Page, PageRequest
 from analysis.view.panel import Panel, show_rows
 from analysis.view.shades import SHADES, shade_class
 from analysis.view.sql_text import fill
-from analysis.view.text import plain
+from analysis.view.text import ACTION_CHARACTERS, plain
 
 MANY_STEPS = 40  # from here on cells are narrow
-ACTION_CHARACTERS = 300
 MAX_STEPS = 4_000  # that are drawn
 
 NEIGHBOURS = """

@@ -23,12 +23,11 @@ from analysis.view.panel import Panel
 from analysis.view.png import picture_address
 from analysis.view.shades import SHADES, shade_class
 from analysis.view.sql_text import fill
-from analysis.view.text import visible
+from analysis.view.text import ACTION_CHARACTERS, visible
 from analysis.view.token_texts import TokenTexts, token_texts
 
 SHOWN_STEPS = 300  # of a long episode, around the step of the address
 OPEN_STEPS = 12  # an episode of at most so many steps is shown open
-ACTION_CHARACTERS = 300
 TEXT_CHARACTERS = 20_000  # of an observation; the query without it gives the rest
 REPLY_TOKENS = 2_000  # of one reply
 PAGE_REPLY_TOKENS = 3_000  # of all replies; the step of the address is shown beyond that
