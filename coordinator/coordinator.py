@@ -217,7 +217,7 @@ class Coordinator:
 
         Suspects are played last, each alone on its worker.
         """
-        self._abandon_condemned(worker)
+        self._abandon_tasks_that_kill(worker)
         suspects, playing = self._suspects.task_ids, self._leases.of(worker)
         if any(lease.task.id in suspects for lease in playing):
             return None
@@ -253,16 +253,16 @@ class Coordinator:
             max_staleness=self.config.max_staleness,
         )
 
-    def _abandon_condemned(self, worker: str) -> None:
-        """Abandon the open groups of tasks that are condemned, so that nobody plays them again."""
-        condemned = self._suspects.condemned
-        while condemned:
+    def _abandon_tasks_that_kill(self, worker: str) -> None:
+        """Abandon the open groups of tasks that kill workers; no worker plays them again."""
+        to_abandon = self._suspects.to_abandon
+        while to_abandon:
             group = self.catalog.lease_open_group(
-                worker=worker, lease_s=ABANDON_LEASE_S, only=condemned
+                worker=worker, lease_s=ABANDON_LEASE_S, only=to_abandon
             )
             if group is None:
                 return
-            reason = condemned[group.task_id]
+            reason = to_abandon[group.task_id]
             self.catalog.give_up(group.group_uid, worker=worker, state="abandoned", reason=reason)
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
@@ -493,7 +493,7 @@ class Coordinator:
         self.catalog.record_unfinished(self._leases.lose(component), worker=component)
         self._weight_updates.release(component)
         if blamed is not None:
-            reason = self._suspects.condemned[blamed.task.id]
+            reason = self._suspects.to_abandon[blamed.task.id]
             self.catalog.give_up(
                 blamed.group.group_uid, worker=component, state="abandoned", reason=reason
             )
