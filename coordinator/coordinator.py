@@ -39,6 +39,7 @@ from store import (
     CommitResult,
     Counts,
     Group,
+    ReusedGroups,
     RollBack,
     RunLayout,
     SegmentMeta,
@@ -101,7 +102,13 @@ class Coordinator:
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
         self.tasks = TaskQueue(config, learns=learns)
-        self._n_own, self._n_offline = groups_of_a_step(config)
+        self._n_own, n_offline = groups_of_a_step(config)
+        self._reused = ReusedGroups(
+            n_offline=n_offline,
+            max_uses=config.offline.uses,
+            n_replayed=replayed_groups(config),
+            max_age_versions=config.replay.max_age,
+        )
         self._last_step = config.learner.steps  # less where the offline groups end sooner
         self._exporter = Exporter(self.catalog, self.layout)
         self._heartbeats = HeartbeatTracker()
@@ -353,12 +360,9 @@ class Coordinator:
             return None
         return self.catalog.claim(
             n_groups=self._n_own,
-            n_offline=self._n_offline,
-            uses=self.config.offline.uses,
-            n_replayed=replayed_groups(self.config),
-            max_age=self.config.replay.max_age,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
+            reused=self._reused,
         )
 
     def refill(
@@ -385,7 +389,7 @@ class Coordinator:
         """Roll back to the checkpoint of `learner_step`; 0 is the start without one."""
         newest = self.catalog.latest_version()
         rolled_back = self.catalog.roll_back(learner_step)
-        if self._n_offline:
+        if self._reused.n_offline:
             self._end_with_offline_groups(learner_step)
         return ResumePoint(
             last_step=self._last_step,
@@ -396,15 +400,15 @@ class Coordinator:
 
     def _end_with_offline_groups(self, learner_step: int) -> None:
         """End the run where its offline groups are used up, and say so."""
-        steps, uses = self.config.learner.steps, self.config.offline.uses
-        n_left = self.catalog.offline_batches_left(self._n_offline, uses=uses)
+        steps, reused = self.config.learner.steps, self._reused
+        n_left = self.catalog.offline_batches_left(reused.n_offline, uses=reused.max_uses)
         self._last_step = min(steps, learner_step + n_left)
         if self._last_step < steps:
             self.notice(
                 "learner",
                 "offline rollouts",
                 detail=f"they last until learner step {self._last_step} of {steps}, where the run "
-                f"ends in order; raise offline.uses={uses} for more",
+                f"ends in order; raise offline.uses={reused.max_uses} for more",
             )
 
     def release_claims(self, learner_step: int) -> int:

@@ -27,6 +27,7 @@ from store import (
     DigestError,
     FormatError,
     Group,
+    ReusedGroups,
     RunLayout,
     StoreError,
     VersionRecord,
@@ -103,10 +104,9 @@ def claim(
 ) -> Batch | None:
     return catalog.claim(
         n_groups=n_groups,
-        n_offline=n_offline,
-        uses=uses,
         current_version=VERSION_HERE,
         max_staleness=BOUND,
+        reused=ReusedGroups(n_offline=n_offline, max_uses=uses),
     )
 
 
