@@ -325,7 +325,7 @@ def test_where_the_condition_of_a_source_begins(tmp_path: Path) -> None:
         ("none@x@y", "none", "x@y"),
     ):
         found = parse_source(f"{tmp_path}/{text}")
-        assert (found.place, found.where) == (f"{tmp_path}/{place}", where)
+        assert (found.location, found.where) == (f"{tmp_path}/{place}", where)
 
 
 def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., object]:
