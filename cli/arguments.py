@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 LARGEST_NUMBER = 2**63 - 1  # that the catalog can hold
-MAX_SECONDS = 1e9
-MAX_DAYS = 1e6
+MAX_SECONDS = 1e9  # 30 years
+MAX_DAYS = 1e6  # 2,700 years
 ALL_NEEDS = "--all shows settings; give it with --dry-run"
 
 
@@ -50,11 +50,19 @@ class RunPath(click.Path):
 
     def places(self, given: Any) -> list[Path]:
         """Return the directories in a parsed value, without URIs and files, as a config is one."""
-        values = [] if given is None else given if isinstance(given, tuple) else [given]
+        if given is None:
+            return []
+        values = given if isinstance(given, tuple) else [given]
         texts = [str(value) for value in values]
         if self.has_step:
-            texts = [run or step for run, _, step in (text.rpartition("@") for text in texts)]
+            texts = [_without_step(text) for text in texts]
         return [Path(text) for text in texts if "://" not in text and not Path(text).is_file()]
+
+
+def _without_step(text: str) -> str:
+    """Return the run of `RUN@STEP`. A text without an @ is a run."""
+    run, _, rest = text.rpartition("@")
+    return run or rest
 
 
 class Settings(click.Argument):
