@@ -43,7 +43,7 @@ from gigpo import (
 )
 from store import RunLayout, StoreError
 
-QUERY_TIMEOUT_S = 3600.0
+QUERY_TIMEOUT_S = 3600.0  # of one read; a large run takes minutes
 # A read takes whole groups, or whole batches where something is whitened. So many steps of the
 # columns below take about 1 GB.
 STEPS_PER_READ = 4_000_000

@@ -28,14 +28,14 @@ from analysis.view.token_texts import TokenTexts, token_texts
 
 SHOWN_STEPS = 300  # of a long episode, around the step of the address
 OPEN_STEPS = 12  # an episode of at most so many steps is shown open
-ACTION_CHARACTERS = 300
+ACTION_CHARACTERS = 300  # of one action
 TEXT_CHARACTERS = 20_000  # of an observation; the query without it gives the rest
 REPLY_TOKENS = 2_000  # of one reply
 PAGE_REPLY_TOKENS = 3_000  # of all replies; the step of the address is shown beyond that
 PROMPT_TOKENS = 8_000  # of one prompt: its first and its last half
-PAGE_PROMPT_TOKENS = 16_000
-PAGE_PIXELS = 2_000_000
-TRIED_ACTIONS = 6
+PAGE_PROMPT_TOKENS = 16_000  # of all prompts of a page
+PAGE_PIXELS = 2_000_000  # of all images of a page
+TRIED_ACTIONS = 6  # of the state, the best ones
 TIME_WIDTH = 120.0  # of the bar of a step's time
 PLAIN_PIECE = re.compile(r"[A-Za-z0-9 .,:;!?()_/-]+")  # needs no escape
 # A token is darker the less probable it was: the smallest probability of each class.
