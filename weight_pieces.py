@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 CPU, CUDA = "cpu", "cuda"
 PIECE_BYTES = 256 * 2**20  # of one buffer; a device needs two of them beside the model
-N_BUFFERS = 2
+N_BUFFERS = 2  # one is filled while the other is sent
 # 256 MiB take 2 s at 1 Gbit/s, and log2(engines) times as long if gloo sends them on.
 PIECE_S = 30.0
 FORM_S = 60.0  # NCCL looks for its network interfaces and opens its connections

@@ -44,10 +44,10 @@ from coordinator import CoordinatorClient, Heartbeat, capture_output, heartbeat_
 from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
 from store import RunLayout, keep_private, local_model
 
-HEARTBEAT_EVERY_S = 0.5
+HEARTBEAT_EVERY_S = 0.5  # between two reports to the thread that sends them
 LOOP_TIMEOUT_S = 10.0  # an event loop that stands still for longer counts as silent
 START_TIMEOUT_S = 1800.0  # for an engine with a large model, and for its weights
-ENGINE_CALL_EVERY_S = 2.0
+ENGINE_CALL_EVERY_S = 2.0  # between two checks that the engine answers
 COUNT_EVERY_S = 5.0  # how often the answers of environments are counted
 
 
@@ -74,7 +74,7 @@ class Worker:
         self.name, self.config = setup.name, config
         self.coordinator = CoordinatorClient(coordinator, component=setup.name)
         self.pending = PendingOperations()
-        self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(config))
+        self.heartbeat = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(config))
         concurrency = Concurrency.of(config)
         self.engine: VLLMPolicy | None = None  # set below if this worker has one
         self.server: ChatPolicy | None = None  # set below if the model is behind a URL
@@ -115,7 +115,7 @@ class Worker:
     async def start(self) -> float:
         """Start the engine; return the seconds it took."""
         started = time.monotonic()
-        self.heart.promise("the engine's start", waits_s=0.0, within_s=START_TIMEOUT_S)
+        self.heartbeat.report("the engine's start", waits_s=0.0, within_s=START_TIMEOUT_S)
         if self.engine is not None:
             await self.engine.start()
         await self.episodes.start()
@@ -148,7 +148,7 @@ class Worker:
         self.runner.leave(within_s=within_s)
 
     async def close(self) -> None:
-        self.heart.close()
+        self.heartbeat.close()
         await self.episodes.close()
         if self.engine is not None:
             await self.engine.close()
@@ -158,7 +158,7 @@ class Worker:
     async def _send_heartbeats(self) -> None:
         while True:
             reason, seconds = self._waiting() or (None, 0.0)
-            self.heart.promise(reason, waits_s=seconds, within_s=LOOP_TIMEOUT_S)
+            self.heartbeat.report(reason, waits_s=seconds, within_s=LOOP_TIMEOUT_S)
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     def _waiting(self) -> tuple[str, float] | None:

@@ -18,7 +18,7 @@ from printable import printable
 from store import RunLayout, StoreError
 
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
-SIGN_FLIPS = 10_000
+SIGN_FLIPS = 10_000  # the smallest p is 1 / 10,001
 FLIPS_AT_ONCE = 100  # with 50,000 tasks they take 80 MB
 MAX_SHOWN_TASKS = 20  # those with the largest differences
 

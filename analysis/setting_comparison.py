@@ -25,11 +25,11 @@ SELECT any_value(task_id) AS task, any_value(anchor_text) AS state, any_value(ac
 FROM steps WHERE traj_uid = '{traj_uid}' AND step_index = {step_index}
 """
 TASKS = "SELECT group_uid::VARCHAR AS group_uid, task_id FROM groups WHERE group_uid IN ({uids})"
-MAX_CHANGES = 10
-MAX_GROUPS = 10
+MAX_CHANGES = 10  # steps in the list, those that differ most
+MAX_GROUPS = 10  # groups in the table
 MAX_ROWS = 20  # of learner steps in the table; more of them share a row
-MAX_BARS = 100
-TEXT_WIDTH = 60
+MAX_BARS = 100  # of the chart; more learner steps share one
+TEXT_WIDTH = 60  # characters of an observation or an action
 TOLERANCE = 0.1  # of the larger of two advantages; closer ones count as the same
 CHANGE_KINDS = (
     "trained by b alone",
@@ -149,8 +149,8 @@ def _show_groups(reader: store.Reader, rows: pa.Table, *, console: Console) -> N
 WIDTH, HEIGHT = 900, 360
 LEFT, TOP, RIGHT, BOTTOM = 60, 60, 20, 50  # margins
 PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
-LEGEND_WIDTH = 190
-MAX_BAR_NAMES = 10
+LEGEND_WIDTH = 190  # pixels of an entry
+MAX_BAR_NAMES = 10  # below the bars; with more bars some have no name
 
 
 def plot_settings(rows: pa.Table, descriptions: Sequence[str]) -> str:

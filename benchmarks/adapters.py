@@ -144,10 +144,9 @@ async def measured(
     finally:
         for policy in policies.values():
             await policy.close()
-    sizes = {
-        name: sum(file.stat().st_size for file in weight_files(base.parent / name))
-        for name in policies
-    }
+    sizes = {}
+    for name in policies:
+        sizes[name] = sum(file.stat().st_size for file in weight_files(base.parent / name))
     return figures | {"bytes_adapter_over_merged": sizes[ADAPTER] / sizes[MERGED]}
 
 

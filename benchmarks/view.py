@@ -96,10 +96,10 @@ class Training:
         self.layout, self.catalog = layout, catalog
         self.version = 0
         played = store_load.invented(FILE_GROUPS, store_load.make_pool(seed=0))
-        self.played = [
-            [dataclasses.replace(each, steps=each.steps[:n_steps]) for each in group]
-            for group in played
-        ]
+        self.played = []
+        for group in played:
+            cut = [dataclasses.replace(each, steps=each.steps[:n_steps]) for each in group]
+            self.played.append(cut)
         self.rows = to_table(list(itertools.chain(*self.played)))
         self.random = np.random.default_rng(0)
 

@@ -31,7 +31,7 @@ from cli.view import view
 from printable import UserError, fail, printable, protect_terminal
 from usage_statistics import usage_statistics_off
 
-EXIT_ERROR = 2
+EXIT_ERROR = 2  # as click's own for wrong usage
 EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 # To add a command: write it in a module of this package, with an example in its help, and list it
 # here. Run `python docs/make_reference.py`. If a page explains it, add a row to docs/README.md.
@@ -132,16 +132,16 @@ def _setting_hint(option: str, arguments: Sequence[str]) -> str | None:
 
     Example: `--learner.steps 5` is written as learner.steps=5.
     """
-    place = next(at for at, word in enumerate(arguments) if word.partition("=")[0] == option)
-    _, equals, value = arguments[place].partition("=")
+    position = next(at for at, word in enumerate(arguments) if word.partition("=")[0] == option)
+    _, equals, value = arguments[position].partition("=")
     found = OPTION.fullmatch(option)
     if not found or not (equals or "." in option):
         return None
     if not equals:
-        following = arguments[place + 1] if place + 1 < len(arguments) else ""
+        following = arguments[position + 1] if position + 1 < len(arguments) else ""
         value = following if re.fullmatch(r"[^-=][^=]*", following) else "VALUE"
     setting = f"{found[1].replace('-', '_')}={value}"
-    return f"{arguments[place]}: settings are given without dashes, as {setting}"
+    return f"{arguments[position]}: settings are given without dashes, as {setting}"
 
 
 def _describe_os_error(error: OSError) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 LARGEST_NUMBER = 2**63 - 1  # that the catalog can hold
-MAX_SECONDS = 1e9
-MAX_DAYS = 1e6
+MAX_SECONDS = 1e9  # 30 years
+MAX_DAYS = 1e6  # 2,700 years
 ALL_NEEDS = "--all shows settings; give it with --dry-run"
 
 
@@ -52,15 +52,17 @@ class RunPath(click.Path):
         """Return the directories in a parsed value: in none, in one, or in a tuple of several."""
         if given is None:
             return []
-        values = given if isinstance(given, tuple) else (given,)
-        places = [self._without_step(str(value)) for value in values]
+        texts = [str(value) for value in (given if isinstance(given, tuple) else (given,))]
+        if self.has_step:
+            texts = [_without_step(text) for text in texts]
         # A URI is no directory here, and a file is a config, not a run.
-        return [Path(place) for place in places if "://" not in place and not Path(place).is_file()]
+        return [Path(text) for text in texts if "://" not in text and not Path(text).is_file()]
 
-    def _without_step(self, text: str) -> str:
-        """Return RUN of RUN@STEP, and the text itself if it names no step."""
-        run, _, rest = text.rpartition("@") if self.has_step else ("", "", text)
-        return run or rest
+
+def _without_step(text: str) -> str:
+    """Return the run of `RUN@STEP`. A text without an @ is a run."""
+    run, _, rest = text.rpartition("@")
+    return run or rest
 
 
 class Settings(click.Argument):

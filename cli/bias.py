@@ -144,8 +144,8 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if place < n_words else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column < n_words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return lines

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 DEFAULT_ROWS = 100  # of a table
-DEFAULT_TIMEOUT_S = 60.0
-INCOMPLETE = 3
+DEFAULT_TIMEOUT_S = 60.0  # of a query
+INCOMPLETE = 3  # exit status of an answer that lacks unreadable files
 EPILOG = """\b
 Examples:
   gigpo sql runs/a "SELECT learner_step, value FROM metrics WHERE name = 'train/success'"

@@ -8,7 +8,7 @@ import click
 
 from cli.arguments import Command, RunPath, WholeNumber, as_of_option
 
-LAST_PORT = 65_535
+LAST_PORT = 65_535  # of TCP
 EPILOG = """\b
 Examples:
   gigpo view runs/a

@@ -1,7 +1,10 @@
 """Settings of a run: what they are, what they may be, and what follows from them.
 
 schema.py           every setting with its unit and its default: start here
-check.py            values and combinations that are refused before a run starts
+check.py            values that are refused before a run starts; the order of all checks
+checks/             combinations that are refused: one module for each section of the settings
+errors.py           the error of a setting that is refused
+dotted.py           every setting of a config by its name, `learner.steps`
 engine_arguments.py arguments of vLLM that a run passes on, and those that it refuses
 load.py             YAML files, `base` files and key=value overrides -> Config, and back
 settings_text.py    settings in a YAML text that may be a stranger's, within bounds
@@ -25,13 +28,9 @@ model_server.py     a model server that is not trusted: what it is sent, and a b
 """
 
 from configs.changes import differences, forbidden_changes
-from configs.check import (
-    HEAD_SIZE,
-    ConfigError,
-    check,
-    check_is_list,
-    dotted_settings,
-)
+from configs.check import check
+from configs.checks.model import HEAD_SIZE
+from configs.checks.values import check_is_list
 from configs.derived import (
     KEPT_CHECKPOINTS,
     draws_by_weight,
@@ -49,7 +48,9 @@ from configs.derived import (
     serves_adapters,
     used_group_filter,
 )
+from configs.dotted import dotted_settings
 from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
+from configs.errors import ConfigError
 from configs.estimate_text import describe_estimate
 from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
 from configs.load import as_yaml, from_yaml, load, load_saved

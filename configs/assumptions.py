@@ -5,12 +5,12 @@ from __future__ import annotations
 from configs.plan import GIB
 
 GPU = "H100 SXM"
-GPU_BYTES = 80e9
+GPU_BYTES = 80e9  # of its data sheet, as the two below
 GPU_BYTES_PER_S = 3.35e12
 GPU_FLOPS = {"bfloat16": 989e12, "float32": 67e12}
 REACHED = 0.4  # of those peaks
 SMALL_REACHED = 0.2  # by the training of models below SMALL_PARAMETERS, whose matrices are small
-SMALL_PARAMETERS = 1e9
+SMALL_PARAMETERS = 1e9  # of a model
 PASS_S = 0.005  # least time of a forward pass of the engine, which waits for its launches
 ENGINE_BYTES = 2 * GIB  # of an engine beside weights and cache: activations, captured graphs
 WORKER_S = 0.0007  # of a worker's event loop for an agent step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from configs.check import dotted_settings
+from configs.dotted import dotted_settings
 from configs.schema import Config
 
 # Settings that may change between two starts of one run, besides `alarms` and `supervision`. Any

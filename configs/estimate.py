@@ -98,11 +98,9 @@ def estimate_run(config: Config) -> Estimate:
     assert is_on_gpus(config), "CPUs differ too much"
     shape, lengths = model_shape(config), mean_lengths(config)
     parameters = model_billions(config) * 1e9
-    engine = (
-        engine_estimate(config, shape, lengths, parameters=parameters)
-        if n_workers(config)
-        else None
-    )
+    engine = None
+    if n_workers(config):
+        engine = engine_estimate(config, shape, lengths, parameters=parameters)
     state = rank_bytes(config, parameters=parameters) + teacher_bytes(config)
     activations = pass_bytes(config, shape, parameters=parameters)
     limits = _play_limits(config, engine) if engine else {}

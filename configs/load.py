@@ -10,7 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bounded_yaml import MAX_CHARACTERS
-from configs.check import ConfigError, check, check_is_list, dotted_settings
+from configs.check import check
+from configs.checks.values import check_is_list
+from configs.dotted import dotted_settings
+from configs.errors import ConfigError
 from configs.overrides import settings_of_overrides
 from configs.schema import Config
 from configs.settings_text import (
@@ -24,7 +27,7 @@ from printable import did_you_mean
 
 BASE = "base"  # key of a file: the file whose settings it changes
 # Beginnings of keys that configs/schema.py does not list. Others name them, but for those of
-# `actors.workers`, which OmegaConf checks, and of `environments`, which configs/check.py checks.
+# `actors.workers`, which OmegaConf checks, and of `environments`, see checks/environments.py.
 FREE_KEYS = (
     "actors.engine.",
     "actors.workers.",

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from configs.check import ConfigError
 from configs.derived import serves_adapters
+from configs.errors import ConfigError
 from configs.schema import Config
 from printable import REASON_CHARACTERS, one_line
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.check import ConfigError
 from configs.derived import n_workers
 from configs.engine_arguments import TENSOR, parallel_sizes
+from configs.errors import ConfigError
 from configs.model_directory import description
 from configs.schema import Config
 

@@ -8,7 +8,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.check import ConfigError, dotted_settings
+from configs.dotted import dotted_settings
+from configs.errors import ConfigError
 from configs.schema import Config
 from configs.settings_text import check_size, describe_error
 

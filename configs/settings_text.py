@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bounded_yaml import MAX_SETTINGS_DEPTH, MAX_SETTINGS_EVENTS, TEXT_TAG, bounded_events
-from configs.check import ConfigError
+from configs.errors import ConfigError
 from configs.interpolations import check_expansion, check_forms
 from printable import one_line
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from configs.check import dotted_settings
+from configs.dotted import dotted_settings
 from configs.schema import Config
 
 # The content of these settings is not ours: any text in them may hold a key.

@@ -26,7 +26,7 @@ from coordinator.leases import Lease
 from coordinator.weight_update_lock import WEIGHT_UPDATE_S
 from store import Batch, CheckpointRecord, CommitResult, SegmentMeta, Unfinished, VersionRecord
 
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 60.0  # far longer than any call; then the coordinator is lost or hangs
 # Between two requests for the lock on weight updates: twice as long each time.
 LOCK_POLL_S, LONGEST_LOCK_POLL_S = 0.05, 0.5
 

@@ -40,6 +40,7 @@ from store import (
     CommitResult,
     Counts,
     Group,
+    ReusedGroups,
     RollBack,
     RunLayout,
     SegmentMeta,
@@ -102,7 +103,13 @@ class Coordinator:
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
         self.tasks = TaskQueue(config, learns=learns)
-        self._n_own, self._n_offline = groups_of_a_step(config)
+        self._n_own, n_offline = groups_of_a_step(config)
+        self._reused = ReusedGroups(
+            n_offline=n_offline,
+            max_uses=config.offline.uses,
+            n_replayed=replayed_groups(config),
+            max_age_versions=config.replay.max_age,
+        )
         self._last_step = config.learner.steps  # less where the offline groups end sooner
         self._exporter = Exporter(self.catalog, self.layout)
         self._heartbeats = HeartbeatTracker()
@@ -218,7 +225,7 @@ class Coordinator:
 
         Suspects are played last, each alone on its worker.
         """
-        self._abandon_condemned(worker)
+        self._abandon_tasks_that_kill(worker)
         suspects, playing = self._suspects.task_ids, self._leases.of(worker)
         if any(lease.task.id in suspects for lease in playing):
             return None
@@ -254,16 +261,16 @@ class Coordinator:
             max_staleness=self.config.max_staleness,
         )
 
-    def _abandon_condemned(self, worker: str) -> None:
-        """Abandon the open groups of tasks that are condemned, so that nobody plays them again."""
-        condemned = self._suspects.condemned
-        while condemned:
+    def _abandon_tasks_that_kill(self, worker: str) -> None:
+        """Abandon the open groups of tasks that kill workers; no worker plays them again."""
+        to_abandon = self._suspects.to_abandon
+        while to_abandon:
             group = self.catalog.lease_open_group(
-                worker=worker, lease_s=ABANDON_LEASE_S, only=condemned
+                worker=worker, lease_s=ABANDON_LEASE_S, only=to_abandon
             )
             if group is None:
                 return
-            reason = condemned[group.task_id]
+            reason = to_abandon[group.task_id]
             self.catalog.give_up(group.group_uid, worker=worker, state="abandoned", reason=reason)
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
@@ -354,12 +361,9 @@ class Coordinator:
             return None
         return self.catalog.claim(
             n_groups=self._n_own,
-            n_offline=self._n_offline,
-            uses=self.config.offline.uses,
-            n_replayed=replayed_groups(self.config),
-            max_age=self.config.replay.max_age,
             current_version=current_version,
             max_staleness=self.config.max_staleness,
+            reused=self._reused,
         )
 
     def refill(
@@ -386,7 +390,7 @@ class Coordinator:
         """Roll back to the checkpoint of `learner_step`; 0 is the start without one."""
         newest = self.catalog.latest_version()
         rolled_back = self.catalog.roll_back(learner_step)
-        if self._n_offline:
+        if self._reused.n_offline:
             self._end_with_offline_groups(learner_step)
         return ResumePoint(
             last_step=self._last_step,
@@ -397,15 +401,15 @@ class Coordinator:
 
     def _end_with_offline_groups(self, learner_step: int) -> None:
         """End the run where its offline groups are used up, and say so."""
-        steps, uses = self.config.learner.steps, self.config.offline.uses
-        n_left = self.catalog.offline_batches_left(self._n_offline, uses=uses)
+        steps, reused = self.config.learner.steps, self._reused
+        n_left = self.catalog.offline_batches_left(reused.n_offline, uses=reused.max_uses)
         self._last_step = min(steps, learner_step + n_left)
         if self._last_step < steps:
             self.notice(
                 "learner",
                 "offline rollouts",
                 detail=f"they last until learner step {self._last_step} of {steps}, where the run "
-                f"ends in order; raise offline.uses={uses} for more",
+                f"ends in order; raise offline.uses={reused.max_uses} for more",
             )
 
     def release_claims(self, learner_step: int) -> int:
@@ -500,7 +504,7 @@ class Coordinator:
         self.catalog.record_unfinished(self._leases.lose(component), worker=component)
         self._weight_updates.release(component)
         if blamed is not None:
-            reason = self._suspects.condemned[blamed.task.id]
+            reason = self._suspects.to_abandon[blamed.task.id]
             self.catalog.give_up(
                 blamed.group.group_uid, worker=component, state="abandoned", reason=reason
             )

@@ -16,7 +16,7 @@ from store import (
     export,
 )
 
-MAINTENANCE_PAUSE_S = 5.0
+MAINTENANCE_PAUSE_S = 5.0  # between two looks for files to merge or to remove
 # Between two exports pass at least EXPORT_INTERVAL_S, and EXPORT_PAUSE times the last export's
 # duration, because no call is answered during an export.
 EXPORT_INTERVAL_S = 1.0

@@ -1,15 +1,16 @@
 """Send heartbeats from a component (`Heartbeat`), and keep them (`HeartbeatTracker`).
 
-    heart = Heartbeat(coordinator.heartbeat, every_s=heartbeat_every_s(config))
-    # It has waited for groups for 3 s, and calls again within 15 s.
-    heart.promise("groups", waits_s=3.0, within_s=15.0)
-    # It works, and calls again within 30 minutes.
-    heart.promise(None, waits_s=0.0, within_s=1800.0)
-    heart.close()
+    heartbeat = Heartbeat(coordinator.heartbeat, every_s=heartbeat_every_s(config))
+    # It has waited for groups for 3 s, and reports again within 15 s.
+    heartbeat.report("groups", waits_s=3.0, within_s=15.0)
+    # It works, and reports again within 30 minutes.
+    heartbeat.report(None, waits_s=0.0, within_s=1800.0)
+    heartbeat.close()
 
-A thread sends the heartbeats, so that a long computation does not look like a dead process. The
-thread stops while the last promise is broken, so that a loop that hangs looks dead. The loop states
-how long each wait has lasted: two waits in a row may have the same reason.
+A thread sends the heartbeats, so that a long computation does not look like a lost process. Each
+report sets the deadline of the next one. The thread sends nothing while the deadline is over, so
+that a loop that hangs is found. The loop states how long each wait has lasted: two waits in a row
+may have the same reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from configs import Config, most_workers
 
 GONE = "gone"  # shown by the view `components` for a removed component
-SEND_EVERY_S = 0.5
+SEND_EVERY_S = 0.5  # at least, unless there are many workers
 # Limit of the heartbeats of all workers together: with many workers each sends fewer. The limit
 # gives way where a worker would send fewer than HEARTBEATS_BEFORE_SILENT within silent_s.
 HEARTBEATS_PER_S = 500.0
@@ -46,14 +47,14 @@ class Component:
 
     waiting_on: str | None  # None: it works
     waits_s: float  # how long it has waited for that
-    silent_s: float  # since the coordinator last heard of it
+    silent_s: float  # since its newest heartbeat or call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Promise:
+class _Report:
     waiting_on: str | None
     since_s: float  # time.monotonic() when this wait began
-    due_at_s: float  # time.monotonic() by which the loop promises again
+    deadline_s: float  # time.monotonic() of the next report at the latest
 
 
 class Heartbeat:
@@ -61,18 +62,18 @@ class Heartbeat:
 
     def __init__(self, send: Callable[[str | None, float], object], *, every_s: float) -> None:
         self._send, self._every_s = send, every_s
-        self._promise = _Promise(
-            waiting_on="its own start", since_s=time.monotonic(), due_at_s=float("inf")
+        self._newest = _Report(
+            waiting_on="its own start", since_s=time.monotonic(), deadline_s=float("inf")
         )
         self._changed, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
-        """State what the loop waits for, since when, and that it calls again `within_s`."""
-        now_s, before = time.monotonic(), self._promise
-        self._promise = _Promise(
-            waiting_on=waiting_on, since_s=now_s - waits_s, due_at_s=now_s + within_s
+    def report(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
+        """State what the loop waits for, for how long, and that it reports again `within_s`."""
+        now_s, before = time.monotonic(), self._newest
+        self._newest = _Report(
+            waiting_on=waiting_on, since_s=now_s - waits_s, deadline_s=now_s + within_s
         )
         if waiting_on != before.waiting_on:
             self._changed.set()
@@ -84,10 +85,10 @@ class Heartbeat:
         self._thread.join()
 
     def send(self) -> None:
-        """Send a heartbeat, unless the last promise is broken."""
-        now_s, promise = time.monotonic(), self._promise  # read once: the loop replaces it
-        if now_s < promise.due_at_s:
-            self._send(promise.waiting_on, max(0.0, now_s - promise.since_s))
+        """Send a heartbeat, unless the loop's next report is overdue."""
+        now_s, newest = time.monotonic(), self._newest  # read once: the loop replaces it
+        if now_s < newest.deadline_s:
+            self._send(newest.waiting_on, max(0.0, now_s - newest.since_s))
 
     def _run(self) -> None:
         while not self._closed:
@@ -111,7 +112,7 @@ class HeartbeatTracker:
         self._unwritten: dict[str, str | None] = {}  # what each waits for
         self._taken_at_s = 0.0  # for the last write
         self._write_due_s = 0.0
-        self._unrenewed: set[str] = set()  # heard of since their leases were renewed
+        self._unrenewed: set[str] = set()  # sent something since their leases were renewed
         self._renewed_at_s = float("-inf")
 
     def record(self, name: str, waiting_on: str | None, *, waits_s: float) -> None:
@@ -136,7 +137,7 @@ class HeartbeatTracker:
         self._unwritten[name] = GONE
 
     def take_unwritten(self) -> Mapping[str, str | None]:
-        """Return the components with news since the last time, if a write is due."""
+        """Return the components with a heartbeat since the last write, if another write is due."""
         now_s = time.monotonic()
         if now_s < self._write_due_s:
             return {}
@@ -145,13 +146,13 @@ class HeartbeatTracker:
         return due
 
     def written(self) -> None:
-        """Note that what was taken last is written, and pause for as long as that deserves."""
+        """Note that a write is done. The next one is due after a pause in proportion to it."""
         now_s = time.monotonic()
         pause_s = min(WRITE_PAUSE * (now_s - self._taken_at_s), LONGEST_WRITE_PAUSE_S)
         self._write_due_s = max(self._write_due_s, now_s + pause_s)
 
     def take_unrenewed(self, *, every_s: float) -> Collection[str]:
-        """Return, once in `every_s`, the components heard of since the last time."""
+        """Return, once in `every_s`, the components that sent something since the last time."""
         now_s = time.monotonic()
         if now_s - self._renewed_at_s < every_s:
             return ()

@@ -16,7 +16,7 @@ class Suspects:
 
     A worker plays several groups at once, and loses all of them together. A task in play at
     SUSPECT_LOSSES losses is a suspect: it is played after all others, by a worker that plays
-    nothing else. If that worker is lost too, the task is condemned.
+    nothing else. If that worker is lost too, the task is abandoned.
     """
 
     def __init__(self, losses: Mapping[str, int]) -> None:
@@ -24,11 +24,11 @@ class Suspects:
         self._losses = Counter(losses)
         self._reported: dict[str, list[Lease]] = {}
         self._drained = ""
-        self.condemned: dict[str, str] = {}  # task id -> reason
+        self.to_abandon: dict[str, str] = {}  # task id -> reason
 
     @property
     def task_ids(self) -> set[str]:
-        """Return the suspects and the condemned."""
+        """Return the suspects and the tasks to abandon."""
         return {task_id for task_id, n in self._losses.items() if n >= SUSPECT_LOSSES}
 
     def report(self, worker: str, leases: Sequence[Lease]) -> None:
@@ -38,7 +38,7 @@ class Suspects:
     def lose(self, worker: str, leases: Sequence[Lease], *, why: str) -> Lease | None:
         """Count the loss of `worker` with `leases` in play. Return a lease whose task is to blame.
 
-        Only a task that was played alone can be condemned.
+        Only a task that was played alone can be to blame.
         """
         in_play = [*self._reported.pop(worker, []), *leases]
         self.release(worker)
@@ -46,7 +46,7 @@ class Suspects:
         if len(in_play) != 1 or self._losses[in_play[0].task.id] < MAX_LOSSES:
             return None
         task_id = in_play[0].task.id
-        self.condemned[task_id] = (
+        self.to_abandon[task_id] = (
             f"task {task_id!r} was in play {self._losses[task_id]} times when a worker was lost, "
             f"the last time alone: {worker} {why}"
         )

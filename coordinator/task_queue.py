@@ -105,4 +105,7 @@ def _splits(config: Config, name: str) -> dict[str, Sequence[Task]]:
     splits = list_tasks(env.name, env.options)
     if not config.environments:
         return splits
-    return {split: [of_environment(task, name) for task in splits[split]] for split in splits}
+    named: dict[str, Sequence[Task]] = {}
+    for split, tasks in splits.items():
+        named[split] = [of_environment(task, name) for task in tasks]
+    return named

@@ -106,13 +106,13 @@ def _compare_tokens(config: Config, console: Console) -> None:
             check_same_tokenizer(base, model_path, source=text)
 
 
-def _place(text: str) -> Path:
+def _location(text: str) -> Path:
     """Return the directory of a source that is a run, also of a URI. See `run_at`."""
-    return run_at(parse_source(text).place)
+    return run_at(parse_source(text).location)
 
 
 def _is_chats(text: str) -> bool:
-    return is_chat_file(Path(parse_source(text).place))
+    return is_chat_file(Path(parse_source(text).location))
 
 
 def _sources(
@@ -122,7 +122,9 @@ def _sources(
     for text in config.source:
         source = parse_source(text)
         if _is_chats(text):
-            rows = partial(_chat_rows, Path(source.place), config, console, model_path=model_path)
+            rows = partial(
+                _chat_rows, Path(source.location), config, console, model_path=model_path
+            )
             source = replace(source, rows=rows)
         sources.append(source)
     return sources
@@ -164,13 +166,13 @@ def _why_not_compared(text: str, *, base: Path | None, model_path: Path) -> str:
 
 def source_runs(config: Config) -> list[Path]:
     """Return the sources that are runs, for which --trust counts too."""
-    places = [_place(text) for text in config.source]
-    return [place for place in places if RunLayout.exists(place)]
+    locations = [_location(text) for text in config.source]
+    return [location for location in locations if RunLayout.exists(location)]
 
 
 def _places(config: Config) -> list[Path]:
     """Return the directories of the sources that are runs or datasets. Chats are files."""
-    return [_place(text) for text in config.source if not _is_chats(text)]
+    return [_location(text) for text in config.source if not _is_chats(text)]
 
 
 def copy_base_policy(config: Config, directory: Path) -> Path:
@@ -242,7 +244,7 @@ def only_chats(config: Config) -> bool:
 def chat_texts(config: Config) -> Iterator[str]:
     """Yield the texts of all chats, to train a tokenizer on. Raises ConfigError."""
     for text in filter(_is_chats, config.source):
-        yield from actors.chat_texts(Path(parse_source(text).place))
+        yield from actors.chat_texts(Path(parse_source(text).location))
 
 
 def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:
@@ -264,7 +266,7 @@ def _first_base(config: Config) -> Path:
     if not found:
         for text in config.source:
             if _is_untrusted(text):
-                check_trusted(_place(text))
+                check_trusted(_location(text))
         raise ConfigError(
             f"source={config.source[0]} has no base policy (any more); give one: model.path=DIR"
         )
@@ -279,7 +281,7 @@ def _base_of(text: str) -> Path | None:
     theirs = _config_of(text)
     if theirs is None:
         return None
-    layout = RunLayout.open(_place(text))
+    layout = RunLayout.open(_location(text))
     # its files are read by transformers, which would follow a link out of the run
     layout.check_no_links()
     if _is_untrusted(text):
@@ -294,16 +296,16 @@ def _base_of(text: str) -> Path | None:
 
 def _is_untrusted(text: str) -> bool:
     """Return whether the source is a stranger's run, whose model is not loaded without --trust."""
-    return _config_of(text) is not None and not is_trusted(_place(text))
+    return _config_of(text) is not None and not is_trusted(_location(text))
 
 
 def _config_of(text: str) -> DictConfig | None:
     """Return the stored config of a source, None for a dataset."""
-    place = _place(text)
-    if not RunLayout.exists(place):
+    location = _location(text)
+    if not RunLayout.exists(location):
         return None
     return configs.parse_saved(
-        RunLayout.open(place).info.config_yaml, name=f"the config of {place}"
+        RunLayout.open(location).info.config_yaml, name=f"the config of {location}"
     )
 
 

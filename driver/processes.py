@@ -23,9 +23,9 @@ from envs import log_hint
 from learner import LearnerActor, LearnerSetup
 
 LEARNER = "learner"
-RAY_KILLS_WITHIN_S = 2.0
+RAY_KILLS_WITHIN_S = 2.0  # for a process to end after Ray's kill
 COORDINATOR_START_TIMEOUT_S = 600.0  # it may make games
-ANSWER_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 20.0  # for a call of the coordinator
 CLOSE_TIMEOUT_S = 60.0  # for a compaction that is under way
 
 T = TypeVar("T")

@@ -52,7 +52,7 @@ OUTSIDE = (
     "prompt.template",
 )  # settings that may name a path outside the run
 RUNS = Path("runs")  # where a run is brought to
-DIGEST_BYTES = 16
+DIGEST_BYTES = 16  # of BLAKE2b: 128 bits, as of state hashes
 END_BYTES = 2**20  # of each model file; models of the same shape have different numbers there
 # Settings that a fork shares with its run: the tasks of its groups, and the shape of its weights.
 FORK_KEEPS = ("env.name", "env.options", "environments", "model.")

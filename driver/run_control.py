@@ -39,7 +39,7 @@ from store import (
 
 # A driver that ends says every few seconds what it waits for, except while it closes things.
 STOP_SILENCE_S = 180.0
-STOP_POLL_S = 0.2
+STOP_POLL_S = 0.2  # between two looks whether the driver has ended
 SHOWN_ROWS = 1000  # more workers than a cluster has
 
 # A component that left for good is still in the view.

@@ -24,8 +24,8 @@ from learner import remove_ray_directories, started_ticks
 from store import DRIVER_FILE, STOPPING_FILE, WANTED_WORKERS_FILE, StoreError, read_run_file
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
-KILLED_WITHIN_S = 10.0
-TRACKERS_END_WITHIN_S = 5.0
+KILLED_WITHIN_S = 10.0  # for killed processes to be gone
+TRACKERS_END_WITHIN_S = 5.0  # for trackers to end by themselves; then they are killed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,9 +16,9 @@ from driver.health import HealthMonitor
 from driver.processes import LEARNER, ManagedProcess
 from driver.progress import said_while
 
-POLL_S = 0.5
+POLL_S = 0.5  # between two looks at the processes that still close
 STOP_TIMEOUT_S = 60.0  # for a worker to commit its finished episodes, and for closing
-SAY_EVERY_S = 5.0
+SAY_EVERY_S = 5.0  # between two lines that name them
 
 AT_ONCE = (
     "ended at once, not in order: learner steps since the newest checkpoint are trained again, "

@@ -48,7 +48,7 @@ from envs import log_hint
 from learner import RankError
 from store import VersionRecord
 
-POLL_S = 0.5
+POLL_S = 0.5  # between two looks at all processes
 PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all processes at the start
 ENGINE_METRICS_S = 2.0  # for the answers of the workers; Prometheus waits 10 s by default
 MAX_NAMED = 4  # processes in one line

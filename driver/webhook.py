@@ -27,10 +27,10 @@ from printable import one_line
 from store import Metric, RunLayout, StoreError
 
 ALARM = "alarm/"  # the begin of the metrics that are alarms
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # of one post
 MAX_QUEUED = 100  # posts
 CLOSE_S = 15.0  # for the posts that are queued when the run ends
-FAULT_CHARACTERS = 200
+FAULT_CHARACTERS = 200  # of an error, in a line of the screen
 
 
 def webhook_url(config: Config) -> str:

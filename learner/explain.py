@@ -28,7 +28,7 @@ from learner.distributed.optimizer_state import trainable
 from learner.training.engine import Engine, with_proximal
 from store import Group, TrajectoryMeta, uid_text
 
-SHOWN_UID_DIGITS = 8
+SHOWN_UID_DIGITS = 8  # of 32; enough to tell the groups of one batch apart
 BELOW_BASELINE = "its wins are not above what the batch's groups return"
 # Columns of the table: |A| is the mean size of the advantages that the loss reads, A_E and A_S are
 # the episode and step terms of the rows'.

@@ -94,11 +94,13 @@ class Learner:
             refill=lambda batch_id, **wanted: self.coordinator.refill(batch_id, **wanted).get(),
             ask_critic=lambda micro_batches: self.ranks.values(micro_batches),
         )
-        self.heart = Heartbeat(self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config))
+        self.heartbeat = Heartbeat(
+            self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config)
+        )
         self.behind = WriteBehind()
         with ExitStack() as after_failure:
-            after_failure.callback(self.heart.close)
-            self.heart.promise("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
+            after_failure.callback(self.heartbeat.close)
+            self.heartbeat.report("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
             prepare_advantages(self.loader.settings.advantages)
             model_path = local_model(self.layout, setup.model_path)
             self.ranks = RankGroup(self.config, model_path=model_path)
@@ -106,7 +108,7 @@ class Learner:
             after_failure.callback(self.behind.close)
             self.restored = self._restore()
             after_failure.pop_all()
-        self._promise(NO_DEADLINE)  # until the driver has started the other processes
+        self._report_work(NO_DEADLINE)  # until the driver has started the other processes
 
     def run(self) -> int:
         """Train until the last learner step or a request to stop. Return the learner step reached.
@@ -132,12 +134,12 @@ class Learner:
                             self._save_checkpoint()
                     if alarms and self.config.alarms.stop:
                         break
-                self._promise(self.config.learner.step_timeout_s)  # to read, and to write
+                self._report_work(self.config.learner.step_timeout_s)  # to read, and to write
             if prefetch.under_way:
                 self.coordinator.release_claims(self.step).get()
             if self.step != self.saved_step:
                 self._save_checkpoint()
-        self._promise(NO_DEADLINE)  # only `close` is left
+        self._report_work(NO_DEADLINE)  # only `close` is left
         if alarms and self.config.alarms.stop and self.step < self.last_step:
             raise CollapseError(
                 f"{alarms[0]}; alarms.stop=true ended the run, with a checkpoint. The same "
@@ -147,7 +149,7 @@ class Learner:
 
     def close(self) -> None:
         """Free the devices and end the other ranks."""
-        self.heart.close()
+        self.heartbeat.close()
         self.behind.close()
         self.ranks.close()
 
@@ -243,11 +245,11 @@ class Learner:
                 is_reading = False
                 self._check_starvation(deadline, n_claims=prefetch.n_claims)
                 waits_s = time.monotonic() - started_s
-                self.heart.promise("groups", waits_s=waits_s, within_s=POLL_DEADLINE_S)
-            # Promised once for each claim: a thread that hangs while it reads must not look alive.
+                self.heartbeat.report("groups", waits_s=waits_s, within_s=POLL_DEADLINE_S)
+            # Reported once for each claim: a thread that hangs while it reads must become overdue.
             elif not is_reading:
                 is_reading = True
-                self._promise(self.config.learner.step_timeout_s)
+                self._report_work(self.config.learner.step_timeout_s)
         return None
 
     def _check_starvation(self, deadline: StarvationDeadline, *, n_claims: int) -> None:
@@ -268,7 +270,9 @@ class Learner:
 
         StarvationError, BadUpdatesError and NonFiniteWeightsError end the run.
         """
-        self.heart.promise(LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s)
+        self.heartbeat.report(
+            LEARNER_STEP, waits_s=0.0, within_s=self.config.learner.step_timeout_s
+        )
         self.health.check_batch(batch)
         try:
             updates, critic = train_batch(
@@ -388,9 +392,9 @@ class Learner:
         if is_backed_up:  # otherwise whoever goes on from the storage knows only older ones
             prune_published(self.layout, self.layout.checkpoints, kept=kept)
 
-    def _promise(self, within_s: float) -> None:
+    def _report_work(self, within_s: float) -> None:
         """Report that the loop works, and that its next report comes `within_s`."""
-        self.heart.promise(None, waits_s=0.0, within_s=within_s)
+        self.heartbeat.report(None, waits_s=0.0, within_s=within_s)
 
     def _notice(self, what: str, detail: str) -> None:
         self.coordinator.notice(what, detail).get()

@@ -25,6 +25,7 @@ from .catalog.records import Counts as Counts
 from .catalog.records import Group as Group
 from .catalog.records import KnownResults as KnownResults
 from .catalog.records import LiveSegment as LiveSegment
+from .catalog.records import ReusedGroups as ReusedGroups
 from .catalog.records import RollBack as RollBack
 from .catalog.records import Unfinished as Unfinished
 from .catalog.records import VersionRecord as VersionRecord

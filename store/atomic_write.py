@@ -11,9 +11,9 @@ from pathlib import Path
 from store.errors import StoreError, UnsafePathError
 from store.untrusted.file_access import is_directory, open_directory, opened_parent
 
-READ_ONLY = 0o444
-READ_WRITE = 0o644
-PRIVATE = 0o600
+READ_ONLY = 0o444  # file modes
+READ_WRITE = 0o644  # for the owner alone to write
+PRIVATE = 0o600  # for the owner alone
 TEMPORARY_SUFFIX = ".tmp"  # of unfinished files, also those of dead writers
 _SAFE_DIRECTORIES: set[Path] = set()  # directories whose names this process has synced
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -29,9 +29,9 @@ from datetime import timedelta
 from typing import Any
 
 JOINED = "joined"
-SECRET_BYTES = 16
+SECRET_BYTES = 16  # 128 bits, which nobody can guess
 N_BYTES = 8  # little-endian
-PREAMBLE_BYTES = 2 * N_BYTES
+PREAMBLE_BYTES = 2 * N_BYTES  # two numbers
 # For one question to the key-value store, and for the learner's list of members.
 MESSAGE_TIMEOUT = timedelta(seconds=60)
 

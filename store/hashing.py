@@ -15,7 +15,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-MOST_MARKS = 30
+MOST_MARKS = 30  # in a row, as in the Stream-Safe Text Format of UAX 15
 # Looking for marks takes 0.2 us a character, with the interpreter's lock: heartbeats wait for it.
 MOST_NORMALISED = 1 << 20  # characters
 MARKS_FROM_TO = (0x300, 0x20000)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from store.errors import StoreError
 
-N_LENGTH_BYTES = 8
-ALIGNMENT_BYTES = 8
+N_LENGTH_BYTES = 8  # safetensors: the length of the head comes first
+ALIGNMENT_BYTES = 8  # safetensors: the head is filled up to a multiple
 MOST_HEAD_BYTES = 100 * 2**20  # safetensors' own bound
 METADATA = "__metadata__"
 # Name in the format -> name of the torch dtype.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import httpx2
     import openai
 
-CONNECT_TIMEOUT_S = 20.0
+CONNECT_TIMEOUT_S = 20.0  # for the list of the server's models; a reply has another deadline
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")  # of a request; endpoint.body may set them
 MAX_NAMES_SHOWN = 10  # of the server's models
 MAX_NAMES_COMPARED = 1000  # with a wrong one; more take seconds

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 10.0  # for the engine process to end; then it is killed
 # Arguments that `image_arguments` may override.
 TEXT_ARGUMENTS = {
     "skip_tokenizer_init": True,

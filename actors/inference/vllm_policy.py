@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-VERIFY_POLL_S = 0.005
+VERIFY_POLL_S = (
+    0.005  # between two questions whether all processes of the engine have their weights
+)
 
 
 class VLLMPolicy:

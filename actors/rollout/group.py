@@ -29,9 +29,10 @@ from envs import EnvironmentDied
 from store import TRAIN, FencedError, Trajectory, Unfinished, now_us, uid
 
 COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
-# Attempts at an episode whose process died through another episode's fault. That one fails for good
-# after `env.attempts`; far more deaths than that mean that the process itself cannot live.
-MAX_BYSTANDER_ATTEMPTS = 20
+# Attempts at an episode whose environment process exited through another episode's fault. The
+# other episode fails for good after `env.attempts`. Many more exits mean that the process itself
+# does not work.
+MAX_ATTEMPTS_NOT_AT_FAULT = 20
 
 
 class EpisodeFailed(RuntimeError):
@@ -160,12 +161,12 @@ class GroupRollout:
                 fatal = [e for e in errors if too_few or not isinstance(e, EpisodeFailed)]
                 if fatal or not self._free or now_s() >= commit_at_s:
                     commit_at_s = now_s() + COMMIT_EVERY_S
-                    await _to_its_end(self._commit())
+                    await _finish_despite_cancel(self._commit())
                 if fatal:
                     raise fatal[0]
         except asyncio.CancelledError:
             self._take(task for task in playing if task.done())
-            await _to_its_end(self._commit())
+            await _finish_despite_cancel(self._commit())
             raise
         finally:
             for task in playing:
@@ -179,7 +180,7 @@ class GroupRollout:
         """
         lease = self.lease
         ids = EpisodeIds.of(lease.group.group_uid, number)
-        at_fault = bystander = 0
+        at_fault = not_at_fault = 0
         while True:
             progress = self._attempts.begin(number)
             try:
@@ -189,12 +190,12 @@ class GroupRollout:
                 episode = f"{lease.task.env_name} task {lease.task.id!r}, member {number}"
                 await self._coordinator.record("episode failed", f"{episode}: {error}")
                 if isinstance(error, EnvironmentDied) and not error.at_fault:
-                    bystander += 1
+                    not_at_fault += 1
                 else:
                     at_fault += 1
-                if at_fault >= self._max_attempts or bystander >= MAX_BYSTANDER_ATTEMPTS:
+                if at_fault >= self._max_attempts or not_at_fault >= MAX_ATTEMPTS_NOT_AT_FAULT:
                     raise EpisodeFailed(
-                        f"{at_fault + bystander} attempts failed, the last one because: {error}"
+                        f"{at_fault + not_at_fault} attempts failed, the last one because: {error}"
                     ) from error
 
     def _take(self, tasks: Iterable[asyncio.Future[Trajectory]]) -> None:
@@ -228,7 +229,7 @@ class GroupRollout:
         await self._committer.record_unfinished(self.lease, self._attempts.close(why))
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def _finish_despite_cancel(work: Coroutine[Any, Any, None]) -> None:
     """Await `work`, and finish it also if this task is cancelled meanwhile."""
     working = asyncio.ensure_future(work)
     try:

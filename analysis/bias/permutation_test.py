@@ -5,6 +5,24 @@ members, one trajectory. A stratum has units that could have changed roles: grou
 policy versions or, for extra members, the members of one group. A stratum without dropped or
 without kept units has no information and is left out.
 
+Unit u of stratum S has n_u trajectories, and s_u is the sum of a measure over them.
+n_D(S), n_K(S): trajectories of the dropped and of the kept units of S; N = sum of n_D(S) over S
+
+    kept mean     m(S)  = sum of s_u over kept units / n_K(S)
+    difference    delta = sum over dropped units of (s_u - n_u m(S)) / N
+    variance      V     = [ sum over dropped units of (s_u - n_u (m(S) + delta))^2
+                          + sum over kept units of (n_D(S) / n_K(S))^2 (s_u - n_u m(S))^2 ] / N^2
+    statistic     t     = delta / sqrt(V)
+    p-value       p     = (1 + number of permutations with |t| at least as large) / (1 + P)
+
+V is the cluster-robust variance, with units as clusters: Liang & Zeger, "Longitudinal data analysis
+using generalized linear models", Biometrika 1986. To permute t instead of delta makes the test
+hold, at least approximately, where the two sides differ in more than their mean: Janssen,
+"Studentized permutation tests", Stat. Probab. Lett. 1997; Chung & Romano, "Exact and asymptotically
+robust permutation tests", Ann. Stat. 2013. Dropped units are often smaller than kept ones, as
+unfinished groups are. The 1 in the p-value counts the observed one among the permutations: Phipson
+& Smyth, "Permutation p-values should never be zero", 2010.
+
 scipy.stats.permutation_test has no strata and takes one statistic at a time.
 """
 
@@ -17,7 +35,8 @@ import numpy as np
 
 PERMUTATIONS = 2000  # the smallest p is 1 / 2001: enough for 20 comparisons
 CELLS_AT_ONCE = 2**18  # permutations times units, or tasks if there are more; about 100 MB
-# relative; permutations with equal sums may add them up in another order
+# Relative difference below which two statistics are equal: permutations with equal sums may add
+# them up in another order.
 TIE = 1e-9
 
 
@@ -66,35 +85,25 @@ class Difference:
 def differences_of_means(
     units: Units, *, seed: int, permutations: int = PERMUTATIONS
 ) -> list[Difference]:
-    """Return the difference of each of the M measures.
+    """Return the difference of each of the M measures, with the p-value of its t.
 
-    `units` are comparable ones, with at least one stratum. The statistic is the difference over
-    its cluster-robust standard error (Liang & Zeger 1986, with units as clusters). To permute this
-    ratio makes the test hold, at least approximately, where the two sides differ in more than their
-    mean (Janssen 1997; Chung & Romano 2013): dropped units are often smaller than kept ones, as
-    unfinished groups are. A few small dropped units may all be equal by chance (none won), so their
-    part of the variance is at least that of all units of the stratum per trajectory. This is
-    conservative: members of a group are correlated, so small groups vary less per trajectory.
+    `units` are comparable ones, with at least one stratum.
     """
-    starts_S, n_dropped_S, chosen_D = _layout(units)
-    n_U, dropped_starts_S = units.sizes_U, np.cumsum(n_dropped_S) - n_dropped_S
-    mean_SM = np.add.reduceat(units.sums_UM, starts_S) / np.add.reduceat(n_U, starts_S)[:, None]
-    # centred, so that the squares below keep their digits
-    n_U1, s_UM = n_U[:, None], units.sums_UM - n_U[:, None] * mean_SM[units.stratum_U]
-    # The parts of the statistic add up over units.
-    parts_UC = np.concatenate([n_U1, n_U1**2, s_UM, s_UM**2, s_UM * n_U1], axis=1)
-    total_SC = np.add.reduceat(parts_UC, starts_S)
+    strata = _strata(units)
+    terms_UC = _terms(units, strata)
+    all_SC = np.add.reduceat(terms_UC, strata.starts_S)
 
     def differences_and_t(chosen_PD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        dropped_PSC = np.add.reduceat(parts_UC[chosen_PD], dropped_starts_S, axis=1)
-        return _differences_and_t(dropped_PSC, total_SC)
+        dropped_PSC = np.add.reduceat(terms_UC[chosen_PD], strata.dropped_starts_S, axis=1)
+        return _differences_and_t(dropped_PSC, all_SC)
 
     def t_PM(chosen_PD: np.ndarray) -> np.ndarray:
         return differences_and_t(chosen_PD)[1]
 
-    (difference_M,), (t_M,) = differences_and_t(chosen_D[None])
+    (difference_M,), (t_M,) = differences_and_t(strata.dropped_D[None])
     p_M = _p_values(units, t_M, statistic=t_PM, seed=seed, permutations=permutations)
-    dropped_M = units.sums_UM[chosen_D].sum(0) / n_U[chosen_D].sum()
+    n_dropped = units.sizes_U[strata.dropped_D].sum()
+    dropped_M = units.sums_UM[strata.dropped_D].sum(0) / n_dropped
     rows = zip(dropped_M, dropped_M - difference_M, p_M, strict=True)
     return [
         Difference(dropped=float(dropped), kept=float(kept), p=float(p))
@@ -107,36 +116,32 @@ def difference_of_tasks(
 ) -> tuple[int, Difference]:
     """Return the task whose share differs most, and the difference, with the p of all tasks.
 
-    The statistic is the chi-square of units by task, dropped or kept, against the expectation of
-    each stratum.
+    The statistic is Pearson's chi-square of the table of tasks by (dropped, kept). Of a stratum's
+    units, every task is expected to lose the same share.
     """
     n_tasks = int(units.task_U.max()) + 1
-    starts_S, n_dropped_S, chosen_D = _layout(units)
-    n_S = np.diff([*starts_S, len(units.task_U)])
-    expected_K = np.bincount(units.task_U, (n_dropped_S / n_S)[units.stratum_U], minlength=n_tasks)
-    left_K = np.bincount(units.task_U, minlength=n_tasks) - expected_K
+    strata = _strata(units)
+    dropped_share_S = strata.n_dropped_S / strata.n_units_S
+    n_units_K = np.bincount(units.task_U, minlength=n_tasks)
+    expected_K = np.bincount(units.task_U, dropped_share_S[units.stratum_U], minlength=n_tasks)
+    # A unit more on one side is one less on the other: both cells of a task have the same square.
     with np.errstate(divide="ignore"):
-        weight_K = np.where(expected_K > 0, 1 / expected_K + 1 / left_K, 0.0)
+        both_cells_K = 1 / expected_K + 1 / (n_units_K - expected_K)
+    weight_K = np.where(expected_K > 0, both_cells_K, 0.0)
 
     def chi_square_P1(chosen_PD: np.ndarray) -> np.ndarray:
-        n = len(chosen_PD)
-        cells = units.task_U[chosen_PD] + np.arange(n)[:, None] * n_tasks
-        observed_PK = np.bincount(cells.ravel(), minlength=n * n_tasks).reshape(n, n_tasks)
+        observed_PK = _counts_of_tasks(units.task_U[chosen_PD], n_tasks=n_tasks)
         return ((observed_PK - expected_K) ** 2 @ weight_K)[:, None]
 
-    observed = chi_square_P1(chosen_D[None])[0]
+    observed = chi_square_P1(strata.dropped_D[None])[0]
     (p,) = _p_values(units, observed, statistic=chi_square_P1, seed=seed, permutations=permutations)
-    kept_U = ~units.dropped_U
-    kept_weight_S = n_dropped_S / (n_S - n_dropped_S) / n_dropped_S.sum()
-    dropped_K = np.bincount(units.task_U[chosen_D], minlength=n_tasks) / len(chosen_D)
-    kept_weight_U = kept_weight_S[units.stratum_U[kept_U]]
-    kept_K = np.bincount(units.task_U[kept_U], kept_weight_U, minlength=n_tasks)
+    dropped_K, kept_K = _shares_of_tasks(units, strata, n_tasks=n_tasks)
     task = int(np.argmax(np.abs(dropped_K - kept_K)))
     return task, Difference(dropped=float(dropped_K[task]), kept=float(kept_K[task]), p=float(p))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number, by Holm's method.
+    """Return p-values corrected for their number: Holm, Scand. J. Stat. 1979.
 
     Without any difference, the chance that one of them is this small is at most its value.
     """
@@ -147,40 +152,110 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def _differences_and_t(
-    dropped_PSC: np.ndarray, total_SC: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the differences of means and their t, [P, M] each, of P choices of dropped units.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Strata:
+    """The strata of units that are ordered by stratum."""
 
-    The C columns are sums over units of their size n, n² and, for each measure, its s, s² and s·n.
+    starts_S: np.ndarray  # the first unit of each
+    n_units_S: np.ndarray
+    n_dropped_S: np.ndarray  # dropped units
+    dropped_starts_S: np.ndarray  # the first dropped unit of each, as an index of `dropped_D`
+    dropped_D: np.ndarray  # the indices of the dropped units, ordered by stratum
+
+
+def _strata(units: Units) -> _Strata:
+    n_dropped_S = np.bincount(units.stratum_U[units.dropped_U])
+    return _Strata(
+        starts_S=np.flatnonzero(np.diff(units.stratum_U, prepend=-1)),
+        n_units_S=np.bincount(units.stratum_U),
+        n_dropped_S=n_dropped_S,
+        dropped_starts_S=np.cumsum(n_dropped_S) - n_dropped_S,
+        dropped_D=np.flatnonzero(units.dropped_U),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sums:
+    """Sums over units, by stratum: all that t needs. The last dimension is 1, or M measures."""
+
+    n: np.ndarray  # of n_u
+    nn: np.ndarray  # of n_u^2
+    s: np.ndarray  # of s_u
+    ss: np.ndarray  # of s_u^2
+    sn: np.ndarray  # of s_u n_u
+
+    @classmethod
+    def of_columns(cls, columns: np.ndarray) -> _Sums:
+        """Return the sums whose columns are those of `_terms`."""
+        n_measures = (columns.shape[-1] - 2) // 3
+        ends = (1, 2, 2 + n_measures, 2 + 2 * n_measures)
+        n, nn, s, ss, sn = np.split(columns, ends, axis=-1)
+        return cls(n=n, nn=nn, s=s, ss=ss, sn=sn)
+
+    def squared_residuals(self, level: np.ndarray) -> np.ndarray:
+        """Return the sum of (s_u - n_u level)^2, by its expansion."""
+        return self.ss - 2 * level * self.sn + level**2 * self.nn
+
+
+def _terms(units: Units, strata: _Strata) -> np.ndarray:
+    """Return n_u, n_u^2, s_u, s_u^2 and s_u n_u of every unit, side by side.
+
+    s_u is centred by its stratum's mean, so that the expanded squares keep their digits. This
+    changes neither the difference nor its variance.
     """
-    dn, dnn, ds, dss, dsn = _split(dropped_PSC)
-    kn, knn, ks, kss, ksn = _split(total_SC - dropped_PSC)
-    tn, _, _, tss, _ = _split(total_SC)
-    n = dn.sum(1)
-    kept_mean = ks / kn
-    difference = (ds - dn * kept_mean).sum(1) / n
-    # Residuals of dropped units are from their stratum's kept mean plus the one difference, which
-    # also works for a stratum with one dropped unit.
+    n_U1 = units.sizes_U[:, None]
+    total_SM = np.add.reduceat(units.sums_UM, strata.starts_S)
+    n_trajectories_S = np.add.reduceat(units.sizes_U, strata.starts_S)
+    mean_SM = total_SM / n_trajectories_S[:, None]
+    s_UM = units.sums_UM - n_U1 * mean_SM[units.stratum_U]
+    return np.concatenate([n_U1, n_U1**2, s_UM, s_UM**2, s_UM * n_U1], axis=1)
+
+
+def _differences_and_t(
+    dropped_PSC: np.ndarray, all_SC: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return delta and t, [P, M] each, of P choices of dropped units. C: columns of `_terms`."""
+    dropped = _Sums.of_columns(dropped_PSC)
+    kept = _Sums.of_columns(all_SC - dropped_PSC)
+    both = _Sums.of_columns(all_SC)
+    n = dropped.n.sum(1)
+    kept_mean = kept.s / kept.n
+    difference = (dropped.s - dropped.n * kept_mean).sum(1) / n
+    # The level is the kept mean plus the one difference, and not the dropped units' own mean, so
+    # that a stratum with one dropped unit has a residual too.
     level = kept_mean + difference[:, None]
-    of_dropped = dss - 2 * level * dsn + level**2 * dnn
-    of_kept = (dn / kn) ** 2 * (kss - 2 * kept_mean * ksn + kept_mean**2 * knn)
-    squares = np.maximum(of_dropped.sum(1), (tss / tn * dn).sum(1)) + of_kept.sum(1)
+    of_dropped = dropped.squared_residuals(level).sum(1)
+    of_kept = ((dropped.n / kept.n) ** 2 * kept.squared_residuals(kept_mean)).sum(1)
+    # A few small dropped units may all be equal by chance (none won). So their part is at least
+    # that of all units of the stratum per trajectory. This is conservative: members of a group are
+    # correlated, so small groups vary less per trajectory.
+    least_of_dropped = (both.ss / both.n * dropped.n).sum(1)
+    squares = np.maximum(of_dropped, least_of_dropped) + of_kept
     with np.errstate(invalid="ignore"):
         t = np.where(squares > 0, difference * n / np.sqrt(squares), 0.0)
     return difference, t
 
 
-def _split(columns: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return n, n², s, s² and s·n; n and n² have one column, the others one per measure."""
-    n_measures = (columns.shape[-1] - 2) // 3
-    return tuple(np.split(columns, (1, 2, 2 + n_measures, 2 + 2 * n_measures), axis=-1))
+def _counts_of_tasks(task_PD: np.ndarray, *, n_tasks: int) -> np.ndarray:
+    """Return how often each row has each task, [P, K]."""
+    n = len(task_PD)
+    cell_PD = task_PD + np.arange(n)[:, None] * n_tasks
+    return np.bincount(cell_PD.ravel(), minlength=n * n_tasks).reshape(n, n_tasks)
 
 
-def _layout(units: Units) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first unit of each stratum, its number of dropped units, and which those are."""
-    starts_S = np.flatnonzero(np.diff(units.stratum_U, prepend=-1))
-    return starts_S, np.bincount(units.stratum_U[units.dropped_U]), np.flatnonzero(units.dropped_U)
+def _shares_of_tasks(
+    units: Units, strata: _Strata, *, n_tasks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each task's share of the dropped and of the kept units, [K] both.
+
+    A stratum weighs as much among the kept units as among the dropped ones.
+    """
+    n_kept_S = strata.n_units_S - strata.n_dropped_S
+    weight_S = strata.n_dropped_S / n_kept_S / strata.n_dropped_S.sum()
+    kept_U = ~units.dropped_U
+    n_dropped_K = np.bincount(units.task_U[strata.dropped_D], minlength=n_tasks)
+    kept_K = np.bincount(units.task_U[kept_U], weight_S[units.stratum_U[kept_U]], minlength=n_tasks)
+    return n_dropped_K / len(strata.dropped_D), kept_K
 
 
 def _p_values(
@@ -191,7 +266,7 @@ def _p_values(
     seed: int,
     permutations: int,
 ) -> np.ndarray:
-    """Return the two-sided p-value of each column of the statistic."""
+    """Return the two-sided p-value of each column of the statistic, p of the module docstring."""
     least = np.abs(observed) * (1 - TIE)
     n_as_large = sum(
         (np.abs(statistic(chosen)) >= least).sum(0)
@@ -203,12 +278,14 @@ def _p_values(
 def _permuted(units: Units, *, seed: int, permutations: int) -> Iterator[np.ndarray]:
     """Yield [P, D] indices of drawn units, ordered by stratum, as many per stratum as dropped."""
     random = np.random.default_rng(seed)
-    starts_S, n_dropped_S, _ = _layout(units)
-    rank_U = np.arange(len(units.stratum_U)) - starts_S[units.stratum_U]
-    drawn_D = np.flatnonzero(rank_U < n_dropped_S[units.stratum_U])
-    at_once = max(1, CELLS_AT_ONCE // max(len(units.stratum_U), int(units.task_U.max()) + 1))
+    strata = _strata(units)
+    n_units, n_tasks = len(units.stratum_U), int(units.task_U.max()) + 1
+    # Each stratum is shuffled, and its first units are drawn.
+    position_U = np.arange(n_units) - strata.starts_S[units.stratum_U]
+    drawn_D = np.flatnonzero(position_U < strata.n_dropped_S[units.stratum_U])
+    at_once = max(1, CELLS_AT_ONCE // max(n_units, n_tasks))
     for start in range(0, permutations, at_once):
-        size = (min(at_once, permutations - start), len(units.stratum_U))
+        size = (min(at_once, permutations - start), n_units)
         # Strata are whole numbers in order, so sorting shuffles the units within each.
         shuffled_PU = np.argsort(units.stratum_U + random.random(size), axis=1)
         yield shuffled_PU[:, drawn_D]

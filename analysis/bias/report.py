@@ -34,8 +34,8 @@ from store import (
     trajectories_where,
 )
 
-QUERY_TIMEOUT_S = 3600.0
-SEED = 0
+QUERY_TIMEOUT_S = 3600.0  # of one query; a large run takes minutes
+SEED = 0  # of the permutations, so that a report is the same again
 DROPPED_STATES = ("stale", "filtered", "abandoned")
 EXTRA = "extra"
 MEASURES = ("n_steps", "n_response_tokens", "episode_return", "won")

@@ -38,7 +38,7 @@ from analysis.view.text import plain
 COLOURS = ("#3b7dd8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
 INK = "#7d8590"  # of texts and axes: legible on white and on black
 GRID = "#8b949e"
-HEIGHT = 230
+HEIGHT = 230  # pixels of a chart
 MAX_POINTS = 5_000  # of a chart; more are thinned evenly
 # Making a chart takes 60 ms of a core. Bokeh's check of it is a sixth of that, and only warns.
 bokeh_settings.perform_document_validation = False
@@ -265,12 +265,12 @@ def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
 
 
 def rows_at(
-    data: Mapping[str, Sequence[Any]], places: Sequence[int], names: Iterable[str]
+    data: Mapping[str, Sequence[Any]], chosen: Sequence[int], names: Iterable[str]
 ) -> dict[str, list[Any]]:
-    """Return the columns `names` with the rows at these places only."""
+    """Return the columns `names` with the rows that are chosen only."""
     found = {}
     for name in names:
-        found[name] = [data[name][place] for place in places]
+        found[name] = [data[name][row] for row in chosen]
     return found
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 SWEEPS = 8  # over the rows, down and up in turn
 BOW = 16.0  # between a bow and the nodes beside it
 LANE = 7.0  # between two bows of the same rows
-LOOP = 26.0
+LOOP = 26.0  # width of a loop, beside its node
 LABEL = 116.0  # room of a label beside a bow
 LABEL_GAP = 4.0  # between a curve and its label
 ARROW = 7.0  # its length

@@ -54,10 +54,10 @@ GENERATOR = "gigpo report"
 MARK = f'<meta name="generator" content="{GENERATOR}">'
 MARK_WITHIN_BYTES = 4096  # of the begin of the file
 MAX_ROWS = 100_000  # of an answer
-MAX_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20  # of an answer
 ALL_STEPS = 10**12  # learner steps
-WRONG_STATES = 12
-CAUSE_CHARACTERS = 2_000
+WRONG_STATES = 12  # rows of the table
+CAUSE_CHARACTERS = 2_000  # of the detail of one event
 NEWEST = 20  # rows of tables that grow with the run
 
 METRIC = "SELECT learner_step, value FROM metrics WHERE name = $name ORDER BY learner_step"

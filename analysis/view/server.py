@@ -49,8 +49,8 @@ from store import StoreError
 
 LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
-MAX_ADDRESS_BYTES = 64 << 10
-MAX_QUERY_BYTES = 1 << 20
+MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
+MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
 KEPT_CHARACTERS = 2**24  # of panels; most have tens of thousands
 HEADERS = {
     # Bokeh sets styles in the page; scripts come from files of ours only.
@@ -203,12 +203,13 @@ class Viewer:
                 panels = [panel for panel in panels if panel.name == only]
                 if not panels:
                     raise BadAddressError(f"the page has no panel {plain(only)}")
-            shown = [
-                render_placeholder(panel, _with(request, panel=panel.name, as_of=asked.lsn))
-                if panel.later and only is None
-                else self._panel(panel, asked, request)
-                for panel in panels
-            ]
+            shown = []
+            for panel in panels:
+                if panel.later and only is None:
+                    address = _with(request, panel=panel.name, as_of=asked.lsn)
+                    shown.append(render_placeholder(panel, address))
+                else:
+                    shown.append(self._panel(panel, asked, request))
         except BadAddressError as error:
             return self._error(page, request, str(error), status=400)
         except StoreError as error:

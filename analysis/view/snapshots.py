@@ -33,13 +33,13 @@ REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 KEPT_READERS = 3  # of a run, beside the newest
 KEPT_BYTES = 256 << 20  # of all answers of a run
-QUERY_TIMEOUT_S = 30.0
-MAX_ROWS = 1_000_000
+QUERY_TIMEOUT_S = 30.0  # of one panel
+MAX_ROWS = 1_000_000  # of one answer
 MAX_BYTES = 256 << 20  # of one answer
 
 
 _Key = tuple[int, str, int | None, bool]
-_Place = tuple[int, bool]  # the lsn, and whether the reader is for long queries
+_ReaderKey = tuple[int, bool]  # the lsn, and whether the reader is for long queries
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +61,7 @@ class Snapshots:
         self._refresh_s = refresh_s
         self._lock = threading.Lock()
         self._open_lock = threading.Lock()  # one child is started at a time
-        self._snapshots: dict[_Place, _Snapshot] = {}
+        self._snapshots: dict[_ReaderKey, _Snapshot] = {}
         self._answers: OrderedDict[_Key, pa.Table | StoreError] = OrderedDict()
         self._kept_bytes = 0
         self._looked_at = time.monotonic()
@@ -174,12 +174,12 @@ class Snapshots:
                 self._kept_bytes -= _size(*self._answers.popitem(last=False))
 
     @contextmanager
-    def _used(self, place: _Place) -> Iterator[Reader]:
+    def _used(self, reader_key: _ReaderKey) -> Iterator[Reader]:
         """Hand out the reader of a snapshot, which stays open meanwhile."""
-        snapshot = self._take(place)
+        snapshot = self._take(reader_key)
         while snapshot is None:  # another thread may drop it at once
-            self._open(place[0], is_long=place[1])
-            snapshot = self._take(place)
+            self._open(reader_key[0], is_long=reader_key[1])
+            snapshot = self._take(reader_key)
         try:
             yield snapshot.reader
         finally:
@@ -189,9 +189,9 @@ class Snapshots:
             if closes:
                 snapshot.reader.close()
 
-    def _take(self, place: _Place) -> _Snapshot | None:
+    def _take(self, reader_key: _ReaderKey) -> _Snapshot | None:
         with self._lock:
-            snapshot = self._snapshots.get(place)
+            snapshot = self._snapshots.get(reader_key)
             if snapshot is not None:
                 snapshot.users += 1
                 snapshot.used_at = time.monotonic()
@@ -205,25 +205,30 @@ class Snapshots:
             if self._is_closed.is_set():
                 raise StoreError("the viewer is being closed")
             reader = open_run(self.run, as_of=lsn, warn=False)
-            place = (reader.lsn, is_long)
+            reader_key = (reader.lsn, is_long)
             with self._lock:
-                is_known = place in self._snapshots
+                is_known = reader_key in self._snapshots
                 if not is_known:
-                    self._snapshots[place] = _Snapshot(reader=reader)
+                    self._snapshots[reader_key] = _Snapshot(reader=reader)
             if is_known:
                 reader.close()
-        self._drop_old(newest=reader.lsn if lsn is None else self.newest_lsn, just=place)
+        self._drop_old(newest=reader.lsn if lsn is None else self.newest_lsn, just=reader_key)
         return reader.lsn
 
-    def _drop_old(self, *, newest: int, just: _Place) -> None:
+    def _drop_old(self, *, newest: int, just: _ReaderKey) -> None:
         """Close the readers that were not used for longest."""
         with self._lock:
             old = sorted(
-                (place for place in self._snapshots if place not in ((newest, False), just)),
-                key=lambda place: self._snapshots[place].used_at,
+                (
+                    reader_key
+                    for reader_key in self._snapshots
+                    if reader_key not in ((newest, False), just)
+                ),
+                key=lambda reader_key: self._snapshots[reader_key].used_at,
             )
             dropped = [
-                self._snapshots.pop(place) for place in old[: max(0, len(old) - KEPT_READERS + 1)]
+                self._snapshots.pop(reader_key)
+                for reader_key in old[: max(0, len(old) - KEPT_READERS + 1)]
             ]
             for snapshot in dropped:
                 snapshot.is_dropped = True

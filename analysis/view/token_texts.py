@@ -42,7 +42,7 @@ SAFE_DECODERS = (
 MAX_ID = 2**32 - 1  # the library has 32 bits for one
 MAX_DECODERS = 16  # known tokenizers have up to four
 MAX_TOKEN_CHARACTERS = 1_024  # a page shows thousands of tokens
-KEPT_TOKENIZERS = 4
+KEPT_TOKENIZERS = 4  # in memory; runs that are viewed together mostly share one
 
 _loading = threading.Lock()  # a page asks from several threads for one tokenizer
 

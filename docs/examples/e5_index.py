@@ -69,10 +69,10 @@ def make(corpus: Path) -> Callable[[Sequence[str], int], list[list[tuple[str, fl
     def search(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
         scores = e5.embed([f"query: {query}" for query in queries]) @ passages.T
         best = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
-        return [
-            [(ids[row], float(own[row])) for row in rows]
-            for rows, own in zip(best, scores, strict=True)
-        ]
+        found = []
+        for rows, own in zip(best, scores, strict=True):
+            found.append([(ids[row], float(own[row])) for row in rows])
+        return found
 
     return search
 

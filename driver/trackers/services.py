@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PROJECT = "async-gigpo"
-MLFLOW_PARAMETER_CHARACTERS = 6000
+MLFLOW_PARAMETER_CHARACTERS = 6000  # MLflow's own bound for a value
 MLFLOW_PARAMETERS = 100  # of one call, at most
 RUN_ID_TAG = "gigpo.run_id"
 

@@ -34,10 +34,10 @@ DIRECTORY = "trackers"  # in the run, for local files
 N_LOGGED = "n_logged"
 START_S = 60.0  # of a tracker, while the run ends; it starts beside a run
 CLOSE_S = 60.0  # for what is left to send
-POLL_S = 0.05
+POLL_S = 0.05  # between two looks whether the tracker has ended
 READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
-FAULT_CHARACTERS = 300
+FAULT_CHARACTERS = 300  # of an error, in a line of the screen
 
 
 def check_trackers(config: Config) -> None:

@@ -14,7 +14,7 @@ from printable import printable
 
 # the first observation of an environment whose objective is all there is to see
 BEGIN = "Nothing has happened yet."
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0  # for an environment's own close
 PACKAGES = {"gymnasium": "gymnasium", "skyrl_gym": "skyrl-gym", "gem": "gem-llm"}
 SEEDS = ("train_seeds", "heldout_seeds")  # options, each [first, last + 1]
 

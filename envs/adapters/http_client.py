@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 KEY_OPTION = "api_key_env"
 KEY_VARIABLE = "ENV_SERVER_API_KEY"
-UNKNOWN_ID = 404
+UNKNOWN_ID = 404  # status for an episode that the server does not know
 LIST_TIMEOUT_S = 600.0  # for the whole list: a server may create its games now
 MAX_LIST_BYTES = 2**28  # of all tasks
 MAX_LIST_VALUES = 2**22  # in them: those of 400,000 tasks with ten each

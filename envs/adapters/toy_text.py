@@ -6,7 +6,7 @@ from typing import Any
 
 STOPS = ("red", "green", "yellow", "blue")  # Taxi's stops, in the order of its states
 IN_TAXI = len(STOPS)
-LAKE_SIZE = 4
+LAKE_SIZE = 4  # rows and columns, as of Gymnasium's default map
 FROZEN_SHARE = 0.8  # of the cells, as in Gymnasium's own random maps
 
 

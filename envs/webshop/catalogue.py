@@ -32,7 +32,7 @@ FILES = {
 # instructions by crowd workers: for all products, or for the small catalogue
 HUMAN_FILES = ("items_human_ins.json", "items_human_ins_13.json")
 DEFAULT_PRICE = 100.0  # dollars, of a product without a price
-MAX_ASIN_CHARACTERS = 10
+MAX_ASIN_CHARACTERS = 10  # of Amazon's product numbers
 KEPT_PRODUCTS = 10_000  # parsed products that a process keeps
 COLUMNS = ("starts", "low", "high", "asks", "n_synthetic", "n_human")
 

@@ -17,12 +17,12 @@ import numpy as np
 from envs.webshop.catalogue import Catalogue, Product
 
 SYNTHETIC, HUMAN = "synthetic", "human"
-ORDER_SEED = 233
+ORDER_SEED = 233  # of the order of goals, WebShop's own
 # indices in that order, as in WebShop
 SPLITS = {"test": (0, 500), "eval": (500, 1500), "train": (1500, None)}
 LIMITS = [10.0 * n for n in range(1, 100)]  # dollars
 N_LIMITS = 4  # limits above the price from which two are drawn
-NO_LIMIT = 1_000_000.0
+NO_LIMIT = 1_000_000.0  # dollars; above all prices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@
 
 The thread consumes complete groups, produces one PreparedBatch, and waits for "groups", which
 workers unblock by committing. `close` ends it. Two batches are claimed at a time: A, which trains
-at version v, and B after it. The promises of a run still hold:
+at version v, and B after it. The guarantees of a run still hold:
 
 Staleness
     A learner step publishes exactly one version, also if it skips its updates. So B trains at v + 1

@@ -152,14 +152,12 @@ class Critic:
 
 def critic_metrics(updates: Iterable[CriticStats]) -> dict[str, float]:
     """Return `critic/<name>`: each statistic's mean over the updates that have it."""
-    return means(
-        {
-            f"critic/{name}": float(value)
-            for name, value in asdict(update).items()
-            if value is not None
-        }
-        for update in updates
-    )
+    return means(map(_named_statistics, updates))
+
+
+def _named_statistics(update: CriticStats) -> dict[str, float]:
+    known = {name: value for name, value in asdict(update).items() if value is not None}
+    return {f"critic/{name}": float(value) for name, value in known.items()}
 
 
 def _load(path: str, model: ModelConfig, *, learner: LearnerConfig) -> PolicyModel:

@@ -16,13 +16,14 @@ from typing import Any
 from store.catalog import imported_groups
 from store.catalog.database import Transaction, pick
 from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, counts, reopen
-from store.catalog.records import Batch, RollBack
+from store.catalog.records import Batch, ReusedGroups, RollBack
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta
 
 COMPONENT = "catalog"
 WINS = Path(__file__).with_name("wins.sql").read_text().format(free_use=imported_groups.FREE_USE)
+NONE_REUSED = ReusedGroups()
 FIRST_REPLAY = 2  # use 1 is the batch that trained on the whole group
 # A condition on a row `l` of batch_group.
 _IS_REPLAYED = (
@@ -58,20 +59,17 @@ def claim(
     n_groups: int,
     current_version: int,
     max_staleness: int,
-    n_offline: int = 0,
-    uses: int = 1,
-    n_replayed: int = 0,
-    max_age: int = 0,
+    reused: ReusedGroups = NONE_REUSED,
 ) -> Batch | None:
     """Claim the oldest complete training groups as a batch. Return None if too few are there.
 
     Groups whose oldest version is more than `max_staleness` behind `current_version` become stale
     first, also if no batch follows. `current_version` is the version at which the learner will
     train on the batch: the newest, or the next one while the batch before is trained on. Raises
-    StoreError for an older one. `n_offline` offline groups follow: the least used ones, each at
-    most `uses` times. They never become stale. The wins of up to `n_replayed` groups of versions
-    that are at most `max_age` behind are replayed; a claim never waits for them.
+    StoreError for an older one. The `reused` groups follow: the least used offline ones, which
+    never become stale, and the newest wins. A claim waits for the offline ones, and never for wins.
     """
+    n_offline = reused.n_offline
     if n_groups < 0 or n_offline < 0 or n_groups + n_offline < 1:
         raise StoreError(
             f"n_groups {n_groups}, n_offline {n_offline}: a batch has at least one group"
@@ -82,7 +80,8 @@ def claim(
     # The learner asks many times a second, and finding the least used of many groups takes long.
     if len(rows) < n_groups:
         return None
-    rows += imported_groups.least_used(tx, n_groups=n_offline, uses=uses) if n_offline else []
+    if n_offline:
+        rows += imported_groups.least_used(tx, n_groups=n_offline, uses=reused.max_uses)
     if len(rows) < n_groups + n_offline:
         return None
     batch_id = tx.insert(
@@ -94,11 +93,14 @@ def claim(
         claimed_lsn=tx.lsn,
     )
     _claim_rows(tx, batch_id, rows)
-    if n_replayed:
-        oldest_version = current_version - max_age
-        for row in tx.rows(
-            WINS, oldest_version=oldest_version, n_groups=n_replayed, first_use=FIRST_REPLAY
-        ):
+    if reused.n_replayed:
+        wins = tx.rows(
+            WINS,
+            oldest_version=current_version - reused.max_age_versions,
+            n_groups=reused.n_replayed,
+            first_use=FIRST_REPLAY,
+        )
+        for row in wins:
             _enter_use(tx, batch_id, row)
     return batch_of(tx, batch_id)
 

@@ -118,6 +118,16 @@ class CommitResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReusedGroups:
+    """The number and limits of the groups of a batch that are not new ones of the run."""
+
+    n_offline: int = 0  # offline groups; they never become stale
+    max_uses: int = 1  # of one offline group, by all batches
+    n_replayed: int = 0  # groups whose wins are replayed, or fewer if there are not so many
+    max_age_versions: int = 0  # of replayed groups, behind the learner's version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """The groups of one learner step, and the files to read them from."""
 

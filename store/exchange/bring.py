@@ -62,9 +62,9 @@ NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 OF_A_FILE_SYSTEM = "lost+found"  # may be in a directory that is the root of one
 
 
-def is_uri(place: str) -> bool:
-    """Return whether a place is the URI of a storage, and no path."""
-    return "://" in place
+def is_uri(location: str) -> bool:
+    """Return whether a location is the URI of a storage, and no path."""
+    return "://" in location
 
 
 def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
@@ -167,31 +167,31 @@ def is_brought(uri: str, root: Path) -> bool:
 
 
 @functools.cache
-def run_at(place: str) -> Path:
-    """Return the directory of a run: `place` itself, or of a URI one in this user's cache.
+def run_at(location: str) -> Path:
+    """Return the directory of a run: `location` itself, or of a URI one in this user's cache.
 
     That one has the run's settings and signatures. The other files are read from the storage. A URI
     without a run is returned as it is. Each is asked once in a process. Raises StoreError.
     """
-    if not is_uri(place):
-        return Path(place)
-    files = _small_files(place)
+    if not is_uri(location):
+        return Path(location)
+    files = _small_files(location)
     if files is None:
-        return Path(place)
-    info = _info(place, files[RUN_JSON])
-    root = cache_of(info.run_id, place, kind="settings")
+        return Path(location)
+    info = _info(location, files[RUN_JSON])
+    root = cache_of(info.run_id, location, kind="settings")
     _write_small_files(RunLayout(root=root, info=info), files)
     return root
 
 
 @functools.cache
-def bring_catalog(place: str) -> None:
-    """Make the newest backup of the run at a URI the catalog of `run_at(place)`, once in a process.
+def bring_catalog(location: str) -> None:
+    """Make a remote run's newest backup the catalog of `run_at(location)`, once in a process.
 
     Raises StoreError, for a stranger's run too: its backup may have any size.
     """
-    root = run_at(place)
-    if not is_uri(place) or not RunLayout.exists(root):
+    root = run_at(location)
+    if not is_uri(location) or not RunLayout.exists(root):
         return
     check_trusted(root)
     layout = RunLayout.open(root)

@@ -63,7 +63,7 @@ MAX_GROUP_SIZE = 1 << 16  # members; the published runs have 8
 PARTS = "data"  # the directory of a dataset's files
 # Decoded rows of a file, which an import holds in memory; the file has 40 to 60 MB.
 PART_BYTES = 256 * 1024**2
-SELECT_TIMEOUT_S = 3600.0
+SELECT_TIMEOUT_S = 3600.0  # of the query over all trajectories of a run
 # The columns a condition may use: those of `trajectories`, and those of `groups` that
 # `trajectories` does not have.
 MATCHING = """(SELECT * FROM (

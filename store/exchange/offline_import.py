@@ -91,11 +91,13 @@ class OfflineRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfflineSource:
-    """A place to take groups from, and a condition on their trajectories."""
+    """A location to take groups from, and a condition on their trajectories."""
 
-    place: str  # a run, a data set that `export` wrote, each a directory or URI; or that of `rows`
+    location: (
+        str  # a run, a data set that `export` wrote, each a directory or URI; or that of `rows`
+    )
     where: str | None  # None: all groups
-    # makes the rows of a place that this package cannot read; called only if they are needed
+    # makes the rows of a location that this package cannot read; called only if they are needed
     rows: Callable[[], OfflineRows] | None = None
     n_tokens: int | None = None  # the model's, whose ids begin at 0; None: not known
 
@@ -114,7 +116,7 @@ class TakenSource:
         where = f" where {self.source.where}" if self.source.where else ""
         left_out = f"; {self.n_incomplete} incomplete ones left out" if self.n_incomplete else ""
         hint = f" ({WHOLE_HINT})" if self.n_incomplete and self.is_dataset else ""
-        taken = f"{self.n_groups} groups of {self.source.place}{where} (run {self.run_id})"
+        taken = f"{self.n_groups} groups of {self.source.location}{where} (run {self.run_id})"
         return f"{taken}{left_out}{hint}"
 
 
@@ -138,7 +140,7 @@ def parse_source(text: str) -> OfflineSource:
     """
     parts = text.split("@")
     n = next((n for n in range(len(parts), 0, -1) if Path("@".join(parts[:n])).exists()), 1)
-    return OfflineSource(place="@".join(parts[:n]), where="@".join(parts[n:]) or None)
+    return OfflineSource(location="@".join(parts[:n]), where="@".join(parts[n:]) or None)
 
 
 def take_sources(
@@ -157,7 +159,7 @@ def take_sources(
             selections = [_select(source, opened) for source in sources]
             for selection in selections:
                 if selection.run_id == layout.info.run_id:
-                    text = f"source {selection.source.place!r} is this very run"
+                    text = f"source {selection.source.location!r} is this very run"
                     raise StoreError(f"{text}; train from it in a new run_dir")
             chosen = in_order(selections, order=order)
             for selection in selections:
@@ -183,8 +185,8 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
     candidates = pa.concat_tables(tables).drop_columns(["members"])
     candidates = candidates.append_column("played", pa.array(range(len(candidates)), pa.int64()))
     if not len(candidates):
-        places = ", ".join(map(_fault, selections))
-        raise StoreError(f"no whole training group is selected in {places}; nothing to train on")
+        sources = ", ".join(map(_fault, selections))
+        raise StoreError(f"no whole training group is selected in {sources}; nothing to train on")
     # An order by an unknown column is refused; by a column of NULLs it would do nothing.
     if order and candidates["state"].null_count:
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
@@ -199,7 +201,7 @@ def _fault(selection: _Selection) -> str:
     n, where = selection.n_incomplete, selection.source.where or "all"
     hint = f"; {WHOLE_HINT}" if n and selection.is_dataset else ""
     found = f": {n} groups, of which each lacks trajectories{hint}" if n else ""
-    return f"{selection.source.place} ({where}{found})"
+    return f"{selection.source.location} ({where}{found})"
 
 
 def _sorted(candidates: pa.Table, order: str) -> pa.Table:
@@ -227,25 +229,25 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
     """Return the groups of a file of chats, a run or a dataset. `opened` keeps its files."""
     if source.rows is not None:
         return _select_of_chats(source, source.rows)
-    run = run_at(source.place)
+    run = run_at(source.location)
     if RunLayout.exists(run):
         return _select_of_run(source, RunLayout.open(run), opened=opened)
-    if not in_limited_process(_is_dataset, source.place, at_most_bytes=SMALL_BYTES):
+    if not in_limited_process(_is_dataset, source.location, at_most_bytes=SMALL_BYTES):
         raise FormatError(
-            f"source {source.place!r} does not exist, or is neither a run directory nor one "
+            f"source {source.location!r} does not exist, or is neither a run directory nor one "
             "that `gigpo export` wrote, nor a file of chats (.jsonl or .parquet)"
         )
-    return _select_of_dataset(source, open_storage(source.place))
+    return _select_of_dataset(source, open_storage(source.location))
 
 
-def _is_dataset(place: str) -> bool:
-    return open_storage(place).exists(DATASET_JSON)
+def _is_dataset(location: str) -> bool:
+    return open_storage(location).exists(DATASET_JSON)
 
 
 def _select_of_chats(source: OfflineSource, rows: Callable[[], OfflineRows]) -> _Selection:
     if source.where is not None:
         raise StoreError(
-            f"source {source.place}@{source.where}: a file of chats has no SQL; write the "
+            f"source {source.location}@{source.where}: a file of chats has no SQL; write the "
             "chats that you want into a file of their own, or use offline.train_on"
         )
     made = rows()
@@ -266,8 +268,8 @@ def _select_of_run(source: OfflineSource, theirs: RunLayout, *, opened: ExitStac
         answer = reader.sql(query, timeout_s=SELECT_TIMEOUT_S, max_rows=MAX_GROUPS)
     except StoreError as error:
         raise StoreError(
-            f"source {source.place}@{source.where} cannot be selected: {error}; write what follows "
-            "the @ as after WHERE, over columns of the views trajectories and groups"
+            f"source {source.location}@{source.where} cannot be selected: {error}; write what "
+            "follows the @ as after WHERE, over columns of the views trajectories and groups"
         ) from error
     groups, n_incomplete = _whole(answer.cast(COLUMNS))
     return _Selection(
@@ -283,7 +285,7 @@ def _select_of_run(source: OfflineSource, theirs: RunLayout, *, opened: ExitStac
 def _select_of_dataset(source: OfflineSource, storage: Storage) -> _Selection:
     if source.where is not None:
         raise StoreError(
-            f"source {source.place}@{source.where}: a dataset has no SQL; "
+            f"source {source.location}@{source.where}: a dataset has no SQL; "
             "select when it is exported, by --where"
         )
     dataset = read_dataset(storage)
@@ -373,7 +375,7 @@ def _import(catalog: Catalog, layout: RunLayout, *, selection: _Selection) -> No
     sizes = dict(zip(uids.to_pylist(), selection.groups["size"].to_pylist(), strict=True))
     for table in selection.tables:
         for piece in _pieces(table.filter(pc.is_in(table["group_uid"], value_set=uids))):
-            name = f"source {selection.source.place} (run {selection.run_id})"
+            name = f"source {selection.source.location} (run {selection.run_id})"
             check_tokens(piece, name=name, n_tokens=selection.source.n_tokens)
             import_rows(
                 catalog,

@@ -22,7 +22,7 @@ RETRY = "make it readable, then check again; --repair leaves it alone"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One deviation. Errors are broken promises; warnings are leftovers that harm nobody."""
+    """One deviation. Errors break a guarantee of the store; warnings are harmless leftovers."""
 
     severity: Severity
     what: str  # a code of CODES

@@ -18,7 +18,7 @@ from store.maintenance.finding import Finding, found
 from store.records import uid_text
 
 MAX_LINES = 5  # of integrity_check; a torn file has thousands
-ALL_LINES = 2**31 - 1
+ALL_LINES = 2**31 - 1  # SQLite's largest number for it
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
 
 # A consumed group's sums still count the trajectories whose file was lost: the learner saw them.

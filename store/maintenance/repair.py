@@ -81,9 +81,9 @@ def repair(catalog: Catalog, layout: RunLayout, *, findings: Sequence[Finding]) 
     if any(finding.what in OPEN_SQL_CODES for finding in findings):
         done.append(_write_open_sql(catalog, layout))
     for path in subjects("backup_damaged"):
-        place = quarantine(layout, path)
-        catalog.log(component=COMPONENT, what="backup", detail=f"{path} moved to {place}")
-        done.append(f"{path}: moved to {place}; another is made when the repair ends")
+        quarantined = quarantine(layout, path)
+        catalog.log(component=COMPONENT, what="backup", detail=f"{path} moved to {quarantined}")
+        done.append(f"{path}: moved to {quarantined}; another is made when the repair ends")
     if done or is_shown_anew:
         lsn = export(catalog, layout)
         done += [f"the manifest was written anew, at lsn {lsn}"] if is_shown_anew else []
@@ -160,11 +160,11 @@ def _set_aside(catalog: Catalog, layout: RunLayout, *, path: str, finding: Findi
     (meta,) = catalog.segment_metas([PurePosixPath(path).stem])
     rescued = _rescue(catalog, layout, meta=meta) if finding.what in BYTES_ARE_GONE else None
     is_missing = finding.what in ("segment_missing", "retired_missing")
-    place = None if is_missing else quarantine(layout, path)
-    _write_note(layout, place, meta=meta, finding=finding)
+    quarantined = None if is_missing else quarantine(layout, path)
+    _write_note(layout, quarantined, meta=meta, finding=finding)
     result = catalog.set_aside(path, why=f"{finding.what}: {finding.detail}", rescued=rescued)
     counts = f"{result.rescued} trajectories rescued, {len(result.lost)} lost"
-    line = f"{path}: moved to {place or 'nowhere'}; {counts}"
+    line = f"{path}: moved to {quarantined or 'nowhere'}; {counts}"
     line += f", {len(result.reopened)} groups are played again"
     return line + "".join(f", batch {batch_id} was rolled back" for batch_id in result.released)
 
@@ -191,18 +191,18 @@ def _take_back(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
     data = _whole(layout, path)
     held = None if data is None else open_rows(data, path=layout.root / path)
     if held is None or not layout.info.wrote(held.run_id) or malformed(held.table):
-        place = quarantine(layout, path)
-        return f"{path}: what was put back is not what was committed; moved to {place}"
+        quarantined = quarantine(layout, path)
+        return f"{path}: what was put back is not what was committed; moved to {quarantined}"
     n = catalog.take_back(path, held=[one.meta for one in trajectories(held.table)])
     return f"{path}: it counts again; {n} trajectories that were lost are here again"
 
 
 def _write_note(
-    layout: RunLayout, place: str | None, *, meta: SegmentMeta, finding: Finding
+    layout: RunLayout, quarantined: str | None, *, meta: SegmentMeta, finding: Finding
 ) -> None:
     path = layout.quarantine / f"{meta.segment_id}.json"
-    if place is not None:
-        path = (layout.root / place).with_suffix(".json")
+    if quarantined is not None:
+        path = (layout.root / quarantined).with_suffix(".json")
     if status(path, root=layout.root) is not None:
         return  # a crash came between this and the catalog; the first note knows why
     held = [

@@ -50,7 +50,7 @@ from store.untrusted.signatures import user_directory
 
 PARALLEL = 8  # requests, which mostly wait for the network
 TRIES = 3  # a manifest may be replaced, and its files be removed, while they are fetched
-URI_DIGEST_BYTES = 8
+URI_DIGEST_BYTES = 8  # in the name of a directory of this user; short names suffice
 
 
 def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:

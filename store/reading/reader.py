@@ -28,10 +28,10 @@ from store.reading.mirror import mirror
 from store.reading.pins import Pin
 from store.reading.sandbox import FILESYSTEM, LANDLOCK
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # of a query
 MAX_TIMEOUT_S = 1e9  # sockets take no more
 START_S = 60.0  # for a child to import DuckDB and read the manifest, while the machine trains
-MAX_ROWS = 100_000_000
+MAX_ROWS = 100_000_000  # of a result
 # Limits of a result that a program of ours asks for, such as versions and checkpoints.
 MAX_SMALL_ROWS = 1_000_000
 MAX_SMALL_BYTES = 256 << 20

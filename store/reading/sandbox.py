@@ -58,10 +58,10 @@ READING_STATEMENTS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 SHARE_OF_DEFAULT_MEMORY = 0.6
 # Bytes for the interpreter, Arrow batches, and memory that DuckDB does not count.
 MEMORY_BESIDE_DUCKDB = 2 << 30
-BATCH_ROWS = 16_384
+BATCH_ROWS = 16_384  # of an Arrow batch, in which a result is sent
 # Counted for each value in a list or a struct: some take no byte in Arrow, and each one in Python.
 NESTED_BYTES = 8
-CONNECT_TRIES = 5
+CONNECT_TRIES = 5  # a manifest may change while its tables are read
 # Footers that are kept in memory: 70 KB a file, more than most small files have.
 MAX_CACHED_FILES = 2_000
 SETTINGS = (
@@ -312,12 +312,12 @@ def _with_tables(run: _Opened, tables: list[list[str]], query: str) -> str:
 
 
 def _with_kept(names: Sequence[str]) -> str:
-    tables = [f"{name} AS (FROM temp.{_kept(place)})" for place, name in enumerate(names)]
+    tables = [f"{name} AS (FROM temp.{_kept(number)})" for number, name in enumerate(names)]
     return f"WITH {', '.join(tables)} " if tables else ""
 
 
-def _kept(place: int) -> str:
-    return f"kept_{place}"
+def _kept(number: int) -> str:
+    return f"kept_{number}"
 
 
 def _check_one_query(sql: str) -> None:
@@ -342,9 +342,9 @@ def _for_arrow(
     if not any(casts):
         return relation
     columns = []
-    for place, (name, kind) in enumerate(zip(relation.columns, casts, strict=True), start=1):
+    for number, (name, kind) in enumerate(zip(relation.columns, casts, strict=True), start=1):
         cast = "" if kind is None else f"::{kind}"
-        columns.append(f"#{place}{cast} AS {sql_identifier(name)}")  # a name may be there twice
+        columns.append(f"#{number}{cast} AS {sql_identifier(name)}")  # a name may be there twice
     return relation.project(", ".join(columns))
 
 

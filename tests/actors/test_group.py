@@ -13,7 +13,7 @@ import pytest
 from actors.policy import EngineLostError
 from actors.rollout.committer import as_group_of_its_own
 from actors.rollout.episode import AttemptProgress, EpisodeOverdue, EpisodeRules
-from actors.rollout.group import MAX_BYSTANDER_ATTEMPTS, EpisodeFailed, GroupRollout
+from actors.rollout.group import MAX_ATTEMPTS_NOT_AT_FAULT, EpisodeFailed, GroupRollout
 from actors.rollout.step_records import EpisodeIds
 from configs import Config
 from coordinator import Lease
@@ -308,10 +308,10 @@ def test_an_episode_is_played_again_until_its_attempts_are_used_up() -> None:
 
 
 def test_another_episodes_fault_uses_up_no_attempt_but_not_for_ever() -> None:
-    bystander = EnvironmentDied("its process is gone", at_fault=False)
-    assert attempts([bystander] * 5, allowed=1)[1] == 6
-    table, n_attempts = attempts([bystander] * MAX_BYSTANDER_ATTEMPTS, allowed=1)
-    assert n_attempts == MAX_BYSTANDER_ATTEMPTS and len(table.abandoned) == 1
+    not_at_fault = EnvironmentDied("its process is gone", at_fault=False)
+    assert attempts([not_at_fault] * 5, allowed=1)[1] == 6
+    table, n_attempts = attempts([not_at_fault] * MAX_ATTEMPTS_NOT_AT_FAULT, allowed=1)
+    assert n_attempts == MAX_ATTEMPTS_NOT_AT_FAULT and len(table.abandoned) == 1
 
 
 def test_any_other_error_is_nobodys_second_chance() -> None:

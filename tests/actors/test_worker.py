@@ -15,16 +15,16 @@ def test_a_heartbeat_says_how_long_the_oldest_wait_has_lasted(
 ) -> None:
     """Eight episodes that reset the same task give the same reason eight times."""
     monkeypatch.setattr("actors.worker.HEARTBEAT_EVERY_S", 0.0)
-    promised: list[tuple[str | None, float]] = []
+    reported: list[tuple[str | None, float]] = []
     oldest = iter([("reset of task 'a'", 7.0), ("reset of task 'a'", 5.5), ("step 'go'", 0.1)])
     worker = object.__new__(Worker)
     worker.server = None
     worker.runner = SimpleNamespace(waiting=lambda: None)  # type: ignore[assignment]
     worker.episodes = SimpleNamespace(waiting=lambda: next(oldest))  # type: ignore[assignment]
-    worker.heart = SimpleNamespace(  # type: ignore[assignment]
-        promise=lambda reason, *, waits_s, within_s: promised.append((reason, waits_s))
+    worker.heartbeat = SimpleNamespace(  # type: ignore[assignment]
+        report=lambda reason, *, waits_s, within_s: reported.append((reason, waits_s))
     )
     with pytest.raises(RuntimeError, match="StopIteration"):
         asyncio.run(worker._send_heartbeats())
     reason = "environment: reset of task 'a'"
-    assert promised == [(reason, 7.0), (reason, 5.5), (None, 0.0)]
+    assert reported == [(reason, 7.0), (reason, 5.5), (None, 0.0)]

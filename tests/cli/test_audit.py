@@ -31,6 +31,7 @@ from gigpo import (
 from store import (
     Catalog,
     Group,
+    ReusedGroups,
     RunLayout,
     StoreError,
     Trajectory,
@@ -213,7 +214,10 @@ def offline(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Catalog.open(layout) as catalog:
         for step in (1, 2, 3):
             batch = catalog.claim(
-                n_groups=0, n_offline=2, uses=2, current_version=0, max_staleness=1
+                n_groups=0,
+                current_version=0,
+                max_staleness=1,
+                reused=ReusedGroups(n_offline=2, max_uses=2),
             )
             assert batch is not None
             values = {

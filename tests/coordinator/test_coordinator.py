@@ -22,13 +22,13 @@ from store import (
     RunLayout,
     Step,
     StoreError,
-    Trajectory,
     VersionRecord,
     state_hash,
     write_open_sql,
     write_segment,
 )
 from tests.support.fast_directory import fast_directory
+from tests.support.lease_samples import leased_trajectory
 from tests.support.run_views import connect
 
 
@@ -74,14 +74,9 @@ def play(
     Every member wins.
     """
     trajectories = [
-        Trajectory(
-            traj_uid=lease.group.traj_uids[member],
-            group_uid=lease.group.group_uid,
-            env_name="key_room",
-            task_id=lease.task.id,
-            split=lease.task.split,
-            seed=0,
-            member=member,
+        leased_trajectory(
+            lease,
+            member,
             won=True,
             task_score=task_scores[member],
             steps=(

@@ -1,4 +1,4 @@
-"""Test that a component beats while its loop keeps its promises, and what the driver makes of it."""
+"""Test that heartbeats are sent while reports come in time, and how the driver reads them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.mark.parametrize("every_s", [0.01, 60.0])
-def test_it_beats_by_itself_and_at_once_when_the_reason_changes(every_s: float) -> None:
-    beats: list[str | None] = []
-    heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on), every_s=every_s)
-    heart.promise("groups", waits_s=0.0, within_s=60.0)
-    wait_for(lambda: beats.count("groups") >= (3 if every_s < 1.0 else 1))
-    heart.promise(None, waits_s=0.0, within_s=60.0)
-    wait_for(lambda: beats[-1] is None)
-    heart.close()
+def test_it_sends_by_itself_and_at_once_when_the_reason_changes(every_s: float) -> None:
+    sent: list[str | None] = []
+    heartbeat = Heartbeat(lambda waiting_on, waits_s: sent.append(waiting_on), every_s=every_s)
+    heartbeat.report("groups", waits_s=0.0, within_s=60.0)
+    wait_for(lambda: sent.count("groups") >= (3 if every_s < 1.0 else 1))
+    heartbeat.report(None, waits_s=0.0, within_s=60.0)
+    wait_for(lambda: sent[-1] is None)
+    heartbeat.close()
 
 
 @pytest.mark.parametrize(
@@ -57,109 +57,111 @@ def test_it_beats_by_itself_and_at_once_when_the_reason_changes(every_s: float) 
         (10_000, 90.0, 20.0),
     ],
 )
-def test_many_workers_beat_more_seldom_but_well_within_their_silence(
+def test_many_workers_send_more_seldom_but_well_within_their_silence(
     workers: int, silent_s: float, every_s: float
 ) -> None:
     settings = f"{{actors: {{workers: {workers}}}, supervision: {{silent_s: {silent_s}}}}}"
     assert heartbeat_every_s(configs.from_yaml(settings)) == every_s
 
 
-def test_it_stops_when_a_promise_is_broken_and_goes_on_with_the_next() -> None:
-    beats: list[str | None] = []
-    heart = Heartbeat(lambda waiting_on, waits_s: beats.append(waiting_on), every_s=0.01)
-    heart.promise("a", waits_s=0.0, within_s=0.1)
+def test_it_stops_while_a_report_is_overdue_and_goes_on_with_the_next() -> None:
+    sent: list[str | None] = []
+    heartbeat = Heartbeat(lambda waiting_on, waits_s: sent.append(waiting_on), every_s=0.01)
+    heartbeat.report("a", waits_s=0.0, within_s=0.1)
     time.sleep(0.3)
-    n = len(beats)
+    n = len(sent)
     time.sleep(0.2)
-    assert len(beats) == n, "the promise was broken, and it went on beating"
-    heart.promise("b", waits_s=0.0, within_s=60.0)
-    wait_for(lambda: "b" in beats)
-    heart.close()
-    n = len(beats)
+    assert len(sent) == n, "the report was overdue, and it went on sending"
+    heartbeat.report("b", waits_s=0.0, within_s=60.0)
+    wait_for(lambda: "b" in sent)
+    heartbeat.close()
+    n = len(sent)
     time.sleep(0.1)
-    assert len(beats) == n
+    assert len(sent) == n
 
 
 def test_the_tracker_keeps_how_long_a_wait_has_lasted(clock: Callable[[float], None]) -> None:
-    beats = HeartbeatTracker()
-    beats.record("learner", "groups", waits_s=0.0)
+    tracker = HeartbeatTracker()
+    tracker.record("learner", "groups", waits_s=0.0)
     clock(2.0)
-    beats.record("learner", "groups", waits_s=2.0)
+    tracker.record("learner", "groups", waits_s=2.0)
     clock(1.0)
-    beats.touch("learner")
+    tracker.touch("learner")
     clock(2.0)
-    assert beats.components() == {
+    assert tracker.components() == {
         "learner": Component(waiting_on="groups", waits_s=5.0, silent_s=2.0)
     }
-    beats.record("learner", None, waits_s=0.0)
-    assert beats.components() == {"learner": Component(waiting_on=None, waits_s=0.0, silent_s=0.0)}
-    beats.remove("learner")
-    assert beats.components() == {}
+    tracker.record("learner", None, waits_s=0.0)
+    assert tracker.components() == {
+        "learner": Component(waiting_on=None, waits_s=0.0, silent_s=0.0)
+    }
+    tracker.remove("learner")
+    assert tracker.components() == {}
 
 
 def test_each_wait_has_a_clock_of_its_own_also_with_the_same_reason(
     clock: Callable[[float], None],
 ) -> None:
     """Say "learner step" again and again without a pause, as a learner does that never waits."""
-    monitor, beats = HealthMonitor(CONFIG), HeartbeatTracker()
-    heart = Heartbeat(
-        lambda waiting_on, waits_s: beats.record("learner", waiting_on, waits_s=waits_s),
+    monitor, sent = HealthMonitor(CONFIG), HeartbeatTracker()
+    heartbeat = Heartbeat(
+        lambda waiting_on, waits_s: sent.record("learner", waiting_on, waits_s=waits_s),
         every_s=0.5,
     )
-    heart.close()  # ends its thread: this test sends the heartbeats
+    heartbeat.close()  # ends its thread: this test sends the heartbeats
     named: dict[str, str] = {}
     for _ in range(40):
-        heart.promise(LEARNER_STEP, waits_s=0.0, within_s=1800.0)
+        heartbeat.report(LEARNER_STEP, waits_s=0.0, within_s=1800.0)
         clock(2.0)
-        heart.send()
-        named |= monitor.starving(beats.components())
+        heartbeat.send()
+        named |= monitor.starving(sent.components())
     assert named == {}
     clock(40.0)
-    heart.send()
-    assert monitor.starving(beats.components()) == {
+    heartbeat.send()
+    assert monitor.starving(sent.components()) == {
         "learner": "has been at one learner step for 42 s"
     }
 
 
 def test_beats_are_written_together_and_not_at_each(clock: Callable[[float], None]) -> None:
-    beats = HeartbeatTracker()
-    beats.record("a", None, waits_s=0.0)
-    assert list(beats.take_unwritten()) == ["a"]
-    beats.record("a", None, waits_s=0.0)
-    beats.record("b", "admission", waits_s=0.0)
-    assert beats.take_unwritten() == {}
+    tracker = HeartbeatTracker()
+    tracker.record("a", None, waits_s=0.0)
+    assert list(tracker.take_unwritten()) == ["a"]
+    tracker.record("a", None, waits_s=0.0)
+    tracker.record("b", "admission", waits_s=0.0)
+    assert tracker.take_unwritten() == {}
     clock(heartbeats.WRITE_EVERY_S)
-    assert list(beats.take_unwritten()) == ["a", "b"]
+    assert list(tracker.take_unwritten()) == ["a", "b"]
     clock(heartbeats.WRITE_EVERY_S)
-    assert beats.take_unwritten() == {}
+    assert tracker.take_unwritten() == {}
 
 
 def test_a_write_that_takes_long_is_followed_by_a_pause(clock: Callable[[float], None]) -> None:
-    beats = HeartbeatTracker()
+    tracker = HeartbeatTracker()
     for took_s, pause_s in ((0.2, 4.0), (5.0, 10.0)):
-        beats.record("a", None, waits_s=0.0)
-        assert list(beats.take_unwritten()) == ["a"]
-        beats.record("a", None, waits_s=0.0)
+        tracker.record("a", None, waits_s=0.0)
+        assert list(tracker.take_unwritten()) == ["a"]
+        tracker.record("a", None, waits_s=0.0)
         clock(took_s)
-        beats.written()
+        tracker.written()
         clock(pause_s - 0.1)
-        assert beats.take_unwritten() == {}
+        assert tracker.take_unwritten() == {}
         clock(0.2)
 
 
 def test_leases_are_renewed_more_seldom_than_heartbeats_come(
     clock: Callable[[float], None],
 ) -> None:
-    beats = HeartbeatTracker()
-    beats.record("a", None, waits_s=0.0)
-    assert beats.take_unrenewed(every_s=15.0) == {"a"}
-    beats.record("a", None, waits_s=0.0)
-    beats.record("b", None, waits_s=0.0)
-    beats.remove("b")
+    tracker = HeartbeatTracker()
+    tracker.record("a", None, waits_s=0.0)
+    assert tracker.take_unrenewed(every_s=15.0) == {"a"}
+    tracker.record("a", None, waits_s=0.0)
+    tracker.record("b", None, waits_s=0.0)
+    tracker.remove("b")
     clock(14.0)
-    assert not beats.take_unrenewed(every_s=15.0)
+    assert not tracker.take_unrenewed(every_s=15.0)
     clock(1.0)
-    assert beats.take_unrenewed(every_s=15.0) == {"a"}, "b is gone"
+    assert tracker.take_unrenewed(every_s=15.0) == {"a"}, "b is gone"
 
 
 def component(

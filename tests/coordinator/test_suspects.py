@@ -116,14 +116,14 @@ def lease_of(task_id: str) -> Any:
     return SimpleNamespace(task=SimpleNamespace(id=task_id))
 
 
-def test_a_task_is_condemned_only_if_it_was_played_alone_at_last() -> None:
+def test_a_task_is_abandoned_only_if_it_was_played_alone_at_last() -> None:
     suspects = Suspects({"poison": MAX_LOSSES - 1, "known": 1})
     assert suspects.task_ids == {"poison"}
     poison, other = lease_of("poison"), lease_of("other")
     assert suspects.lose("w", [poison, other], why="died") is None, "either may be to blame"
-    assert suspects.condemned == {}
+    assert suspects.to_abandon == {}
     assert suspects.lose("w", [poison], why="died") is poison
-    assert suspects.condemned == {
+    assert suspects.to_abandon == {
         "poison": f"task 'poison' was in play {MAX_LOSSES + 1} times when a worker was lost, the "
         "last time alone: w died"
     }

@@ -65,10 +65,10 @@ def test_the_screen_shows_what_is_waited_for_and_only_long_learner_steps() -> No
 
 def test_who_left_is_written_as_gone_until_it_beats_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.heartbeats.WRITE_EVERY_S", 0.0)
-    beats = HeartbeatTracker()
-    beats.record("worker-1", "admission", waits_s=0.0)
-    beats.remove("worker-1")
-    assert dict(beats.take_unwritten()) == {"worker-1": GONE}
-    assert beats.components() == {}
-    beats.record("worker-1", None, waits_s=0.0)
-    assert dict(beats.take_unwritten()) == {"worker-1": None}
+    tracker = HeartbeatTracker()
+    tracker.record("worker-1", "admission", waits_s=0.0)
+    tracker.remove("worker-1")
+    assert dict(tracker.take_unwritten()) == {"worker-1": GONE}
+    assert tracker.components() == {}
+    tracker.record("worker-1", None, waits_s=0.0)
+    assert dict(tracker.take_unwritten()) == {"worker-1": None}

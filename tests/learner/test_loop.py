@@ -1,4 +1,4 @@
-"""The loop beside its training: what it promises, how it stops, what it measures, what it remembers
+"""The loop beside its training: what it reports, how it stops, what it measures, what it remembers
 after a restart.
 """
 
@@ -55,14 +55,14 @@ def tmp_path() -> Iterator[Path]:
 
 
 class Noted(Silent):
-    """In the place of a Heartbeat: what was promised."""
+    """Stand in for a Heartbeat, and keep its reports."""
 
     def __init__(self) -> None:
-        self.promised: list[tuple[str | None, float]] = []
+        self.reported: list[tuple[str | None, float]] = []
         self.waits_s: list[tuple[str | None, float]] = []
 
-    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
-        self.promised.append((waiting_on, within_s))
+    def report(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None:
+        self.reported.append((waiting_on, within_s))
         self.waits_s.append((waiting_on, waits_s))
 
 
@@ -88,8 +88,8 @@ class Loop:
             handle,
             lambda stand_in, updates: answer(self.learner.step + 1, updates),
         )
-        self.heart = Noted()
-        self.learner.heart = self.heart  # type: ignore[assignment]
+        self.heartbeat = Noted()
+        self.learner.heartbeat = self.heartbeat  # type: ignore[assignment]
 
 
 def metrics(run: Path, name: str) -> list[float]:
@@ -133,21 +133,21 @@ def test_the_last_checkpoint_has_a_deadline(
         monkeypatch,
         make_config(tmp_path / "run", max_staleness=1, steps=2, step_timeout_s=STEP_TIMEOUT_S),
     )
-    promised: list[tuple[str | None, float]] = []
+    reported: list[tuple[str | None, float]] = []
     write = StandIn.write_checkpoint
 
     def noting(stand_in: StandIn, directory: Path) -> None:
-        promised.append(loop.heart.promised[-1])
+        reported.append(loop.heartbeat.reported[-1])
         write(stand_in, directory)
 
     monkeypatch.setattr(StandIn, "write_checkpoint", noting)
     loop.learner.run()
     loop.coordinator.close()
-    assert promised == [(None, STEP_TIMEOUT_S)]
-    assert loop.heart.promised[-1] == (None, math.inf), "all that is left is to be closed"
+    assert reported == [(None, STEP_TIMEOUT_S)]
+    assert loop.heartbeat.reported[-1] == (None, math.inf), "all that is left is to be closed"
 
 
-def test_a_learner_stuck_in_reading_a_batch_promises_once(
+def test_a_learner_stuck_in_reading_a_batch_reports_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path / "run", max_staleness=0, steps=1, step_timeout_s=STEP_TIMEOUT_S)
@@ -171,9 +171,9 @@ def test_a_learner_stuck_in_reading_a_batch_promises_once(
     monkeypatch.setattr("learner.data.prefetch.prepare_batch", read_slowly)
     loop.learner.run()
     loop.coordinator.close()
-    working = [at for at, within_s in loop.heart.promised if within_s == STEP_TIMEOUT_S]
+    working = [at for at, within_s in loop.heartbeat.reported if within_s == STEP_TIMEOUT_S]
     assert working == [None, LEARNER_STEP, None], "once while it reads, once to train, once to end"
-    assert loop.heart.promised[-1] == (None, math.inf)
+    assert loop.heartbeat.reported[-1] == (None, math.inf)
 
 
 def test_every_learner_step_says_that_it_begins(
@@ -183,7 +183,7 @@ def test_every_learner_step_says_that_it_begins(
     loop = Loop(monkeypatch, make_config(tmp_path / "run", max_staleness=1, steps=3))
     loop.learner.run()
     loop.coordinator.close()
-    steps = [waits_s for reason, waits_s in loop.heart.waits_s if reason == LEARNER_STEP]
+    steps = [waits_s for reason, waits_s in loop.heartbeat.waits_s if reason == LEARNER_STEP]
     assert steps == [0.0, 0.0, 0.0]
 
 

@@ -509,7 +509,7 @@ def test_groups_are_taken_from_a_uri(lost: RunLayout, tmp_path: Path, cache: Pat
     shutil.rmtree(lost.root)
     target = RunLayout.create(tmp_path / "target", config_yaml="a: 1\n")
     source = parse_source(f"{uri_of(lost)}@won")
-    assert source.place == uri_of(lost)
+    assert source.location == uri_of(lost)
     (taken,) = take_sources(target.root, [source], order="ordinal")
     assert (taken.n_groups, taken.is_dataset) == (4, False)
     assert str(taken).startswith(f"4 groups of {uri_of(lost)} where won")

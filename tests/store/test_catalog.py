@@ -18,6 +18,7 @@ from store import (
     CheckpointRecord,
     FencedError,
     LockedError,
+    ReusedGroups,
     RunLayout,
     StoreError,
     VersionRecord,
@@ -237,8 +238,7 @@ def test_wins_of_groups_that_were_partly_won_are_replayed_the_least_used_first_t
                 n_groups=n_groups,
                 current_version=5,
                 max_staleness=9,
-                n_replayed=n_replayed,
-                max_age=max_age,
+                reused=ReusedGroups(n_replayed=n_replayed, max_age_versions=max_age),
             )
             assert batch is not None
             catalog.settle(batch.batch_id, learner_step=learner_step, filtered={}, version_in=5)

@@ -20,6 +20,7 @@ from store import (
     Catalog,
     CheckpointRecord,
     FencedError,
+    ReusedGroups,
     SegmentMeta,
     Trajectory,
     VersionRecord,
@@ -223,8 +224,7 @@ class StoreMachine(RuleBasedStateMachine):
             n_groups=n_groups,
             current_version=version,
             max_staleness=MAX_STALENESS,
-            n_replayed=n_replayed,
-            max_age=MAX_AGE,
+            reused=ReusedGroups(n_replayed=n_replayed, max_age_versions=MAX_AGE),
         )
         assert (batch and [group.group_uid for group in batch.groups]) == expected
         if batch is not None and expected is not None:
@@ -364,8 +364,7 @@ class StoreMachine(RuleBasedStateMachine):
                     n_groups=1,
                     current_version=self.model.version,
                     max_staleness=MAX_STALENESS,
-                    n_replayed=1,
-                    max_age=MAX_AGE,
+                    reused=ReusedGroups(n_replayed=1, max_age_versions=MAX_AGE),
                 )
             elif what == "refill" and self.model.claimed:
                 batch_id = min(self.model.claimed)

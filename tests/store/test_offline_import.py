@@ -27,6 +27,7 @@ from store import (
     DigestError,
     FormatError,
     Group,
+    ReusedGroups,
     RunLayout,
     StoreError,
     VersionRecord,
@@ -103,10 +104,9 @@ def claim(
 ) -> Batch | None:
     return catalog.claim(
         n_groups=n_groups,
-        n_offline=n_offline,
-        uses=uses,
         current_version=VERSION_HERE,
         max_staleness=BOUND,
+        reused=ReusedGroups(n_offline=n_offline, max_uses=uses),
     )
 
 
@@ -325,7 +325,7 @@ def test_where_the_condition_of_a_source_begins(tmp_path: Path) -> None:
         ("none@x@y", "none", "x@y"),
     ):
         found = parse_source(f"{tmp_path}/{text}")
-        assert (found.place, found.where) == (f"{tmp_path}/{place}", where)
+        assert (found.location, found.where) == (f"{tmp_path}/{place}", where)
 
 
 def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., object]:

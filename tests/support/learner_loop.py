@@ -28,11 +28,11 @@ from learner.training.step_metrics import UpdateStats
 from store import (
     RunLayout,
     Step,
-    Trajectory,
     state_hash,
     write_open_sql,
     write_segment,
 )
+from tests.support.lease_samples import leased_trajectory
 
 WEIGHTS_FILE = "model.safetensors"
 GROUPS_PER_STEP, GROUP_SIZE, N_STEPS = 2, 2, 2
@@ -93,16 +93,10 @@ def play(
     """
     version = lease.version.version
     trajectories = [
-        Trajectory(
-            traj_uid=lease.group.traj_uids[member],
-            group_uid=lease.group.group_uid,
-            env_name="key_room",
-            task_id=lease.task.id,
-            split=lease.task.split,
-            seed=0,
-            member=member,
+        leased_trajectory(
+            lease,
+            member,
             won=bool(member),
-            task_score=None,
             steps=tuple(
                 Step(
                     step_index=index,
@@ -174,7 +168,7 @@ class Silent:
 
     def __init__(self, send: object, *, every_s: float) -> None: ...
 
-    def promise(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None: ...
+    def report(self, waiting_on: str | None, *, waits_s: float, within_s: float) -> None: ...
 
     def close(self) -> None: ...
 

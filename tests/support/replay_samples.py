@@ -19,9 +19,10 @@ import ray
 from configs import Config, CriticConfig, ModelConfig
 from coordinator import Coordinator, Lease, Reply
 from learner import Learner, LearnerSetup
-from store import Trajectory, write_segment
+from store import write_segment
 from tests.support.engine_samples import make_base
 from tests.support.learner_loop import Handle, Silent, make_config, open_coordinator
+from tests.support.lease_samples import leased_trajectory
 from tests.support.store_samples import make_step
 
 N_STEPS = 3  # of an episode
@@ -119,16 +120,10 @@ def _play(coordinator: Coordinator, lease: Lease) -> None:
             }
             steps.append(make_step(index, n_steps=N_STEPS, version=version, **changes))
         trajectories.append(
-            Trajectory(
-                traj_uid=lease.group.traj_uids[member],
-                group_uid=lease.group.group_uid,
-                env_name="key_room",
-                task_id=lease.task.id,
-                split=lease.task.split,
-                seed=0,
-                member=member,
+            leased_trajectory(
+                lease,
+                member,
                 won=drawn.random() < 0.5,
-                task_score=None,
                 steps=tuple(steps),
             )
         )

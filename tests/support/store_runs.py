@@ -11,6 +11,7 @@ from store import (
     Catalog,
     CheckpointRecord,
     Group,
+    ReusedGroups,
     RunLayout,
     VersionRecord,
     export,
@@ -58,7 +59,10 @@ def make_run(root: Path) -> RunLayout:
         assert catalog.claim(n_groups=9, current_version=2, max_staleness=1) is None
         for step in (1, 2):
             batch = catalog.claim(
-                n_groups=2, current_version=2, max_staleness=1, n_replayed=1, max_age=1
+                n_groups=2,
+                current_version=2,
+                max_staleness=1,
+                reused=ReusedGroups(n_replayed=1, max_age_versions=1),
             )
             assert batch is not None
             assert len(batch.replayed) == step - 1

@@ -5,7 +5,7 @@ funnel.py      what became of the groups that were handed out
 groups.py      a list of groups
 group.py       one group: its episodes side by side
 anchor.py      one anchor state, and which actions paid there
-graph.py       states and moves of a group or a task
+graph.py       states and moves of a group or a task; its query is in graph_moves.sql
 trajectory.py  the transcript of one episode
 task.py        one task under successive versions
 what_if.py     advantages under other settings

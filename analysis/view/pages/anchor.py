@@ -24,12 +24,12 @@ from analysis.view.sql_text import fill
 from analysis.view.text import ACTION_CHARACTERS, plain
 
 RECENT_STEPS = 10  # learner steps whose groups the list of states looks at
-LISTED_STATES = 50
-STATE_CHARACTERS = 2_000
+LISTED_STATES = 50  # rows of the list
+STATE_CHARACTERS = 2_000  # of one state
 SHARE_ACTIONS = 6  # with a colour of their own in the chart over versions; the others are "other"
-VERSION_BUCKETS = 12
-STRIP_WIDTH = 260.0
-STRIP_MARGIN = 8.0
+VERSION_BUCKETS = 12  # bars of the chart over versions
+STRIP_WIDTH = 260.0  # pixels
+STRIP_MARGIN = 8.0  # pixels on both sides, so that the outermost marks are whole
 OTHER = "other actions"
 
 # The return that the group's episodes lose in a state: they mix actions, and the best of these

@@ -33,8 +33,8 @@ from printable import shell_word
 
 SMOOTH_STEPS = 5  # learner steps whose groups a point of the curves is the mean of
 LAST_STEPS = 20  # learner steps whose groups the success by kind is taken from
-CERTAIN_P = 0.05
-SHOWN_TASKS = 200
+CERTAIN_P = 0.05  # the usual level of significance
+SHOWN_TASKS = 200  # rows of the table
 SIDE = "side"  # the column that combine adds: 0 the first run, 1 the second
 HELDOUT, TRAIN = "heldout", "train"
 SPLITS = {TRAIN: "training", HELDOUT: "held\u00a0out"}

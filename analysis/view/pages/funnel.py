@@ -26,7 +26,7 @@ MEANINGS = {
     "stale": "given up, because it was played by weights that are too old",
     "abandoned": "given up, because it could not be played",
 }
-BINS = 40
+BINS = 40  # of policy versions along the axis
 
 FUNNEL = """
 WITH reached AS (
@@ -127,20 +127,19 @@ def show_reasons(asked: PageRequest, table: pa.Table) -> Markup:
 def _split(asked: PageRequest, row: Mapping[str, Any]) -> dict[str, Any]:
     opened = row["opened"]
     counts = {state: row[state] for state in STATES}
-    return {
-        "name": row["split"],
-        "opened": opened,
-        "stages": [
-            ("handed out", opened, 1.0),
-            ("played", row["completed"], row["completed"] / opened),
+    stages = [
+        ("handed out", opened, 1.0),
+        ("played", row["completed"], row["completed"] / opened),
+    ]
+    if row["split"] == "train":
+        stages += [
             ("in a batch", row["claimed_once"], row["claimed_once"] / opened),
             ("trained on", row["trained"], row["trained"] / opened),
         ]
-        if row["split"] == "train"
-        else [
-            ("handed out", opened, 1.0),
-            ("played", row["completed"], row["completed"] / opened),
-        ],
+    return {
+        "name": row["split"],
+        "opened": opened,
+        "stages": stages,
         "counts": [
             (state, count, asked.link("/groups", state=state, split=row["split"]))
             for state, count in counts.items()

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -59,36 +60,7 @@ FROM steps AS s SEMI JOIN chosen USING (group_uid)
 WHERE version_min >= (SELECT min(version_min) FROM chosen)
   AND version_max <= (SELECT max(version_max) FROM chosen)
 """
-# An episode that is not won ends in the state of its final observation, if that is stored and one
-# that was visited.
-MOVES = """, ranked AS (
-    SELECT state_hash, row_number() OVER (
-        ORDER BY count(*) DESC, min(step_index), state_hash) AS place
-    FROM steps WHERE state_hash IS NOT NULL GROUP BY state_hash),
-named AS (
-    SELECT s.*, CASE WHEN s.state_hash IS NULL THEN 'none' WHEN r.place > $states THEN 'other'
-                ELSE s.state_hash::VARCHAR END AS node,
-           CASE WHEN s.won THEN 'won' WHEN f.place > $states THEN 'other'
-                WHEN f.place IS NOT NULL THEN s.final_state_hash::VARCHAR
-                WHEN s.truncated THEN 'cut off' ELSE 'lost' END AS ending
-    FROM steps AS s LEFT JOIN ranked AS r ON s.state_hash = r.state_hash
-    LEFT JOIN ranked AS f ON s.final_state_hash = f.state_hash),
-moves AS (
-    SELECT *, lead(node) OVER by_step IS NULL AS is_last,
-           coalesce(lead(node) OVER by_step, ending) AS leads_to
-    FROM named WINDOW by_step AS (PARTITION BY traj_uid ORDER BY step_index))
-SELECT m.node, min(left(m.anchor_text, $characters)) AS state,
-       left(m.action_text, $characters) AS action, m.leads_to, count(*) AS visits,
-       count(DISTINCT m.traj_uid) AS episodes, avg(a.step_return) AS mean_return,
-       avg(a.step_advantage) AS step_advantage, avg(m.won::INT) AS won,
-       min(m.step_index) AS first_step, count(*) FILTER (m.step_index = 0) AS starts,
-       count(*) FILTER (m.is_last) AS ends,
-       bool_and(m.is_action_valid) AS is_valid,
-       max(m.group_uid::VARCHAR) AS group_uid
-FROM moves AS m JOIN terms AS a USING (traj_uid, step_index)
-GROUP BY m.node, action, m.leads_to
-ORDER BY visits DESC, first_step, m.node, action, m.leads_to LIMIT $rows
-"""
+MOVES = Path(__file__).with_name("graph_moves.sql").read_text().rstrip()
 HINTS = {
     "mean_return": "discounted rewards from this step to the end of its episode, less penalties",
     "step_advantage": "A_S: how far the return is above that of the other visits of the state",
@@ -196,9 +168,8 @@ def show_graph(asked: PageRequest, table: pa.Table) -> Markup:
     rows = table.to_pylist()
     states, edges = states_of(rows), edges_of(rows)
     loops = [edge for edge in edges if edge.begin == edge.end and edge.begin in MERGED]
-    drawn = sorted((edge for edge in edges if edge not in loops), key=lambda edge: -edge.visits)[
-        :MAX_EDGES
-    ]
+    others = [edge for edge in edges if edge not in loops]
+    drawn = sorted(others, key=lambda edge: -edge.visits)[:MAX_EDGES]
     ends = {edge.end for edge in edges}
     ended = [ending for ending in ENDINGS if ending in ends]
     layout, is_roomy = _layout(states, drawn, ended)
@@ -310,8 +281,8 @@ def states_of(rows: Sequence[Mapping[str, Any]]) -> list[State]:
         found.values(),
         key=lambda state: (state.node == OTHER, state.first_step, -state.visits, state.node),
     )
-    for place, state in enumerate(states, start=1):
-        state.number = place
+    for number_of_state, state in enumerate(states, start=1):
+        state.number = number_of_state
     return states
 
 

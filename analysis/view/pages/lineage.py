@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,41 +89,41 @@ saved AS (
 boxes AS (
     SELECT 1 AS stage, 'version' AS kind, version::VARCHAR AS name,
            'version ' || version AS title, digest, published_at AS happened_at,
-           'wrote ' || steps || ' steps' AS detail, version AS place
+           'wrote ' || steps || ' steps' AS detail, version AS box_order
     FROM written LEFT JOIN versions USING (version)
     UNION ALL BY NAME
     SELECT DISTINCT 1 AS stage, 'source' AS kind, source AS name, 'another run' AS title,
-           source AS detail, -1 AS place FROM chosen WHERE source IS NOT NULL
+           source AS detail, -1 AS box_order FROM chosen WHERE source IS NOT NULL
     UNION ALL BY NAME
     SELECT 2 AS stage, 'group' AS kind, h.group_uid::VARCHAR AS name, g.task_id AS title,
            h.steps || ' steps, ' || h.episodes || ' episodes, ' || g.state AS detail,
-           row_number() OVER (ORDER BY g.opened_at DESC, g.group_uid) AS place
+           row_number() OVER (ORDER BY g.opened_at DESC, g.group_uid) AS box_order
     FROM (SELECT group_uid, count(*) AS steps, count(DISTINCT traj_uid) AS episodes
           FROM held GROUP BY group_uid) AS h JOIN groups AS g USING (group_uid)
     UNION ALL BY NAME
     SELECT 3 AS stage, 'file' AS kind, path AS name, split_part(path, '/', 2) AS title,
            count(*) || ' of these steps' AS detail,
-           row_number() OVER (ORDER BY count(*) DESC, path) AS place
+           row_number() OVER (ORDER BY count(*) DESC, path) AS box_order
     FROM held GROUP BY path
     UNION ALL BY NAME
     SELECT 4 AS stage, 'learner_step' AS kind, learner_step::VARCHAR AS name,
            'learner step ' || learner_step AS title, trained_at AS happened_at,
            n_trained || ' of ' || n_groups || ' groups taught'
-           || coalesce(', staleness ' || staleness, '') AS detail, -learner_step AS place
+           || coalesce(', staleness ' || staleness, '') AS detail, -learner_step AS box_order
     FROM steps_of
     UNION ALL BY NAME
     SELECT 5 AS stage, 'version' AS kind, published::VARCHAR AS name,
            'version ' || published AS title, digest, published_at AS happened_at,
-           v.path AS detail, -published AS place
+           v.path AS detail, -published AS box_order
     FROM steps_of LEFT JOIN versions AS v ON v.version = published
     UNION ALL BY NAME
     SELECT 6 AS stage, 'checkpoint' AS kind, path AS name, 'step ' || learner_step AS title,
-           saved_at AS happened_at, path AS detail, -learner_step AS place
+           saved_at AS happened_at, path AS detail, -learner_step AS box_order
     FROM checkpoints SEMI JOIN saved USING (learner_step) WHERE live)
 SELECT stage, kind, name, title, digest, happened_at, detail,
        count(*) OVER (PARTITION BY stage) AS of_stage
-FROM boxes QUALIFY row_number() OVER (PARTITION BY stage ORDER BY place) <= $boxes
-ORDER BY stage, place
+FROM boxes QUALIFY row_number() OVER (PARTITION BY stage ORDER BY box_order) <= $boxes
+ORDER BY stage, box_order
 """
 # Only the file of a copy that does not count is known.
 EPISODES = """
@@ -284,21 +285,23 @@ def of_steps(asked: PageRequest, kind: str, name: str, *, first: int, last: int)
         return [_missing(asked, kind.replace("_", " "))]
     chosen = fill("learner_step BETWEEN $first AND $last", first=first, last=last)
     held = f"{_within(found)} AND group_uid IN (SELECT group_uid FROM chosen)"
-    goes_back = kind != "learner_step"
-    many = [_past(last)] if goes_back else []
-    return [
-        _chain(asked, kind, name, chosen=chosen, held=held),
-        *many,
-        Panel(
-            title="All groups that made it" if goes_back else "Groups",
-            explains="From the newest learner step back to the first one."
-            if goes_back
-            else "What the learner step consumed, and the weights that wrote it.",
-            query=fill(GROUPS, first=0 if goes_back else first, last=last),
-            show=partial(_linked, asked),
-            width="full",
-        ),
-    ]
+    chain = _chain(asked, kind, name, chosen=chosen, held=held)
+    groups = Panel(
+        title="Groups",
+        explains="What the learner step consumed, and the weights that wrote it.",
+        query=fill(GROUPS, first=first, last=last),
+        show=partial(_linked, asked),
+        width="full",
+    )
+    if kind == "learner_step":
+        return [chain, groups]
+    all_groups = replace(
+        groups,
+        title="All groups that made it",
+        explains="From the newest learner step back to the first one.",
+        query=fill(GROUPS, first=0, last=last),
+    )
+    return [chain, _past(last), all_groups]
 
 
 def of_version(asked: PageRequest, version: int) -> Sequence[Panel]:

@@ -22,8 +22,8 @@ from analysis.view.sql_text import fill
 
 RECENT_STEPS = 5  # learner steps that "now" means
 SHOWN_STEPS = 60  # of the chart of times
-SHOWN_EVENTS = 30
-SHOWN_STATES = 8
+SHOWN_EVENTS = 30  # rows of the table
+SHOWN_STATES = 8  # rows of the table
 SILENT_S = 120.0  # a worker that is silent for so long has lost its leases
 
 FIGURES = """

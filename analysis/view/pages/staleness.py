@@ -33,7 +33,7 @@ from analysis.view.text import plain
 
 SHOWN_STEPS = 24  # learner steps of the map, unless the address names others
 MOST_MARKS = 4_000  # of the map; the newest are drawn
-TREND_BUCKETS = 40
+TREND_BUCKETS = 40  # points of the curve
 MOST_BARS = 1_000  # of the shares by staleness
 CELL = 0.84  # of a learner step's width, over which its groups are spread
 KINDS = {

@@ -29,15 +29,15 @@ TEXT_CHARACTERS = 1_500
 SHOWN_STEPS = 200
 SPLITS = ("train", "heldout", "imported")
 
-# Groups whose episodes are all there. `place` is their order in the run. An evaluation plays a task
-# in several groups of the same version: they are counted together.
+# Groups whose episodes are all there. `play_order` is their order in the run. An evaluation plays a
+# task in several groups of the same version: they are counted together.
 PLAYED = """
 WITH played AS (
     SELECT *, n_won / n_members AS success,
            version_min IS NOT DISTINCT FROM max(version_min) OVER (PARTITION BY task_id)
                AS is_newest,
            row_number() OVER (
-               PARTITION BY task_id ORDER BY version_min, opened_at, group_uid) AS place
+               PARTITION BY task_id ORDER BY version_min, opened_at, group_uid) AS play_order
     FROM groups WHERE n_members > 0 AND state NOT IN ('open', 'abandoned'){conditions})
 """
 CONDITIONS = {
@@ -51,11 +51,11 @@ TASKS = (
 SELECT task_id AS task, string_agg(DISTINCT split, ', ' ORDER BY split) AS split,
        sum(n_won) FILTER (is_newest)::BIGINT AS newest_won,
        sum(n_members) FILTER (is_newest)::BIGINT AS newest_of,
-       arg_max(version_min, place) AS newest_version,
+       arg_max(version_min, play_order) AS newest_version,
        sum(n_won) / sum(n_members) AS success, count(*) AS groups,
        min(version_min) FILTER (n_won > 0) AS first_won_version,
        list({'group_uid': group_uid, 'n_won': n_won, 'n_members': n_members,
-             'version': version_min} ORDER BY place DESC)[:$results] AS results
+             'version': version_min} ORDER BY play_order DESC)[:$results] AS results
 FROM played GROUP BY task_id
 ORDER BY newest_won / newest_of, success, groups DESC, task LIMIT $rows
 """
@@ -65,11 +65,11 @@ FIGURES = (
     + """
 SELECT string_agg(DISTINCT split, ', ' ORDER BY split) AS split, count(*) AS groups,
        sum(n_members)::BIGINT AS episodes, sum(n_won) / sum(n_members) AS success,
-       arg_min(n_won, place) AS first_won, arg_min(n_members, place) AS first_of,
-       arg_min(version_min, place) AS first_version,
+       arg_min(n_won, play_order) AS first_won, arg_min(n_members, play_order) AS first_of,
+       arg_min(version_min, play_order) AS first_version,
        sum(n_won) FILTER (is_newest)::BIGINT AS newest_won,
        sum(n_members) FILTER (is_newest)::BIGINT AS newest_of,
-       arg_max(version_min, place) AS newest_version,
+       arg_max(version_min, play_order) AS newest_version,
        min(version_min) FILTER (n_won > 0) AS first_win_version,
        max(version_min) FILTER (n_won < n_members) AS last_loss_version,
        sum(n_steps) / sum(n_members) AS steps
@@ -89,14 +89,14 @@ own AS (
 span AS (
     SELECT min(version) AS oldest, max(version) AS newest, (newest - oldest) / $points AS width
     FROM own HAVING count(*) > 0),
-places AS (
+points AS (
     SELECT version FROM own
     UNION
     SELECT (oldest + width * number)::BIGINT FROM span, range($points + 1) AS r(number)),
 average AS (
-    SELECT places.version, sum(n_won) / sum(n_members) AS all_tasks
-    FROM span, places LEFT JOIN played
-        ON split = 'train' AND abs(played.version - places.version) <= greatest(1, width)
+    SELECT points.version, sum(n_won) / sum(n_members) AS all_tasks
+    FROM span, points LEFT JOIN played
+        ON split = 'train' AND abs(played.version - points.version) <= greatest(1, width)
     GROUP BY ALL)
 SELECT version, all_tasks, train, heldout FROM average LEFT JOIN own USING (version)
 ORDER BY version
@@ -104,8 +104,8 @@ ORDER BY version
 TURNS = (
     PLAYED
     + """
-SELECT arg_min(group_uid, place) FILTER (n_won > 0) AS first_win,
-       arg_max(group_uid, place) FILTER (n_won < n_members) AS last_loss
+SELECT arg_min(group_uid, play_order) FILTER (n_won > 0) AS first_win,
+       arg_max(group_uid, play_order) FILTER (n_won < n_members) AS last_loss
 FROM played
 """
 )
@@ -132,7 +132,7 @@ consumed AS (
 SELECT g.group_uid, g.split, g.state, g.version_min AS version, g.n_won AS won,
        g.n_members AS episodes, g.success, g.n_steps / g.n_members AS mean_steps, c.learner_step,
        g.opened_at
-FROM played AS g LEFT JOIN consumed AS c USING (group_uid) ORDER BY place DESC LIMIT $rows
+FROM played AS g LEFT JOIN consumed AS c USING (group_uid) ORDER BY play_order DESC LIMIT $rows
 """
 )
 HINTS = {

@@ -33,13 +33,13 @@ from analysis.view.text import plain
 from analysis.view.timeline_trace import to_trace
 
 WINDOW_S = 120  # unless the address says more
-MOST_S = 3600
+MOST_S = 3600  # of a window: one hour
 FIRST_YEAR, LAST_YEAR = 1000, 9000  # of moments that are shown
 BINS = 240  # of a window, in which requests are counted
-LISTED_SLICES = 200
+LISTED_SLICES = 200  # rows of the table
 MOST_SLICES = 200_000  # of a trace
 TRACE = "perfetto.json"
-NO_VERSIONS = -1
+NO_VERSIONS = -1  # instead of the versions of a window without a slice
 
 ENDS = """
 SELECT (SELECT max(entered_at) FROM ledger) AS last_at,
@@ -86,7 +86,7 @@ AXIS_PX, LANE_PX = 70, 46  # heights
 # Within a lane, which is 1 high.
 SLICE_HEIGHT, COUNTED_HEIGHT = 0.7, 0.84
 MIDDLE = 0.4  # where its name stands
-BELOW_LANES = 0.15
+BELOW_LANES = 0.15  # free space below the lowest lane
 US_PER_MS = 1e3  # Bokeh's times are in ms
 EVENT, EVENT_COLOUR = "event", "#b3261e"
 COLOUR_OF = {

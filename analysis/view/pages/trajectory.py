@@ -32,9 +32,9 @@ TEXT_CHARACTERS = 20_000  # of an observation; the query without it gives the re
 REPLY_TOKENS = 2_000  # of one reply
 PAGE_REPLY_TOKENS = 3_000  # of all replies; the step of the address is shown beyond that
 PROMPT_TOKENS = 8_000  # of one prompt: its first and its last half
-PAGE_PROMPT_TOKENS = 16_000
-PAGE_PIXELS = 2_000_000
-TRIED_ACTIONS = 6
+PAGE_PROMPT_TOKENS = 16_000  # of all prompts of a page
+PAGE_PIXELS = 2_000_000  # of all images of a page
+TRIED_ACTIONS = 6  # of the state, the best ones
 TIME_WIDTH = 120.0  # of the bar of a step's time
 PLAIN_PIECE = re.compile(r"[A-Za-z0-9 .,:;!?()_/-]+")  # needs no escape
 # A token is darker the less probable it was: the smallest probability of each class.

@@ -49,9 +49,9 @@ PRESETS = (
 DEFAULT = PRESETS[0][1]
 BY_TEXT = ("similar", "similar_greedy")  # anchors that the macro refuses
 RECENT_STEPS, MOST_STEPS = 3, 20  # learner steps
-POINTS = 2_000
-LISTED = 200
-CHARACTERS = 200
+POINTS = 2_000  # of the scatter chart
+LISTED = 200  # rows of a table
+CHARACTERS = 200  # of a text in a table
 
 # Differences that rounding can make are no signs.
 BOTH = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from store import (
     write_segment,
 )
 from tests.analysis.view.conftest import HOSTILE, TOKEN
-from tests.support.store_samples import make_step
+from tests.support.store_samples import make_step, make_trajectory
 
 OWN = {"sec-fetch-site": "same-origin"}
 SECOND_US = 1_000_000
@@ -32,16 +33,11 @@ SECOND_US = 1_000_000
 
 def trajectory(group: Group, member: int, *, version: int, begin_us: int) -> Trajectory:
     """Two steps of two seconds: one second of generation, then one in the environment."""
-    return Trajectory(
-        traj_uid=group.traj_uids[member],
-        group_uid=group.group_uid,
-        env_name="rooms",
-        task_id=group.task_id,
-        split=group.split,
-        seed=5,
-        member=member,
+    return replace(
+        make_trajectory(group, member),
         won=member == 0,
         task_score=None,
+        final_observation=None,
         steps=tuple(
             make_step(
                 index,

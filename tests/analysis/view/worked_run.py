@@ -36,7 +36,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from tests.support.store_samples import make_step, open_task_group
+from tests.support.store_samples import make_step, make_trajectory, open_task_group
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e\u200b'\"&amp;$x{{7*7}}"
 LONG = "x" * 1_000_000
@@ -111,14 +111,8 @@ def make_episode(
     group: Group, member: int, steps: tuple[tuple[str, str, float], ...], *, version: int
 ) -> Trajectory:
     is_won = any(reward for _, _, reward in steps)
-    return Trajectory(
-        traj_uid=group.traj_uids[member],
-        group_uid=group.group_uid,
-        env_name="rooms",
-        task_id=group.task_id,
-        split=group.split,
-        seed=5,
-        member=member,
+    return dataclasses.replace(
+        make_trajectory(group, member),
         won=is_won,
         task_score=None,
         steps=tuple(
