@@ -172,6 +172,7 @@ class Learner:
         for fault in faults:
             self._notice("checkpoint left out", f"{instead}: {fault}")
         return restored_lines(
+            point.found,
             point.rolled_back,
             faults,
             learner_step=self.step,
