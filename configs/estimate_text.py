@@ -6,6 +6,7 @@ from configs.assumptions import ASSUMED, ENVIRONMENT_S, GPU, GPU_BYTES, WORKER_S
 from configs.derived import gpus_needed, least_workers
 from configs.engine_estimate import EngineEstimate, Lengths
 from configs.estimate import Estimate, better_split, estimate_run, is_on_gpus
+from configs.model_size import is_known_by_name, size_line
 from configs.plan import GIB
 from configs.schema import Config
 from printable import counted
@@ -20,7 +21,11 @@ def describe_estimate(config: Config) -> str:
             "the quick start on two cores see docs/performance.md\n"
         )
     estimate = estimate_run(config)
-    lines = [f"estimate for {counted(n_gpus, 'GPU')} of the kind {GPU}; none of it was measured"]
+    lines = [
+        f"estimate for {counted(n_gpus, 'GPU')} of the kind {GPU}; none of it was measured",
+        f"  model         {size_line(config)}"
+        + (", a rounded number; it is counted once the model is here" * is_known_by_name(config)),
+    ]
     if estimate.engine is not None:
         lines += _engine_lines(config, estimate.engine, estimate.lengths)
     own = config.learner.gpus_per_rank * GPU_BYTES / GIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,23 @@ class Shape:
     feed_forward: int
     vocabulary: int
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """Parts of a layer, beside its matrices and two norms, of one kind of model."""
+
+    query_bias: bool = False  # queries, keys and values have biases
+    bias_keys: tuple[str, ...] = ()  # of config.json: `attention_bias`, `mlp_bias`
+    norms_heads: bool = False  # queries and keys are normed, each head by itself
+
+
+# By `model_type`. Kinds with other parts, such as experts or a vision tower, are not in it.
+LAYERS = {
+    "llama": Layer(bias_keys=("attention_bias", "mlp_bias")),
+    "mistral": Layer(),
+    "qwen2": Layer(query_bias=True),
+    "qwen3": Layer(bias_keys=("attention_bias",), norms_heads=True),
+}
 
 # Of models that may not be downloaded yet, from their config.json on the Hugging Face Hub.
 SHAPES = {
@@ -196,7 +214,7 @@ def _size(value: Any) -> int:
 
 
 def model_billions(config: Config) -> float:
-    """Return the billions of parameters, counted from a local directory or read from the name."""
+    """Return the billions of parameters, counted in a local directory or read from the name."""
     if not config.model.path:
         tiny = config.model.tiny
         # four square matrices of the attention, three of the feed-forward layer twice as large
@@ -214,9 +232,54 @@ def model_billions(config: Config) -> float:
     return float(named.group(1)) * (1.0 if named.group(2).lower() == "b" else 1e-3)
 
 
+def size_line(config: Config) -> str:
+    """Say how many parameters the policy has, and if only its name tells. Raises ConfigError."""
+    by_name = " by its name" if is_known_by_name(config) else ""
+    return f"{model_billions(config):.3g} billion parameters{by_name}"
+
+
+def is_known_by_name(config: Config) -> bool:
+    """Return whether the policy is not here, so that its size is the rounded one of its name."""
+    return bool(config.model.path) and not Path(config.model.path).is_dir()
+
+
 def billions_in(directory: Path) -> float:
-    """Return the billions of parameters in a directory's weight files. Raises ConfigError."""
+    """Return the billions of parameters of the model in a directory. Raises ConfigError.
+
+    They are counted from the shapes in config.json. For a kind of model that is not in LAYERS they
+    are the bytes of its weight files, divided by those of a parameter.
+    """
     content = description(directory / "config.json")
+    if layer := LAYERS.get(str(content.get("model_type"))):
+        with suppress(ConfigError):  # it does not say the sizes
+            return _counted(content, _shape_in(directory / "config.json"), layer) / 1e9
     dtype = str(content.get("dtype", content.get("torch_dtype", "bfloat16")))  # the older name
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return size / BYTES.get(dtype, 2) / 1e9
+
+
+def _counted(content: dict[str, object], shape: Shape, layer: Layer) -> int:
+    """Return the parameters of a model of LAYERS: embeddings, layers, and the last norm.
+
+    Example: Qwen2.5-7B has 28 layers of 3584 (2 x 3584 + 2 x 512 + 3 x 18,944) weights, 3584 + 2 x
+    512 biases and 2 x 3584 in norms; 2 x 152,064 x 3584 embeddings, and 3584 in the last norm:
+    7,615,616,512.
+    """
+    given = [key for key in layer.bias_keys if content.get(key)]
+    biases = 0
+    if layer.query_bias or "attention_bias" in given:
+        biases += shape.queries + 2 * shape.key_values
+    if "attention_bias" in given:
+        biases += shape.hidden
+    if "mlp_bias" in given:
+        biases += 2 * shape.feed_forward + shape.hidden
+    norms = 2 * shape.hidden
+    if layer.norms_heads:
+        norms += 2 * (shape.queries // shape.heads)
+    weights = shape.hidden * (2 * shape.queries + 2 * shape.key_values + 3 * shape.feed_forward)
+    n_embeddings = 1 if content.get("tie_word_embeddings", False) else 2
+    return (
+        n_embeddings * shape.vocabulary * shape.hidden
+        + shape.layers * (weights + biases + norms)
+        + shape.hidden
+    )

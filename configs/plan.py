@@ -25,7 +25,7 @@ from configs.learner_memory import (
     rank_bytes,
     teacher_bytes,
 )
-from configs.model_size import BYTES, adapter_parameters, known_shape, model_billions
+from configs.model_size import BYTES, adapter_parameters, known_shape, model_billions, size_line
 from configs.per_environment import environment_weights, environments
 from configs.schema import ActorsConfig, Config
 from printable import counted
@@ -57,8 +57,7 @@ def describe_plan(config: Config) -> str:
         f"  workers      {_workers_line(config)}",
         f"  learner      {counted(learner.ranks, 'rank')} x "
         f"{_count(learner.gpus_per_rank)} GPU, DeepSpeed ZeRO {learner.zero_stage}",
-        f"memory ({billions:.3g} billion parameters, {config.model.dtype}, on the "
-        f"{'GPU' if gpus else 'CPU'})",
+        f"memory ({size_line(config)}, {config.model.dtype}, on the {'GPU' if gpus else 'CPU'})",
         f"  each engine  {_engine_line(config, billions)}",
         f"  each rank    {rank_gib:.1f} GiB {gradients}; {activations} on top, "
         f"for micro-batches of {learner.micro_batch_tokens} tokens",
@@ -99,7 +98,7 @@ def _workers_line(config: Config) -> str:
     n_processes = sum(own.env.processes for own in environments(config).values())
     return (
         f"{_range(actors)} x {_count(actors.gpus_per_worker)} GPU, one vLLM engine each, "
-        f"{n_processes} environment processes beside each"
+        f"{n_processes} environment process{'es' * (n_processes != 1)} beside each"
     )
 
 

@@ -39,6 +39,7 @@ from store import (
     CheckpointRecord,
     CommitResult,
     Counts,
+    FoundAtStart,
     Group,
     ReusedGroups,
     RollBack,
@@ -78,6 +79,7 @@ class ResumePoint:
 
     latest_version: int | None  # None in a new run
     last_step: int  # the run ends there: at `learner.steps`, or where its offline groups end
+    found: FoundAtStart
     rolled_back: RollBack
     metrics: Mapping[str, float]  # newest value of each name, up to the learner step resumed from
 
@@ -102,6 +104,8 @@ class Coordinator:
         self.config, self.learns = config, learns
         self.layout = RunLayout.open(Path(config.run_dir))
         self.catalog = Catalog.open(self.layout)
+        # Now: workers may play for minutes before the learner has its model and asks.
+        self._found = self.catalog.found_at_start()
         self.tasks = TaskQueue(config, learns=learns)
         self._n_own, n_offline = groups_of_a_step(config)
         self._reused = ReusedGroups(
@@ -395,6 +399,7 @@ class Coordinator:
         return ResumePoint(
             last_step=self._last_step,
             latest_version=newest.version if newest else None,
+            found=self._found,
             rolled_back=rolled_back,
             metrics=self.catalog.latest_metrics(),
         )

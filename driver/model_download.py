@@ -59,7 +59,7 @@ class Repository:
 def with_model(config: Config, console: Console) -> Config:
     """Return the config with its model's directory; download a repository first.
 
-    Raises ConfigError.
+    Raises ConfigError, also if an engine's GPUs cannot divide the model's attention heads.
     """
     repository = _repository(config)
     if repository is None:
@@ -102,7 +102,14 @@ def try_model(config: Config) -> tuple[Config, list[str], list[DiskNeed]]:
 
 
 def _with_path(config: Config, path: Path) -> Config:
-    return replace(config, model=replace(config.model, path=str(path)))
+    """Return the config with the model's directory. Raises ConfigError if no engine can split it.
+
+    Of a repository `check_engine_arguments` knew the name only. Without this check an engine would
+    fail minutes later, after Ray has started.
+    """
+    config = replace(config, model=replace(config.model, path=str(path)))
+    configs.check_heads(config)
+    return config
 
 
 def _repository(config: Config) -> Repository | None:

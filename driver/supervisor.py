@@ -31,7 +31,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors import EngineLostError, EngineMemoryError, EngineStartError, PromptStuckError
-from configs import Config, WorkerRange, is_offline, least_workers
+from configs import Config, is_offline, least_workers
 from coordinator import Component, Status
 from driver import processes
 from driver.cluster import is_joined
@@ -43,7 +43,7 @@ from driver.process_set import ProcessSet
 from driver.processes import LEARNER, CoordinatorProcess, ManagedProcess
 from driver.progress import said_while
 from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
-from driver.worker_scaling import UNPLACED_S, WorkerScaling, worker_names
+from driver.worker_scaling import MAX_NAMED, UNPLACED_S, WorkerScaling, worker_names, workers_line
 from envs import log_hint
 from learner import RankError
 from store import VersionRecord
@@ -51,7 +51,6 @@ from store import VersionRecord
 POLL_S = 0.5  # between two looks at all processes
 PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all processes at the start
 ENGINE_METRICS_S = 2.0  # for the answers of the workers; Prometheus waits 10 s by default
-MAX_NAMED = 4  # processes in one line
 
 Show = Callable[[Status], None]
 
@@ -91,7 +90,8 @@ class Supervisor:
         self.components: Mapping[str, Component] = {}  # while they start
         self.is_training = False
         self.results: dict[str, Any] = {}  # of processes whose `run` ended
-        self._n_told = -1  # started workers, when they were last recorded
+        self._playing: frozenset[str] = frozenset()  # workers, when they were last recorded
+        self._why_gone: dict[str, str] = {}  # of those that are not recorded as ended yet
         self.coordinator = CoordinatorProcess(config, learns=learns)
 
     def __enter__(self) -> Supervisor:
@@ -359,14 +359,18 @@ class Supervisor:
             self.scaling.follow_wanted_workers()
 
     def _tell_workers(self) -> None:
-        """Record how many workers a run with a range has, when it changes."""
-        bounds = self.config.actors.workers
-        n_started = sum(
-            process.has_started and not process.leaving_why for process in self.members.workers()
-        )
-        if self.is_up and isinstance(bounds, WorkerRange) and n_started != self._n_told:
-            self._n_told = n_started
-            detail = f"{n_started} play; {bounds.min} to {bounds.max} are wanted"
+        """Record who began and who ended, when the workers that play change."""
+        if not self.is_up:
+            return
+        before, now = self._playing, self.scaling.playing()
+        if now != before:
+            self._playing = now
+            why_ended = {name: self._why_gone.pop(name, "") for name in before - now}
+            for process in self.members.workers():
+                if process.name in why_ended and process.leaving_why:
+                    why_ended[process.name] = process.leaving_why
+            wanted = self.scaling.wanted_line()
+            detail = workers_line(before, now, why_ended=why_ended, wanted=wanted)
             self.coordinator.answer(self.coordinator.calls.record("workers", detail))
 
     def _plays_nothing(self) -> bool:
@@ -422,6 +426,8 @@ class Supervisor:
     # telling
 
     def _remove(self, name: str, why: str) -> None:
+        if name in self._playing:
+            self._why_gone[name] = why
         self.coordinator.answer(self.coordinator.calls.remove(name, why))
 
     def _notice(self, what: str, detail: str) -> None:

@@ -15,7 +15,7 @@ what an autoscaler looks at. Nothing is left to be asked for when the driver is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from configs import Config, WorkerRange, least_workers, most_workers
@@ -27,6 +27,7 @@ from driver.processes import LEARNER, ManagedProcess
 from driver.run_control import wanted_workers
 
 UNPLACED_S = 20.0  # a process that Ray has not begun by then is reported
+MAX_NAMED = 4  # processes in one line
 
 Tell = Callable[[str, str], None]
 
@@ -109,6 +110,20 @@ class WorkerScaling:
         if process.is_wanted_again:
             self.members.plan([process.name])
 
+    def playing(self) -> frozenset[str]:
+        """Return the workers that have started and are not about to leave."""
+        members = self.members.workers()
+        started = [each for each in members if each.has_started and not each.leaving_why]
+        return frozenset(process.name for process in started)
+
+    def wanted_line(self) -> str:
+        """Say how many workers are wanted, and by whom."""
+        asked = wanted_workers(Path(self.config.run_dir))
+        if asked is not None:
+            return f"{asked} (gigpo workers)"
+        least, most = least_workers(self.config.actors), most_workers(self.config.actors)
+        return f"{least if least == most else f'{least} to {most}'} (actors.workers)"
+
     def _n_wanted(self) -> int | None:
         """Return how many workers are wanted; None: those of the start, and nobody else asked."""
         asked = wanted_workers(Path(self.config.run_dir))
@@ -128,6 +143,30 @@ class WorkerScaling:
         kept = [name for name in names if name in placed]
         n_missing = max(0, least_workers(self.config.actors) - len(kept))
         return [*kept, *[name for name in names if name not in placed][:n_missing]]
+
+
+def workers_line(
+    before: Collection[str], now: Collection[str], *, why_ended: Mapping[str, str], wanted: str
+) -> str:
+    """Say how the number of workers changed, and why.
+
+    Example: "from 3 to 1: worker-1, worker-2 ended (left, with its node); wanted: 1 to 3
+    (actors.workers)".
+    """
+    changes = []
+    if began := [name for name in now if name not in before]:
+        changes.append(f"{_named(began)} began to play")
+    for why in sorted(set(why_ended.values())):
+        ended = [name for name in before if name not in now and why_ended[name] == why]
+        changes.append(f"{_named(ended)} ended ({why})")
+    return f"from {len(before)} to {len(now)}: {', '.join(changes)}; wanted: {wanted}"
+
+
+def _named(workers: Collection[str]) -> str:
+    """Return the first names, by their numbers, and how many more there are."""
+    by_number = sorted(workers, key=lambda name: int(name.rpartition("-")[2]))
+    more = f" and {len(workers) - MAX_NAMED} more" if len(workers) > MAX_NAMED else ""
+    return f"{', '.join(by_number[:MAX_NAMED])}{more}"
 
 
 def worker_names(number: int) -> list[str]:

@@ -170,6 +170,7 @@ class Learner:
             instead = f"going on from learner step {self.step} instead"
             self._notice("checkpoint left out", f"{instead}: {fault}")
         return restored_lines(
+            point.found,
             point.rolled_back,
             faults,
             learner_step=self.step,

@@ -10,6 +10,7 @@ from learner.rank_group import RankGroup
 from printable import counted
 from store import (
     CheckpointRecord,
+    FoundAtStart,
     RollBack,
     RunLayout,
     StoreError,
@@ -90,6 +91,7 @@ def _is_here(checkpoint: CheckpointRecord, layout: RunLayout) -> bool:
 
 
 def restored_lines(
+    found: FoundAtStart,
     rolled_back: RollBack,
     faults: Sequence[str],
     *,
@@ -123,8 +125,8 @@ def restored_lines(
             "with a smaller learner.checkpoint_every)"
         )
     again = rolled_back.groups
-    n_open = rolled_back.open
-    n_kept = rolled_back.trajectories
+    n_open = found.open
+    n_kept = found.trajectories
     return (
         f"continues at learner step {learner_step} as version {version}{left_out}; "
         f"{counted(again, 'group')} consumed after the checkpoint {_is_or_are(again)} available "

@@ -22,6 +22,7 @@ from .catalog.records import Batch as Batch
 from .catalog.records import CheckpointRecord as CheckpointRecord
 from .catalog.records import CommitResult as CommitResult
 from .catalog.records import Counts as Counts
+from .catalog.records import FoundAtStart as FoundAtStart
 from .catalog.records import Group as Group
 from .catalog.records import KnownResults as KnownResults
 from .catalog.records import LiveSegment as LiveSegment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -166,8 +167,23 @@ def placement(actors: ActorsConfig, *, max_model_tokens: int) -> dict[str, Any]:
     return arguments
 
 
-def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
-    """Shut the engine down, and kill its processes if they do not end in time."""
+async def stop_engine(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
+    """Shut the engine down, and kill its processes if they do not end in time.
+
+    Call it in the event loop that started the engine. A request that is left raises
+    EngineLostError.
+    """
+    # vLLM cancels its reader of answers from another thread, after it has closed the sockets. A
+    # reader that finds them closed first logs EngineDeadError, with a traceback.
+    reader = llm.output_handler
+    if reader is not None:
+        reader.cancel()
+        await asyncio.wait([reader], timeout=STOP_TIMEOUT_S)
+    llm.output_processor.propagate_error(EngineLostError("the vLLM engine was stopped"))
+    await asyncio.to_thread(_stop_processes, llm, processes)
+
+
+def _stop_processes(llm: AsyncLLM, processes: Collection[BaseProcess]) -> None:
     llm.shutdown()
     # vLLM would call it again at exit, which prints a traceback.
     llm.shutdown = lambda timeout=None: None

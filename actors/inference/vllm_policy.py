@@ -215,7 +215,7 @@ class VLLMPolicy:
                     # Else the callers of running requests would wait for ever.
                     await llm.pause_generation(mode="abort")
         finally:
-            await asyncio.to_thread(stop_engine, llm, self._processes)
+            await stop_engine(llm, self._processes)
 
     def _engine(self) -> AsyncLLM:
         if self._llm is None:

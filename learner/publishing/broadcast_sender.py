@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -122,10 +122,13 @@ class Broadcast:
         """Return the name of a member's device; None if the member does not answer in time."""
         left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         key = broadcast.ready_key(self._round, member)
-        with suppress(dist.DistStoreError):  # it did not come in time
+        try:
             self._store.wait([key], left)
-            return self._store.get(key).decode()
-        return None
+        except dist.DistStoreError:
+            # One before it took all the time, and a busy store does not answer in a millisecond.
+            if not self._store.check([key]):
+                return None
+        return self._store.get(key).decode()
 
     def _form(self, device_type: str, *, size: int) -> weight_pieces.Link:
         store = dist.PrefixStore(

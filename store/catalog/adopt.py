@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from store.catalog.batches import release
 from store.catalog.database import Transaction, columns_of
 from store.catalog.groups import (
     complete_if_full,
@@ -50,7 +49,6 @@ class FoundGroup:
 class Recovered:
     """The numbers of rows that a rebuild changed in the backup."""
 
-    released: tuple[int, ...]  # batches that were claimed
     adopted: int  # trajectories that the backup does not know
     moved: int  # trajectories whose file was replaced by another one
     strangers: int  # trajectories that are no member of any group
@@ -67,11 +65,9 @@ def recover(
 ) -> Recovered:
     """Bring the backup up to what is on disk: `files` in order of preference, version -> path.
 
-    `unread` are segment ids of other files on disk, which the backup knows.
+    `unread` are segment ids of other files on disk, which the backup knows. Batches stay claimed:
+    a learner that starts rolls them back, and counts their groups.
     """
-    claimed = tx.rows("SELECT batch_id FROM batch WHERE state = 'claimed' ORDER BY batch_id")
-    for row in claimed:
-        release(tx, row["batch_id"], why="rolled back: the catalog was rebuilt")
     for group in groups:
         # Workers play open groups. The members of an imported group come from another run.
         state = "abandoned" if group.split == IMPORTED else "open"
@@ -91,11 +87,7 @@ def recover(
         made = {"digest": "unknown", "epoch": 0, "published_us": tx.now_us, "lsn": tx.lsn}
         tx.insert("version", version=version, path=path, **made)
     tx.touch("groups", "lineage", "versions", "segments", "excluded")
-    return Recovered(
-        released=tuple(row["batch_id"] for row in claimed),
-        completed=n_open - tx.value(count_open),
-        **counts,
-    )
+    return Recovered(completed=n_open - tx.value(count_open), **counts)
 
 
 def _adopt(tx: Transaction, file: FoundFile, *, on_disk: set[str], counts: dict[str, int]) -> None:

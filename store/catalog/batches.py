@@ -15,7 +15,7 @@ from typing import Any
 
 from store.catalog import imported_groups
 from store.catalog.database import Transaction, pick
-from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, counts, reopen
+from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, reopen
 from store.catalog.records import Batch, ReusedGroups, RollBack
 from store.errors import StoreError
 from store.records import uid_text
@@ -360,12 +360,7 @@ def roll_back(tx: Transaction, learner_step: int) -> RollBack:
         groups=n_groups,
         checkpoints=n_checkpoints,
         learner_steps=sum(batch["state"] == "trained" for batch in batches),
-        open=counts(tx).open,
         complete=complete_by_version(tx),
-        trajectories=tx.value(
-            """SELECT count(*) FROM trajectory JOIN segment USING (segment_id)
-               WHERE retired_lsn IS NULL"""
-        ),
     )
 
 

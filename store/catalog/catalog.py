@@ -144,6 +144,7 @@ class Catalog:
 
     # Counts.
     counts = one_transaction(groups.counts)
+    found_at_start = one_transaction(groups.found_at_start)
     outstanding = one_transaction(groups.outstanding)
     open_heldout = one_transaction(groups.open_heldout)
     finished_evaluations = one_transaction(groups.finished_evaluations)

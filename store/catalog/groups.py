@@ -16,6 +16,7 @@ from store.catalog.records import (
     CommitResult,
     Counts,
     Evaluation,
+    FoundAtStart,
     Group,
     SuccessRate,
 )
@@ -431,6 +432,17 @@ def counts(tx: Transaction) -> Counts:
         ),
         trajectories=sum(row["n_members"] for row in rows),
         steps=sum(row["n_steps"] for row in rows),
+    )
+
+
+def found_at_start(tx: Transaction) -> FoundAtStart:
+    """Count the rollouts that a start goes on with. Call it before any group is leased."""
+    return FoundAtStart(
+        open=counts(tx).open,
+        trajectories=tx.value(
+            """SELECT count(*) FROM trajectory JOIN segment USING (segment_id)
+               WHERE retired_lsn IS NULL"""
+        ),
     )
 
 

@@ -156,14 +156,20 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollBack:
-    """The groups that a roll-back made available, and those that a restarted learner finds."""
+    """The groups that a roll-back made available, and those that are complete after it."""
 
     batches: int
     groups: int
     checkpoints: int
     learner_steps: int  # settled ones, which will be trained again
-    open: int  # training groups that are leased or can be
     complete: Mapping[int, int]  # oldest version -> number of complete training groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundAtStart:
+    """The rollouts that a start of the run found, before its workers played any."""
+
+    open: int  # training groups that lack members
     trajectories: int  # in live segments, of all groups
 
 

@@ -389,8 +389,6 @@ def _lines(catalog: Catalog, recovered: Recovered) -> tuple[str, ...]:
     ]
     if recovered.moved:
         lines.append(f"{recovered.moved} trajectories are read from a file that replaced theirs")
-    if recovered.released:
-        lines.append(f"the batches {list(recovered.released)} were claimed and are rolled back")
     return tuple(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,10 +17,11 @@ from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.concurrency import RequestGate
-from actors.inference import vllm_policy
+from actors.inference import vllm_engine, vllm_policy
 from actors.inference.vllm_policy import VLLMPolicy
 from actors.policy import EngineLostError, Prompt
 from configs import ActorsConfig
+from tests.support.processes import PATIENCE_S
 
 # The words of vLLM 0.32 where an engine has no memory left.
 NO_MEMORY = Exception("Call to collective_rpc method failed: Cannot allocate memory")
@@ -51,7 +53,11 @@ class BrokenEngine:
 def stopped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """List the engines whose process was stopped."""
     engines: list[object] = []
-    monkeypatch.setattr(vllm_policy, "stop_engine", lambda llm, processes: engines.append(llm))
+
+    async def stop_engine(llm: object, processes: object) -> None:
+        engines.append(llm)
+
+    monkeypatch.setattr(vllm_policy, "stop_engine", stop_engine)
     monkeypatch.setattr(vllm_policy, "tensor_shapes", lambda path: {})
     monkeypatch.setattr(vllm_policy, "load_image_form", lambda path: None)
     return engines
@@ -73,6 +79,45 @@ def policy_on(error: Exception) -> VLLMPolicy:
     )
     policy._llm = policy._requests = BrokenEngine(error)  # type: ignore[assignment]
     return policy
+
+
+class ClosingEngine:
+    """Close as vLLM's client does: in a thread, the sockets before the reader of answers.
+
+    The thread is slow, as on a busy machine, so the event loop sees the closed sockets meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.answers: asyncio.Queue[Exception] = asyncio.Queue()
+        self.logged: list[Exception] = []
+        self.failed: list[Exception] = []
+        self.output_handler = asyncio.create_task(self.read())
+        self.output_processor = SimpleNamespace(propagate_error=self.failed.append)
+
+    async def read(self) -> None:
+        self.logged.append(await self.answers.get())  # vLLM logs it with a traceback
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        is_seen = threading.Event()
+        self.loop.call_soon_threadsafe(self.answers.put_nowait, EngineDeadError())
+        for _ in range(3):  # turns of the event loop
+            is_seen.clear()
+            self.loop.call_soon_threadsafe(is_seen.set)
+            assert is_seen.wait(PATIENCE_S)
+        self.loop.call_soon_threadsafe(self.output_handler.cancel)
+
+
+def test_an_engine_that_is_stopped_logs_no_traceback_and_nobody_waits_for_it() -> None:
+    async def stopped() -> ClosingEngine:
+        engine = ClosingEngine()
+        await asyncio.sleep(0)  # its reader waits
+        await vllm_engine.stop_engine(engine, [])  # type: ignore[arg-type]
+        return engine
+
+    engine = asyncio.run(stopped())
+    assert engine.logged == []
+    assert [type(error) for error in engine.failed] == [EngineLostError]
 
 
 CALLS: dict[str, Callable[[VLLMPolicy], Awaitable[object]]] = {

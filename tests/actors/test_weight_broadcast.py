@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import actors.inference.broadcast_receiver
 import learner.publishing.broadcast_sender
@@ -211,6 +212,26 @@ def test_a_writer_that_fails_is_followed_by_one_that_does_not(
     joined(sender, 2)  # again
     digest = publish(sender, tmp_path / "v1", seed=1)
     assert_has(soon(lambda: engine.take(digest)), seed=1)
+
+
+def test_an_engine_that_came_in_time_is_sent_the_weights_if_another_took_all_of_it(
+    sender: Broadcast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the store needs longer than what is left to ask for the second one."""
+    sender._store.add("joined", 1)  # an engine that never comes
+    engine = receiver(sender)
+    joined(sender, 2)
+    wait = store.broadcast.HiddenKeys.wait
+
+    def busy(keys: store.broadcast.HiddenKeys, names: list[str], timeout: timedelta) -> None:
+        if timeout < timedelta(seconds=0.05):
+            raise dist.DistStoreError("it answered too late")
+        wait(keys, names, timeout)
+
+    monkeypatch.setattr(store.broadcast.HiddenKeys, "wait", busy)
+    monkeypatch.setattr(learner.publishing.broadcast_sender, "READY_S", 2.0)
+    digest = publish(sender, tmp_path / "v0", seed=0)
+    assert_has(soon(lambda: engine.take(digest)), seed=0)
 
 
 ENGINE = """

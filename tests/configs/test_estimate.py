@@ -7,8 +7,11 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import configs
 from cli.__main__ import main
@@ -25,7 +28,7 @@ from configs.assumptions import ASSUMED
 from configs.engine_estimate import mean_lengths
 from configs.estimate import better_split, estimate_run
 from configs.learner_memory import CHUNK_TOKENS, activation_bytes
-from configs.model_size import SHAPES, Shape, model_shape
+from configs.model_size import LAYERS, SHAPES, Shape, model_billions, model_shape
 from configs.plan import checkpoint_bytes, version_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,6 +306,92 @@ def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
     assert model_shape(alfworld("model.path=Qwen/Qwen2.5-VL-3B-Instruct")).layers == 36
 
 
+PUBLISHED = {  # parameters of models on the Hub, and what their config.json says
+    "Qwen2.5-1.5B": (1_543_714_304, {"model_type": "qwen2", "tie_word_embeddings": True}),
+    "Qwen2.5-7B": (7_615_616_512, {"model_type": "qwen2", "tie_word_embeddings": False}),
+    "SmolLM2-135M": (134_515_008, {"model_type": "llama", "tie_word_embeddings": True}),
+}
+
+
+def test_the_rows_and_the_plan_of_docs_cluster_are_what_the_command_prints() -> None:
+    text = (ROOT / "docs/cluster.md").read_text()
+    command, shown = re.findall(
+        r"^\$ gigpo train (\S+) --dry-run --plan\n(.+?)```", text, re.M | re.S
+    )[0]
+    assert describe_estimate(configs.load(ROOT / command)).startswith(f"{shown}assumed\n")
+    rows = re.findall(r"^\| (one GPU|2|8|64|64, larger batches) \|(.+)\|$", text, re.M)
+    assert len(rows) == 5
+    before: list[str] = []
+    for stage, row in rows:
+        settings, _, learner, step, _ = (cell.strip() for cell in row.split(" | "))
+        given = re.findall(r"[a-z_.]+=[\d.]+", settings)
+        before = [*before, *given] if settings.startswith("and ") else given
+        estimate = estimate_run(alfworld(*before))
+        assert not estimate.faults
+        step_s = estimate.step_s * 3200 / estimate.n_trained
+        assert float(step.split()[0]) == pytest.approx(step_s, rel=0.02), stage
+        gib = (estimate.state_bytes + estimate.activation_bytes) / GIB
+        assert float(learner.split()[0]) == pytest.approx(gib, abs=0.6), stage
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_that_is_here_is_counted_and_not_taken_by_its_name(
+    tmp_path: Path, name: str
+) -> None:
+    n_parameters, content = PUBLISHED[name]
+    shape, directory = SHAPES[name], tmp_path / name
+    directory.mkdir()
+    sizes = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_values * shape.heads // shape.queries,
+        "intermediate_size": shape.feed_forward,
+        "vocab_size": shape.vocabulary,
+    }
+    (directory / "config.json").write_text(json.dumps(content | sizes))
+    run = alfworld(f"model.path={directory}")
+    assert round(model_billions(run) * 1e9) == n_parameters
+    assert version_bytes(run) == pytest.approx(2 * n_parameters)
+    counted = f"{n_parameters / 1e9:.3g} billion parameters"
+    assert f"({counted}, bfloat16" in describe_plan(run)
+    assert f"  model         {counted}\n" in describe_estimate(run)
+    by_name = alfworld(f"model.path=org/{name}")
+    assert " billion parameters by its name, bfloat16, on" in describe_plan(by_name)
+    estimate = describe_estimate(by_name)
+    assert " billion parameters by its name, a rounded number; it is counted once" in estimate
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"head_dim": 8},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+    ],
+    ids=str,
+)
+def test_parameters_are_counted_as_transformers_makes_them(
+    tmp_path: Path, kind: str, given: dict[str, Any]
+) -> None:
+    sizes = {**SIZES, "hidden_size": 96, "intermediate_size": 64, "vocab_size": 100}
+    config = AutoConfig.for_model(kind, **{**sizes, "num_hidden_layers": 2, **given})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    counted = model_billions(alfworld(f"model.path={tmp_path}")) * 1e9
+    assert round(counted) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_model_of_another_kind_is_counted_by_its_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "other", "dtype": "float32"}')
+    (tmp_path / "model.safetensors").write_bytes(bytes(4_000))
+    assert model_billions(alfworld(f"model.path={tmp_path}")) == 1e-6
+
+
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
 def test_every_config_for_gpus_fits_and_has_an_estimate(path: Path) -> None:
     shown = describe_estimate(configs.load(path))
@@ -342,6 +431,8 @@ HOSTILE_SIZES = {
     "a list": "[1]",
     "a text": '"x"',
     "a list of sizes": '{"text_config": []}',
+    "a list as its kind": '{"model_type": []}',
+    "no heads of a known kind": json.dumps({**SIZES, "model_type": "llama", "hidden_size": 0}),
     "digits": '{"num_attention_heads": ' + "9" * 5000 + "}",
     "nested": "[" * 100_000,
     "no text": b"\xff\xfe".decode("latin-1"),

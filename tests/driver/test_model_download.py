@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rich.console import Console
 
 import configs
 from cli.__main__ import main
-from configs import Config, ConfigError, ModelConfig
+from configs import ActorsConfig, Config, ConfigError, ModelConfig
 from driver import model_download as hub
 from driver.environment_check import try_tasks
 from driver.model_download import Repository
@@ -144,6 +144,27 @@ def with_model(config: Config) -> tuple[Config, str]:
 
 def asking(**model: Any) -> Config:
     return Config(run_dir="run", model=ModelConfig(path=NAME, **model))
+
+
+def test_heads_that_an_engine_cannot_divide_are_refused_once_the_config_is_here(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name says nothing about the heads. The dry run of a downloaded model refuses it too."""
+    sizes = {
+        "model_type": "qwen2",
+        "num_attention_heads": 6,
+        "hidden_size": 96,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+    }
+    monkeypatch.setitem(FILES, "config.json", json.dumps(sizes).encode())
+    config = replace(asking(), actors=ActorsConfig(gpus_per_worker=4))
+    configs.check_heads(config)
+    for look in (with_model, hub.try_model):
+        with pytest.raises(ConfigError, match="split 6 attention heads .* over 4 GPUs"):
+            look(config)
+    with_model(replace(config, actors=ActorsConfig(gpus_per_worker=3)))
 
 
 def test_a_repository_is_downloaded_once_and_only_what_is_needed(

@@ -22,7 +22,7 @@ from configs import Config, ConfigError
 from coordinator import Coordinator
 from driver import resume
 from learner.restore import restored_lines
-from store import FormatError, RollBack, RunLayout, StoreError, write_open_sql
+from store import FormatError, FoundAtStart, RollBack, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.runs.test_run import rows
 from tests.support.fault_runs import ROOT, processes_of, untrained_model
@@ -258,18 +258,35 @@ def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) ->
     coordinator.close()  # as killed: nobody gave anything back
 
     again = Coordinator(config, learns=True)
-    point = again.resume(0)
-    assert (
-        point.rolled_back.open,
-        point.rolled_back.complete,
-        point.rolled_back.learner_steps,
-    ) == (2, {0: 1}, 0)
-    assert point.rolled_back.trajectories == 1 + config.algorithm.group_size
-    publish(again, 1, 0)
     leases = [again.lease("w") for _ in range(3)]
     assert [lease.group.ordinal for lease in leases if lease] == [0, 2, 3]
     assert leases[0] is not None and 1 not in leases[0].group.missing
     assert len(leases[0].group.missing) == config.algorithm.group_size - 1
+    again.close()
+
+
+def test_what_workers_play_before_the_learner_has_started_is_not_counted_as_found(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path / "run", max_staleness=3)
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=3)
+    coordinator = Coordinator(config, learns=True)
+    publish(coordinator, 0, 0)
+    first, second, third = (coordinator.lease("w") for _ in range(3))
+    assert first is not None and second is not None and third is not None
+    play(coordinator, replace(first, group=replace(first.group, missing=(1,))))
+    play(coordinator, second)
+    coordinator.close()
+
+    again = Coordinator(config, learns=True)
+    for _ in range(4):  # two that were unfinished, and two new ones
+        lease = again.lease("w")
+        assert lease is not None
+        play(again, lease)
+    point = again.resume(0)
+    assert point.found == FoundAtStart(open=2, trajectories=1 + config.algorithm.group_size)
+    assert (point.rolled_back.complete, point.rolled_back.learner_steps) == ({0: 5}, 0)
     again.close()
 
 
@@ -391,17 +408,16 @@ def test_resume_of_a_run_that_another_config_made_is_refused(
 
 
 def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
-    found = RollBack(
+    rolled_back = RollBack(
         batches=3,
         groups=8,
         checkpoints=0,
         learner_steps=2,
-        open=4,
         complete={4: 1, 5: 8, 9: 1, 10: 2},
-        trajectories=116,
     )
+    found = FoundAtStart(open=4, trajectories=116)
     restored, lost = restored_lines(
-        found, [], learner_step=5, version=10, max_staleness=1
+        found, rolled_back, [], learner_step=5, version=10, max_staleness=1
     ).splitlines()
     assert restored == (
         "continues at learner step 5 as version 10; 8 groups consumed after the checkpoint are "
@@ -414,10 +430,9 @@ def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
         "10 (max_staleness=1), which stay in the store as stale (fewer with a smaller "
         "learner.checkpoint_every)"
     )
-    none = RollBack(
-        batches=0, groups=0, checkpoints=0, learner_steps=0, open=1, complete={9: 3}, trajectories=1
-    )
-    said = restored_lines(none, ["a was cut"], learner_step=5, version=10, max_staleness=1)
+    none = RollBack(batches=0, groups=0, checkpoints=0, learner_steps=0, complete={9: 3})
+    one = FoundAtStart(open=1, trajectories=1)
+    said = restored_lines(one, none, ["a was cut"], learner_step=5, version=10, max_staleness=1)
     assert "as version 10, as newer checkpoints cannot be loaded (a was cut); 0 groups" in said
     assert (
         ", 1 unfinished group is played first; 1 trajectory is kept\nthrown away: nothing" in said

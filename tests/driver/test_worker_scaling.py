@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 import configs
 from driver import processes, worker_scaling
-from driver.errors import ComponentFailed
+from driver.errors import DIED, ComponentFailed
 from driver.processes import LEARNER
 from driver.supervisor import Supervisor
 from tests.support.supervisor_samples import Actor, known, place, process
@@ -149,12 +149,38 @@ def test_a_worker_that_does_not_close_is_killed(
     assert killed == ["worker-1"] and "worker-1" not in elastic.members.processes
 
 
-def test_the_number_of_workers_is_recorded_when_it_changes(elastic: Supervisor) -> None:
+def test_each_change_of_the_workers_is_recorded_with_its_reason(
+    elastic: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: Any = elastic.coordinator.recorded  # type: ignore[attr-defined]
+    for _ in range(2):
+        elastic._tell_workers()
+    place(elastic, "worker-2", node="b")
     elastic._tell_workers()
+    monkeypatch.setattr(worker_scaling, "draining_nodes", lambda: {"b": 20.0})
+    elastic.scaling.leave_draining_nodes()
     elastic._tell_workers()
-    place(elastic, "worker-2", node="a")
+    elastic._failed(elastic.members.processes["worker-1"], ActorDiedError())
     elastic._tell_workers()
-    assert elastic.coordinator.recorded == [  # type: ignore[attr-defined]
-        ("workers", "2 play; 2 to 4 are wanted"),
-        ("workers", "3 play; 2 to 4 are wanted"),
+    monkeypatch.setattr(worker_scaling, "wanted_workers", lambda run: 9)
+    for number in range(1, 9):
+        place(elastic, f"worker-{number}", node="a")
+    elastic._tell_workers()
+    assert [what for what, _ in recorded] == ["workers"] * 5
+    range_ = "wanted: 2 to 4 (actors.workers)"
+    assert [detail for _, detail in recorded] == [
+        f"from 0 to 2: worker-0, worker-1 began to play; {range_}",
+        f"from 2 to 3: worker-2 began to play; {range_}",
+        f"from 3 to 2: worker-2 ended (left, with its node); {range_}",
+        f"from 2 to 1: worker-1 ended ({DIED}); {range_}",
+        "from 1 to 9: worker-1, worker-2, worker-3, worker-4 and 4 more began to play; "
+        "wanted: 9 (gigpo workers)",
+    ]
+
+
+def test_a_fixed_number_of_workers_is_recorded_too(session: Supervisor) -> None:
+    place(session, "worker-0", node="a")
+    session._tell_workers()
+    assert session.coordinator.recorded == [  # type: ignore[attr-defined]
+        ("workers", "from 0 to 1: worker-0 began to play; wanted: 1 (actors.workers)")
     ]

@@ -78,7 +78,9 @@ def wait_for_workers(run: FaultRun, number: int) -> None:
     """Wait until the newest record of the number of workers is `number`."""
 
     def is_so() -> bool:
-        return [told.split()[0] for told in run.events("workers")[-1:]] == [str(number)]
+        return [told.partition(":")[0].split()[-1] for told in run.events("workers")[-1:]] == [
+            str(number)
+        ]
 
     run.wait(is_so, what=f"{number} workers")
 
@@ -119,6 +121,9 @@ def test_workers_follow_the_nodes_and_a_notice_is_an_orderly_stop(
         left = run.events("gone")
         assert len(left) == 2 and all(why.startswith("left, with its node;") for why in left)
         assert len(run.events("node leaves")) == 2
+        assert run.events("workers")[-1].endswith(
+            " ended (left, with its node); wanted: 1 to 3 (actors.workers)"
+        )
         assert run.events("started again") == [], "nothing counted as a restart"
 
         cluster.add(cpus=1)

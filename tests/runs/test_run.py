@@ -28,6 +28,7 @@ from driver import run_lock
 from learner.data.micro_batch import micro_batches
 from learner.distributed.private_ray import RAY_DIRECTORY
 from learner.training.engine import Engine
+from printable import counted
 from store import RunLayout
 from tests.project.test_docs_metrics import documented
 from tests.support.curves_read import in_store, in_tensorboard
@@ -126,6 +127,13 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.2)
 
 
+# Groups that were claimed or trained on after a learner step.
+CONSUMED_SINCE = """
+SELECT count(*) FROM batch_group JOIN batch USING (batch_id)
+WHERE live = 1 AND (state = 'claimed' OR (state = 'trained' AND learner_step > {learner_step}))
+"""
+
+
 def checkpoint(run: Path) -> int:
     """Learner step of the newest one."""
     return catalog_number(run, "SELECT max(learner_step) FROM checkpoint WHERE live = 1")
@@ -180,6 +188,27 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(
     report = (finished[0].run / "report.html").read_text()
     assert f"report     {finished[0].run}/report.html" in output
     assert "Held-out tasks: " in report and 'class="error"' not in report
+
+
+def test_a_normal_end_leaves_no_traceback_in_the_logs(
+    finished: tuple[Finished, list[str]],
+) -> None:
+    check_no_traceback(finished[0].run, {})
+
+
+def log_sizes(run: Path) -> dict[str, int]:
+    """Return the characters of each log of the run, and of the cloning of its base policy."""
+    return {str(path): len(path.read_text()) for path in run.rglob("logs/*.log")}
+
+
+def check_no_traceback(run: Path, before: dict[str, int]) -> None:
+    """Check what was logged since `log_sizes` returned `before`."""
+    logs = log_sizes(run)
+    assert {Path(name).name for name in logs} >= {"coordinator.log", "learner.log", "worker-0.log"}
+    assert any(name.endswith("worker-0-engine.log") for name in logs)
+    for name in logs:
+        said = Path(name).read_text()[before.get(name, 0) :]
+        assert "Traceback" not in said and "EngineDeadError" not in said, f"{name}: {said}"
 
 
 def test_every_promised_metric_has_rows(finished: tuple[Finished, list[str]]) -> None:
@@ -349,7 +378,9 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
     shutil.copytree(run, moved)
     shutil.rmtree(run)
     run = moved
-    before = Before.now()
+    n_kept = catalog_number(run, "SELECT count(*) FROM trajectory")
+    n_again = catalog_number(run, CONSUMED_SINCE.format(learner_step=checkpoint(run)))
+    before, logged = Before.now(), log_sizes(run)
     command = [
         sys.executable,
         "-m",
@@ -371,7 +402,11 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
     process.send_signal(signal.SIGINT)
     again = finish(process, run)
     assert again.code == 130, again.output
-    assert "continues at learner step" in again.output and "thrown away: " in again.output
+    (restored,) = re.findall(r": (continues at learner step .*)", again.output)
+    assert f"{counted(n_again, 'group')} consumed after the checkpoint" in restored
+    assert f"; {n_kept} trajectories are kept" in restored
+    assert "thrown away: " in again.output
+    check_no_traceback(run, logged)
     assert f"gigpo train --resume {run.name}" in again.output and "Traceback" not in again.output
     assert committed <= trajectory_uids(run)
     steps = trained_step(run)
