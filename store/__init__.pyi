@@ -96,6 +96,7 @@ from .reading.lineage import trained_step as trained_step
 from .reading.manifest import export as export
 from .reading.manifest import read_manifest as read_manifest
 from .reading.mirror import fetch_run as fetch_run
+from .reading.mirror import own_cache as own_cache
 from .reading.open_sql import write_open_sql as write_open_sql
 from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout

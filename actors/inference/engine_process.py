@@ -27,7 +27,7 @@ from typing import Any
 
 from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers, parallel_sizes
 from printable import did_you_mean
-from store import weight_files
+from store import own_cache, weight_files
 from usage_statistics import usage_statistics_off
 
 # directory of the sockets that connect a worker with its engine; needs a short path
@@ -40,6 +40,9 @@ PROCESS_SEPARATOR = "|"  # between the lists of cores of an engine's processes
 BYTES_PER_THREAD = 40_000_000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+# torch loads what is in this directory as code. Its default has a name in /tmp that another user
+# can take first.
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 PRELOADED = "actors.inference.fork_server_preload"  # the server imports it before it serves
 
 _server_variables: dict[str, str] = {}  # environment variables of this process's server
@@ -110,7 +113,11 @@ def _argument_names() -> list[str]:
 
 
 def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -> dict[str, str]:
-    """Return an engine's variables. Raises ValueError if the installed vLLM has no such engine."""
+    """Return an engine's variables.
+
+    Raises ValueError if the installed vLLM has no such engine. Raises StoreError if an engine on a
+    GPU can have no cache of compiled code.
+    """
     if fault := engine_fault(actors) or unknown_argument_fault(actors):
         raise ValueError(fault)
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +133,8 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
     if actors.batch_invariant:
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if actors.gpus_per_worker:
-        return variables
+        # Also if it is set: torch sets it to its default in a process that imports it.
+        return variables | {COMPILED: str(own_cache("compiled"))}
     cores = engine_cores(actors.cpu_cores)
     return variables | {
         # else a CPU engine adds a third process, for the model

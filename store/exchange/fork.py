@@ -352,6 +352,7 @@ def _checkpoint(
     ).fetchall()
     there: dict[int, sqlite3.Row] = {}
     for row in rows:
+        _check_numbers(source, row, ("lsn", "learner_step", "version"))
         name = checked_name(row["path"], CHECKPOINT_PATH, where=str(source.catalog))
         if has_directory(source, name):
             there[row["learner_step"]] = row
@@ -366,12 +367,21 @@ def _checkpoint(
     row = there[learner_step]
     query = "SELECT lsn FROM version WHERE version = ?"
     published = catalog.execute(query, (row["version"],)).fetchone()
+    if published is not None:
+        _check_numbers(source, published, ("lsn",))
     if published is None or published["lsn"] > row["lsn"]:
         raise StoreError(
             f"{source.root} was rebuilt after learner step {learner_step}, "
             "and the order of its events is lost; use a later checkpoint"
         )
     return row
+
+
+def _check_numbers(source: RunLayout, row: sqlite3.Row, names: Sequence[str]) -> None:
+    """Raise FormatError for a cell that a STRICT table would refuse: the file was edited."""
+    wrong = [name for name in names if not isinstance(row[name], int)]
+    if wrong:
+        raise _unreadable(source, sqlite3.DatabaseError(f"malformed row: its {wrong[0]} is none"))
 
 
 def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, version: int) -> None:

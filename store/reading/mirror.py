@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
@@ -120,23 +121,31 @@ def cache_of(run_id: str, uri: str, *, kind: str) -> Path:
     `kind` is "runs" for its rows, and "settings" for its settings and its catalog. Raises
     StoreError.
     """
-    ours = user_directory("XDG_CACHE_HOME", default=".cache")
     digest = blake2b(uri.encode(errors="surrogatepass"), digest_size=URI_DIGEST_BYTES).hexdigest()
-    copy = ours / kind / f"{run_id}-{digest}"
+    return own_cache(kind, f"{run_id}-{digest}")
+
+
+def own_cache(*names: str) -> Path:
+    """Return the directory of these names in this user's cache, made if it is not there.
+
+    Nobody else may enter it. Raises StoreError for a link and for another user's directory.
+    """
+    ours = user_directory("XDG_CACHE_HOME", default=".cache")
+    directory = ours.joinpath(*names)
     try:
         ours.parent.mkdir(parents=True, exist_ok=True)
-        for directory in (ours, copy.parent, copy):
-            directory.mkdir(mode=0o700, exist_ok=True)
-            is_ours = is_directory(directory, root=ours.parent)
-            if not is_ours or directory.stat().st_uid != os.geteuid():
+        for made in accumulate(names, Path.joinpath, initial=ours):
+            made.mkdir(mode=0o700, exist_ok=True)
+            is_ours = is_directory(made, root=ours.parent)
+            if not is_ours or made.stat().st_uid != os.geteuid():
                 raise StoreError(
-                    f"{directory} is a link or another user's; remove it, or set XDG_CACHE_HOME"
+                    f"{made} is a link or another user's; remove it, or set XDG_CACHE_HOME"
                 )
     except OSError as error:
         raise StoreError(
-            f"cannot make {copy}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
+            f"cannot make {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
         ) from error
-    return copy
+    return directory
 
 
 def _make_copy(copy: RunLayout) -> None:

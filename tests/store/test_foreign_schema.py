@@ -165,17 +165,25 @@ def share_pages(layout: RunLayout, table: str, *, levels: int) -> None:
     layout.catalog.write_bytes(file)
 
 
-def plant(layout: RunLayout, column: str, value: str) -> None:
-    """Write a value into `meta` that its STRICT table refuses."""
+LOOSE = {  # the tables as they would be if they took a value of any type
+    "meta": "id INTEGER PRIMARY KEY, run_id, epoch, lsn, horizon_lsn",
+    "checkpoint": "lsn INTEGER PRIMARY KEY, learner_step, path, version, live, saved_us, changed_lsn",
+    "version": "version INTEGER PRIMARY KEY, path, digest, learner_step, epoch, published_us, lsn",
+}
+
+
+def plant(layout: RunLayout, column: str, value: str, *, table: str = "meta") -> None:
+    """Write a value into a STRICT table that it refuses."""
+    query = "SELECT sql FROM sqlite_schema WHERE type = 'table' AND name = ?"
+    change = "UPDATE sqlite_schema SET sql = ? WHERE type = 'table' AND name = ?"
     with closing(sqlite3.connect(layout.catalog, isolation_level=None)) as connection:
-        (sql,) = connection.execute("SELECT sql FROM sqlite_schema WHERE name = 'meta'").fetchone()
+        (sql,) = connection.execute(query, (table,)).fetchone()
         connection.execute("PRAGMA writable_schema = ON")
-        loose = "CREATE TABLE meta (id INTEGER PRIMARY KEY, run_id, epoch, lsn, horizon_lsn)"
-        connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = 'meta'", (loose,))
+        connection.execute(change, (f"CREATE TABLE {table} ({LOOSE[table]})", table))
     with closing(sqlite3.connect(layout.catalog, isolation_level=None)) as connection:
-        connection.execute(f"UPDATE meta SET {column} = {value}")
+        connection.execute(f"UPDATE {table} SET {column} = {value}")
         connection.execute("PRAGMA writable_schema = ON")
-        connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = 'meta'", (sql,))
+        connection.execute(change, (sql, table))
 
 
 def command(layout: RunLayout, name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -465,6 +473,25 @@ def test_a_cell_of_meta_that_counts_nothing_is_one_line(
         metrics_since(layout, 0)
     assert main(["rebuild", run]) == 0, capsys.readouterr().err
     assert check(layout, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("checkpoint", "learner_step", "NULL"),
+        ("checkpoint", "learner_step", "'x'"),
+        ("checkpoint", "version", "x'ff'"),
+        ("version", "lsn", "x'ff'"),
+    ],
+)
+def test_a_cell_that_numbers_no_checkpoint_is_one_line_for_a_fork(
+    table: str, column: str, value: str, layout: RunLayout
+) -> None:
+    layout.checkpoint_dir(1).mkdir()
+    plant(layout, column, value, table=table)
+    with pytest.raises(FormatError, match=f"malformed row: its {column} is none"):
+        fork(layout, layout.root.with_name("forked"), learner_step=1, config_yaml="")
+    assert not layout.root.with_name("forked").exists()
 
 
 def test_a_backup_with_a_wrong_cell_of_meta_is_not_taken(layout: RunLayout) -> None:
