@@ -573,6 +573,12 @@ def _check_placement(config: Config) -> None:
             f"learner.gpus_per_rank={per_rank:g} is more than one GPU; use 1, and more "
             "learner.ranks for more GPUs"
         )
+    shared_by = config.learner.sequence_parallel
+    if ranks % shared_by:
+        raise ConfigError(
+            f"learner.ranks={ranks} are no whole number of groups of "
+            f"learner.sequence_parallel={shared_by}; set learner.ranks={shared_by}, or a multiple"
+        )
     if config.learner.flash_attention != 2 and not (per_rank and config.model.dtype == "bfloat16"):
         raise ConfigError(
             f"learner.flash_attention={config.learner.flash_attention} does nothing without a GPU "

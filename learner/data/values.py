@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from configs import LearnerConfig
+from configs import LearnerConfig, sequence_groups
 from gigpo import token_advantages
 from learner.data.arrow_lists import lists
 from learner.data.micro_batch import MicroBatch, micro_batches
@@ -48,7 +48,7 @@ def critic_values(
         filled = pc.if_else(is_empty, pa.scalar([0], kind), asked[name])
         asked = asked.set_column(index, asked.schema.field(name), filled)
     batches = micro_batches(
-        asked, micro_batch_tokens=learner.micro_batch_tokens, ranks=learner.ranks
+        asked, micro_batch_tokens=learner.micro_batch_tokens, ranks=sequence_groups(learner)
     )
     # A row's tokens are together and in order, in one micro-batch.
     rows_N = np.concatenate([batch.rows_N.numpy() for batch in batches])
