@@ -45,6 +45,7 @@ from configs.derived import (
     most_workers,
     n_workers,
     replayed_groups,
+    sequence_groups,
     serves_adapters,
     used_group_filter,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "rank_bytes",
     "read_description",
     "replayed_groups",
+    "sequence_groups",
     "serves_adapters",
     "shown",
     "shown_name",

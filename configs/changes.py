@@ -32,6 +32,7 @@ MAY_CHANGE = {
     "learner.steps",
     "learner.learning_rate",
     "learner.ranks",
+    "learner.sequence_parallel",
     "learner.gpus_per_rank",
     "learner.zero_stage",
     "learner.offload",

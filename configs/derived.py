@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 
 from configs.per_environment import environments
-from configs.schema import ActorsConfig, Config, ModelConfig, TasksConfig, WorkerRange
+from configs.schema import (
+    ActorsConfig,
+    Config,
+    LearnerConfig,
+    ModelConfig,
+    TasksConfig,
+    WorkerRange,
+)
 
 # The newest is used, and the one before it if the newest turns out to be damaged.
 KEPT_CHECKPOINTS = 2
@@ -104,6 +111,14 @@ def gpus_needed(config: Config, *, learns: bool) -> int:
         else:
             free.append(1.0 - share)
     return round(sum(share for share in shares if share >= 1)) + len(free)
+
+
+def sequence_groups(learner: LearnerConfig) -> int:
+    """Return the number of micro-batches that the learner's ranks compute at the same time.
+
+    Four ranks of which two share each micro-batch compute two.
+    """
+    return learner.ranks // learner.sequence_parallel
 
 
 def most_steps(config: Config) -> int:

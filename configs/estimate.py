@@ -162,7 +162,8 @@ def _learner_faults(config: Config, *, state_bytes: float, activation_bytes: flo
     return [
         f"a learner rank needs {needed_bytes / GIB:.1f} GiB of {own_bytes / GIB:.1f}; set "
         "a smaller learner.micro_batch_tokens, more learner.ranks with learner.zero_stage=3, "
-        "model.gradient_checkpointing=true or learner.offload=true"
+        "model.gradient_checkpointing=true, learner.offload=true or, for long sequences, a larger "
+        "learner.sequence_parallel"
     ]
 
 
@@ -220,6 +221,8 @@ def better_split(config: Config) -> tuple[Config, float] | None:
         ranks = n_gpus - workers * round(own)
         if ranks < 1:
             break
+        if ranks % config.learner.sequence_parallel:
+            continue
         split = replace(
             config,
             actors=replace(config.actors, workers=workers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,13 +135,18 @@ def activation_bytes(config: Config, shape: Shape) -> float:
     their inputs. With gradient checkpointing a layer keeps its input only, and one layer at a time
     is computed again. The output layer has a chunk of logits, and a float32 gradient of its weight
     unless only adapters are trained.
+
+    Ranks that share a micro-batch have equal parts of its tokens. They also keep attention's result
+    before it is exchanged, and as many heads of keys and values as they can divide.
     """
+    shared_by = config.learner.sequence_parallel
     width = BYTES[config.model.dtype]
-    of_layer = width * (
-        HIDDEN_KEPT * shape.hidden
-        + KEY_VALUES_KEPT * shape.key_values
-        + FEED_FORWARD_KEPT * shape.feed_forward
-    )
+    hidden, key_values = HIDDEN_KEPT * shape.hidden, KEY_VALUES_KEPT * shape.key_values
+    if shared_by > 1:
+        key_heads = shape.key_values * shape.heads // shape.queries
+        hidden += shape.hidden
+        key_values *= math.lcm(key_heads, shared_by) // key_heads
+    of_layer = width * (hidden + key_values + FEED_FORWARD_KEPT * shape.feed_forward)
     of_layer += FLOAT32_BYTES * NORMED_KEPT * shape.hidden
     if config.model.lora_rank and width < FLOAT32_BYTES:
         of_layer += FLOAT32_BYTES * (
@@ -153,4 +159,4 @@ def activation_bytes(config: Config, shape: Shape) -> float:
     output = CHUNK_TOKENS * CHUNK_TENSORS * FLOAT32_BYTES * shape.vocabulary
     if not config.model.lora_rank:
         output += FLOAT32_BYTES * shape.vocabulary * shape.hidden
-    return config.learner.micro_batch_tokens * of_token + output
+    return config.learner.micro_batch_tokens / shared_by * of_token + output

@@ -101,6 +101,12 @@ def check_model_path(config: Config) -> None:
             f"learner.zero_stage=3 with the vision model in model.path={path!r} is not supported; "
             "use 1 or 2"
         )
+    shared_by = config.learner.sequence_parallel
+    if shared_by > 1 and model_type(path) in VISION_MODEL_TYPES:
+        raise ConfigError(
+            f"learner.sequence_parallel={shared_by} with the vision model in model.path={path!r} "
+            "is not supported; use 1"
+        )
     if serves_adapters(config.model) and model_type(path) in VISION_MODEL_TYPES:
         raise ConfigError(
             f"model.lora_rank={config.model.lora_rank} with the vision model in "

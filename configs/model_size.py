@@ -143,9 +143,21 @@ def adapter_parameters(config: Config) -> float:
 
 
 def check_heads(config: Config) -> None:
-    """Check that an engine's GPUs can divide the attention's heads evenly. Raises ConfigError."""
+    """Check that GPUs of an engine, and of a sequence group, can divide the attention's heads.
+
+    Raises ConfigError.
+    """
     shape = known_shape(config)
-    if not n_workers(config) or shape is None:
+    if shape is None:
+        return
+    shared_by = config.learner.sequence_parallel
+    if shape.heads % shared_by:
+        raise ConfigError(
+            f"learner.sequence_parallel={shared_by} cannot divide the {shape.heads} attention "
+            f"heads of {config.model.path or 'the tiny model'} evenly; use a divisor of "
+            f"{shape.heads}"
+        )
+    if not n_workers(config):
         return
     n_parts, _ = parallel_sizes(config.actors)
     if shape.heads % n_parts:

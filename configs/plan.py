@@ -50,17 +50,21 @@ def describe_plan(config: Config) -> str:
     gradients = " and ".join(["weights, gradients, optimizer", *others])
     if has_critic(config):
         gradients += f", and the same of a critic of {critic_parameters(config) / 1e9:.3g} billion"
+    shared = share = ""
+    if learner.sequence_parallel > 1:
+        shared = f"; {learner.sequence_parallel} ranks share each micro-batch"
+        share = f"its 1/{learner.sequence_parallel} of "
     lines = [
         "",
         f"placement ({counted(gpus, 'GPU')} in all)",
         "  coordinator  1 process, CPU",
         f"  workers      {_workers_line(config)}",
         f"  learner      {counted(learner.ranks, 'rank')} x "
-        f"{_count(learner.gpus_per_rank)} GPU, DeepSpeed ZeRO {learner.zero_stage}",
+        f"{_count(learner.gpus_per_rank)} GPU, DeepSpeed ZeRO {learner.zero_stage}{shared}",
         f"memory ({size_line(config)}, {config.model.dtype}, on the {'GPU' if gpus else 'CPU'})",
         f"  each engine  {_engine_line(config, billions)}",
         f"  each rank    {rank_gib:.1f} GiB {gradients}; {activations} on top, "
-        f"for micro-batches of {learner.micro_batch_tokens} tokens",
+        f"for {share}micro-batches of {learner.micro_batch_tokens} tokens",
         f"  copies       {_size(copies_bytes(config))} of main memory on rank 0, of what is "
         "written while it trains",
         *_disk_lines(config),

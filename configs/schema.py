@@ -267,6 +267,9 @@ class LearnerConfig:
     micro_batch_tokens: int = 16384  # tokens per forward pass
     # processes of the learner; each holds a copy, or with ZeRO a part, of the model
     ranks: int = 1
+    # ranks that share the tokens of each micro-batch, for sequences that one GPU cannot hold; a
+    # divisor of `ranks` and of the model's attention heads
+    sequence_parallel: int = 1
     # 1, or 0 for a CPU learner, or with one rank a fraction to share a GPU
     gpus_per_rank: float = 0.0
     # DeepSpeed ZeRO: 1 shards the optimizer's state, 2 also gradients, 3 also weights

@@ -43,6 +43,7 @@ restore.py             loads a restart's checkpoint, describes what it kept and 
 distributed/
   deepspeed_setup.py   starts DeepSpeed and joins the ranks
   partitioned_load.py  loads a model for ZeRO 3 part by part
+  sequence_group.py    shares the tokens of a micro-batch among several ranks
   optimizer_state.py   reads and writes the optimizer's state at any ZeRO stage
   private_ray.py       starts a Ray for one user
 files/

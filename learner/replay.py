@@ -65,6 +65,7 @@ CHANGES_BITS = (
     "critic.learning_rate",
     "learner.steps",
     "learner.ranks",
+    "learner.sequence_parallel",
     "learner.threads",
     "learner.zero_stage",
     "learner.micro_batch_tokens",
@@ -252,6 +253,11 @@ def _check_possible(config: Config, *, explains: bool) -> None:
     if learner.gpus_per_rank and learner.ranks > 1:
         raise ReplayError(
             f"learner.ranks={learner.ranks} on GPUs cannot be replayed; on CPUs they can"
+        )
+    if explains and learner.sequence_parallel > 1:
+        raise ReplayError(
+            f"learner.sequence_parallel={learner.sequence_parallel} spreads each sequence over "
+            "several ranks; leave out --explain"
         )
     if explains and learner.zero_stage >= PARTITIONED:
         raise ReplayError(

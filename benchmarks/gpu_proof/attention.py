@@ -3,6 +3,8 @@
 The cases are grouped heads, windows, and 1 to 64 sequences of unequal length, one of them of a
 single token. On a GPU bf16 goes through the variable-length kernel: the section counts its calls
 and fails if another path was taken. float32 goes through one call per sequence, on both devices.
+Each case is computed again with heads that went through the exchange of a sequence group, here of
+one rank, with NCCL on a GPU and gloo on a CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from learner.distributed.sequence_group import SequenceGroup
 from learner.model import packed_attention as attention
 
 from gpu_proof.models import relative
@@ -45,12 +49,17 @@ def run(proof: Proof) -> None:
     # The reference multiplies in float32 without TF32, whatever was set before.
     torch.set_float32_matmul_precision("highest")
     worst: dict[str, float] = {}
-    for case in cases(proof):
-        with proof.report.case(case.name):
-            for name, error in compare(proof, case).items():
-                proof.report.at_most(f"{case.name}: {name}", error, LIMITS[case.dtype])
+    backend = "nccl" if proof.on_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    exchanging = SequenceGroup(group=dist.group.WORLD, rank=0, ranks=1)
+    for case, group in itertools.product(cases(proof), (None, exchanging)):
+        label = f"{case.name}{', exchanged' if group else ''}"
+        with proof.report.case(label):
+            for name, error in compare(proof, case, group=group).items():
+                proof.report.at_most(f"{label}: {name}", error, LIMITS[case.dtype])
                 key = f"{str(case.dtype).removeprefix('torch.')} {name}"
                 worst[key] = max(worst.get(key, 0.0), error)
+    dist.destroy_process_group()
     proof.report.figure("largest relative error", worst)
     if not proof.on_gpu:
         proof.report.needs_cuda("variable-length kernel")
@@ -72,8 +81,11 @@ def cases(proof: Proof) -> Iterator[Case]:
         )
 
 
-def compare(proof: Proof, case: Case) -> dict[str, float]:
-    """Return the relative errors of the output and of the three gradients."""
+def compare(proof: Proof, case: Case, *, group: SequenceGroup | None) -> dict[str, float]:
+    """Return the relative errors of the output and of the three gradients.
+
+    `group` is None for a rank that has all tokens.
+    """
     lengths = unequal_lengths(proof.shapes.attention_tokens, case.n_sequences)
     generator = torch.Generator(device=proof.device).manual_seed(case.n_sequences)
 
@@ -86,7 +98,7 @@ def compare(proof: Proof, case: Case) -> dict[str, float]:
     floats = tuple(one.detach().float().requires_grad_() for one in inputs)
     grad = random(case.heads).detach().transpose(1, 2)
     with counted_kernel() as calls:
-        out = packed(inputs, lengths=lengths, window=case.window)
+        out = packed(inputs, lengths=lengths, window=case.window, group=group)
         grads = torch.autograd.grad(out, inputs, grad)
     is_kernel = proof.on_gpu and case.dtype == torch.bfloat16
     if len(calls) != int(is_kernel):
@@ -101,11 +113,15 @@ def compare(proof: Proof, case: Case) -> dict[str, float]:
 
 
 def packed(
-    inputs: tuple[torch.Tensor, ...], *, lengths: list[int], window: int | None
+    inputs: tuple[torch.Tensor, ...],
+    *,
+    lengths: list[int],
+    window: int | None,
+    group: SequenceGroup | None,
 ) -> torch.Tensor:
     """Call the learner's attention as transformers calls it; returns [1, T, A, D]."""
     bounds_Sp1 = torch.tensor([0, *lengths], device=inputs[0].device).cumsum(0).int()
-    sequences = attention.PackedSequences(bounds_Sp1=bounds_Sp1, lengths=lengths)
+    sequences = attention.PackedSequences(bounds_Sp1=bounds_Sp1, lengths=lengths, group=group)
     module = torch.nn.Module()
     query, key, value = inputs
     out, _ = attention.packed_attention(

@@ -73,12 +73,18 @@ def check_offload(config: Config) -> None:
 
 
 def check_ranks(config: Config) -> None:
-    """Check the GPU of each rank."""
+    """Check the GPU of each rank, and the ranks that share a sequence."""
     per_rank, ranks = config.learner.gpus_per_rank, config.learner.ranks
     if per_rank > 1:
         raise ConfigError(
             f"learner.gpus_per_rank={per_rank:g} is more than one GPU; use 1, and more "
             "learner.ranks for more GPUs"
+        )
+    shared_by = config.learner.sequence_parallel
+    if ranks % shared_by:
+        raise ConfigError(
+            f"learner.ranks={ranks} are no whole number of groups of "
+            f"learner.sequence_parallel={shared_by}; set learner.ranks={shared_by}, or a multiple"
         )
     if config.learner.flash_attention != 2 and not (per_rank and config.model.dtype == "bfloat16"):
         raise ConfigError(

@@ -160,9 +160,9 @@ def first_tokens(rows_N: torch.Tensor) -> torch.Tensor:
 def micro_batches(rows: pa.Table, *, micro_batch_tokens: int, ranks: int) -> list[MicroBatch]:
     """Pack the rows that have a response into micro-batches of at most `micro_batch_tokens` tokens.
 
-    Their number is a multiple of `ranks`; it is 0 if no row has a response. A longer sequence gets
-    a micro-batch of its own. A step that repeats the tokens before it continues their sequence,
-    unless rows have images.
+    Their number is a multiple of `ranks`, where a sequence group is one rank; it is 0 if no row has
+    a response. A longer sequence gets a micro-batch of its own. A step that repeats the tokens
+    before it continues their sequence, unless rows have images.
 
     Reads prompt_ids, response_ids, response_logprobs, advantage, staleness and, if present, images,
     value, value_target and the list teacher_logprob; without images also traj_uid and step_index.

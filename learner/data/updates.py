@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from configs import LearnerConfig
+from configs import LearnerConfig, sequence_groups
 from learner.data.micro_batch import MicroBatch, micro_batches
 from store import IMPORTED
 
@@ -50,7 +50,7 @@ def cut_updates(rows: pa.Table, *, learner: LearnerConfig, version: int, seed: i
         batches = micro_batches(
             part,
             micro_batch_tokens=learner.micro_batch_tokens,
-            ranks=learner.ranks,
+            ranks=sequence_groups(learner),
         )
         if batches:
             updates.append(Update(rows=part, micro_batches=batches))

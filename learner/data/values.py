@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from configs import LearnerConfig
+from configs import LearnerConfig, sequence_groups
 from gigpo import token_advantages
 from learner.data.arrow_lists import lists
 from learner.data.micro_batch import MicroBatch, micro_batches
@@ -43,7 +43,7 @@ def critic_values(
     batches = micro_batches(
         _askable(rows, is_empty_R=n_tokens_R == 0),
         micro_batch_tokens=learner.micro_batch_tokens,
-        ranks=learner.ranks,
+        ranks=sequence_groups(learner),
     )
     asked_N = _in_row_order(batches, ask_critic(batches))
     n_asked_R = np.maximum(n_tokens_R, 1)

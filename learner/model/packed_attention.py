@@ -28,6 +28,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from learner.distributed.sequence_group import SequenceGroup
+
 PACKED = "packed"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)  # of the variable-length kernel
 KERNEL_HEAD_SIZE = 256  # at most, a multiple of 8, and one for queries, keys and values
@@ -56,6 +58,7 @@ class PackedSequences:
     bounds_Sp1: torch.Tensor  # int32, cumulative, from 0 to T
     lengths: list[int]  # of the S sequences
     compared: bool = False  # whether each layer compares its kernel with one sequence after another
+    group: SequenceGroup | None = None  # the ranks that share the tokens; None: this one has all
 
 
 def use_packed_attention(causal_lm: PreTrainedModel) -> None:
@@ -134,16 +137,20 @@ def packed_hidden(
     embedded: Mapping[str, torch.Tensor] | None = None,
     compared: bool = False,
     positions_N: torch.Tensor | None = None,
+    group: SequenceGroup | None = None,
 ) -> torch.Tensor:
     """Return the decoder's last hidden states [T, H], in the model's dtype.
 
     `positions_N` is for a model whose last layer is trimmed, which then returns [N, H].
     `embedded` replaces ids and positions (`vision.py`). With `compared` each layer compares its
-    kernel with one sequence after another, and raises ValueError if they differ.
+    kernel with one sequence after another, and raises ValueError if they differ. With `group` ids
+    and positions are this rank's share of the tokens, and the bounds those of all.
     """
     # Once per forward pass and not per layer: reading the lengths waits for the device.
     lengths = bounds_Sp1.diff().tolist()
-    sequences = PackedSequences(bounds_Sp1=bounds_Sp1, lengths=lengths, compared=compared)
+    sequences = PackedSequences(
+        bounds_Sp1=bounds_Sp1, lengths=lengths, compared=compared, group=group
+    )
     inputs = {"input_ids": input_ids_T.unsqueeze(0), "position_ids": position_ids_T.unsqueeze(0)}
     for_last_layer = {} if positions_N is None else {"positions_N": positions_N}
     return causal_lm.get_decoder()(
@@ -187,9 +194,28 @@ def packed_attention(
             f"model.path: {type(module).__name__} uses {asked[0]}, which packed attention does not "
             "compute"
         )
-    heads = (query_1ATD, key_1ATD, value_1ATD)
+    heads, group = (query_1ATD, key_1ATD, value_1ATD), sequences.group
+    if group is not None:
+        heads = group.tokens_for_heads(*heads)
+    out_1TAD = _attended(module, heads, sequences, scaling=scaling, sliding_window=sliding_window)
+    return out_1TAD if group is None else group.heads_for_tokens(out_1TAD), None
+
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query_1ATD, key_1ATD, value_1ATD
+
+
+def _attended(
+    module: torch.nn.Module,
+    heads: Heads,
+    sequences: PackedSequences,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Compute attention of all T tokens: [1, T, A, D]."""
+    query_1ATD, _, value_1ATD = heads
     if not _kernel_takes(query_1ATD, value_1ATD):
-        return _by_sequence(heads, sequences, scaling=scaling, sliding_window=sliding_window), None
+        return _by_sequence(heads, sequences, scaling=scaling, sliding_window=sliding_window)
     out_1TAD = _by_kernel(heads, sequences, scaling=scaling, sliding_window=sliding_window)
     if sequences.compared:
         looped_1TAD = _by_sequence(heads, sequences, scaling=scaling, sliding_window=sliding_window)
@@ -199,10 +225,7 @@ def packed_attention(
                 f"{query_1ATD.device} computes {type(module).__name__} unlike one sequence after "
                 "another; update torch, or set model.dtype=float32, which uses no kernel"
             )
-    return out_1TAD, None
-
-
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query_1ATD, key_1ATD, value_1ATD
+    return out_1TAD
 
 
 def _by_kernel(

@@ -26,6 +26,7 @@ from transformers import (
 from configs import SAFE_LOADING, ConfigError, LearnerConfig, load_safely
 from learner.data.micro_batch import MicroBatch
 from learner.distributed.partitioned_load import load_partitioned, only_last_layer
+from learner.distributed.sequence_group import SequenceGroup
 from learner.model.chunked_logprobs import OutputLayer
 from learner.model.packed_attention import (
     MIXED,
@@ -67,6 +68,7 @@ class PolicyModel(nn.Module):
             self.is_trimmed = trim_last_layer(causal_lm)
         self.causal_lm = causal_lm
         self.compared = False  # whether a forward pass compares each layer's kernel with the loop
+        self.sequence_group: SequenceGroup | None = None  # see `share_tokens`
         # A critic has a value head instead.
         self.output: nn.Module = OutputLayer(
             causal_lm.get_output_embeddings(), temperature=temperature, float32=float32_head
@@ -77,6 +79,8 @@ class PolicyModel(nn.Module):
 
         With N = 0 the results are empty and still depend on every parameter, with gradients of 0.
         """
+        if self.sequence_group is not None:
+            return self._with_others(batch, self.sequence_group)
         embedded = None if self.vision is None else self.vision.packed(self.causal_lm, batch)
         hidden_NH = packed_hidden(
             self.causal_lm,
@@ -90,6 +94,43 @@ class PolicyModel(nn.Module):
         if not self.is_trimmed:
             hidden_NH = hidden_NH.index_select(0, batch.positions_N)
         logprobs_N, entropy_N = self.output(hidden_NH, batch.response_ids_N)
+        return logprobs_N, entropy_N
+
+    def share_tokens(self, group: SequenceGroup) -> None:
+        """Compute each micro-batch together with the other ranks of `group` from now on.
+
+        Raises ValueError for a model whose attention heads they cannot divide, or of images.
+        """
+        asked = f"learner.sequence_parallel={group.ranks}"
+        if self.vision is not None:
+            raise ValueError(f"{asked} with a vision model is not supported; use 1")
+        heads = self.causal_lm.config.num_attention_heads
+        if heads % group.ranks:
+            raise ValueError(
+                f"{asked} cannot divide the {heads} attention heads of "
+                f"{type(self.causal_lm).__name__}; use a divisor of {heads}"
+            )
+        self.sequence_group = group
+
+    def _with_others(
+        self, batch: MicroBatch, group: SequenceGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute this rank's tokens. Return the results of all, as `forward` does."""
+        share = group.share_of(batch)
+        hidden_PH = packed_hidden(
+            self.causal_lm,
+            input_ids_T=share.input_ids_K,
+            position_ids_T=share.position_ids_K,
+            bounds_Sp1=share.bounds_Sp1,
+            positions_N=share.positions_P if self.is_trimmed else None,
+            group=group,
+        )
+        if not self.is_trimmed:
+            hidden_PH = hidden_PH.index_select(0, share.positions_P)
+        results_2P = torch.stack(self.output(hidden_PH, batch.response_ids_N[share.indices_P]))
+        logprobs_N, entropy_N = group.joined(
+            results_2P, indices_P=share.indices_P, n_tokens=batch.n_response_tokens
+        )
         return logprobs_N, entropy_N
 
     def check_on_device(self, device: torch.device) -> None:

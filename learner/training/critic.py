@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from configs import CriticConfig, LearnerConfig, ModelConfig
+from configs import CriticConfig, LearnerConfig, ModelConfig, sequence_groups
 from gigpo import explained_variance, value_loss
 from learner.data.micro_batch import MicroBatch
 from learner.data.updates import share_of_update
@@ -38,6 +38,7 @@ from learner.distributed.deepspeed_setup import (
     initialize,
     shape_of,
 )
+from learner.distributed.sequence_group import join_sequence_group
 from learner.model.lora import add_adapters
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.training.gradient import add_gradient, apply_gradient, share_of_rank
@@ -55,9 +56,10 @@ class ValueHead(nn.Module):
     def forward(
         self, hidden_NH: torch.Tensor, response_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values, and nothing for the entropies that a policy has."""
+        """Return values, and 0 for the entropies that a policy has."""
         values_N1 = nn.functional.linear(hidden_NH.float(), self.weight.float(), self.bias.float())
-        return values_N1.squeeze(-1), values_N1.new_zeros(0)
+        values_N = values_N1.squeeze(-1)
+        return values_N, torch.zeros_like(values_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +91,20 @@ class Critic:
         """Load the network, whose tokenizer is the policy's."""
         self.clip = critic.clip
         self.learner = learner
-        self.rank, self.ranks = rank, learner.ranks
+        self.ranks = learner.ranks
+        self.group, self.groups = rank // learner.sequence_parallel, sequence_groups(learner)
         path = critic.path or str(model_path)
         self.network = _load(path, model, learner=learner)
         trained_dtype = "float32" if model.lora_rank else model.dtype
         own = replace(learner, learning_rate=critic.learning_rate)
         self.deepspeed = initialize(self.network, dtype=trained_dtype, learner=own)
         self.network.check_on_device(self.deepspeed.device)
+        if sequence_group := join_sequence_group(learner):
+            self.network.share_tokens(sequence_group)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the value before each response token per micro-batch: float32 [N], on the CPU."""
-        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
+        mine = share_of_rank(micro_batches, rank=self.group, ranks=self.groups)
         with torch.no_grad():
             values = [self.network(batch.to(self.deepspeed.device))[0].cpu() for batch in mine]
         return gathered(values, micro_batches, ranks=self.ranks)
@@ -113,7 +118,7 @@ class Critic:
         n_rows = sum(batch.n_rows for batch in micro_batches)
         n_values = sum(batch.n_values for batch in micro_batches)
         share = share_of_update(n_rows, rows_per_update=self.learner.rows_per_update)
-        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
+        mine = share_of_rank(micro_batches, rank=self.group, ranks=self.groups)
         done_4K = []
         for index, batch in enumerate(mine):
             is_last = index == len(mine) - 1

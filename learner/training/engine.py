@@ -11,7 +11,8 @@
 It knows nothing of files, Ray or the store. One process is one rank and has one engine at a time.
 With several `learner.ranks` all engines call the same methods with the same arguments at the same
 time (`rank_group.py`). Rank r computes micro-batches r, r + ranks, ...; results are about all of
-them. Letters as in `micro_batch.py`.
+them. Ranks of one sequence group compute the same micro-batches together and count as one rank
+there (`sequence_group.py`). Letters as in `micro_batch.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from configs import (
     ModelConfig,
     has_critic,
     is_served,
+    sequence_groups,
     serves_adapters,
 )
 from gigpo import BatchTotals, Tokens, ess, interpolated_proximal, log_ratio
@@ -49,6 +51,7 @@ from learner.distributed.deepspeed_setup import (
 )
 from learner.distributed.optimizer_state import trainable
 from learner.distributed.partitioned_load import is_partitioned
+from learner.distributed.sequence_group import join_sequence_group
 from learner.interface import NonFiniteWeightsError
 from learner.loss_settings import objective_of
 from learner.model.lora import adapter_weights, adapters_off, add_adapters, merged
@@ -92,6 +95,7 @@ class Engine:
         self.learner = learner
         self.rank = rank
         self.ranks = learner.ranks
+        self.group, self.groups = rank // learner.sequence_parallel, sequence_groups(learner)
         self.n_updates = 0  # optimizer updates that were applied; the schedule counts in them
         join_ranks(rank, ranks=self.ranks, address=address)  # before ZeRO 3 divides a model
         self.policy = _load(model_path, model, learner=learner, temperature=temperature)
@@ -107,6 +111,8 @@ class Engine:
         trained_dtype = "float32" if self.has_adapters else model.dtype
         self.deepspeed = initialize(self.policy, dtype=trained_dtype, learner=learner)
         self.policy.check_on_device(self.deepspeed.device)
+        if sequence_group := join_sequence_group(learner):
+            self.policy.share_tokens(sequence_group)
         self._frozen: list[Any] = []  # DeepSpeed's engines of models that are not trained
         self.reference: PolicyModel | None = None
         if self.objective.kl_coef > 0.0 and not self.has_adapters:
@@ -176,7 +182,7 @@ class Engine:
         current policy's; None: not computed yet. A loss or gradient that is not finite changes
         nothing, on all ranks.
         """
-        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
+        mine = share_of_rank(micro_batches, rank=self.group, ranks=self.groups)
         totals = BatchTotals(
             n_tokens=sum(batch.n_response_tokens for batch in micro_batches),
             n_sequences=sum(batch.n_rows for batch in micro_batches),
@@ -191,7 +197,7 @@ class Engine:
             group["lr"] = learning_rate
         factors: Sequence[torch.Tensor] = []
         if self.objective.batch_wide:
-            factors = self.batch_wide_factors(micro_batches, scores)[self.rank :: self.ranks]
+            factors = self.batch_wide_factors(micro_batches, scores)[self.group :: self.groups]
         passes = []
         for index, batch in enumerate(mine):
             factor_N = factors[index].to(self.deepspeed.device) if factors else None
@@ -218,7 +224,7 @@ class Engine:
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the current policy's logprobs_N per micro-batch: float32, on the CPU, detached."""
-        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
+        mine = share_of_rank(micro_batches, rank=self.group, ranks=self.groups)
         with torch.no_grad():
             scores = [self.policy(batch.to(self.deepspeed.device))[0].cpu() for batch in mine]
         return gathered(scores, micro_batches, ranks=self.ranks)
@@ -304,6 +310,8 @@ class Engine:
             self._frozen.append(engine)
         else:
             frozen.to(self.deepspeed.device)
+        if sequence_group := join_sequence_group(self.learner):
+            frozen.share_tokens(sequence_group)
         return frozen
 
     def _is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
@@ -314,7 +322,7 @@ class Engine:
         """
         parameters = trainable(self.policy.causal_lm).values()
         weights_norm = torch.nn.utils.get_total_norm(map(own_elements, parameters))
-        mine = share_of_rank(micro_batches, rank=self.rank, ranks=self.ranks)
+        mine = share_of_rank(micro_batches, rank=self.group, ranks=self.groups)
         # The shortest sequence is the cheapest pass over real tokens.
         short = mine[0].only_sequence(int(mine[0].bounds_Sp1.diff().argmin()))
         with torch.no_grad():

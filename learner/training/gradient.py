@@ -5,7 +5,7 @@
         add_gradient(engine, loss, scale=scale, is_last=index == len(mine) - 1)
     grad_norm = apply_gradient(engine)             # not finite: nothing was applied
 
-All ranks call these together.
+All ranks call these together. The ranks of a sequence group have one share, and there count as one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from learner.distributed.deepspeed_setup import forget_gradient
 def share_of_rank(
     micro_batches: Sequence[MicroBatch], *, rank: int, ranks: int
 ) -> Sequence[MicroBatch]:
-    """Return this rank's share. All ranks need equally many: a ZeRO 3 pass needs every rank."""
+    """Return this rank's share. All ranks need equally many: a ZeRO 3 pass needs every rank.
+
+    A sequence group counts as one rank.
+    """
     if not any(batch.n_response_tokens for batch in micro_batches):
         raise ValueError("an update needs at least one response token; leave empty batches out")
     if len(micro_batches) % ranks:
@@ -38,7 +41,8 @@ def add_gradient(engine: Any, loss: torch.Tensor, *, scale: float, is_last: bool
     """Add the gradient of `scale` times the loss of a micro-batch, the update's last if `is_last`.
 
     DeepSpeed takes the mean over ranks, so a loss that is their sum needs `scale` to have their
-    number as a factor.
+    number as a factor. All ranks count here: those of a sequence group have one loss, and parts of
+    its gradient.
     """
     # Only the last micro-batch reduces gradients. DeepSpeed cannot know which one is last, because
     # their number differs from update to update.

@@ -79,10 +79,13 @@ def gathered(mine: Sequence[Value], batches: Sequence[MicroBatch], *, ranks: int
 
     All ranks call it together; rank r brings those of batches[r::ranks], with tensors on the CPU.
     Batches (a, b, c, d) on 2 ranks: rank 0 brings (a, c), rank 1 (b, d), both get (a, b, c, d).
+    The ranks of a sequence group bring the same, so their first one's are taken.
     """
     everyone = [mine[0]] * len(batches)
-    for r, of_rank in enumerate(from_all_ranks(list(mine), ranks=ranks)):
-        everyone[r::ranks] = of_rank
+    groups = len(batches) // len(mine)
+    of_groups = from_all_ranks(list(mine), ranks=ranks)[:: ranks // groups]
+    for g, of_group in enumerate(of_groups):
+        everyone[g::groups] = of_group
     return everyone
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,18 @@ def test_two_ranks_on_one_gpu_are_refused(empty: Path) -> None:
         ConfigError, match=r"learner.gpus_per_rank=0.5 with learner.ranks=2 .* NCCL"
     ):
         configs.load(empty, ["learner.gpus_per_rank=0.5", "learner.ranks=2"])
+
+
+def test_ranks_that_share_a_micro_batch_are_whole_groups(empty: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"learner.ranks=3 .*sequence_parallel=2; set learner.ranks=2"
+    ):
+        configs.load(empty, ["learner.ranks=3", "learner.sequence_parallel=2"])
+    four = configs.load(empty, ["learner.ranks=4", "learner.sequence_parallel=2"])
+    assert configs.sequence_groups(four.learner) == 2
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    with pytest.raises(ConfigError, match=r"sequence_parallel=2 with the vision model"):
+        configs.check_model_path(replace(four, model=configs.ModelConfig(path=str(tmp_path))))
 
 
 def test_a_mistake_of_the_file_is_not_blamed_on_the_command_line(tmp_path: Path) -> None:

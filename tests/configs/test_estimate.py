@@ -282,6 +282,30 @@ def test_heads_that_the_gpus_of_an_engine_do_not_divide_are_refused(
     configs.check_heads(alfworld(f"model.path={path}", f"actors.gpus_per_worker={fitting}"))
 
 
+def test_heads_that_ranks_of_a_group_do_not_divide_are_refused() -> None:
+    ranks = ["learner.ranks=8", "learner.sequence_parallel=8"]
+    with pytest.raises(
+        ConfigError, match="sequence_parallel=8 cannot divide the 12 attention heads"
+    ):
+        configs.check_heads(alfworld("model.path=Qwen/Qwen2.5-1.5B-Instruct", *ranks))
+    configs.check_heads(alfworld("model.path=Qwen/Qwen2.5-3B-Instruct", *ranks))
+
+
+def test_ranks_that_share_a_micro_batch_share_its_activations() -> None:
+    ranks = ["learner.ranks=4", "learner.gpus_per_rank=1"]
+    alone, shared = (
+        alfworld(*ranks, f"learner.sequence_parallel={shared_by}") for shared_by in (1, 4)
+    )
+    shape = model_shape(alone)
+    vocabulary = replace(alone, learner=replace(alone.learner, micro_batch_tokens=0))
+    output = activation_bytes(vocabulary, shape)
+    of_tokens = [activation_bytes(config, shape) - output for config in (alone, shared)]
+    assert of_tokens[0] / 4 <= of_tokens[1] <= of_tokens[0] / 4 * 1.2
+    assert "4 ranks share each micro-batch" in configs.describe_plan(shared)
+    assert "its 1/4 of micro-batches of" in configs.describe_plan(shared)
+    assert "share" not in configs.describe_plan(alone)
+
+
 def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
     sizes = {
         "num_hidden_layers": 3,

@@ -9,15 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from configs import Config, LearnerConfig, ModelConfig, Shape
 from configs.learner_memory import activation_bytes
-from learner.data.micro_batch import MicroBatch, micro_batches
+from learner.data.micro_batch import MicroBatch
 from learner.model.lora import add_adapters
-from learner.model.policy_model import PolicyModel, load_policy
-from tests.support.learner_samples import table
+from learner.model.policy_model import load_policy
+from tests.support.engine_samples import all_trained, kept_bytes
 
 MOST_UNDER, MOST_OVER = 1.05, 1.3  # the plan may be so far from what is kept
 SHAPE = Shape(
@@ -41,37 +40,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def batch_of(n_rows: int) -> MicroBatch:
-    """Return rows whose tokens are nearly all trained on, so that the last layer keeps them too."""
-    rows = table(*[([5], [6] * 63, [-1.0] * 63, 1.0) for _ in range(n_rows)])
-    (batch,) = micro_batches(rows, micro_batch_tokens=64 * n_rows, ranks=1)
-    return batch
-
-
-def kept_bytes(policy: PolicyModel, batch: MicroBatch) -> int:
-    """Return the bytes of all tensors that the backward pass of this batch will read."""
-    own = {each.untyped_storage().data_ptr() for each in policy.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        results = policy(batch)
-    assert all(result.requires_grad for result in results)
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_plan_has_room_for_what_the_layers_keep(base: Path, dtype: str, lora_rank: int) -> None:
     policy = load_policy(base, dtype=dtype, gradient_checkpointing=False, temperature=1.0)
     if lora_rank:
         add_adapters(policy.causal_lm, rank=lora_rank, alpha=8.0)
-    few, many = batch_of(4), batch_of(16)
+    few, many = all_trained(4), all_trained(16)
     # The difference leaves out what does not depend on the tokens.
     kept = kept_bytes(policy, many) - kept_bytes(policy, few)
 

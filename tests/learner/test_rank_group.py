@@ -305,7 +305,7 @@ def test_work_that_cannot_be_shared_is_refused(
     with pytest.raises(RuntimeError, match="rank 0 of 1 already and cannot become rank 1 of 2"):
         join_ranks(1, ranks=2, address="127.0.0.1:1")
     with Place(base=base, rank=0, ranks=1, address=None).engine() as engine:
-        engine.ranks = 2
+        engine.groups = 2
         with pytest.raises(ValueError, match="3 micro-batches cannot be shared by 2 ranks"):
             engine.update(cut(random_rows(), CUT)[:3])
 

@@ -364,6 +364,10 @@ def test_the_values_of_tokens_are_compared_by_their_digest(replay: Replay) -> No
             ("learner.zero_stage=3", "--explain"),
             "learner.zero_stage=3 spreads the gradient over the ranks",
         ),
+        (
+            ("learner.ranks=2", "learner.sequence_parallel=2", "--explain"),
+            "learner.sequence_parallel=2 spreads each sequence over several ranks",
+        ),
         (("learner.rate=3",), "unknown key 'learner.rate'"),
         (("algorithm.gamma=.nan",), "algorithm.gamma=nan is outside [0, 1]"),
         (("algorithm.group_filter=x",), "algorithm.group_filter='x' is unknown"),

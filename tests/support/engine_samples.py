@@ -17,9 +17,10 @@ from learner.checkpoint import Files, copy_checkpoint, write_checkpoint, write_f
 from learner.data.micro_batch import MicroBatch, micro_batches
 from learner.distributed.deepspeed_setup import ADAM_BETAS, ADAM_EPSILON, from_all_ranks
 from learner.distributed.optimizer_state import trainable
+from learner.model.policy_model import PolicyModel
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
 from learner.training.engine import Engine
-from tests.support.learner_samples import one_step_each
+from tests.support.learner_samples import one_step_each, table
 
 WHOLE, CUT = 100_000, 40  # micro-batch budgets: everything at once, two or three rows at a time
 LENGTHS = (3, 20)  # of random prompts
@@ -86,6 +87,30 @@ def history_rows() -> pa.Table:
         advantages=rows["advantage"],
         steps=[divmod(row, 3) for row in range(15)],
     )
+
+
+def all_trained(n_rows: int) -> MicroBatch:
+    """Return rows whose tokens are nearly all trained on, so that the last layer keeps them too."""
+    rows = table(*[([5], [6] * 63, [-1.0] * 63, 1.0) for _ in range(n_rows)])
+    (batch,) = micro_batches(rows, micro_batch_tokens=64 * n_rows, ranks=1)
+    return batch
+
+
+def kept_bytes(policy: PolicyModel, batch: MicroBatch) -> int:
+    """Return the bytes of all tensors that the backward pass of this batch will read."""
+    own = {each.untyped_storage().data_ptr() for each in policy.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        results = policy(batch)
+    assert all(result.requires_grad for result in results)
+    return sum(kept.values())
 
 
 def with_places(rows: pa.Table) -> pa.Table:

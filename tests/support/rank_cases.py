@@ -100,6 +100,11 @@ class Place:
     rank: int
     ranks: int
     address: str | None
+    sequence_parallel: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.ranks // self.sequence_parallel
 
     @contextmanager
     def engine(
@@ -107,14 +112,17 @@ class Place:
         *,
         dtype: str = "float32",
         lora_rank: int = 0,
+        gradient_checkpointing: bool = False,
         learner: LearnerConfig = LEARNER,
         critic: CriticConfig | None = None,
         **loss: Any,
     ) -> Iterator[Engine]:
         engine = Engine(
             model_path=self.base,
-            model=ModelConfig(dtype=dtype, lora_rank=lora_rank),
-            learner=replace(learner, ranks=self.ranks),
+            model=ModelConfig(
+                dtype=dtype, lora_rank=lora_rank, gradient_checkpointing=gradient_checkpointing
+            ),
+            learner=replace(learner, ranks=self.ranks, sequence_parallel=self.sequence_parallel),
             loss=LossConfig(**loss),
             critic=critic,
             temperature=1.0,
@@ -157,7 +165,7 @@ def _cuts(place: Place) -> dict[str, Result]:
             learner=replace(LEARNER, zero_stage=stage), kl_coef=0.1, entropy_coef=0.01
         ) as engine:
             first = cut(history_rows(), tokens, ranks=place.ranks, merge_steps=merge_steps)
-            found[f"cut {stage} {tokens} {merge_steps}"] = _result(engine, [first])
+            found[f"cut {stage} {tokens} {merge_steps}"] = result(engine, [first])
     return found
 
 
@@ -196,7 +204,7 @@ def _losses(place: Place) -> dict[str, Result]:
                 cut(far_rows(), CUT, ranks=place.ranks),
                 cut(random_rows(5, seed=1), CUT, ranks=place.ranks),
             ]
-            found[f"loss {name}"] = _result(engine, parts)
+            found[f"loss {name}"] = result(engine, parts)
     return found
 
 
@@ -213,7 +221,7 @@ def _adapters(place: Place) -> dict[str, Result]:
                 cut(far_rows(), CUT, ranks=place.ranks),
                 cut(random_rows(5, seed=1), CUT, ranks=place.ranks),
             ]
-            found[f"adapters {stage}"] = _result(engine, parts)
+            found[f"adapters {stage}"] = result(engine, parts)
     return found
 
 
@@ -303,17 +311,17 @@ def _few_rows(place: Place) -> dict[str, Result]:
             learner=learner, corrections=["m2po"], kl_coef=0.1, entropy_coef=0.01
         ) as engine:
             one = cut(random_rows(1), CUT, ranks=place.ranks)
-            found[f"one row {stage}"] = _result(engine, [one])
+            found[f"one row {stage}"] = result(engine, [one])
     return found
 
 
 def _ess_scaled(place: Place) -> dict[str, Result]:
     with place.engine(learner=replace(LEARNER, ess_scaled=True, zero_stage=3)) as engine:
         batches = cut(far_rows(), CUT, ranks=place.ranks)
-        return {"ess_scaled": _result(engine, [batches])}
+        return {"ess_scaled": result(engine, [batches])}
 
 
-def _result(engine: Engine, updates: list[list[MicroBatch]]) -> Result:
+def result(engine: Engine, updates: list[list[MicroBatch]]) -> Result:
     first: dict[str, torch.Tensor] = {}
 
     def noting(deepspeed: Any) -> float:
