@@ -135,14 +135,21 @@ def read_options(descriptor: str) -> Mapping[str, object]:
     return options
 
 
-def prepare_child(dump: str) -> None:
-    """Tie this process's end to its parent's, and write a crash to the file descriptor `dump`.
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, even a stopped one.
 
-    The kernel ends this process with its parent, even a stopped one. The guard ends all processes
-    that this one starts.
+    The kernel watches the thread that started this process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+
+
+def prepare_child(dump: str) -> None:
+    """Tie this process's end to its parent's, and write a crash to the file descriptor `dump`.
+
+    The guard ends all processes that this one starts.
+    """
+    end_with_parent()
     # If the parent has ended before this line, the guard ends this process.
     subprocess.run(
         ["sh", "-c", GUARD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from envs.hosting.child_process import end_with_parent
 from printable import printable
 
 ROOMS = (
@@ -264,7 +265,11 @@ def _check_winnable(treasure: Treasure, z8_path: str) -> None:
 
 
 def main() -> None:
-    """Compile the games on standard input: JSON pairs of a path and a Treasure's fields."""
+    """Compile the games on standard input: JSON pairs of a path and a Treasure's fields.
+
+    Without its parent it would go on for minutes, beside the compilers of the next start.
+    """
+    end_with_parent()
     for target, content in json.load(sys.stdin):
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

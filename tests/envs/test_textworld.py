@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from envs import Task, environment_class
@@ -160,6 +163,30 @@ def test_a_compiler_that_is_killed_is_an_error_that_says_so(
     (_, game), *_ = islice(treasures(split="train", seed=0, rooms=3, things=1), 1)
     with pytest.raises(RuntimeError, match="compiling a game failed: its process was killed"):
         ensure_compiled([game], cache_dir=tmp_path / "games")
+
+
+def test_compilers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    # so many games take minutes
+    makes = f"""
+from envs.textworld.world import TextWorldEnv
+numbers = {{"seed": 0, "train_games": 500, "heldout_games": 1, "rooms": 3, "things": 1}}
+TextWorldEnv.tasks("train", {{"cache_dir": {str(tmp_path)!r}, **numbers}})
+"""
+    maker = subprocess.Popen([sys.executable, "-c", makes], stdout=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not list(tmp_path.glob("tmp-*")):  # a compiler has read its games and begun
+            assert maker.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        compilers = psutil.Process(maker.pid).children()
+        assert compilers
+    finally:
+        maker.kill()
+        maker.wait()
+    ended, left = psutil.wait_procs(compilers, timeout=30)
+    for compiler in left:
+        compiler.kill()
+    assert not left and len(ended) == len(compilers)
 
 
 def test_a_larger_split_begins_with_the_smaller_one_and_the_splits_share_no_goal() -> None:
