@@ -45,7 +45,7 @@ def study(*, name: str | None, jobs: int, seeds: int | None, dry_run: bool, page
     if not page:
         _module("runner").run_missing(found, seeds=seeds or found.seeds, jobs=jobs)
     say(f"the page: {_module('page').write_page(found)}")
-    _module("page").write_index()
+    _module("index").write_index()
 
 
 def _module(name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from envs import Task
+from envs import Observation, Task
 from envs.key_room import KeyRoomEnv
 
 
@@ -34,6 +34,40 @@ class Corridor(KeyRoomEnv):
             )
             for start in starts
         ]
+
+
+class Corridors(KeyRoomEnv):
+    """Play one of several corridors, which share no room. The option `n` is their number.
+
+    In every second one the door is in the west and the key in the east, so an action that is right
+    in one corridor is wrong in the next. Each is one task.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        super().__init__({})
+        self._last = _distance(options)
+
+    @classmethod
+    def tasks(cls, split: str, options: Mapping[str, object]) -> Sequence[Task]:
+        last = _distance(options)
+        tasks = []
+        for number in range(int(str(options["n"]))):
+            ends = (0, last) if number % 2 == 0 else (last, 0)
+            start = last // 2
+            tasks.append(
+                Task(
+                    id=f"corridors-{last}-{number}",
+                    env_name="corridors",
+                    split=split,
+                    seed=number,
+                    data={"start": str(start), "key": str(ends[0]), "door": str(ends[1])},
+                )
+            )
+        return tasks
+
+    def reset(self, task: Task) -> Observation:
+        self._rooms = tuple(f"House {task.seed}, room {at}." for at in range(self._last + 1))
+        return super().reset(task)
 
 
 def _distance(options: Mapping[str, object]) -> int:

@@ -45,3 +45,14 @@ def paired(arms: Sequence[Mapping[int, float]]) -> Interval | None:
         return None
     values = np.array([[arm[seed] for arm in arms] for seed in seeds])
     return bootstrap((values @ np.array(signs)).tolist())
+
+
+def ratio(arm: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:
+    """Return the mean of `arm` over `other`, seed by seed, or None if they have no seed together.
+
+    Also None if one of the others is 0. Example: {0: 0.9} and {0: 0.6} have the ratio 1.5.
+    """
+    seeds = sorted(set(arm) & set(other))
+    if not seeds or not all(other[seed] for seed in seeds):
+        return None
+    return bootstrap([arm[seed] / other[seed] for seed in seeds])

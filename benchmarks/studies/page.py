@@ -7,41 +7,17 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.studies import NAMES
-from benchmarks.studies.intervals import Interval, bootstrap, paired
+from benchmarks.studies.intervals import Interval, bootstrap, paired, ratio
 from benchmarks.studies.runner import Row, read
-from benchmarks.studies.study import ROOT, Study, load
+from benchmarks.studies.study import ROOT, Study
 from benchmarks.studies.svg import curves_svg, points_svg
 
 EVIDENCE = ROOT / "docs" / "evidence"
 MADE = "Made from stored results by `gigpo study {name} --page`; edit the study, not this page."
-INDEX = """\
-**Does GiGPO win here?** In a corridor with recurring states it learns faster than its episode term
-alone, and the gap is larger where success is further away ([horizon](horizon.md)). It is not the
-best estimator there: G2PO learns faster, and its advantages are much nearer to the true ones
-([advantage_accuracy](advantage_accuracy.md)). Where no state recurs it is GRPO, bit for bit
-([negative_control](negative_control.md)).
-
-**Does asynchrony cost anything?** With {staleness_seeds} seeds we see no cost of training on
-episodes that are one version old. Older episodes slow learning ([staleness](staleness.md)). On two
-cores an asynchronous learner step of the quick start takes two thirds of a synchronous one's time
-([performance](../performance.md)).
-
-![Success over learner steps, by estimator and distance](horizon.svg)
-
-![Correlation of estimated with true advantages](advantage_accuracy.svg)
-
-All runs are small. They show what these algorithms do in worlds where a run takes seconds, and not
-what they do with a large model. Each page has the question, the prediction that was written before
-the first run, the settings, a table with intervals, a picture, a reading and the cost.
-`gigpo study NAME` repeats it. This page is made by `gigpo study NAME --page`.
-
-**Not run:** a replication of the paper's comparison on FrozenLake, Sokoban and 200 ALFWorld games
-with three seeds each, which needs days of two cores, and episodes that are dropped beside episodes
-that are waited for."""
 WIDTH = 140  # characters, as in the other pages
 # A figure in a reading. Not str.format: the names of arms have dots in them.
-QUOTED = re.compile(r"\{(?P<arms>[^{}\[]+)\[(?P<measure>\w+)\]\}")
+# The index names the study as well: {horizon: gigpo/8 - grpo/8[mean]}.
+QUOTED = re.compile(r"\{(?:(?P<study>\w+): )?(?P<arms>[^{}\[]+)\[(?P<measure>\w+)\]\}")
 
 Values = Mapping[tuple[str, str], Mapping[int, float]]  # (arm, measure) -> seed -> value
 
@@ -56,34 +32,13 @@ def write_page(study: Study) -> Path:
     return page
 
 
-def write_index() -> None:
-    """Write `docs/evidence/index.md`: what each study found so far."""
-    EVIDENCE.mkdir(parents=True, exist_ok=True)
-    (EVIDENCE / "index.md").write_text(index_text(), encoding="utf-8")
-
-
-def index_text() -> str:
-    index = INDEX.format(staleness_seeds=load("staleness").seeds)
-    parts = ["# What the studies found", _filled(index)]
-    for study in map(load, NAMES):
-        rows = read(study)
-        n_wanted = len(study.arms) * study.seeds
-        parts += [
-            f"## [{study.title}]({study.name}.md)",
-            f"**Question.** {_filled(study.question)}",
-            _reading(study, values_of(rows)) if rows else "No run is finished yet.",
-            f"{len(rows)} of {n_wanted} runs.",
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
 def page_text(study: Study, rows: Sequence[Row]) -> str:
     parts = [
         f"# {study.title}",
         MADE.format(name=study.name),
-        f"**Question.** {_filled(study.question)}",
-        f"**Prediction, written before the first run.** {_filled(study.prediction)}",
-        f"**A run.** {_filled(study.setup)}",
+        f"**Question.** {filled(study.question)}",
+        f"**Prediction, written before the first run.** {filled(study.prediction)}",
+        f"**A run.** {filled(study.setup)}",
     ]
     if not rows:
         return "\n\n".join([*parts, "No run is finished yet."]) + "\n"
@@ -93,16 +48,16 @@ def page_text(study: Study, rows: Sequence[Row]) -> str:
         parts.append(_differences_table(study, values))
     parts += [
         "\n".join(f"- `{name}`: {text}" for name, text in study.measures.items()),
-        _reading(study, values),
+        reading_of(study, values),
         _cost(study, rows),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _reading(study: Study, values: Values) -> str:
-    summary = _Summary(study, values)
+def reading_of(study: Study, values: Values) -> str:
+    summary = Summary(study, values)
     reading = QUOTED.sub(lambda found: summary[found["arms"]][found["measure"]], study.reading)
-    return f"**Reading.** {_filled(reading)}"
+    return f"**Reading.** {filled(reading)}"
 
 
 def values_of(rows: Sequence[Row]) -> Values:
@@ -133,8 +88,11 @@ def picture(study: Study, rows: Sequence[Row]) -> str:
     return points_svg(points, title=study.title, x_label=study.measures[measure])
 
 
-class _Summary(dict[str, Mapping[str, str]]):
-    """Look up the texts that a reading may quote: by arm, or by `arm - other`, then by measure."""
+class Summary(dict[str, Mapping[str, str]]):
+    """Look up the texts that a reading may quote, by arms and then by measure.
+
+    Arms are `arm`, `arm - other`, or `arm / other`, which is the mean of the ratios by seed.
+    """
 
     def __init__(self, study: Study, values: Values) -> None:
         super().__init__()
@@ -150,6 +108,15 @@ class _Summary(dict[str, Mapping[str, str]]):
             self[" - ".join(arms)] = {
                 name: show(one, "+" + study.numbers) for name, one in contrasts.items() if one
             }
+            if len(arms) == 2:
+                self[" / ".join(arms)] = _ratios(study, values, arms)
+
+
+def _ratios(study: Study, values: Values, arms: Sequence[str]) -> dict[str, str]:
+    ratios = {
+        name: ratio(*(values.get((arm, name), {}) for arm in arms)) for name in study.measures
+    }
+    return {name: show(one, study.numbers) for name, one in ratios.items() if one}
 
 
 def show(interval: Interval, form: str) -> str:
@@ -163,23 +130,29 @@ def _contrast(values: Values, arms: Sequence[str], measure: str) -> Interval | N
 
 
 def _means_table(study: Study, values: Values) -> str:
-    lines = [_line("arm", "runs", *study.measures), _line("---", *["---:"] * (1 + _n(study)))]
+    lines = [
+        table_line("arm", "runs", *study.measures),
+        table_line("---", *["---:"] * (1 + _n(study))),
+    ]
     for arm in study.arms:
         found = [values.get((arm.name, measure)) for measure in study.measures]
         n_runs = max((len(one) for one in found if one), default=0)
         cells = [show(bootstrap(list(one.values())), study.numbers) if one else "" for one in found]
-        lines.append(_line(arm.name, str(n_runs), *cells))
+        lines.append(table_line(arm.name, str(n_runs), *cells))
     return "\n".join(["Means over seeds, with 95% intervals:", "", *lines])
 
 
 def _differences_table(study: Study, values: Values) -> str:
-    lines = [_line("arms", "pairs", *study.measures), _line("---", *["---:"] * (1 + _n(study)))]
+    lines = [
+        table_line("arms", "pairs", *study.measures),
+        table_line("---", *["---:"] * (1 + _n(study))),
+    ]
     for arms in study.comparisons:
         found = [_contrast(values, arms, measure) for measure in study.measures]
         n_pairs = max((one.n for one in found if one), default=0)
         cells = [show(one, "+" + study.numbers) if one else "" for one in found]
         name = " − ".join(arms[:2]) + (f" − ({' − '.join(arms[2:])})" if arms[2:] else "")
-        lines.append(_line(name, str(n_pairs), *cells))
+        lines.append(table_line(name, str(n_pairs), *cells))
     return "\n".join(["Differences, paired by seed:", "", *lines])
 
 
@@ -187,7 +160,7 @@ def _n(study: Study) -> int:
     return len(study.measures)
 
 
-def _line(*cells: str) -> str:
+def table_line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -207,7 +180,7 @@ def _cost(study: Study, rows: Sequence[Row]) -> str:
     )
 
 
-def _filled(text: str) -> str:
+def filled(text: str) -> str:
     paragraphs = textwrap.dedent(text).strip().split("\n\n")
     return "\n\n".join(
         textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False) for part in paragraphs

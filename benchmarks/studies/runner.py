@@ -149,7 +149,10 @@ def _commit(study: Study) -> str:
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    own = (f"{study.name}.py", "horizon.py", "small_*.py", "corridor.py", "minimal_loop.py")
+    own = (
+        *(f"{study.name}.py", "horizon.py", "small_*.py", "event_training.py"),
+        *("corridor.py", "minimal_loop.py"),
+    )
     sources = [*PACKAGES, *(f"benchmarks/studies/{name}" for name in own)]
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources)
     return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)

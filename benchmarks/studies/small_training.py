@@ -57,13 +57,13 @@ def learner_steps(
                     version=version,
                 )
             )
-        rows, updates = _train(engine, change(batches.popleft()), config, version=version)
+        rows, updates = train_on(engine, change(batches.popleft()), config, version=version)
         yield LearnerStep(
             number=version + 1, rows=rows, updates=updates, success=success_of(world, engine)
         )
 
 
-def _train(
+def train_on(
     engine: Engine, rows: pa.Table, config: Config, *, version: int
 ) -> tuple[pa.Table, list[UpdateStats]]:
     """Train on a batch with the learner's own functions. Return all rows, scored, and the updates.

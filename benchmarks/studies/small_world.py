@@ -59,12 +59,12 @@ CLONE_UPDATES, CLONE_RATE = 60, 1e-2
 MAX_RESPONSE_TOKENS = 12  # as configs/key_room.yaml
 WIN_REWARD = 10.0  # as env.win_reward
 FORWARD_TOKENS = 16384  # of one pass
-WON = -1  # in place of a situation
+WON, LOST = -1, -2  # in place of a situation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """An admissible command in a situation, and where it leads: a situation, or WON."""
+    """An admissible command in a situation, and where it leads: a situation, WON or LOST."""
 
     situation: int
     command: str
@@ -127,7 +127,10 @@ def explored(
         for command in observations[situation].actions or ():
             env.reset(task)
             *_, after = [env.step(each) for each in (*way, command)]
-            leads_to = WON if after.won else number(after.observation, task, (*way, command))
+            if after.terminated:
+                leads_to = WON if after.won else LOST
+            else:
+                leads_to = number(after.observation, task, (*way, command))
             choice = Choice(
                 situation=situation,
                 command=command,
@@ -250,7 +253,7 @@ def wins_of(world: World, chance_C: np.ndarray, *, gamma: float = 1.0) -> np.nda
     worth_LS = np.zeros((world.max_steps + 1, n_situations))
     for left in range(1, world.max_steps + 1):
         before_S = gamma * worth_LS[left - 1]
-        after_C = np.where(leads_to_C == WON, 1.0, before_S[leads_to_C])
+        after_C = np.where(leads_to_C < 0, leads_to_C == WON, before_S[leads_to_C])
         moved_S = np.bincount(situation_C, weights=chance_C * after_C, minlength=n_situations)
         worth_LS[left] = moved_S + stay_S * before_S
     return worth_LS
@@ -264,7 +267,7 @@ def success_of(world: World, engine: Engine) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class _Episode:
-    """An episode that is being played. It begins in `situation` and ends at WON or max_steps."""
+    """An episode in play. It begins in `situation` and ends at WON, LOST or max_steps."""
 
     task: Task
     situation: int
@@ -290,16 +293,39 @@ def play(
     Group g plays task g modulo their number. Each episode has random numbers of its own, by `seed`,
     group and member: equal weights play equal episodes.
     """
-    answers = Answers(engine=engine, end_token=world.form.tokenizer.eos_token_id)
+    return play_tasks(
+        answers_of(engine, world),
+        world,
+        tasks=[group % len(world.tasks) for group in range(n_groups)],
+        group_size=group_size,
+        seed=seed,
+        version=version,
+    )
+
+
+def answers_of(engine: Engine, world: World) -> Answers:
+    return Answers(engine=engine, end_token=world.form.tokenizer.eos_token_id)
+
+
+def play_tasks(
+    answers: Answers,
+    world: World,
+    *,
+    tasks: Sequence[int],
+    group_size: int,
+    seed: tuple[int, ...],
+    version: int,
+) -> pa.Table:
+    """Play a group of each of these tasks, by number, with the weights of `answers`."""
     leads_to = {(each.situation, each.command): each.leads_to for each in world.choices}
     prompts_S = [world.form.prompt(seen, ()).token_ids for seen in world.observations]
     episodes = [
         _Episode(
-            task=world.tasks[group % len(world.tasks)],
-            situation=world.starts[group % len(world.tasks)],
+            task=world.tasks[task],
+            situation=world.starts[task],
             rng=np.random.default_rng([*seed, group, member]),
         )
-        for group in range(n_groups)
+        for group, task in enumerate(tasks)
         for member in range(group_size)
     ]
     while playing := [episode for episode in episodes if not episode.is_over]:
@@ -321,7 +347,7 @@ def play(
                 ids=EpisodeIds.of(uid(*seed, version, at // group_size), at % group_size),
                 won=episode.situation == WON,
                 task_score=None,
-                final=None if episode.situation == WON else world.observations[episode.situation],
+                final=None if episode.situation < 0 else world.observations[episode.situation],
             )
             for at, episode in enumerate(episodes)
         ]
@@ -350,8 +376,8 @@ def _take_step(
         is_valid=answer.well_formed and is_whole and is_known,
         outcome=StepOutcome(
             reward=WIN_REWARD * (after == WON),
-            terminated=after == WON,
-            truncated=after != WON and len(episode.steps) + 1 == world.max_steps,
+            terminated=after < 0,
+            truncated=after >= 0 and len(episode.steps) + 1 == world.max_steps,
             env_us=0,
         ),
     )

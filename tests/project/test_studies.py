@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from benchmarks.studies import NAMES, page, runner
+from benchmarks.studies import NAMES, index, page, runner
 from benchmarks.studies import study as studies
-from benchmarks.studies.intervals import bootstrap, paired
+from benchmarks.studies.event_training import Group, Simulation, TimedStep
+from benchmarks.studies.intervals import bootstrap, paired, ratio
+from benchmarks.studies.small_world import LOST, WON, Choice, World, wins_of
 from benchmarks.studies.study import Arm, Result, Study, load
 from cli.__main__ import main
+from configs import Config, LearnerConfig
+from coordinator.leases import MAX_REQUEUES
+from envs import Observation
 from printable import UserError
 
 ARMS = (Arm(name="a", settings={"x": 1.0}), Arm(name="b", settings={"x": 2.0}))
@@ -45,7 +54,7 @@ def study_of(runs: list[tuple[str, int]], *, stops_after: int = 10**9) -> Study:
         measures={"value": "x + seed"},
         comparisons=(("b", "a"),),
         curve="from 0 to 1",
-        reading="b is {b[value]}, above a by {b - a[value]}.",
+        reading="b is {b[value]}, above a by {b - a[value]}, {b / a[value]} times.",
         run_cpu_s=1.0,
         run=run,
     )
@@ -89,7 +98,7 @@ def test_the_page_shows_means_and_paired_differences() -> None:
     text = page.page_text(study, runner.read(study))
     assert "| a | 3 | 2.000 [1.000, 3.000] |" in text
     assert "| b − a | 3 | +1.000 |" in text, "equal differences have no interval"
-    assert "b is 3.000 [2.000, 4.000], above a by +1.000." in text
+    assert "b is 3.000 [2.000, 4.000], above a by +1.000, 1.611 [1.333, 2.000] times." in text
     picture = page.picture(study, runner.read(study))
     assert picture.count("<polygon") == 2 and "An example" in picture
 
@@ -108,6 +117,14 @@ def test_intervals_are_those_of_resampled_seeds() -> None:
     assert paired([{0: 1.0}, {1: 1.0}]) is None
 
 
+def test_ratios_are_paired_by_seed() -> None:
+    found = ratio({0: 0.9, 1: 0.5, 2: 7.0}, {0: 0.6, 1: 1.0})
+    assert found is not None and (found.n, found.mean) == (2, pytest.approx(1.0))
+    assert (found.low, found.high) == (0.5, pytest.approx(1.5))
+    assert ratio({0: 1.0}, {1: 1.0}) is None
+    assert ratio({0: 1.0}, {0: 0.0}) is None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_page_shows_the_committed_runs(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +139,7 @@ def test_the_committed_page_shows_the_committed_runs(
 
 def test_the_committed_index_shows_the_committed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert (page.EVIDENCE / "index.md").read_text() == page.index_text()
+    assert (page.EVIDENCE / "index.md").read_text() == index.index_text()
 
 
 def test_the_command_says_what_a_study_would_cost(
@@ -142,3 +159,77 @@ def test_every_row_names_a_commit() -> None:
     for path in (Path(page.__file__).parent / "results").glob("*.jsonl"):
         for line in path.read_text().splitlines():
             assert json.loads(line)["commit"].rstrip("+")
+
+
+SLOW = 3  # this task takes 100 times as long as the others
+
+
+class TimedOnly(Simulation):
+    """A simulation whose episodes have four steps each, and which trains nothing."""
+
+    def success_K(self) -> np.ndarray:
+        return np.zeros(4)
+
+    def _rows(self, group: Group, *, seed: tuple[int, ...]) -> pa.Table:
+        size = self.config.algorithm.group_size
+        return pa.table({"traj_uid": np.repeat(np.arange(size), 4)})
+
+    def _learn(self, batch: Sequence[Group]) -> None:
+        assert len(batch) == self.config.learner.groups_per_step
+
+
+def simulated(max_staleness: int, stragglers: str) -> tuple[TimedOnly, list[TimedStep]]:
+    """Return a run in which a group of any task but the slow one takes one learner step."""
+    config = Config(
+        max_staleness=max_staleness,
+        stragglers=stragglers,
+        learner=LearnerConfig(steps=30, groups_per_step=4),
+    )
+    world: Any = SimpleNamespace(tasks=("a", "b", "c", "slow"), starts=(0, 0, 0, 0))
+    simulation = TimedOnly(
+        engine=cast(Any, None),
+        world=world,
+        config=config,
+        task_step_s=[1.0, 1.0, 1.0, 100.0],
+        noise=0.01,
+        slots=4,
+        learn_s=4.0,
+    )
+    return simulation, list(simulation.steps())
+
+
+def test_simulated_runs_leave_out_or_wait_for_what_takes_too_long() -> None:
+    dropping, dropped_steps = simulated(1, "drop")
+    slow = Counter(group.ordinal for group in dropping.attempts if group.task == SLOW)
+    n_trained = sum(group.task == SLOW for step in dropped_steps for group in step.groups)
+    assert n_trained < 25 and dropping.n_stale, "an even share would be 30"
+    assert 1 < max(slow.values()) <= 1 + MAX_REQUEUES, "they are played again first"
+    for max_staleness in (0, 1, 3):
+        waiting, steps = simulated(max_staleness, "wait")
+        n_trained = sum(group.task == SLOW for step in steps for group in step.groups)
+        assert n_trained >= 29 and not waiting.n_stale
+        assert all(step.staleness <= max_staleness for step in steps)
+    synchronous, _ = simulated(0, "drop")
+    assert len(synchronous.attempts) == 120, "no group is begun while the learner trains"
+
+
+def test_a_lost_episode_is_worth_nothing() -> None:
+    def choice(situation: int, leads_to: int) -> Choice:
+        return Choice(
+            situation=situation,
+            command="walk",
+            prompt_ids=(1,),
+            answer_ids=(2,),
+            leads_to=leads_to,
+        )
+
+    world = World(
+        tasks=(),
+        starts=(0,),
+        observations=(Observation(text="a", objective=""), Observation(text="b", objective="")),
+        choices=(choice(0, 1), choice(0, LOST), choice(1, WON)),
+        form=cast(Any, None),
+        max_steps=2,
+    )
+    worth_LS = wins_of(world, np.array([0.25, 0.75, 1.0]))
+    assert worth_LS.tolist() == [[0.0, 0.0], [0.0, 1.0], [0.25, 1.0]]

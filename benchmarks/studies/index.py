@@ -1,0 +1,147 @@
+"""Write `docs/evidence/index.md`: the two questions, the defaults, and what each study found."""
+
+from __future__ import annotations
+
+from benchmarks.studies import NAMES
+from benchmarks.studies.page import (
+    EVIDENCE,
+    QUOTED,
+    Summary,
+    filled,
+    reading_of,
+    table_line,
+    values_of,
+)
+from benchmarks.studies.runner import read
+from benchmarks.studies.study import load
+
+# A figure names its study as well: {horizon: gigpo/8 - grpo/8[mean]}.
+ANSWERS = """\
+**Does GiGPO win here?** In corridors with recurring states it learns faster than its episode term
+alone, and the further away success is the larger is the gap of the mean success over the run:
+{horizon: gigpo/2 - grpo/2[mean]} with the door 2 rooms away and {horizon: gigpo/8 - grpo/8[mean]}
+with 8 ([horizon](horizon.md)). It is not the best estimator there, as GiGPO less G2PO is
+{horizon: gigpo/8 - g2po/8[mean]} with 8 rooms, and where no state recurs it is GRPO, bit for bit
+([negative_control](negative_control.md)).
+
+**Does asynchrony cost anything?** Training on episodes that are one version old
+costs nothing that three seeds show, {staleness: none/1 - none/0[mean]} of mean success, and older
+ones slow learning, {staleness: none/2 - none/0[mean]} at 2 versions and
+{staleness: none/4 - none/0[mean]} at 4 ([staleness](staleness.md)). For that a learner step of the
+quick start takes {asynchrony: asynchronous / synchronous[step_s]} of a synchronous one's time on
+two cores, but it is not shown that half of the training episodes are won sooner,
+{asynchrony: asynchronous - synchronous[reached_s]} s ([asynchrony](asynchrony.md)).
+Leaving out groups that take too long selected against slow tasks in the one seed that was run, as
+{stragglers: drop/1/wide[slow_share]} of the groups trained on were of the slowest quarter at one
+version and {stragglers: wait/1/wide[slow_share]} with waiting, and its cost in success is not
+answered ([stragglers](stragglers.md)).
+
+![Success over learner steps, by estimator and distance](horizon.svg)
+
+![Success over learner steps, by correction and staleness](staleness.svg)
+
+All runs are small. They show what these algorithms do in worlds where a run takes seconds, and not
+what they do with a large model. Each page has the question, the prediction that was written before
+the first run, the settings, a table with intervals, a picture, a reading and the cost.
+`gigpo study NAME` repeats it. This page is made by `gigpo study NAME --page`.
+
+**Not run:** of the paper's comparison the runs of FrozenLake and Sokoban
+([replication](replication.md)), and all but seven runs of [stragglers](stragglers.md). TextWorld
+has three seeds with and without the step term ([generalisation](generalisation.md)): held-out
+success without it less with it is {generalisation: no anchors - 120 games[heldout]}. 200 ALFWorld
+games with three seeds of two arms would take about four hours of two cores: 7 minutes of cloning
+and 120 learner steps of 17 s each, measured once ([alfworld](../alfworld.md)). For SmolLM2-135M no
+learner step of a useful size was measured."""
+DEFAULTS = (
+    (
+        "`algorithm.estimator`",
+        "`gigpo`",
+        """[horizon](horizon.md): ahead of the estimators of whole episodes; less G2PO it is
+        {horizon: gigpo/5 - g2po/5[mean]} at 5 rooms. It stays: this is one world, in which both win
+        always at the end. `algorithm.estimator=g2po` is worth a try where states recur.""",
+    ),
+    (
+        "`algorithm.omega`",
+        "1",
+        """[horizon](horizon.md): less 0 it is {horizon: gigpo/5 - grpo/5[mean]} at 5 rooms. Other
+        values were not run.""",
+    ),
+    (
+        "`max_staleness`",
+        "1",
+        """[staleness](staleness.md): less 0 it is {staleness: none/1 - none/0[mean]} at equal
+        samples, and {staleness: none/1 - none/0[equal_time]} at equal time if playing takes as long
+        as training.""",
+    ),
+    (
+        "`max_staleness` of the quick start",
+        "2",
+        """[asynchrony](asynchrony.md): held-out success less that of 0 is
+        {asynchrony: asynchronous - synchronous[heldout]}: no loss is shown, and three seeds do not
+        exclude a small one. 1 was not run.""",
+    ),
+    (
+        "`loss.corrections`",
+        "`token_tis` with `ppo_clip`",
+        """[staleness](staleness.md): less none it is {staleness: token_tis/1 - none/1[mean]} at 1
+        and {staleness: token_tis/2 - none/2[mean]} at 2, so age is no reason for it. It stays for
+        what the small world lacks, an engine whose probabilities differ from the learner's; no
+        study shows that gain.""",
+    ),
+    (
+        "`loss.policy`",
+        "`ppo_clip`",
+        """[staleness](staleness.md): `dppo_tv` less it is {staleness: dppo_tv/1 - none/1[mean]} at
+        1. The others were not run.""",
+    ),
+    (
+        "`stragglers`",
+        "`drop`",
+        """[stragglers](stragglers.md): no study supports it, as the cost of leaving groups out is
+        not answered. Where some tasks are always slow, `wait` trains on them as on the others.""",
+    ),
+    (
+        "`env.options.train_games` of the quick start",
+        "480",
+        """[generalisation](generalisation.md): held-out success is
+        {generalisation: 480 games[heldout]}, with 120 games {generalisation: 120 games[heldout]}.
+        """,
+    ),
+)
+
+
+def write_index() -> None:
+    """Write `docs/evidence/index.md`: what each study found so far."""
+    EVIDENCE.mkdir(parents=True, exist_ok=True)
+    (EVIDENCE / "index.md").write_text(index_text(), encoding="utf-8")
+
+
+def index_text() -> str:
+    studies = {name: load(name) for name in NAMES}
+    rows_of = {name: read(study) for name, study in studies.items()}
+    summaries = {name: Summary(study, values_of(rows_of[name])) for name, study in studies.items()}
+
+    def quoted(text: str) -> str:
+        return QUOTED.sub(
+            lambda found: summaries[found["study"]][found["arms"]][found["measure"]], text
+        )
+
+    table = [table_line("setting", "default", "evidence"), table_line("---", "---", "---")]
+    for setting, default, evidence in DEFAULTS:
+        table.append(table_line(setting, default, " ".join(quoted(evidence).split())))
+    parts = [
+        "# What the studies found",
+        filled(quoted(ANSWERS)),
+        "## Do the studies support the defaults?",
+        "\n".join(table),
+    ]
+    for name, study in studies.items():
+        rows = rows_of[name]
+        n_wanted = len(study.arms) * study.seeds
+        parts += [
+            f"## [{study.title}]({study.name}.md)",
+            f"**Question.** {filled(study.question)}",
+            reading_of(study, values_of(rows)) if rows else "No run is finished yet.",
+            f"{len(rows)} of {n_wanted} runs.",
+        ]
+    return "\n\n".join(parts) + "\n"
