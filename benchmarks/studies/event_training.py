@@ -38,8 +38,9 @@ from benchmarks.studies.small_world import (
     wins_of,
 )
 from configs import Config
+from coordinator.admission import free_groups
 from coordinator.leases import MAX_REQUEUES
-from coordinator.task_queue import free_groups, task_index
+from coordinator.task_queue import task_index
 from learner.training.engine import Engine
 
 
