@@ -582,9 +582,6 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
         async def record(what: str, detail: str) -> None:
             catalog.log(component="worker-0", what=what, detail=detail)
 
-        async def rendezvous() -> str | None:
-            return None
-
         def publish(version: int, name: str) -> None:
             tensors = load_file(served.directories[name] / "model.safetensors")
             digest = write_weights(
@@ -599,14 +596,13 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             served.run(weights.sync(catalog.latest_version()))
             return generate_all(served, seeds=range(4), temperature=1.0)
 
+        coordinator = SimpleNamespace(newest_version=newest, is_written=is_written, record=record)
         weights = WeightSync(
             served.policy,
             layout,
-            newest=newest,
-            is_written=is_written,
-            record=record,
-            update_lock=contextlib.nullcontext,
-            rendezvous=rendezvous,
+            coordinator,  # type: ignore[arg-type]
+            takes_turns=False,
+            is_broadcast=False,
             max_staleness=1,
         )
         publish(first, "other")

@@ -15,9 +15,7 @@ from driver.run_lock import has_ended
 
 PATIENCE_S = 60.0  # a busy machine takes its time to end what was killed
 SHARED_MEMORY = Path("/dev/shm")
-# others on this machine end too: what a process of theirs has just let go of, its tracker removes
-# soon
-LOOK_AGAIN_S = 5.0
+LOOK_AGAIN_S = 1.0
 
 
 def end_with_their_owner(owner: subprocess.Popen[bytes], *, pid_file: Path, stopped: bool) -> None:
@@ -74,9 +72,14 @@ def unused_shared_memory() -> frozenset[str]:
 
 
 def litter(before: frozenset[str]) -> frozenset[str]:
-    """Return shared memory that became unused since `before`, and still is a moment later."""
+    """Return shared memory that became unused since `before`, and stays so for PATIENCE_S.
+
+    Others on this machine end too: what a process of theirs has just let go of is removed soon, on
+    a busy machine after more than 5 s.
+    """
     found = unused_shared_memory() - before
-    if found:
+    deadline = time.monotonic() + PATIENCE_S
+    while found and time.monotonic() < deadline:
         time.sleep(LOOK_AGAIN_S)
         found &= unused_shared_memory()
     return found
