@@ -113,5 +113,7 @@ def _upstream(text: str, *, tag: str, rule: UpstreamRule) -> Answer:
         action = lowered[start + len(tag) + 2 : end].strip()
     if rule.words:
         named = [word for word in rule.words if word in action]
-        action, well_formed = (named[0], well_formed) if named else (rule.words[-1], False)
+        if not named:
+            return Answer(action=rule.words[-1], well_formed=False)
+        action = named[0]
     return Answer(action=action, well_formed=well_formed)

@@ -141,17 +141,21 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRecord:
-    version: int
-    path: str
-    digest: str
-    learner_step: int | None
+    """An announced set of weights."""
+
+    version: int  # policy version
+    path: str  # of its directory, within the run's
+    digest: str  # of its weight files, in hex
+    learner_step: int | None  # that made it; None: no learner step of this run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    learner_step: int
-    path: str
-    version: int
+    """A learner state that a run goes on from."""
+
+    learner_step: int  # the last one in it
+    path: str  # of its directory, within the run's
+    version: int  # policy version of its weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

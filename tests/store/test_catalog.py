@@ -332,7 +332,7 @@ def test_versions_are_never_reused_and_checkpoints_follow_a_roll_back(layout: Ru
             catalog.record_metrics(learner_step=1, policy_version=1, values={"loss": float("nan")})
 
 
-def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(
+def test_a_start_counts_the_trajectories_that_are_kept_whatever_they_are_of(
     layout: RunLayout,
 ) -> None:
     with Catalog.open(layout) as catalog:
@@ -344,7 +344,7 @@ def test_a_roll_back_says_how_many_trajectories_are_kept_whatever_they_are_of(
                 ordinal=0, task_id="h", split="heldout", size=1, evaluated_version=3
             ),
         )
-        assert catalog.roll_back(0).trajectories == 3
+        assert catalog.found_at_start().trajectories == 3
         assert catalog.counts().trajectories == 2, "of training groups"
         catalog.expire([catalog.live_segments()[0].segment_id])
         assert catalog.roll_back(0).trajectories == 1, "those of the first expired"
