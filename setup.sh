@@ -11,10 +11,10 @@ fail() {
     exit 1
 }
 
-# The builds of vLLM and torch that are pinned here exist for Linux only.
-system=$(uname -s)
-[ "$system" = Linux ] || {
-    echo "set-up failed: this is $system, and vLLM's builds are for Linux; use a Linux container (deploy/Dockerfile), or WSL on Windows" >&2
+# The builds of vLLM and torch that are pinned here exist for Linux on x86_64 only.
+system="$(uname -s) $(uname -m)"
+[ "$system" = "Linux x86_64" ] || {
+    echo "set-up failed: this is $system, and vLLM's builds are for Linux x86_64; use a container (deploy/Dockerfile, with --platform linux/amd64), or WSL on Windows" >&2
     exit 1
 }
 "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || {

@@ -212,7 +212,7 @@ class Worker:
             layout,
             self.coordinator,
             # Synchronous training pauses all engines anyway.
-            takes_turns=self.config.max_staleness > 0,
+            limits_loads=self.config.max_staleness > 0,
             is_broadcast=self.config.learner.transfer == "broadcast",
             max_staleness=self.config.max_staleness,
         )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from cli.arguments import ALL_NEEDS, Command, RunPath, all_option, settings_argument, trust_option
+
+if TYPE_CHECKING:
+    from configs import Config
+    from driver import Screen
 
 NEEDS = "give a config, e.g. configs/quickstart.yaml, or --resume RUN, or --fork RUN@STEP"
 EPILOG = """\b
@@ -71,7 +76,43 @@ def train(
     command goes on with a run that was stopped or killed. So does --resume RUN, which needs no
     config. CONFIG --resume URI begins a run in that storage, or goes on with the one that is there.
     """
-    if not (config or resume or fork):
+    _check_flags(
+        has_run=bool(config or resume or fork),
+        all_settings=all_settings,
+        plan=plan,
+        resume=resume,
+        fork=fork,
+        quiet=quiet,
+        as_json=as_json,
+        dry_run=dry_run,
+    )
+
+    import driver
+
+    driver.Interrupt().listen()
+    screen = _screen(quiet=quiet, as_json=as_json)
+    resolved = _resolved_settings(
+        config, settings, resume=resume, fork=fork, dry_run=dry_run, trust=trust, screen=screen
+    )
+    if dry_run:
+        driver.dry_run(resolved, screen, all_settings=all_settings, estimates=plan)
+    else:
+        driver.train(resolved, screen, fork_of=fork or "")
+
+
+def _check_flags(
+    *,
+    has_run: bool,
+    all_settings: bool,
+    plan: bool,
+    resume: str | None,
+    fork: str | None,
+    quiet: bool,
+    as_json: bool,
+    dry_run: bool,
+) -> None:
+    """Raise UsageError for flags that make no sense together."""
+    if not has_run:
         raise click.UsageError(NEEDS)
     if all_settings and not dry_run:
         raise click.UsageError(ALL_NEEDS)
@@ -84,37 +125,44 @@ def train(
     if dry_run and (quiet or as_json):
         raise click.UsageError("--dry-run only shows; leave --quiet and --json out")
 
+
+def _screen(*, quiet: bool, as_json: bool) -> Screen:
+    import driver
+
+    if as_json:
+        return driver.Screen.json()
+    return driver.Screen.quiet() if quiet else driver.Screen.full()
+
+
+def _resolved_settings(
+    config: str | None,
+    settings: tuple[str, ...],
+    *,
+    resume: str | None,
+    fork: str | None,
+    dry_run: bool,
+    trust: bool,
+    screen: Screen,
+) -> Config:
+    """Return the settings of the run, which is brought to this machine first if it is in a URI."""
     import driver
     from store import has_begun, is_uri
 
-    begins = bool(resume and is_uri(resume) and config and "=" not in config)
-    if (resume or fork) and config and not begins:  # then the first word is a setting too
+    # `CONFIG --resume URI`: the run begins there, unless it is there already.
+    has_config_for_uri = bool(resume and is_uri(resume) and config and "=" not in config)
+    if (resume or fork) and config and not has_config_for_uri:  # the first word is a setting too
         settings = (config, *settings)
-
-    driver.Interrupt().listen()
-    if as_json:
-        screen = driver.Screen.json()
-    elif quiet:
-        screen = driver.Screen.quiet()
-    else:
-        screen = driver.Screen.full()
     if resume and is_uri(resume):
         if dry_run:
             raise click.UsageError("--dry-run brings no run here; give it with the run's directory")
-        if begins and not has_begun(resume):
+        if has_config_for_uri and not has_begun(resume):
             assert config is not None
-            resolved = driver.settings_to_begin(config, resume, settings, trusts=trust)
-        else:
-            run, settings = driver.bring(resume, settings, trusts=trust, say=screen.console.print)
-            resolved = driver.settings_to_resume(run, settings, trusts=trust)
-    elif resume:
-        resolved = driver.settings_to_resume(Path(resume), settings, trusts=trust)
-    elif fork:
-        resolved = driver.settings_to_fork(fork, settings, trusts=trust)
-    else:
-        assert config is not None
-        resolved = driver.settings_to_train(config, settings, trusts=trust)
-    if dry_run:
-        driver.dry_run(resolved, screen, all_settings=all_settings, estimates=plan)
-    else:
-        driver.train(resolved, screen, fork_of=fork or "")
+            return driver.settings_to_begin(config, resume, settings, trusts=trust)
+        run, settings = driver.bring(resume, settings, trusts=trust, say=screen.console.print)
+        return driver.settings_to_resume(run, settings, trusts=trust)
+    if resume:
+        return driver.settings_to_resume(Path(resume), settings, trusts=trust)
+    if fork:
+        return driver.settings_to_fork(fork, settings, trusts=trust)
+    assert config is not None
+    return driver.settings_to_train(config, settings, trusts=trust)

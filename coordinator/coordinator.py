@@ -8,9 +8,11 @@ Waits for nothing: every call is a short transaction on the catalog. A worker wi
 The number of outstanding groups, the next task and the newest version are queries on the catalog,
 so a restart has nothing to recover. Most state in memory is about processes that a restart loses
 too: heartbeats, groups in play, the notices for the screen. Tasks under suspicion are read from the
-catalog. Counters begin at 0 after a restart: how often a group was played again because it became
-too old (MAX_REQUEUES), how many groups in a row were abandoned (MAX_ABANDONED), and how many
-answers of environments were remembered (the metric env/remembered).
+catalog. These counters begin at 0 after a restart:
+
+- how often a group was played again because it became too old (MAX_REQUEUES)
+- how many groups in a row were abandoned (MAX_ABANDONED)
+- how many answers of environments were remembered (the metric env/remembered)
 """
 
 from __future__ import annotations
@@ -50,8 +52,12 @@ from store import (
     export,
 )
 
-MAX_ABANDONED = 10  # groups in a row; then the environment is broken, and the run ends
-LEASE_S = 120.0  # without a heartbeat of its worker; then another gets the group
+# Groups in a row; then the environment is broken, and the run ends. Half as many can be bad tasks
+# that stand together, which should not end a run.
+MAX_ABANDONED = 10
+# Without a heartbeat of its worker; then another gets the group. Much longer than silent_s, 15 s: a
+# worker that is only slow keeps its groups. Those of a lost one are freed at once, by `remove`.
+LEASE_S = 120.0
 # Leases of workers that were heard of are renewed after this part of LEASE_S, not more often: each
 # renewal writes a row.
 RENEW_SHARE = 0.125

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from envs import Task
 from store import TRAIN, Group, SegmentMeta, Unfinished, VersionRecord, now_us
 
-MAX_REQUEUES = 3  # times that a group is played again because it became too old
+# Times that a group is played again because it became too old. It only bounds wasted play: a group
+# that is played once more begins with new weights, so a count that begins at 0 after a restart
+# costs at most three more plays of a group.
+MAX_REQUEUES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +72,7 @@ class LeaseTable:
         return None if entry is None else entry.lease.task.id
 
     def committed(self, segment: SegmentMeta) -> None:
-        """Cross off the episodes that were committed.
+        """Remove committed episodes from those that are still to be committed.
 
         An extra episode that took a member's number leaves its own behind. The count stays right.
         """

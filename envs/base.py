@@ -92,7 +92,7 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptAnswers:
-    """Where the answers to a task are kept, and what decides them beside the class's own code."""
+    """A folder for the answers to a task, and all that decides them beside the class's own code."""
 
     folder: Path  # made if it is not there
     # such as the game's file, options that matter, and versions of packages; other texts or bytes

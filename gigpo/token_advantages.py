@@ -39,15 +39,15 @@ def token_advantages(
     if not (np.isfinite(values_N).all() and np.isfinite(scores_R).all()):
         raise ValueError("a value or a score is not finite, and advantages would not be either")
     advantages_N, ends_R = np.empty_like(values_N), np.cumsum(n_tokens_R)
-    # Back from each row's last token, all rows at once; B rows have so many tokens.
+    # Back from each row's last token, all rows at once: K rows have at least `back` tokens.
     for back in range(1, n_tokens_R.max(initial=0) + 1):
         is_long_R = n_tokens_R >= back
-        at_B = ends_R[is_long_R] - back
+        at_K = ends_R[is_long_R] - back
         if back == 1:
-            advantages_N[at_B] = scores_R[is_long_R] - values_N[at_B]
+            advantages_N[at_K] = scores_R[is_long_R] - values_N[at_K]
         else:
-            delta_B = values_N[at_B + 1] - values_N[at_B]
-            advantages_N[at_B] = delta_B + gae_lambda * advantages_N[at_B + 1]
+            delta_K = values_N[at_K + 1] - values_N[at_K]
+            advantages_N[at_K] = delta_K + gae_lambda * advantages_N[at_K + 1]
     return _whitened(advantages_N), advantages_N + values_N
 
 

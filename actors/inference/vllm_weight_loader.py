@@ -44,7 +44,10 @@ STAGE_AT_ONCE_S = 0.003
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing: files need no set-up, and senders may change (`join_broadcast`)."""
+    """The settings that vLLM asks for before the first load: none.
+
+    Files need no set-up, and `join_broadcast` names the sender, which may change.
+    """
 
 
 @dataclass

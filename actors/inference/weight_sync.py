@@ -1,6 +1,6 @@
 """Keep one engine on the newest announced weights, and record each load in the store.
 
-    sync = WeightSync(engine, layout, coordinator, takes_turns=True, is_broadcast=False, ...)
+    sync = WeightSync(engine, layout, coordinator, limits_loads=True, is_broadcast=False, ...)
     await sync.sync(version)     # returns with that version or a newer one, or refuses it
     sync.version                 # is older while the learner has not written the files yet
 
@@ -41,8 +41,8 @@ class Superseded(Exception):
 class WeightSync:
     """Load announced versions, one at a time. Waits for the storage and for the engine.
 
-    With `takes_turns` only a few engines of the run load files at a time. A version is skipped if a
-    newer one was announced while the engine waited for its turn. With `is_broadcast` the engine
+    With `limits_loads` only a few engines of the run load files at a time. A version is skipped if
+    a newer one was announced while the engine waited for its turn. With `is_broadcast` the engine
     joins the address from which the learner sends weights; without, all weights come as files.
     """
 
@@ -52,7 +52,7 @@ class WeightSync:
         layout: RunLayout,
         coordinator: CoordinatorClient,
         *,
-        takes_turns: bool,
+        limits_loads: bool,
         is_broadcast: bool,
         max_staleness: int,
     ) -> None:
@@ -61,7 +61,7 @@ class WeightSync:
         self._layout = layout
         self._max_staleness = max_staleness
         self._coordinator = coordinator
-        self._takes_turns, self._is_broadcast = takes_turns, is_broadcast
+        self._limits_loads, self._is_broadcast = limits_loads, is_broadcast
         self._has_joined = False  # the engine receives what the learner sends
         self._one_load = asyncio.Lock()
         # False after a version was skipped: else an engine that always finds a newer one when its
@@ -135,7 +135,7 @@ class WeightSync:
     @asynccontextmanager
     async def _locked(self, version: VersionRecord) -> AsyncIterator[None]:
         """Hold the lock on weight updates. Raises Superseded if the wait for it was too long."""
-        async with self._coordinator.weight_update() if self._takes_turns else nullcontext():
+        async with self._coordinator.weight_update() if self._limits_loads else nullcontext():
             newest = await self._coordinator.newest_version() if self._may_skip else None
             if (
                 newest is not None

@@ -10,7 +10,9 @@ from coordinator import CoordinatorClient, Lease
 from envs import PendingOperations
 from store import IMPORTED, RunLayout, SegmentMeta, Trajectory, Unfinished, uid, write_segment
 
-STORAGE_TIMEOUT_S = 300.0  # for writing one segment
+# For writing one segment. Minutes, because a shared disk may pause, and giving up ends the worker
+# with all groups that it plays.
+STORAGE_TIMEOUT_S = 300.0
 
 
 class StorageSilent(RuntimeError):

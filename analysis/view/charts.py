@@ -29,6 +29,7 @@ from bokeh.models import (
     WheelZoomTool,
 )
 from bokeh.models.annotations import Legend
+from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 from bokeh.settings import settings as bokeh_settings
 
@@ -39,6 +40,7 @@ COLOURS = ("#3b7dd8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 INK = "#7d8590"  # of texts and axes: legible on white and on black
 GRID = "#8b949e"
 HEIGHT = 230  # pixels of a chart
+INTERVAL_ALPHA = 0.18  # of an interval: its contrast with white is 1.25; at half 1.12, hardly seen
 MAX_POINTS = 5_000  # of a chart; more are thinned evenly
 # Making a chart takes 60 ms of a core. Bokeh's check of it is a sixth of that, and only warns.
 bokeh_settings.perform_document_validation = False
@@ -92,41 +94,51 @@ def lines(
             y2=high,
             source=source,
             fill_color=COLOURS[0],
-            fill_alpha=0.18,
+            fill_alpha=INTERVAL_ALPHA,
             level="underlay",
         )
     for column, colour in zip([*y, *points], colours(len(y) + len(points)), strict=True):
-        label = names[column]
+        label, ends = names[column], whiskers.get(column, ())
         if column in points:
             there = [at for at, value in enumerate(data[column]) if value is not None]
-            ends = whiskers.get(column, ())
             some = ColumnDataSource(rows_at(data, there, (x, column, *ends)))
-            if ends:
-                drawn.segment(
-                    x0=x, x1=x, y0=ends[0], y1=ends[1], source=some, color=colour, line_width=2
-                )
-            marks = drawn.scatter(
-                x=x,
-                y=column,
-                source=some,
-                size=8,
-                color=colour,
-                marker="diamond",
-                legend_label=label,
-            )
+            marks = _draw_points(drawn, some, x=x, y=column, ends=ends, colour=colour, label=label)
         else:
-            drawn.line(x=x, y=column, source=source, line_width=2, color=colour, legend_label=label)
-            marks = drawn.scatter(
-                x=x, y=column, source=source, size=4, color=colour, legend_label=label
-            )
+            marks = _draw_line(drawn, source, x=x, y=column, colour=colour, label=label)
         tips = [(names[x], f"@{x}"), (label, f"@{column}{_digits(is_fraction)}")]
-        between = (low, high) if low and high and column == y[0] else whiskers.get(column)
+        between = (low, high) if low and high and column == y[0] else ends
         if between:
             digits = _digits(is_fraction)
             tips.append(("95 % interval", f"@{between[0]}{digits} to @{between[1]}{digits}"))
         drawn.add_tools(HoverTool(renderers=[marks], tooltips=tips, mode="mouse"))
     named = " and ".join(names[each] for each in [*y, *points])
     return finish(drawn, f"{named} over {names[x]}, {len(data[x])} points")
+
+
+def _draw_points(
+    drawn: figure,
+    source: ColumnDataSource,
+    *,
+    x: str,
+    y: str,
+    ends: Sequence[str],
+    colour: str,
+    label: str,
+) -> GlyphRenderer:
+    """Draw a column as points, with whiskers between the two columns `ends`, if there are any."""
+    if ends:
+        drawn.segment(x0=x, x1=x, y0=ends[0], y1=ends[1], source=source, color=colour, line_width=2)
+    return drawn.scatter(
+        x=x, y=y, source=source, size=8, color=colour, marker="diamond", legend_label=label
+    )
+
+
+def _draw_line(
+    drawn: figure, source: ColumnDataSource, *, x: str, y: str, colour: str, label: str
+) -> GlyphRenderer:
+    """Draw a column as a line. Return its points, of which the pointer shows the values."""
+    drawn.line(x=x, y=y, source=source, line_width=2, color=colour, legend_label=label)
+    return drawn.scatter(x=x, y=y, source=source, size=4, color=colour, legend_label=label)
 
 
 def bars(

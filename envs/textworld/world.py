@@ -245,10 +245,11 @@ def _progression(game):  # type: ignore[no-untyped-def]  # TextWorld's GameProgr
 # TextWorld's own records hold hashes that differ from process to process.
 def _named_facts(progression):  # type: ignore[no-untyped-def]
     """Return name and variables (name, type) of each fact."""
-    return [
-        (fact.name, [(variable.name, variable.type) for variable in fact.arguments])
-        for fact in progression.state.facts
-    ]
+
+    def variables_of(fact):  # type: ignore[no-untyped-def]
+        return [(variable.name, variable.type) for variable in fact.arguments]
+
+    return [(fact.name, variables_of(fact)) for fact in progression.state.facts]
 
 
 def _object_tree(ram: NDArray[np.uint8]) -> bytes:

@@ -3,6 +3,8 @@
 -- (Where a query chooses between relations it uses IS DISTINCT FROM: with neither chosen nothing
 -- would be read, and nothing refused.) Values that cast to a number are accepted, as in all SQL:
 -- '0.5', true, and 2.0 for a whole number; 2.5 and '2.5' are no whole numbers.
+-- tests/configs/test_algorithm.py keeps names, defaults, choices and bounds equal to those of
+-- AdvantageSettings.
 -- in:  steps; every parameter
 -- out: steps
 FROM steps

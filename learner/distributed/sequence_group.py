@@ -12,9 +12,15 @@ and after it the other way round (arXiv 2309.14509). Every rank of a group has t
 and computes the same loss of the same N results. Its backward pass gives the gradient of that loss
 by way of its own tokens, so the gradient of the loss is the sum over the group's ranks.
 
-Letters: W ranks of the group, T tokens of a micro-batch with its padding, K = T / W of one rank, N
-response tokens, P those that one rank's tokens predict, S sequences, A attention heads, D size of
-one, F numbers that two ranks exchange of a token.
+    W  ranks of the group
+    T  tokens of a micro-batch, with its padding
+    K  tokens of one rank: T / W
+    N  response tokens of a micro-batch
+    P  response tokens that one rank's tokens predict
+    S  sequences
+    A  attention heads
+    D  size of one head
+    F  numbers that two ranks exchange of a token
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def are_same(one: torch.Tensor, other: torch.Tensor, *, relative: float = SAME) 
 def _probe(
     causal_lm: PreTrainedModel, lengths: tuple[int, int], *, positions: list[int] | None = None
 ) -> torch.Tensor:
-    """Compute two sequences of these lengths: float32 [T, H], or [N, H] at given positions."""
+    """Return the hidden states of two sequences: float32 [T, H], or [N, H] at `positions`."""
     device, was_training = causal_lm.device, causal_lm.training
     ids_T = torch.tensor([*range(lengths[0]), *range(lengths[1])], device=device)
     bounds_Sp1 = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
@@ -116,14 +116,14 @@ def _probe(
     causal_lm.eval()
     try:
         with torch.no_grad():
-            hidden_TH = packed_hidden(
+            hidden = packed_hidden(
                 causal_lm,
                 input_ids_T=ids_T,
                 position_ids_T=ids_T,
                 bounds_Sp1=bounds_Sp1,
                 positions_N=positions_N,
             )
-            return hidden_TH.float()  # [N, H] with positions
+            return hidden.float()
     finally:
         causal_lm.train(was_training)
 
@@ -139,9 +139,9 @@ def packed_hidden(
     positions_N: torch.Tensor | None = None,
     group: SequenceGroup | None = None,
 ) -> torch.Tensor:
-    """Return the decoder's last hidden states [T, H], in the model's dtype.
+    """Return the decoder's last hidden states: [T, H], or with `positions_N` [N, H].
 
-    `positions_N` is for a model whose last layer is trimmed, which then returns [N, H].
+    They have the model's dtype. `positions_N` is for a model whose last layer is trimmed.
     `embedded` replaces ids and positions (`vision.py`). With `compared` each layer compares its
     kernel with one sequence after another, and raises ValueError if they differ. With `group` ids
     and positions are this rank's share of the tokens, and the bounds those of all.

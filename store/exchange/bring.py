@@ -1,4 +1,4 @@
-"""Bring a run to this machine whose files are in a storage, and whose own disk may be lost.
+"""Copy a run from object storage to this machine, for example after its own disk was lost.
 
     uri, root = "s3://bucket/run", Path("runs/run")
     if not is_brought(uri, root):

@@ -601,7 +601,7 @@ def test_a_published_version_whose_file_changes_is_refused_and_the_next_one_is_s
             served.policy,
             layout,
             coordinator,  # type: ignore[arg-type]
-            takes_turns=False,
+            limits_loads=False,
             is_broadcast=False,
             max_staleness=1,
         )

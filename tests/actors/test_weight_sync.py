@@ -87,7 +87,7 @@ class Run:
             self.engine,  # type: ignore[arg-type]
             self.layout,
             self,  # type: ignore[arg-type]
-            takes_turns=True,
+            limits_loads=True,
             is_broadcast=True,
             max_staleness=max_staleness,
         )

@@ -136,16 +136,18 @@ def test_set_up_checks_before_it_installs_anything(
     assert ("driver is 470.1" in done.stderr) == checked and ("makes " in done.stderr) != checked
 
 
-def test_another_system_than_linux_is_refused_in_a_line_that_names_the_way_out(
-    machine: Machine,
+@pytest.mark.parametrize("system", ["Darwin x86_64", "Darwin arm64", "Linux aarch64"])
+def test_another_system_than_linux_on_x86_64_is_refused_in_a_line_that_names_the_way_out(
+    machine: Machine, system: str
 ) -> None:
-    machine.add("uname", "echo Darwin")
+    kernel, processor = system.split()
+    machine.add("uname", f'case "$1" in -s) echo {kernel} ;; -m) echo {processor} ;; esac')
     done = set_up(machine, venv=machine.bin.parent / "new", extra="cpu")
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("set-up failed: this is Darwin")
-    assert "deploy/Dockerfile" in line and "WSL" in line
-    assert (ROOT / "deploy/Dockerfile").exists()
+    assert line.startswith(f"set-up failed: this is {system},")
+    assert "deploy/Dockerfile, with --platform linux/amd64" in line and "WSL" in line
+    assert "--platform linux/amd64" in (ROOT / "deploy/Dockerfile").read_text()
 
 
 def test_an_image_is_set_up_without_a_gpu(tmp_path: Path) -> None:
