@@ -35,7 +35,7 @@ DOC = (ROOT / "docs/your_environment.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
 (COMMAND,) = re.findall(r"```sh\nPYTHONPATH=\. gigpo (train .*?)\n```", DOC, re.DOTALL)
 NAME = "lamps:Lamps"
-MAX_LINES = 50  # a newcomer copies it, so lines are plain and not few
+MAX_LINES = 40
 TIMEOUT_S = 900.0  # only for what hangs
 
 
