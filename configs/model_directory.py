@@ -9,7 +9,6 @@ directory as they are, and asks the Hugging Face Hub for a backbone that a confi
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -17,8 +16,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from bounded_json import read_value
 from configs.derived import serves_adapters
 from configs.errors import ConfigError
 from configs.schema import Config
@@ -28,6 +28,9 @@ from printable import REASON_CHARACTERS, one_line
 VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
 # Of a JSON file that is read here. The weight index of 1,000 files has 2 MiB.
 MAX_DESCRIPTION_BYTES = 64 << 20
+# Of such a file. The weight index of a model with 384 experts has 211,000. So many are read in
+# seconds, and 64 MiB of empty lists in minutes.
+MAX_DESCRIPTION_VALUES = 2**19
 # Arguments of from_pretrained. A model's own code never runs here.
 SAFE_LOADING = {"local_files_only": True, "trust_remote_code": False}
 ADAPTER_FILE = "adapter_config.json"  # of peft
@@ -119,8 +122,8 @@ def model_type(path: str) -> str:
     """Return `model_type` of a model directory's config.json, or "". Raises ConfigError."""
     file = Path(path) / "config.json"
     try:
-        return str(dict(json.loads(read_description(file))).get("model_type", ""))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return str(dict(_read_json(file)).get("model_type", ""))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file} is not readable ({error}); download the model again") from error
 
 
@@ -135,6 +138,11 @@ def read_description(file: Path) -> bytes:
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise ValueError(f"it has more than {MAX_DESCRIPTION_BYTES:,} bytes")
     return data
+
+
+def _read_json(file: Path) -> Any:
+    """Return the value of a JSON file of a model directory. Raises OSError, ValueError."""
+    return read_value(read_description(file), most=MAX_DESCRIPTION_VALUES)
 
 
 def check_regular(file: Path) -> None:
@@ -202,8 +210,8 @@ def description(file: Path) -> dict[str, object]:
     if not file.exists():
         return {}
     try:
-        return dict(json.loads(read_description(file)))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return dict(_read_json(file))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{file} is not readable ({error!s:.200}); download the model again"
         ) from error
@@ -252,8 +260,8 @@ def weight_indexes(directory: Path) -> list[Path]:
 def files_of_index(index: Path) -> set[str]:
     """Return the weight files that an index names. Raises ValueError for others than beside it."""
     try:
-        names = list(dict(dict(json.loads(read_description(index)))["weight_map"]).values())
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        names = list(dict(dict(_read_json(index))["weight_map"]).values())
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"it is not readable ({type(error).__name__}: {error!s:.200})") from None
     files = {name for name in names if isinstance(name, str) and WEIGHT_FILE.fullmatch(name)}
     if strange := [name for name in names if not isinstance(name, str) or name not in files]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,8 +22,8 @@ from learner.files.atomic_directory import new_directory
 from learner.model.lora import add_adapters, merged, read_adapter, write_adapter
 from learner.model.policy_model import load_policy
 from learner.model.vision import checkpoint_names
-from learner.publishing.publish import write_weights
-from printable import UserError
+from learner.publishing.publish import SIDE_FILE_SUFFIXES, WEIGHTS_SUFFIX, write_weights
+from printable import UNSAFE, UserError
 from store import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -40,6 +41,8 @@ from store import (
 
 # Places of a base model made for a run: of one without model.path, and of one that clones it.
 MADE_BASE_MODELS = ("base/policy", "untrained")
+# Of a version's configuration, tokenizer and weight index. Large tokenizers have 40 MB.
+MAX_SIDE_BYTES = 256 << 20
 
 
 class ExportError(UserError, ValueError):
@@ -90,10 +93,10 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
             # Version 0 of an evaluation is a link to a model outside of the run.
             if source.is_symlink():
                 check_trusted(layout.root)
+            files = _files_of_version(source)
             configs.check_model_directory(source)
-            for path in source.iterdir():
-                if path.name != "complete.json":  # it only marks a finished download
-                    shutil.copyfile(path, unfinished / path.name)
+            for path in files:
+                shutil.copyfile(path, unfinished / path.name)
             configs.check_model_directory(unfinished)  # somebody may have changed the source
             names = [path.name for path in weight_files(source)]
             for index in configs.weight_indexes(unfinished):
@@ -113,6 +116,35 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
             f"version {version.version} was removed while it was copied; ask for a newer one"
         ) from error
     return digest
+
+
+def _files_of_version(source: Path) -> list[Path]:
+    """Return the files of a version that `write_weights` may have written.
+
+    Raises ExportError for names that nobody gives a file, and for more than MAX_SIDE_BYTES beside
+    the weights: no digest covers those files, and a stranger's would fill the disk.
+    """
+    files = [
+        path
+        for path in sorted(source.iterdir())
+        if path.suffix in (WEIGHTS_SUFFIX, *SIDE_FILE_SUFFIXES)
+        and path.name != "complete.json"  # it only marks a finished download
+    ]
+    for path in files:
+        if UNSAFE.search(path.name):
+            raise ExportError(
+                f"{source} has a file {path.name!r:.200}, with characters that no file of a model "
+                "has in its name; remove it, or export another version"
+            )
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ExportError(f"{path} is no regular file; remove it, or export another version")
+    n_bytes = sum(path.stat().st_size for path in files if path.suffix != WEIGHTS_SUFFIX)
+    if n_bytes > MAX_SIDE_BYTES:
+        raise ExportError(
+            f"the files of {source} beside its weights have {n_bytes:,} bytes, more than "
+            f"{MAX_SIDE_BYTES:,}: no run wrote them; export another version, or a checkpoint"
+        )
+    return files
 
 
 def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:

@@ -34,7 +34,7 @@ from store import (
 )
 
 SHARD_BYTES = 4 * 2**30  # of one file; `write_weights` holds the tensors of one at a time
-SUFFIX = ".safetensors"
+WEIGHTS_SUFFIX = ".safetensors"
 DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in SAFETENSORS_DTYPES.items()}
 # Receives a file in pieces: its head, and each tensor that is not empty.
 Send = Callable[[Sequence[memoryview]], None]
@@ -214,14 +214,14 @@ def write_shards(
     dtypes: set[torch.dtype] = set()
     numbered: list[Path] = []
     for number, part in enumerate(_parts(tensors, shard_bytes=shard_bytes), start=1):
-        path = directory / f"{stem}-{number:05d}{SUFFIX}"
+        path = directory / f"{stem}-{number:05d}{WEIGHTS_SUFFIX}"
         _write_shard(path, tensors=part, digest=digest)
         numbered.append(path)
         file_of |= dict.fromkeys(part, number)
         dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
-    paths = [directory / f"{stem}{SUFFIX}"]
+    paths = [directory / f"{stem}{WEIGHTS_SUFFIX}"]
     if len(numbered) > 1:
-        last = f"-of-{len(numbered):05d}{SUFFIX}"
+        last = f"-of-{len(numbered):05d}{WEIGHTS_SUFFIX}"
         paths = [path.with_name(f"{path.stem}{last}") for path in numbered]
     for path, name in zip(numbered, paths, strict=True):
         path.rename(name)

@@ -10,7 +10,9 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
+from itertools import islice
 
+from printable import counted
 from store.catalog.database import DAMAGED_PAGES, connect_read_only
 from store.catalog.schema_check import SCHEMA
 from store.layout import RunLayout
@@ -19,6 +21,8 @@ from store.records import uid_text
 
 MAX_LINES = 5  # of integrity_check; a torn file has thousands
 ALL_LINES = 2**31 - 1  # SQLite's largest number for it
+MAX_FINDINGS = 1_000  # of one rule: every row of a stranger's catalog may be wrong
+REPAIRED_RULES = frozenset({"group_sums"})  # a repair needs every finding
 NULL_LINE = re.compile(r"NULL value in (\w+)\.(\w+)")
 
 # A consumed group's sums still count the trajectories whose file was lost: the learner saw them.
@@ -27,22 +31,26 @@ _LOST = """(SELECT group_uid, count(DISTINCT traj_uid) AS n FROM lost_trajectory
 _SUMS = """(SELECT group_uid, count(*) AS n, sum(n_steps) AS steps, sum(won) AS won,
                    sum(episode_return) AS returns, min(version_min) AS oldest,
                    max(version_max) AS newest FROM trajectory GROUP BY group_uid)"""
-# When each learner step was first published, up to the next one: a group that was opened in a span
-# was weighed by the results up to its begin (store/catalog/task_results.py).
-_SPANS = """(SELECT lsn, lead(lsn, 1, 1 << 62) OVER (ORDER BY lsn) AS next_lsn
-             FROM (SELECT 0 AS lsn
-                   UNION SELECT lsn
-                   FROM (SELECT lsn, learner_step,
-                                max(learner_step) OVER (ORDER BY lsn ROWS BETWEEN
-                                    UNBOUNDED PRECEDING AND 1 PRECEDING) AS step_before
-                         FROM version WHERE learner_step IS NOT NULL)
-                   WHERE step_before IS NULL OR learner_step > step_before))"""
+# When each learner step was first published: a group is weighed by the results up to the last one
+# before it was opened (store/catalog/task_results.py).
+_FIRST_PUBLISHED = """
+            SELECT 0 AS lsn
+            UNION SELECT lsn
+            FROM (SELECT lsn, learner_step,
+                         max(learner_step) OVER (ORDER BY lsn ROWS BETWEEN
+                             UNBOUNDED PRECEDING AND 1 PRECEDING) AS step_before
+                  FROM version WHERE learner_step IS NOT NULL)
+            WHERE step_before IS NULL OR learner_step > step_before"""
 
-# Code of a finding -> a query for (kind of subject, its id, detail).
+# Code of a finding -> a query for (kind of subject, its id, detail). A catalog may be a stranger's,
+# with any rows and without any index that has a name. So no query may take the square of its size:
+# a join is by a primary key, or with a materialized table, for which SQLite makes an index.
 RULES = {
     "segment_name": """
         SELECT 'segment', segment_id, format('its path is %s, which is another file''s', path)
-        FROM segment WHERE path NOT LIKE '%/' || segment_id || '.parquet'""",
+        FROM segment
+        WHERE substr(path, -length('/' || segment_id || '.parquet'))
+            <> '/' || segment_id || '.parquet'""",
     "epoch": """
         SELECT 'epoch', m.epoch,
                format('%s is of epoch %d: workers of an older owner would not be refused',
@@ -72,13 +80,14 @@ RULES = {
             OR state IN ('stale', 'abandoned') AND n_members > size
             OR state NOT IN ('open', 'stale', 'abandoned') AND n_members <> size)""",
     "group_batch": """
+        WITH live AS MATERIALIZED (SELECT * FROM batch_group WHERE live = 1)
         SELECT 'group', g.group_uid,
                format('it is %s, but batch %s has it as %s (%s)', g.state,
                       coalesce(b.batch_id, 'none'), coalesce(l.outcome, 'nothing'),
                       coalesce(b.state, 'no batch'))
         FROM grp g
-        LEFT JOIN batch_group l
-            ON l.group_uid = g.group_uid AND l.live = 1 AND (l.use = 1 OR g.source IS NOT NULL)
+        LEFT JOIN live l
+            ON l.group_uid = g.group_uid AND (l.use = 1 OR g.source IS NOT NULL)
         LEFT JOIN batch b USING (batch_id)
         WHERE iif(g.source IS NULL,
             (g.state IN ('claimed', 'trained', 'filtered') OR l.live = 1)
@@ -113,14 +122,22 @@ RULES = {
             USING (group_uid)
         WHERE s.state IS NOT g.state""",
     "drawn_by": f"""
-        SELECT 'group', g.group_uid,
+        WITH events AS (
+            SELECT opened_lsn AS lsn, 0 AS is_first, group_uid, split, weight, weighed_lsn
+            FROM grp WHERE coalesce(weight, success_before, weighed_lsn) IS NOT NULL
+            UNION ALL
+            SELECT lsn, 1, NULL, NULL, NULL, NULL FROM ({_FIRST_PUBLISHED})),
+        known AS (
+            SELECT *, max(lsn) FILTER (WHERE is_first) OVER (
+                ORDER BY lsn, is_first ROWS UNBOUNDED PRECEDING) AS known_lsn
+            FROM events)
+        SELECT 'group', group_uid,
                format('it is of split %s, with weight %s of lsn %s; it was opened at lsn %d',
-                      g.split, coalesce(g.weight, 'none'), coalesce(g.weighed_lsn, 'none'),
-                      g.opened_lsn)
-        FROM grp g LEFT JOIN {_SPANS} s ON s.lsn = g.weighed_lsn
-        WHERE coalesce(g.weight, g.success_before, g.weighed_lsn) IS NOT NULL
-            AND (g.split <> 'train' OR g.weight IS NULL OR NOT g.weight >= 0 OR s.lsn IS NULL
-                 OR g.opened_lsn NOT BETWEEN s.lsn + 1 AND s.next_lsn)""",
+                      split, coalesce(weight, 'none'), coalesce(weighed_lsn, 'none'), lsn)
+        FROM known
+        WHERE NOT is_first
+            AND (split <> 'train' OR weight IS NULL OR NOT weight >= 0
+                 OR (weighed_lsn = known_lsn) IS NOT TRUE)""",
     # Groups of a task that lost trajectories may have been completed again, later and with other
     # results.
     "success_before": """
@@ -133,16 +150,19 @@ RULES = {
             FROM grp WHERE weighed_lsn IS NOT NULL),
         numbered AS (
             SELECT *, count(*) FILTER (WHERE NOT is_draw) OVER (
-                PARTITION BY task_id ORDER BY lsn, is_draw, ordinal) AS n_results
-            FROM events)
-        SELECT 'group', d.group_uid,
+                PARTITION BY task_id ORDER BY lsn, is_draw, ordinal, group_uid
+                ROWS UNBOUNDED PRECEDING) AS n_results
+            FROM events),
+        compared AS (  -- each number has one result
+            SELECT *, max(success) FILTER (WHERE NOT is_draw) OVER (
+                PARTITION BY task_id, n_results) AS result
+            FROM numbered)
+        SELECT 'group', group_uid,
                format('its task was drawn after a success of %s, and the result before is %s',
-                      coalesce(d.success, 'none'), coalesce(r.success, 'none'))
-        FROM numbered d
-        LEFT JOIN numbered r
-            ON r.task_id = d.task_id AND r.n_results = d.n_results AND NOT r.is_draw
-        WHERE d.is_draw AND d.success IS NOT r.success
-            AND d.task_id NOT IN (
+                      coalesce(success, 'none'), coalesce(result, 'none'))
+        FROM compared
+        WHERE is_draw AND success IS NOT result
+            AND task_id NOT IN (
                 SELECT task_id FROM lost_trajectory JOIN grp USING (group_uid))""",
     "critic_value": """
         SELECT 'batch', v.batch_id,
@@ -156,11 +176,13 @@ RULES = {
                                 AND l.group_uid = t.group_uid))""",
     # A run that publishes no weights through the store has no versions to compare with.
     "unknown_version": """
-        WITH trained AS (
-            SELECT t.version_min, t.version_max, b.learner_step
-            FROM batch b JOIN batch_group USING (batch_id) JOIN grp g USING (group_uid)
-            JOIN trajectory t USING (group_uid)
-            WHERE b.state = 'trained' AND g.source IS NULL)
+        WITH trained_group AS MATERIALIZED (
+            SELECT group_uid, min(b.learner_step) AS learner_step
+            FROM batch_group JOIN grp g USING (group_uid) JOIN batch b USING (batch_id)
+            WHERE b.state = 'trained' AND g.source IS NULL GROUP BY group_uid),
+        trained AS MATERIALIZED (
+            SELECT t.version_min, t.version_max, g.learner_step
+            FROM trajectory t CROSS JOIN trained_group g USING (group_uid))
         SELECT 'version', v.version,
                format('learner step %s trained on what it sampled, and it was never published',
                       min(v.learner_step))
@@ -217,16 +239,32 @@ def _future_lsn() -> str:
 
 def check_catalog(connection: sqlite3.Connection) -> list[Finding]:
     """Check every rule on a whole catalog."""
-    findings = []
-    for table, rowid, parent, _ in connection.execute("PRAGMA foreign_key_check"):
-        subject = f"{table} row {rowid}" if rowid is not None else table
-        detail = f"it refers to a row of {parent} that does not exist"
-        findings.append(found("foreign_key", subject, detail))
+    rows = connection.execute("PRAGMA foreign_key_check")
+    findings = list(_shown("foreign_key", map(_broken_reference, rows)))
     for what, query in {**RULES, "future_lsn": _future_lsn()}.items():
-        for kind, subject, detail in connection.execute(query):
-            name = uid_text(subject) if isinstance(subject, bytes) else subject
-            findings.append(found(what, f"{kind} {name}", detail))
+        findings += _shown(what, map(_subject_and_detail, connection.execute(query)))
     return findings
+
+
+def _broken_reference(row: sqlite3.Row) -> tuple[str, str]:
+    table, rowid, parent, _ = row
+    subject = f"{table} row {rowid}" if rowid is not None else table
+    return subject, f"it refers to a row of {parent} that does not exist"
+
+
+def _subject_and_detail(row: sqlite3.Row) -> tuple[str, str]:
+    kind, subject, detail = row
+    name = uid_text(subject) if isinstance(subject, bytes) else subject
+    return f"{kind} {name}", detail
+
+
+def _shown(what: str, rows: Iterator[tuple[str, str]]) -> Iterator[Finding]:
+    """Yield the findings of one rule, of more than MAX_FINDINGS only the number of the others."""
+    at_most = None if what in REPAIRED_RULES else MAX_FINDINGS
+    for subject, detail in islice(rows, at_most):
+        yield found(what, subject, detail)
+    if n_others := sum(1 for _ in rows):
+        yield found(what, "others", f"the same of {counted(n_others, 'other row')}")
 
 
 def _damage(connection: sqlite3.Connection) -> list[str]:

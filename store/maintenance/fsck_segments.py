@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -39,8 +40,8 @@ class Committed:
 
 def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
     """Check live and retired files; with `contents` also what is in them."""
-    listed = {file.path: file for file in layout.storage.files(layout.relative(layout.segments))}
-    findings = []
+    listed = _listed(layout)
+    suspects = []
     with open_catalog(layout) as connection:
         query = "SELECT segment_id FROM segment WHERE removed_us IS NULL"
         for (segment_id,) in connection.execute(query).fetchall():
@@ -48,7 +49,8 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
             if committed is None:
                 continue
             if _check(layout, committed, file=listed.get(committed.meta.path), contents=contents):
-                findings += _check_again(layout, segment_id, contents=contents)
+                suspects.append(segment_id)
+    findings = _check_again(layout, suspects, contents=contents)
     # A new connection: files may have been committed since the listing.
     with open_catalog(layout) as connection:
         query = "SELECT path FROM segment WHERE removed_us IS NULL"
@@ -67,21 +69,43 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
     return findings
 
 
-def _check_again(layout: RunLayout, segment_id: str, *, contents: bool) -> list[Finding]:
-    """Check until the catalog says the same of the file before and after."""
-    findings: list[Finding] = []
+def _listed(layout: RunLayout) -> dict[str, StoredFile]:
+    return {file.path: file for file in layout.storage.files(layout.relative(layout.segments))}
+
+
+def _check_again(layout: RunLayout, segment_ids: list[str], *, contents: bool) -> list[Finding]:
+    """Check each file until the catalog says the same of it before and after.
+
+    All are checked with one listing: one for each would take the square of their number.
+    """
+    settled: list[Finding] = []
+    unsettled: dict[str, list[Finding]] = {segment_id: [] for segment_id in segment_ids}
     for _ in range(ATTEMPTS):
-        with open_catalog(layout) as connection:
-            before = _committed(connection, segment_id)
-        if before is None:
-            return []
-        directory = str(PurePosixPath(before.meta.path).parent)
-        listed = {file.path: file for file in layout.storage.files(directory)}
-        findings = _check(layout, before, file=listed.get(before.meta.path), contents=contents)
-        with open_catalog(layout) as connection:
-            if _committed(connection, segment_id) == before:
-                break
-    return findings
+        if not unsettled:
+            break
+        before = _all_committed(layout, unsettled)
+        listed = _listed(layout)
+        checked = {
+            segment_id: _check(
+                layout, committed, file=listed.get(committed.meta.path), contents=contents
+            )
+            for segment_id, committed in before.items()
+        }
+        after = _all_committed(layout, before)
+        unsettled = {}
+        for segment_id, findings in checked.items():
+            if after.get(segment_id) == before[segment_id]:
+                settled += findings
+            else:
+                unsettled[segment_id] = findings
+    return settled + [finding for findings in unsettled.values() for finding in findings]
+
+
+def _all_committed(layout: RunLayout, segment_ids: Iterable[str]) -> dict[str, Committed]:
+    """Return the rows of the files that need to be there now, by segment."""
+    with open_catalog(layout) as connection:
+        found = {segment_id: _committed(connection, segment_id) for segment_id in segment_ids}
+    return {segment_id: rows for segment_id, rows in found.items() if rows is not None}
 
 
 def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | None:

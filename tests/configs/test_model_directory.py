@@ -118,3 +118,18 @@ def test_single_descriptions_are_read_within_bounds(
     monkeypatch.setattr(checked, "MAX_DESCRIPTION_BYTES", 8)
     with pytest.raises(ConfigError, match="more than 8 bytes"):
         model_type(str(tmp_path))
+
+
+def test_descriptions_have_a_bounded_number_of_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count the values before Python's objects are made of them, in each kind of file."""
+    monkeypatch.setattr(checked, "MAX_DESCRIPTION_VALUES", 4)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    check_model_directory(tmp_path)
+    many = json.dumps({"weight_map": {str(number): "a.safetensors" for number in range(9)}})
+    for name in ("model.safetensors.index.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_text(many)
+        with pytest.raises(ConfigError, match=f"{name} .*more than 4 values"):
+            check_model_directory(tmp_path)
+        (tmp_path / name).unlink()

@@ -506,6 +506,50 @@ def test_an_index_beside_a_version_names_only_what_the_digest_covers(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "n_bytes", "words"),
+    [
+        ("extra.txt", 2 << 30, "beside its weights have 2,147,4"),
+        ("a\x1b]0;pwn\x07.txt", 1, "a file 'a\\x1b]0;pwn\\x07.txt', with characters"),
+    ],
+)
+def test_a_strangers_file_that_no_digest_covers_is_not_copied(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    n_bytes: int,
+    words: str,
+) -> None:
+    """The attack: a sparse file of 2 GiB became one of 2 GB, and an odd name stayed."""
+    with (run / "weights" / "v000003" / name).open("wb") as file:
+        file.truncate(n_bytes)
+    assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_export_has_only_files_that_a_version_has(run: Path, tmp_path: Path) -> None:
+    version, out = run / "weights" / "v000003", tmp_path / "out"
+    expected = {path.name for path in version.iterdir()}
+    (version / "extra.bin").write_bytes(b"x")
+    (version / "code").mkdir()
+    assert main(["export-model", str(run), str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == expected
+
+
+def test_a_description_of_millions_of_lists_is_not_decoded(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: 12 million lists in a config.json of 36 MB took 72 s."""
+    file = run / "weights" / "v000003" / "config.json"
+    file.write_text(file.read_text().rstrip()[:-1] + ', "more": [' + "[]," * 1_000_000 + "0]}")
+    assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
+    assert "config.json is not readable (it has more than 524288 values)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_command_writes_nothing_into_the_home_directory(
     trained: tuple[RunLayout, dict[int, Weights]], tmp_path: Path
 ) -> None:
