@@ -154,7 +154,10 @@ def _resolved_settings(
         settings = (config, *settings)
     if resume and is_uri(resume):
         if dry_run:
-            raise click.UsageError("--dry-run brings no run here; give it with the run's directory")
+            raise click.UsageError(
+                "--dry-run brings no run here; leave out --resume URI to plan CONFIG, or give the "
+                "directory of a run that is here"
+            )
         if has_config_for_uri and not has_begun(resume):
             assert config is not None
             return driver.settings_to_begin(config, resume, settings, trusts=trust)

@@ -31,6 +31,10 @@ class Shape:
     feed_forward: int
     vocabulary: int
 
+    @property
+    def key_value_heads(self) -> int:
+        return self.key_values * self.heads // self.queries
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
@@ -159,16 +163,28 @@ def check_heads(config: Config) -> None:
         )
     if not n_workers(config):
         return
-    n_parts, _ = parallel_sizes(config.actors)
-    if shape.heads % n_parts:
-        fitting = [n for n in range(1, n_parts) if shape.heads % n == 0]
-        on_gpus = config.actors.gpus_per_worker
-        fewer = f" or actors.gpus_per_worker={max(fitting)}" if on_gpus else ""
+    n_parts, n_stages = parallel_sizes(config.actors)
+    if not _divides(n_parts, shape):
+        fitting = max(n for n in range(1, n_parts) if _divides(n, shape))
+        setting = f"actors.engine.{TENSOR}={fitting}"
+        if config.actors.gpus_per_worker:
+            setting = f"actors.gpus_per_worker={fitting * n_stages}"
         raise ConfigError(
             f"an engine would split {shape.heads} attention heads of "
-            f"{config.model.path or 'the tiny model'} over {n_parts} GPUs, which cannot be "
-            f"done evenly; set actors.engine.{TENSOR}={max(fitting)}{fewer}"
+            f"{config.model.path or 'the tiny model'}, {shape.key_value_heads} heads of keys and "
+            f"values, and {shape.feed_forward} feed-forward columns over {n_parts} GPUs, which "
+            f"cannot be done evenly; set {setting}"
         )
+
+
+def _divides(n_parts: int, shape: Shape) -> bool:
+    """Return whether vLLM splits a layer over so many GPUs: fewer heads of keys are repeated."""
+    n_heads = shape.key_value_heads
+    return (
+        shape.heads % n_parts == 0
+        and (n_heads % n_parts == 0 or n_parts % n_heads == 0)
+        and shape.feed_forward % n_parts == 0
+    )
 
 
 def known_shape(config: Config) -> Shape | None:

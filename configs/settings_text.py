@@ -108,6 +108,10 @@ def error_message(error: Exception) -> str:
             "is incompatible with type hint 'Union[int, WorkerRange]'",
             "is no whole number, and no range such as {min: 2, max: 16}",
         )
+        text = text.replace(
+            "Structured config of type `WorkerRange` has missing mandatory value",
+            "a range needs both ends, such as {min: 2, max: 16}; missing",
+        )
     return one_line(text)
 
 

@@ -265,9 +265,14 @@ def test_adapters_are_counted_by_hand() -> None:
 @pytest.mark.parametrize(
     ("path", "n_heads", "n_gpus", "fitting"),
     [
-        ("Qwen/Qwen2.5-1.5B-Instruct", 12, 8, 6),
+        # 6 divides the heads, and not the 8960 feed-forward columns
+        ("Qwen/Qwen2.5-1.5B-Instruct", 12, 8, 4),
+        # 2 heads of keys and values
+        ("Qwen/Qwen2.5-1.5B-Instruct", 12, 3, 2),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 9, 2, 1),
-        ("Qwen/Qwen2.5-7B-Instruct", 28, 8, 7),
+        # 7 divides the heads, and not the 4 of keys and values
+        ("Qwen/Qwen2.5-7B-Instruct", 28, 8, 4),
+        ("Qwen/Qwen2.5-7B-Instruct", 28, 7, 4),
     ],
 )
 def test_heads_that_the_gpus_of_an_engine_do_not_divide_are_refused(
@@ -278,7 +283,7 @@ def test_heads_that_the_gpus_of_an_engine_do_not_divide_are_refused(
         ConfigError, match=f"{n_heads} attention heads.* over {n_gpus} GPUs"
     ) as told:
         configs.check_heads(run)
-    assert f"actors.engine.tensor_parallel_size={fitting} " in str(told.value)
+    assert str(told.value).endswith(f"set actors.gpus_per_worker={fitting}")
     configs.check_heads(alfworld(f"model.path={path}", f"actors.gpus_per_worker={fitting}"))
 
 

@@ -155,7 +155,7 @@ def test_heads_that_an_engine_cannot_divide_are_refused_once_the_config_is_here(
         "num_attention_heads": 6,
         "hidden_size": 96,
         "num_hidden_layers": 1,
-        "intermediate_size": 64,
+        "intermediate_size": 66,
         "vocab_size": 100,
     }
     monkeypatch.setitem(FILES, "config.json", json.dumps(sizes).encode())

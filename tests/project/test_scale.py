@@ -65,7 +65,9 @@ def test_nodes_are_lost_and_no_episode_with_them(fleet: Fleet) -> None:
     ((n_leased,),) = rows(fleet, "SELECT count(*) FROM grp WHERE lease_worker IS NOT NULL")
     assert n_leased <= WORKERS, "each plays one group at a time"
     assert fleet.coordinator.catalog.learner_step() > 0
-    assert {"heartbeat", "lease", "commit", "status", "claim", "settle", "exports"} <= set(calls)
+    assert {"heartbeat", "lease", "commit", "driver_tick", "claim", "settle", "exports"} <= set(
+        calls
+    )
 
 
 def test_a_call_that_takes_longer_than_the_next_one_waits_makes_a_queue(fleet: Fleet) -> None:
