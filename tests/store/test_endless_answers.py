@@ -12,9 +12,11 @@ import pytest
 from store import has_begun
 from tests.support.endless_server import Kind, endless_server
 
-# A command with a small limit. It prints the largest memory of this process and of its children.
+# A command with a small limit. It prints the largest memory of this process and of its children, in
+# KiB. VmHWM begins at the program's start; ru_maxrss would begin with the memory of the tests.
 PROGRAM = """
-import resource, sys
+import re, resource, sys
+from pathlib import Path
 from cli.__main__ import main
 from store import layout
 from store.exchange import bring, offline_import
@@ -23,8 +25,8 @@ for module in (layout, bring, offline_import):
     module.SMALL_BYTES = {limit}
 memory_limit.SHARE_OF_FREE_MEMORY, memory_limit.LEAST_BYTES = 0, {limit}
 status = main(sys.argv[1:])
-for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-    print(resource.getrusage(whose).ru_maxrss)
+print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(status)
 """
 ROOT = Path(__file__).parents[2]
