@@ -37,7 +37,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LONGEST = (
     "runs/test_run.py",
     "runs/test_faults.py",
-    "actors/test_vllm.py",
     "driver/test_resume.py",
     "learner/test_rank_group.py",
     "runs/test_vision_run.py",
@@ -45,6 +44,9 @@ LONGEST = (
     "analysis/view/test_browser.py",
     "cli/test_evaluate_endpoint.py",
     "cli/test_evaluate.py",
+    # It kills engines of two processes, whose shared memory lasts as long as its tests. test_run.py
+    # looks for such memory, so the two do not begin together.
+    "actors/test_vllm.py",
     "driver/test_trackers.py",
     "gigpo/test_oracle.py",
     "store/test_sandbox.py",
