@@ -22,7 +22,8 @@ MAX_LEVELS = 8  # of values that stand for values that stand for others
 BEGINNING = re.compile(r"(?<!\\)(\\*)\$\{")
 # ${a.b}, ${.b} (beside this setting), ${oc.env:NAME}, ${oc.decode:${oc.env:NAME}}
 FORM = re.compile(
-    r"\$\{\s*(?:(?P<key>\.*\w[\w-]*(?:\.\w[\w-]*|\[\w[\w-]*\])*)|oc\.env:[^{}]*|oc\.decode:\s*\$\{\s*oc\.env:[^{}]*\}\s*)\}"
+    r"\$\{\s*(?:(?P<key>\.*\w[\w-]*(?:\.\w[\w-]*|\[\w[\w-]*\])*)"
+    r"|oc\.env:[^{}]*|oc\.decode:\s*\$\{\s*oc\.env:[^{}]*\}\s*)\}"
 )
 # OmegaConf also takes -1, 00, 1_0 and the digits of other scripts, as Python's int does.
 INDEX = re.compile(r"0|[1-9][0-9]*")

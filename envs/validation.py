@@ -183,7 +183,9 @@ def _checked_score(score: float | None, method: str) -> float | None:
 
 def _is_bounded(value: object) -> bool:
     """Return whether a value is a number within MAX_REWARD; no NaN is."""
-    return isinstance(value, Real) and bool(-MAX_REWARD <= value <= MAX_REWARD)  # type: ignore[operator]
+    if not isinstance(value, Real):
+        return False
+    return bool(-MAX_REWARD <= value <= MAX_REWARD)  # type: ignore[operator]
 
 
 def _brief(value: object) -> str:
