@@ -100,7 +100,8 @@ STUDY = Study(
         critic, which starts untrained, is last.
     """,
     setup=f"""
-        A corridor: the key lies at its west end, the door is 2, 5 or 8 rooms further east (at most
+        The prediction was written for ten seeds of each arm; five were run. A corridor: the key
+        lies at its west end, the door is 2, 5 or 8 rooms further east (at most
         16, 28 or 40 steps), and four tasks start in four rooms. All arms begin with the same cloned
         policy, which takes every admissible action equally often: a Qwen2 with one layer of 64 and
         no memory of earlier steps. {STEPS} learner steps of {GROUPS} groups of 8 episodes,
