@@ -138,6 +138,6 @@ STUDY = Study(
         steps at 0.0005 and loses all at 0.001: there 80 learner steps at the lower rate come next.
         These probes are not among the stored runs.
     """,
-    run_cpu_s=12,
+    run_cpu_s=17,
     run=run,
 )
