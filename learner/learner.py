@@ -1,7 +1,8 @@
 """The learner's loop: take a batch, train, announce weights, settle the batch, save a checkpoint.
 
-Announcing and saving copy what is to be written into main memory. A thread writes the files behind
-the next learner step (`files/write_behind.py`), at most one version and one checkpoint.
+Announcing and saving copy what is to be written into main memory. Threads write the files behind
+the next learner step (`files/write_behind.py`), at most one version and one checkpoint. They are
+two, so that engines do not wait for a version while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -99,7 +101,11 @@ class Learner:
         self.heartbeat = Heartbeat(
             self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config)
         )
-        self.behind = WriteBehind()
+        self.publishing = WriteBehind()  # makes versions visible
+        self.saving = (
+            WriteBehind()
+        )  # sees to it that versions, then checkpoints, survive a power cut
+        self.checkpoint_saved: Future[None] | None = None  # the newest
         with ExitStack() as after_failure:
             after_failure.callback(self.heartbeat.close)
             self.heartbeat.report("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
@@ -107,7 +113,8 @@ class Learner:
             model_path = local_model(self.layout, setup.model_path)
             self.ranks = RankGroup(self.config, model_path=model_path)
             after_failure.callback(self.ranks.close)
-            after_failure.callback(self.behind.close)
+            after_failure.callback(self.saving.close)
+            after_failure.callback(self.publishing.close)
             self.restored = self._restore()
             after_failure.pop_all()
         self._report_work(NO_DEADLINE)  # until the driver has started the other processes
@@ -121,7 +128,7 @@ class Learner:
         `learner.step_timeout_s` the driver kills and restarts this process.
         """
         clock, alarms = StepClock(), list[str]()
-        with self.behind.finishing():
+        with self.saving.finishing(), self.publishing.finishing():
             with closing(Prefetch(self.loader)) as prefetch:
                 for batch in self._batches(prefetch, clock):
                     updates, critic = self._train(batch)
@@ -152,7 +159,8 @@ class Learner:
     def close(self) -> None:
         """Free the devices and end the other ranks."""
         self.heartbeat.close()
-        self.behind.close()
+        self.publishing.close()
+        self.saving.close()
         self.ranks.close()
 
     def _restore(self) -> str:
@@ -239,7 +247,8 @@ class Learner:
         )
         is_reading = False
         while not self.stopping.is_set():
-            self.behind.check()  # engines wait for weights that cannot be written
+            self.publishing.check()  # engines wait for weights that cannot be written
+            self.saving.check()
             batch = prefetch.take(timeout_s=POLL_S)
             if batch is not None:
                 clock.waited_for_batch(since_s=started_s, groups_at_s=batch.claimed_at_s)
@@ -298,7 +307,8 @@ class Learner:
         Until they are written, engines are told to wait for them. If this process ends before, the
         number is not used again, and a restart announces its checkpoint's weights under the next.
         """
-        self.behind.wait()  # at most one version is unwritten
+        self.publishing.wait()  # at most one version is unwritten
+        self.saving.check()
         digest = self.ranks.copy_weights()
         record = VersionRecord(
             version=version,
@@ -308,21 +318,27 @@ class Learner:
         )
         self.coordinator.announce(record).get()
         self.version = version
-        self.behind.start(partial(self._write_weights, version))
+        written = self.publishing.start(partial(self._write_weights, version))
+        self.saving.start(partial(self._sync_weights, version, written=written))
 
     def _write_weights(self, version: int) -> None:
-        """Write the announced weights: they are whole for every reader as soon as one sees them.
-
-        A power cut before the next checkpoint may tear them. The next start detects that and
-        announces the checkpoint's weights under a new number.
-        """
+        """Write the announced weights: they are whole for every reader as soon as one sees them."""
         directory, keep = self.layout.weights_dir(version), self.config.learner.keep_versions
         self.ranks.write_weights(directory)
         publish_directory(self.layout, directory)
         self.coordinator.written(version).get()
-        sync_whole(directory)
         prune_oldest(self.layout.weights, keep=keep)
         prune_published(self.layout, self.layout.weights, kept=lambda names: names[-keep:])
+
+    def _sync_weights(self, version: int, *, written: Future[None]) -> None:
+        """Return when the weights are on disk, or are removed because newer ones are there.
+
+        A power cut before may tear them. The next start detects that and announces the checkpoint's
+        weights under a new number.
+        """
+        written.result()
+        with suppress(FileNotFoundError):
+            sync_whole(self.layout.weights_dir(version))
 
     def _settle(
         self,
@@ -365,6 +381,8 @@ class Learner:
 
     def _save_checkpoint(self) -> None:
         """Copy the learner's state, and have it written behind the next step."""
+        if self.checkpoint_saved is not None:
+            self.checkpoint_saved.result()  # at most one checkpoint is unwritten
         lsn = self.coordinator.export_now().get()
         record = CheckpointRecord(
             learner_step=self.step,
@@ -373,7 +391,7 @@ class Learner:
         )
         self.ranks.copy_checkpoint(learner_step=self.step, version=self.version, lsn=lsn)
         self.saved_step = self.step
-        self.behind.start(partial(self._write_checkpoint, record, lsn=lsn))
+        self.checkpoint_saved = self.saving.start(partial(self._write_checkpoint, record, lsn=lsn))
 
     def _write_checkpoint(self, record: CheckpointRecord, *, lsn: int) -> None:
         """Write a checkpoint, announce it, and remove the ones that no rule keeps.

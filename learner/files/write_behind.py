@@ -28,10 +28,12 @@ class WriteBehind:
         self._unfinished: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
 
-    def start(self, work: Work) -> None:
-        """Run `work` after what was started before."""
+    def start(self, work: Work) -> Future[None]:
+        """Run `work` after what was started before. The result raises its error, or the first."""
         self.check()
-        self._unfinished.append(self._thread.submit(self._run, work))
+        started = self._thread.submit(self._run, work)
+        self._unfinished.append(started)
+        return started
 
     def check(self) -> None:
         """Raise the error of work that failed. Waits for nothing."""
@@ -65,9 +67,10 @@ class WriteBehind:
         self._thread.shutdown()
 
     def _run(self, work: Work) -> None:
-        if self._failure is None:
-            try:
-                work()
-            except BaseException as error:
-                self._failure = error
-                raise
+        if self._failure is not None:
+            raise self._failure
+        try:
+            work()
+        except BaseException as error:
+            self._failure = error
+            raise

@@ -1,6 +1,6 @@
 """Kill a learner while it writes a version or a checkpoint behind the next learner step.
 
-What the thread had not finished was never published: the run goes on from the checkpoint before,
+What the threads had not finished was never published: the run goes on from the checkpoint before,
 under a new version, and nothing is lost, doubled or trained on too late.
 """
 
@@ -89,7 +89,7 @@ def test_a_learner_killed_while_it_writes_goes_on_as_if_it_had_not_published(
     learner = make_learner(monkeypatch, config, handle, lambda ranks, updates: good(updates))
     first = KILLED_AT if is_recorded else KILLED_AT + 1
     assert f"continues at learner step {goes_on_at} as version {first}" in learner.restored
-    learner.behind.wait()
+    learner.publishing.wait()
     assert coordinator.is_written(first)
     restored = blake3(str(learner.ranks.n_updates).encode()).hexdigest()  # type: ignore[attr-defined]
     assert rows(run, f"SELECT digest, learner_step FROM version WHERE version = {first}") == [

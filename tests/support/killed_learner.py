@@ -35,7 +35,7 @@ from tests.support.learner_loop import (
 
 KILLED_AT, STEPS, CHECKPOINT_EVERY = 4, 6, 2  # learner steps
 DEADLINE_S = 60.0
-# In the order in which the thread comes to them, each with the learner step that a restart goes on
+# In the order in which the threads come to them, each with the learner step that a restart goes on
 # from.
 GAPS = {
     "announced": 2,
@@ -113,6 +113,7 @@ def train_until_killed(run: Path, gap_name: str, max_staleness: int) -> None:
             with handle.one_call:
                 play_all(handle.coordinator)  # on weights that were sent, and not written yet
             gap.trains_next.set()
+            threading.Event().wait(DEADLINE_S)  # the kill comes before this step ends
         return good(updates)
 
     monkeypatch = pytest.MonkeyPatch()
