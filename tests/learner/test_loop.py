@@ -291,6 +291,43 @@ def test_weights_that_cannot_be_written_end_the_run_by_name(
     loop.coordinator.close()
 
 
+def test_versions_become_visible_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is slower than three learner steps holds up the next checkpoint only."""
+    write, copy = StandIn.write_weights, StandIn.copy_checkpoint
+    write_checkpoint, version_5 = StandIn.write_checkpoint, threading.Event()
+    happened: list[str] = []
+
+    def writing(stand_in: StandIn, directory: Path) -> None:
+        write(stand_in, directory)
+        if directory.name == "v000005":
+            version_5.set()
+
+    def copying(stand_in: StandIn, *, learner_step: int, version: int, lsn: int) -> None:
+        happened.append(f"copy {learner_step}")
+        copy(stand_in, learner_step=learner_step, version=version, lsn=lsn)
+
+    def writing_checkpoint(stand_in: StandIn, directory: Path) -> None:
+        if directory.name == "step000003":
+            assert version_5.wait(DEADLINE_S)
+        write_checkpoint(stand_in, directory)
+        happened.append(f"written {int(directory.name[-6:])}")
+
+    monkeypatch.setattr(StandIn, "write_weights", writing)
+    monkeypatch.setattr(StandIn, "copy_checkpoint", copying)
+    monkeypatch.setattr(StandIn, "write_checkpoint", writing_checkpoint)
+    run = tmp_path / "run"
+    # Version 4 is removed before it is synced.
+    config = make_config(run, max_staleness=1, steps=6, checkpoint_every=3, keep_versions=1)
+    loop = Loop(monkeypatch, config)
+    assert loop.learner.run() == 6
+    assert happened == ["copy 3", "written 3", "copy 6", "written 6"]
+    assert [path.name for path in loop.coordinator.layout.weights.iterdir()] == ["v000006"]
+    loop.learner.close()
+    loop.coordinator.close()
+
+
 def test_bad_updates_in_a_row_are_counted_across_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
