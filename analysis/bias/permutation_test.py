@@ -6,14 +6,15 @@ policy versions or, for extra members, the members of one group. A stratum witho
 without kept units has no information and is left out.
 
 Unit u of stratum S has n_u trajectories, and s_u is the sum of a measure over them.
-n_D(S), n_K(S): trajectories of the dropped and of the kept units of S; N = sum of n_D(S) over S
+n_d(S), n_k(S): trajectories of the dropped and of the kept units of S
+N: sum of n_d(S) over S; X: permutations
 
-    kept mean     m(S)  = sum of s_u over kept units / n_K(S)
+    kept mean     m(S)  = sum of s_u over kept units / n_k(S)
     difference    delta = sum over dropped units of (s_u - n_u m(S)) / N
     variance      V     = [ sum over dropped units of (s_u - n_u (m(S) + delta))^2
-                          + sum over kept units of (n_D(S) / n_K(S))^2 (s_u - n_u m(S))^2 ] / N^2
+                          + sum over kept units of (n_d(S) / n_k(S))^2 (s_u - n_u m(S))^2 ] / N^2
     statistic     t     = delta / sqrt(V)
-    p-value       p     = (1 + number of permutations with |t| at least as large) / (1 + P)
+    p-value       p     = (1 + number of permutations with |t| at least as large) / (1 + X)
 
 V is the cluster-robust variance, with units as clusters: Liang & Zeger, "Longitudinal data analysis
 using generalized linear models", Biometrika 1986. To permute t instead of delta makes the test
@@ -90,20 +91,20 @@ def differences_of_means(
     `units` are comparable ones, with at least one stratum.
     """
     strata = _strata(units)
-    terms_UC = _terms(units, strata)
-    all_SC = np.add.reduceat(terms_UC, strata.starts_S)
+    terms = _terms(units, strata)
+    all_sums = np.add.reduceat(terms, strata.starts_S)
 
-    def differences_and_t(chosen_PD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        dropped_PSC = np.add.reduceat(terms_UC[chosen_PD], strata.dropped_starts_S, axis=1)
-        return _differences_and_t(dropped_PSC, all_SC)
+    def differences_and_t(chosen_XE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        dropped_sums = np.add.reduceat(terms[chosen_XE], strata.dropped_starts_S, axis=1)
+        return _differences_and_t(dropped_sums, all_sums)
 
-    def t_PM(chosen_PD: np.ndarray) -> np.ndarray:
-        return differences_and_t(chosen_PD)[1]
+    def t_XM(chosen_XE: np.ndarray) -> np.ndarray:
+        return differences_and_t(chosen_XE)[1]
 
-    (difference_M,), (t_M,) = differences_and_t(strata.dropped_D[None])
-    p_M = _p_values(units, t_M, statistic=t_PM, seed=seed, permutations=permutations)
-    n_dropped = units.sizes_U[strata.dropped_D].sum()
-    dropped_M = units.sums_UM[strata.dropped_D].sum(0) / n_dropped
+    (difference_M,), (t_M,) = differences_and_t(strata.dropped_E[None])
+    p_M = _p_values(units, t_M, statistic=t_XM, seed=seed, permutations=permutations)
+    n_dropped = units.sizes_U[strata.dropped_E].sum()
+    dropped_M = units.sums_UM[strata.dropped_E].sum(0) / n_dropped
     rows = zip(dropped_M, dropped_M - difference_M, p_M, strict=True)
     return [
         Difference(dropped=float(dropped), kept=float(kept), p=float(p))
@@ -122,22 +123,22 @@ def difference_of_tasks(
     n_tasks = int(units.task_U.max()) + 1
     strata = _strata(units)
     dropped_share_S = strata.n_dropped_S / strata.n_units_S
-    n_units_K = np.bincount(units.task_U, minlength=n_tasks)
-    expected_K = np.bincount(units.task_U, dropped_share_S[units.stratum_U], minlength=n_tasks)
+    n_units_Q = np.bincount(units.task_U, minlength=n_tasks)
+    expected_Q = np.bincount(units.task_U, dropped_share_S[units.stratum_U], minlength=n_tasks)
     # A unit more on one side is one less on the other: both cells of a task have the same square.
     with np.errstate(divide="ignore"):
-        both_cells_K = 1 / expected_K + 1 / (n_units_K - expected_K)
-    weight_K = np.where(expected_K > 0, both_cells_K, 0.0)
+        both_cells_Q = 1 / expected_Q + 1 / (n_units_Q - expected_Q)
+    weight_Q = np.where(expected_Q > 0, both_cells_Q, 0.0)
 
-    def chi_square_P1(chosen_PD: np.ndarray) -> np.ndarray:
-        observed_PK = _counts_of_tasks(units.task_U[chosen_PD], n_tasks=n_tasks)
-        return ((observed_PK - expected_K) ** 2 @ weight_K)[:, None]
+    def chi_square_X1(chosen_XE: np.ndarray) -> np.ndarray:
+        observed_XQ = _counts_of_tasks(units.task_U[chosen_XE], n_tasks=n_tasks)
+        return ((observed_XQ - expected_Q) ** 2 @ weight_Q)[:, None]
 
-    observed = chi_square_P1(strata.dropped_D[None])[0]
-    (p,) = _p_values(units, observed, statistic=chi_square_P1, seed=seed, permutations=permutations)
-    dropped_K, kept_K = _shares_of_tasks(units, strata, n_tasks=n_tasks)
-    task = int(np.argmax(np.abs(dropped_K - kept_K)))
-    return task, Difference(dropped=float(dropped_K[task]), kept=float(kept_K[task]), p=float(p))
+    observed = chi_square_X1(strata.dropped_E[None])[0]
+    (p,) = _p_values(units, observed, statistic=chi_square_X1, seed=seed, permutations=permutations)
+    dropped_Q, kept_Q = _shares_of_tasks(units, strata, n_tasks=n_tasks)
+    task = int(np.argmax(np.abs(dropped_Q - kept_Q)))
+    return task, Difference(dropped=float(dropped_Q[task]), kept=float(kept_Q[task]), p=float(p))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -159,8 +160,8 @@ class _Strata:
     starts_S: np.ndarray  # the first unit of each
     n_units_S: np.ndarray
     n_dropped_S: np.ndarray  # dropped units
-    dropped_starts_S: np.ndarray  # the first dropped unit of each, as an index of `dropped_D`
-    dropped_D: np.ndarray  # the indices of the dropped units, ordered by stratum
+    dropped_starts_S: np.ndarray  # the first dropped unit of each, as an index of `dropped_E`
+    dropped_E: np.ndarray  # the indices of the dropped units, ordered by stratum
 
 
 def _strata(units: Units) -> _Strata:
@@ -170,7 +171,7 @@ def _strata(units: Units) -> _Strata:
         n_units_S=np.bincount(units.stratum_U),
         n_dropped_S=n_dropped_S,
         dropped_starts_S=np.cumsum(n_dropped_S) - n_dropped_S,
-        dropped_D=np.flatnonzero(units.dropped_U),
+        dropped_E=np.flatnonzero(units.dropped_U),
     )
 
 
@@ -212,12 +213,12 @@ def _terms(units: Units, strata: _Strata) -> np.ndarray:
 
 
 def _differences_and_t(
-    dropped_PSC: np.ndarray, all_SC: np.ndarray
+    dropped_sums: np.ndarray, all_sums: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return delta and t, [P, M] each, of P choices of dropped units. C: columns of `_terms`."""
-    dropped = _Sums.of_columns(dropped_PSC)
-    kept = _Sums.of_columns(all_SC - dropped_PSC)
-    both = _Sums.of_columns(all_SC)
+    """Return delta and t, [X, M] each, of X choices of dropped units."""
+    dropped = _Sums.of_columns(dropped_sums)
+    kept = _Sums.of_columns(all_sums - dropped_sums)
+    both = _Sums.of_columns(all_sums)
     n = dropped.n.sum(1)
     kept_mean = kept.s / kept.n
     difference = (dropped.s - dropped.n * kept_mean).sum(1) / n
@@ -236,26 +237,26 @@ def _differences_and_t(
     return difference, t
 
 
-def _counts_of_tasks(task_PD: np.ndarray, *, n_tasks: int) -> np.ndarray:
-    """Return how often each row has each task, [P, K]."""
-    n = len(task_PD)
-    cell_PD = task_PD + np.arange(n)[:, None] * n_tasks
-    return np.bincount(cell_PD.ravel(), minlength=n * n_tasks).reshape(n, n_tasks)
+def _counts_of_tasks(task_XE: np.ndarray, *, n_tasks: int) -> np.ndarray:
+    """Return how often each row has each task, [X, Q]."""
+    n = len(task_XE)
+    cell_XE = task_XE + np.arange(n)[:, None] * n_tasks
+    return np.bincount(cell_XE.ravel(), minlength=n * n_tasks).reshape(n, n_tasks)
 
 
 def _shares_of_tasks(
     units: Units, strata: _Strata, *, n_tasks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each task's share of the dropped and of the kept units, [K] both.
+    """Return each task's share of the dropped and of the kept units, [Q] both.
 
     A stratum weighs as much among the kept units as among the dropped ones.
     """
     n_kept_S = strata.n_units_S - strata.n_dropped_S
     weight_S = strata.n_dropped_S / n_kept_S / strata.n_dropped_S.sum()
     kept_U = ~units.dropped_U
-    n_dropped_K = np.bincount(units.task_U[strata.dropped_D], minlength=n_tasks)
-    kept_K = np.bincount(units.task_U[kept_U], weight_S[units.stratum_U[kept_U]], minlength=n_tasks)
-    return n_dropped_K / len(strata.dropped_D), kept_K
+    n_dropped_Q = np.bincount(units.task_U[strata.dropped_E], minlength=n_tasks)
+    kept_Q = np.bincount(units.task_U[kept_U], weight_S[units.stratum_U[kept_U]], minlength=n_tasks)
+    return n_dropped_Q / len(strata.dropped_E), kept_Q
 
 
 def _p_values(
@@ -276,16 +277,16 @@ def _p_values(
 
 
 def _permuted(units: Units, *, seed: int, permutations: int) -> Iterator[np.ndarray]:
-    """Yield [P, D] indices of drawn units, ordered by stratum, as many per stratum as dropped."""
+    """Yield [X, E] indices of drawn units, ordered by stratum, as many per stratum as dropped."""
     random = np.random.default_rng(seed)
     strata = _strata(units)
     n_units, n_tasks = len(units.stratum_U), int(units.task_U.max()) + 1
     # Each stratum is shuffled, and its first units are drawn.
     position_U = np.arange(n_units) - strata.starts_S[units.stratum_U]
-    drawn_D = np.flatnonzero(position_U < strata.n_dropped_S[units.stratum_U])
+    drawn_E = np.flatnonzero(position_U < strata.n_dropped_S[units.stratum_U])
     at_once = max(1, CELLS_AT_ONCE // max(n_units, n_tasks))
     for start in range(0, permutations, at_once):
         size = (min(at_once, permutations - start), n_units)
         # Strata are whole numbers in order, so sorting shuffles the units within each.
-        shuffled_PU = np.argsort(units.stratum_U + random.random(size), axis=1)
-        yield shuffled_PU[:, drawn_D]
+        shuffled_XU = np.argsort(units.stratum_U + random.random(size), axis=1)
+        yield shuffled_XU[:, drawn_E]
