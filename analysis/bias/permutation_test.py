@@ -25,6 +25,9 @@ unfinished groups are. The 1 in the p-value counts the observed one among the pe
 & Smyth, "Permutation p-values should never be zero", 2010.
 
 scipy.stats.permutation_test has no strata and takes one statistic at a time.
+
+Arrays are float64, and int64 where they hold indices or counts. Their shapes: U units, E of them
+dropped; S strata; M measures; Q tasks; X permutations, as many as are computed at once.
 """
 
 from __future__ import annotations
@@ -60,9 +63,10 @@ class Units:
     def comparable(self) -> Units:
         """Return the units of strata with both roles, ordered by stratum, numbered from 0."""
         n_strata = int(self.stratum_U.max(initial=-1)) + 1
-        n_dropped = np.bincount(self.stratum_U[self.dropped_U], minlength=n_strata)
-        n_kept = np.bincount(self.stratum_U[~self.dropped_U], minlength=n_strata)
-        rows = np.flatnonzero(((n_dropped > 0) & (n_kept > 0))[self.stratum_U])
+        n_dropped_S = np.bincount(self.stratum_U[self.dropped_U], minlength=n_strata)
+        n_kept_S = np.bincount(self.stratum_U[~self.dropped_U], minlength=n_strata)
+        has_both_S = (n_dropped_S > 0) & (n_kept_S > 0)
+        rows = np.flatnonzero(has_both_S[self.stratum_U])  # of the units that stay
         rows = rows[np.argsort(self.stratum_U[rows], kind="stable")]
         return Units(
             stratum_U=np.unique(self.stratum_U[rows], return_inverse=True)[1],
@@ -91,10 +95,11 @@ def differences_of_means(
     `units` are comparable ones, with at least one stratum.
     """
     strata = _strata(units)
-    terms = _terms(units, strata)
-    all_sums = np.add.reduceat(terms, strata.starts_S)
+    terms = _terms(units, strata)  # [U, 2 + 3 M]
+    all_sums = np.add.reduceat(terms, strata.starts_S)  # [S, 2 + 3 M]
 
     def differences_and_t(chosen_XE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # [X, S, 2 + 3 M]: the units of a stratum lie side by side in `chosen_XE`
         dropped_sums = np.add.reduceat(terms[chosen_XE], strata.dropped_starts_S, axis=1)
         return _differences_and_t(dropped_sums, all_sums)
 
@@ -134,7 +139,7 @@ def difference_of_tasks(
         observed_XQ = _counts_of_tasks(units.task_U[chosen_XE], n_tasks=n_tasks)
         return ((observed_XQ - expected_Q) ** 2 @ weight_Q)[:, None]
 
-    observed = chi_square_X1(strata.dropped_E[None])[0]
+    observed = chi_square_X1(strata.dropped_E[None])[0]  # [1]
     (p,) = _p_values(units, observed, statistic=chi_square_X1, seed=seed, permutations=permutations)
     dropped_Q, kept_Q = _shares_of_tasks(units, strata, n_tasks=n_tasks)
     task = int(np.argmax(np.abs(dropped_Q - kept_Q)))
@@ -155,11 +160,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Strata:
-    """The strata of units that are ordered by stratum."""
+    """The strata of units that are ordered by stratum. All arrays are int64."""
 
     starts_S: np.ndarray  # the first unit of each
     n_units_S: np.ndarray
-    n_dropped_S: np.ndarray  # dropped units
+    n_dropped_S: np.ndarray  # dropped units of each
     dropped_starts_S: np.ndarray  # the first dropped unit of each, as an index of `dropped_E`
     dropped_E: np.ndarray  # the indices of the dropped units, ordered by stratum
 
@@ -177,29 +182,32 @@ def _strata(units: Units) -> _Strata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sums:
-    """Sums over units, by stratum: all that t needs. The last dimension is 1, or M measures."""
+    """Sums over units, by stratum: all that t needs. They are [S, ...], or [X, S, ...] of draws."""
 
-    n: np.ndarray  # of n_u
-    nn: np.ndarray  # of n_u^2
-    s: np.ndarray  # of s_u
-    ss: np.ndarray  # of s_u^2
-    sn: np.ndarray  # of s_u n_u
+    n: np.ndarray  # of n_u; the last dimension is 1
+    nn: np.ndarray  # of n_u^2; 1
+    s: np.ndarray  # of s_u; M
+    ss: np.ndarray  # of s_u^2; M
+    sn: np.ndarray  # of s_u n_u; M
 
     @classmethod
     def of_columns(cls, columns: np.ndarray) -> _Sums:
-        """Return the sums whose columns are those of `_terms`."""
+        """Split sums of `_terms`, [..., 2 + 3 M], by what they are sums of."""
         n_measures = (columns.shape[-1] - 2) // 3
         ends = (1, 2, 2 + n_measures, 2 + 2 * n_measures)
         n, nn, s, ss, sn = np.split(columns, ends, axis=-1)
         return cls(n=n, nn=nn, s=s, ss=ss, sn=sn)
 
     def squared_residuals(self, level: np.ndarray) -> np.ndarray:
-        """Return the sum of (s_u - n_u level)^2, by its expansion."""
+        """Return the sum of (s_u - n_u level)^2, [..., S, M], by its expansion.
+
+        `level` has that shape, or one that broadcasts to it.
+        """
         return self.ss - 2 * level * self.sn + level**2 * self.nn
 
 
 def _terms(units: Units, strata: _Strata) -> np.ndarray:
-    """Return n_u, n_u^2, s_u, s_u^2 and s_u n_u of every unit, side by side.
+    """Return n_u, n_u^2, s_u, s_u^2 and s_u n_u of every unit, side by side: [U, 2 + 3 M].
 
     s_u is centred by its stratum's mean, so that the expanded squares keep their digits. This
     changes neither the difference nor its variance.
@@ -215,30 +223,33 @@ def _terms(units: Units, strata: _Strata) -> np.ndarray:
 def _differences_and_t(
     dropped_sums: np.ndarray, all_sums: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return delta and t, [X, M] each, of X choices of dropped units."""
+    """Return delta and t, [X, M] each, of X choices of dropped units.
+
+    `dropped_sums` is [X, S, 2 + 3 M], `all_sums` [S, 2 + 3 M]; the columns are those of `_terms`.
+    """
     dropped = _Sums.of_columns(dropped_sums)
     kept = _Sums.of_columns(all_sums - dropped_sums)
     both = _Sums.of_columns(all_sums)
-    n = dropped.n.sum(1)
-    kept_mean = kept.s / kept.n
-    difference = (dropped.s - dropped.n * kept_mean).sum(1) / n
+    n_X1 = dropped.n.sum(1)
+    kept_mean_XSM = kept.s / kept.n
+    difference_XM = (dropped.s - dropped.n * kept_mean_XSM).sum(1) / n_X1
     # The level is the kept mean plus the one difference, and not the dropped units' own mean, so
     # that a stratum with one dropped unit has a residual too.
-    level = kept_mean + difference[:, None]
-    of_dropped = dropped.squared_residuals(level).sum(1)
-    of_kept = ((dropped.n / kept.n) ** 2 * kept.squared_residuals(kept_mean)).sum(1)
+    level_XSM = kept_mean_XSM + difference_XM[:, None]
+    of_dropped_XM = dropped.squared_residuals(level_XSM).sum(1)
+    of_kept_XM = ((dropped.n / kept.n) ** 2 * kept.squared_residuals(kept_mean_XSM)).sum(1)
     # A few small dropped units may all be equal by chance (none won). So their part is at least
     # that of all units of the stratum per trajectory. This is conservative: members of a group are
     # correlated, so small groups vary less per trajectory.
-    least_of_dropped = (both.ss / both.n * dropped.n).sum(1)
-    squares = np.maximum(of_dropped, least_of_dropped) + of_kept
+    least_of_dropped_XM = (both.ss / both.n * dropped.n).sum(1)
+    squares_XM = np.maximum(of_dropped_XM, least_of_dropped_XM) + of_kept_XM
     with np.errstate(invalid="ignore"):
-        t = np.where(squares > 0, difference * n / np.sqrt(squares), 0.0)
-    return difference, t
+        t_XM = np.where(squares_XM > 0, difference_XM * n_X1 / np.sqrt(squares_XM), 0.0)
+    return difference_XM, t_XM
 
 
 def _counts_of_tasks(task_XE: np.ndarray, *, n_tasks: int) -> np.ndarray:
-    """Return how often each row has each task, [X, Q]."""
+    """Return how often each row has each task, int64 [X, Q]."""
     n = len(task_XE)
     cell_XE = task_XE + np.arange(n)[:, None] * n_tasks
     return np.bincount(cell_XE.ravel(), minlength=n * n_tasks).reshape(n, n_tasks)
@@ -247,7 +258,7 @@ def _counts_of_tasks(task_XE: np.ndarray, *, n_tasks: int) -> np.ndarray:
 def _shares_of_tasks(
     units: Units, strata: _Strata, *, n_tasks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each task's share of the dropped and of the kept units, [Q] both.
+    """Return each task's share of the dropped and of the kept units, float64 [Q] both.
 
     A stratum weighs as much among the kept units as among the dropped ones.
     """
@@ -267,7 +278,11 @@ def _p_values(
     seed: int,
     permutations: int,
 ) -> np.ndarray:
-    """Return the two-sided p-value of each column of the statistic, p of the module docstring."""
+    """Return the two-sided p-value of each column of the statistic, p of the module docstring.
+
+    `statistic` takes indices [X, E] of chosen units and returns [X, columns]. `observed` and the
+    result are [columns].
+    """
     least = np.abs(observed) * (1 - TIE)
     n_as_large = sum(
         (np.abs(statistic(chosen)) >= least).sum(0)
@@ -277,7 +292,7 @@ def _p_values(
 
 
 def _permuted(units: Units, *, seed: int, permutations: int) -> Iterator[np.ndarray]:
-    """Yield [X, E] indices of drawn units, ordered by stratum, as many per stratum as dropped."""
+    """Yield int64 [X, E] indices of drawn units by stratum, as many of each as were dropped."""
     random = np.random.default_rng(seed)
     strata = _strata(units)
     n_units, n_tasks = len(units.stratum_U), int(units.task_U.max()) + 1
