@@ -62,6 +62,7 @@ test-faults: setup
 test-cluster: setup
 	$(PY) -m pytest -s tests/runs/test_lost_nodes.py
 
+# Each variable has a comment where a test reads it.
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
 		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 FUZZED_RUNS=500 HOSTILE_RUNS=all \
