@@ -53,7 +53,7 @@ class TaskResult:
 
 def newest_round(reader: store.Reader) -> list[TaskResult]:
     """Return the tasks of the newest evaluation round; [] before the first."""
-    return [TaskResult(**row) for row in reader.rows(NEWEST_ROUND)]
+    return reader.records(NEWEST_ROUND, TaskResult)
 
 
 def success(tasks: Sequence[TaskResult]) -> float:
