@@ -3,7 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 DOCS_VENV ?= .venv-docs
-RUN ?= runs/quickstart
+# What `make train` trains, where it keeps the run, and its seed:
+# `make train CONFIG=configs/key_room.yaml` makes runs/key_room.
+CONFIG ?= configs/quickstart.yaml
+RUN ?= runs/$(basename $(notdir $(CONFIG)))
 SEED ?= 0
 PY := $(VENV)/bin/python
 EXTRA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -15,7 +18,7 @@ GPUS := $(if $(filter cuda,$(EXTRA)),actors.gpus_per_worker=0.5 learner.gpus_per
 
 help:
 	@echo "make setup      make the virtual environment, with the gigpo program"
-	@echo "make train      an agent learns a text game, from nothing (RUN=$(RUN) SEED=$(SEED))"
+	@echo "make train      an agent learns a text game, from nothing (CONFIG=$(CONFIG) RUN=$(RUN) SEED=$(SEED))"
 	@echo "make test       check format and types, run the tests"
 	@echo "make test-slow  tests that take minutes: a pretrained model, all cases of shortened tests"
 	@echo "make test-faults  real runs in which every component is killed, stopped or answers nonsense"
@@ -33,7 +36,7 @@ $(VENV)/ready: pyproject.toml setup.sh gpu_check.sh
 	@touch $@
 
 train: setup
-	$(VENV)/bin/gigpo train configs/quickstart.yaml run_dir=$(RUN) seed=$(SEED) $(GPUS)
+	$(VENV)/bin/gigpo train $(CONFIG) run_dir=$(RUN) seed=$(SEED) $(GPUS)
 
 # Tests and benchmarks download no model.
 test test-slow test-faults test-cluster test-crash bench: export HF_HUB_OFFLINE = 1
@@ -62,6 +65,7 @@ test-faults: setup
 test-cluster: setup
 	$(PY) -m pytest -s tests/runs/test_lost_nodes.py
 
+# Each variable has a comment where a test reads it.
 test-crash: setup
 	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
 		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 FUZZED_RUNS=500 HOSTILE_RUNS=all \

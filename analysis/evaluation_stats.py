@@ -53,7 +53,7 @@ class TaskResult:
 
 def newest_round(reader: store.Reader) -> list[TaskResult]:
     """Return the tasks of the newest evaluation round; [] before the first."""
-    return [TaskResult(**row) for row in reader.rows(NEWEST_ROUND)]
+    return reader.records(NEWEST_ROUND, TaskResult)
 
 
 def success(tasks: Sequence[TaskResult]) -> float:
@@ -127,41 +127,41 @@ def show_evaluation_comparison(first: Path, second: Path, *, console: Console) -
         raise StoreError(
             f"{first} and {second} have played no task in common; evaluate both on the same split"
         )
-    difference_K = np.array([b.won / b.played - a.won / a.played for a, b in pairs])
+    difference_Q = np.array([b.won / b.played - a.won / a.played for a, b in pairs])
     first_rate = success([one for one, _ in pairs])
     second_rate = success([other for _, other in pairs])
     console.print(
         f"{len(pairs)} tasks in common: {first} {first_rate:.3f}, {second} {second_rate:.3f}; "
-        f"difference of the tasks' means {difference_K.mean():+.3f}, "
-        f"p = {sign_flip_p(difference_K):.4f} (signs of the tasks' differences flipped)"
+        f"difference of the tasks' means {difference_Q.mean():+.3f}, "
+        f"p = {sign_flip_p(difference_Q):.4f} (signs of the tasks' differences flipped)"
     )
     table = Table("task", str(first), str(second), "difference", box=None, pad_edge=False)
-    order = np.argsort(-np.abs(difference_K), kind="stable").tolist()
-    for index in [index for index in order[:MAX_SHOWN_TASKS] if difference_K[index]]:
+    order = np.argsort(-np.abs(difference_Q), kind="stable").tolist()
+    for index in [index for index in order[:MAX_SHOWN_TASKS] if difference_Q[index]]:
         a, b = pairs[index]
         table.add_row(
             printable(a.task_id),
             f"{a.won}/{a.played}",
             f"{b.won}/{b.played}",
-            f"{difference_K[index]:+.2f}",
+            f"{difference_Q[index]:+.2f}",
         )
     console.print(table)
-    n_different = int(np.count_nonzero(difference_K))
+    n_different = int(np.count_nonzero(difference_Q))
     shown = f", {MAX_SHOWN_TASKS} are shown" if n_different > MAX_SHOWN_TASKS else ""
     console.print(f"{n_different} tasks differ{shown}")
 
 
-def sign_flip_p(difference_K: np.ndarray) -> float:
-    """Return the two-sided p-value of the mean of K differences, float64, by random sign flips.
+def sign_flip_p(difference_Q: np.ndarray) -> float:
+    """Return the two-sided p-value of the mean of Q differences, float64, by random sign flips.
 
     Without an effect each difference could as well have had the other sign.
     """
     random = np.random.default_rng(0)
-    observed = abs(difference_K.sum())
+    observed = abs(difference_Q.sum())
     n_as_large = 0
     for _ in range(SIGN_FLIPS // FLIPS_AT_ONCE):
-        signs_PK = random.choice(np.array([-1.0, 1.0]), size=(FLIPS_AT_ONCE, len(difference_K)))
-        n_as_large += int(np.count_nonzero(np.abs(signs_PK @ difference_K) >= observed - 1e-9))
+        signs_XQ = random.choice(np.array([-1.0, 1.0]), size=(FLIPS_AT_ONCE, len(difference_Q)))
+        n_as_large += int(np.count_nonzero(np.abs(signs_XQ @ difference_Q) >= observed - 1e-9))
     return (1 + n_as_large) / (1 + SIGN_FLIPS)
 
 

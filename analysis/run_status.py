@@ -108,7 +108,7 @@ def standing_of(reader: store.Reader, config: Config) -> Standing:
     (newest,) = reader.rows(NEWEST)
     (timed,) = reader.rows(STEP_TIME)
     (recent,) = reader.rows(SUCCESS.format(name=success_metric(config), steps=RECENT_STEPS))
-    evaluated = reader.rows(HELDOUT)
+    evaluated = reader.records(HELDOUT, Heldout)
     (newest_round,) = reader.rows(ROUND)
     return Standing(
         learner_step=newest["learner_step"],
@@ -116,7 +116,7 @@ def standing_of(reader: store.Reader, config: Config) -> Standing:
         learns=newest["has_learner"] or newest["learner_step"] > 0,
         step_s=timed["step_s"],
         success=recent["success"],
-        heldout=Heldout(**evaluated[0]) if evaluated else None,
+        heldout=evaluated[0] if evaluated else None,
         round_groups=newest_round["groups"],
         round_to_play=newest_round["to_play"],
     )

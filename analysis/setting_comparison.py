@@ -54,17 +54,18 @@ class Span:
 
 
 def change_kinds(rows: pa.Table) -> np.ndarray:
-    """Return the index in CHANGE_KINDS of each row, int64.
+    """Return the index in CHANGE_KINDS of each row, int64 [R].
 
     A step that neither setting trains on is unchanged.
     """
-    a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
-    by_a, by_b = (rows[f"passes_filter_{suffix}"].to_numpy() for suffix in "ab")
+    a_R, b_R = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")  # float64
+    by_a_R, by_b_R = (rows[f"passes_filter_{suffix}"].to_numpy() for suffix in "ab")  # bool
+    larger_R = np.maximum(np.abs(a_R), np.abs(b_R))
     conditions = [
-        by_b & ~by_a,
-        by_a & ~by_b,
-        by_a & by_b & (np.sign(a) != np.sign(b)),
-        by_a & by_b & (np.abs(a - b) > TOLERANCE * np.maximum(np.abs(a), np.abs(b))),
+        by_b_R & ~by_a_R,
+        by_a_R & ~by_b_R,
+        by_a_R & by_b_R & (np.sign(a_R) != np.sign(b_R)),
+        by_a_R & by_b_R & (np.abs(a_R - b_R) > TOLERANCE * larger_R),
     ]
     return np.select(conditions, range(UNCHANGED), default=UNCHANGED)
 
@@ -74,50 +75,51 @@ def spans(rows: pa.Table, *, at_most: int) -> list[Span]:
 
     A last span has the groups that no batch has had, if there are any.
     """
-    kinds = change_kinds(rows)
-    learner_step = rows["learner_step"].fill_null(-1).to_numpy()
-    present = np.unique(learner_step[learner_step >= 0])
+    kinds_R = change_kinds(rows)
+    step_R = rows["learner_step"].fill_null(-1).to_numpy()  # int64, -1 without a batch
+    present = np.unique(step_R[step_R >= 0])  # each learner step once, ascending
     length = max(1, math.ceil(len(present) / at_most))
     found = []
     for start in range(0, len(present), length):
         part = present[start : start + length]
         first, last = part[0], part[-1]
         name = str(first) if first == last else f"{first} to {last}"
-        found.append(_span(name, kinds[(learner_step >= first) & (learner_step <= last)]))
-    if np.any(learner_step < 0):
-        found.append(_span(NO_BATCH, kinds[learner_step < 0]))
+        found.append(_span(name, kinds_R[(step_R >= first) & (step_R <= last)]))
+    if np.any(step_R < 0):
+        found.append(_span(NO_BATCH, kinds_R[step_R < 0]))
     return found
 
 
-def _span(name: str, kinds: np.ndarray) -> Span:
-    shares = tuple(np.bincount(kinds, minlength=len(CHANGE_KINDS)) / len(kinds))
-    return Span(name=name, n_steps=len(kinds), shares=shares)
+def _span(name: str, kinds_R: np.ndarray) -> Span:
+    shares = tuple(np.bincount(kinds_R, minlength=len(CHANGE_KINDS)) / len(kinds_R))
+    return Span(name=name, n_steps=len(kinds_R), shares=shares)
 
 
 def show_setting_comparison(reader: store.Reader, rows: pa.Table, *, console: Console) -> None:
     """Print how the advantages differ: overall, by learner step, by group, and the largest."""
-    a, b = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")
-    difference = np.abs(a - b)
-    correlation = np.corrcoef(a, b)[0, 1] if np.std(a) > 0 and np.std(b) > 0 else float("nan")
+    a_R, b_R = (rows[f"advantage_{suffix}"].to_numpy() for suffix in "ab")  # float64
+    difference_R = np.abs(a_R - b_R)
+    is_constant = np.std(a_R) == 0 or np.std(b_R) == 0
+    correlation = float("nan") if is_constant else np.corrcoef(a_R, b_R)[0, 1]
     console.print(
-        f"correlation {correlation:.4f}, mean difference {difference.mean():.4g}, largest "
-        f"{difference.max():.4g}"
+        f"correlation {correlation:.4f}, mean difference {difference_R.mean():.4g}, largest "
+        f"{difference_R.max():.4g}"
     )
     by_step = Table("learner steps", "steps", *CHANGE_KINDS, title="share of the steps")
-    kinds = change_kinds(rows)
-    for span in [*spans(rows, at_most=MAX_ROWS), _span("all", kinds)]:
+    kinds_R = change_kinds(rows)
+    for span in [*spans(rows, at_most=MAX_ROWS), _span("all", kinds_R)]:
         by_step.add_row(span.name, str(span.n_steps), *(f"{share:.1%}" for share in span.shares))
     console.print(by_step)
-    one_sided = np.isin(kinds, (0, 1))
-    if one_sided.any():
-        _show_groups(reader, rows.filter(pa.array(one_sided)), console=console)
+    one_sided_R = np.isin(kinds_R, (0, 1))  # trained by b alone, by a alone
+    if one_sided_R.any():
+        _show_groups(reader, rows.filter(pa.array(one_sided_R)), console=console)
     changes = Table("task", "state", "action", "a", "b", title="what changed most")
-    for row in np.argsort(-difference, kind="stable")[:MAX_CHANGES]:
+    for row in np.argsort(-difference_R, kind="stable")[:MAX_CHANGES]:
         query = STEP_TEXTS.format(
             traj_uid=rows["traj_uid"][row].as_py(), step_index=rows["step_index"][row].as_py()
         )
         texts = [str(column[0].as_py())[:TEXT_WIDTH] for column in reader.sql(query).columns]
-        changes.add_row(*map(printable, texts), f"{a[row]:.3f}", f"{b[row]:.3f}")
+        changes.add_row(*map(printable, texts), f"{a_R[row]:.3f}", f"{b_R[row]:.3f}")
     console.print(changes)
 
 

@@ -132,7 +132,10 @@ class Coordinator:
         # has found them whole or announced another.
         newest = self.catalog.latest_version() if learns else None
         self._unwritten = None if newest is None else newest.version
-        self._n_abandoned = 0  # groups in a row
+        # Groups abandoned in a row by `abandon`. The catalog does not say which call abandoned a
+        # group. A restart counts from 0: failures before a repair must not end the run after it,
+        # and an environment that still fails ends it MAX_ABANDONED groups later.
+        self._n_abandoned = 0
         self._n_notices = 0
         self._is_closed = False
         self._notices: dict[int, str] = {}

@@ -51,6 +51,8 @@ class LeaseTable:
         self._extra_members = extra_members
         self._in_play: dict[bytes, _InPlay] = {}
         self._of_worker: defaultdict[str, dict[bytes, Lease]] = defaultdict(dict)
+        # Times by group. The catalog's unfinished episodes would tell it too, by one more query;
+        # MAX_REQUEUES says why a count that begins at 0 after a restart is enough.
         self._n_requeued: Counter[bytes] = Counter()
 
     def begin(self, lease: Lease) -> None:

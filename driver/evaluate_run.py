@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -62,10 +62,19 @@ from store import (
 
 # A round is opened whole: each episode is a group of its own.
 NEWEST_WEIGHTS = """
-SELECT count(DISTINCT task_id) AS tasks, count(*) AS episodes,
-    count(*) FILTER (state = 'open') AS open
+SELECT count(DISTINCT task_id) AS n_tasks, count(*) AS n_episodes,
+    count(*) FILTER (state = 'open') AS n_open
 FROM newest_round WHERE evaluated_version = (SELECT max(version) FROM versions)
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Round:
+    """The evaluation round of the newest weights, all 0 if there is none."""
+
+    n_tasks: int
+    n_episodes: int  # opened
+    n_open: int  # of these, still to be played
 
 
 def evaluate(
@@ -213,9 +222,9 @@ def is_evaluated(config: Config) -> bool:
     if not RunLayout.exists(run):
         return False
     with open_run(run) as reader:
-        (of_round,) = reader.rows(NEWEST_WEIGHTS)
-    wanted = config.evaluation.final_episodes_per_task * of_round["tasks"]
-    return bool(wanted) and not of_round["open"] and of_round["episodes"] >= wanted
+        (newest,) = reader.records(NEWEST_WEIGHTS, _Round)
+    n_wanted = config.evaluation.final_episodes_per_task * newest.n_tasks
+    return n_wanted > 0 and newest.n_open == 0 and newest.n_episodes >= n_wanted
 
 
 def _weights_name(run: Path, step: int | None) -> str:

@@ -79,29 +79,29 @@ POSSESSIVE = re.compile("['’＇]s$")
 STEMMER = PorterStemmer(mode=PorterStemmer.MARTIN_EXTENSIONS)
 
 
-# The file of each array of an index. Indexes of earlier versions have the same.
+# The file of each array of an index. The names are those of earlier versions' indexes.
 FILES = {
     "terms_V": "terms_V.npy",
     "starts_Vp1": "starts_V.npy",
-    "documents_P": "documents_P.npy",
-    "saturations_P": "saturations_P.npy",
-    "ranks_D": "ranks_D.npy",
+    "documents_Z": "documents_P.npy",
+    "saturations_Z": "saturations_P.npy",
+    "ranks_R": "ranks_D.npy",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """The words of D documents: V terms, by their 64-bit hashes, and P postings.
+    """The words of R documents: V terms, by their 64-bit hashes, and Z postings.
 
     A posting is a term in a document.
     """
 
     terms_V: np.ndarray  # uint64, hashes, ascending
     starts_Vp1: np.ndarray  # int64; the postings of term v are starts_Vp1[v] to starts_Vp1[v + 1]
-    documents_P: np.ndarray  # uint32, ascending within a term
-    saturations_P: np.ndarray  # float32, 1 + count / (k1 * (1 - b + b * length / mean length))
+    documents_Z: np.ndarray  # uint32, ascending within a term
+    saturations_Z: np.ndarray  # float32, 1 + count / (k1 * (1 - b + b * length / mean length))
     # uint32, rank of the document's name among all names, which decides between equal scores
-    ranks_D: np.ndarray
+    ranks_R: np.ndarray
 
 
 def tokens(text: str) -> list[str]:
@@ -145,22 +145,22 @@ def build(contents: Iterable[str], names: Sequence[str] | None = None) -> Index:
     by_hash_V = np.argsort(hashes_V)
     order_V = np.empty_like(by_hash_V)
     order_V[by_hash_V] = np.arange(len(by_hash_V))
-    terms_P = order_V[np.frombuffer(terms, dtype=np.uint32)]
-    order_P = np.argsort(terms_P, kind="stable")
-    documents_P = np.frombuffer(documents, dtype=np.uint32)[order_P]
-    counts_P = np.frombuffer(counts, dtype=np.uint32)[order_P].astype(np.float32)
-    lengths_D = np.frombuffer(lengths, dtype=np.uint32)
-    ranks_D = np.arange(len(lengths), dtype=np.uint32)
+    terms_Z = order_V[np.frombuffer(terms, dtype=np.uint32)]
+    order_Z = np.argsort(terms_Z, kind="stable")
+    documents_Z = np.frombuffer(documents, dtype=np.uint32)[order_Z]
+    counts_Z = np.frombuffer(counts, dtype=np.uint32)[order_Z].astype(np.float32)
+    lengths_R = np.frombuffer(lengths, dtype=np.uint32)
+    ranks_R = np.arange(len(lengths), dtype=np.uint32)
     if names is not None:
-        ranks_D[sorted(range(len(names)), key=names.__getitem__)] = ranks_D.copy()
+        ranks_R[sorted(range(len(names)), key=names.__getitem__)] = ranks_R.copy()
     return Index(
         terms_V=hashes_V[by_hash_V],
         starts_Vp1=np.concatenate(
-            [[0], np.cumsum(np.bincount(terms_P, minlength=len(numbers)))]
+            [[0], np.cumsum(np.bincount(terms_Z, minlength=len(numbers)))]
         ).astype(np.int64),
-        documents_P=documents_P,
-        saturations_P=np.float32(1) + counts_P * _inverse_norms(lengths_D)[documents_P],
-        ranks_D=ranks_D,
+        documents_Z=documents_Z,
+        saturations_Z=np.float32(1) + counts_Z * _inverse_norms(lengths_R)[documents_Z],
+        ranks_R=ranks_R,
     )
 
 
@@ -171,22 +171,22 @@ def search(index: Index, query: str, *, limit: int) -> list[int]:
 
 def search_scored(index: Index, query: str, *, limit: int) -> list[tuple[int, float]]:
     """Return (number, score) of the best `limit` documents that have a term of the query."""
-    scores_D = np.zeros(len(index.ranks_D))
+    scores_R = np.zeros(len(index.ranks_R))
     for term, count in Counter(tokens(query)).items():
         key = np.uint64(_hash(term))
         term_number = int(np.searchsorted(index.terms_V, key))
         if term_number == len(index.terms_V) or index.terms_V[term_number] != key:
             continue
         postings = slice(index.starts_Vp1[term_number], index.starts_Vp1[term_number + 1])
-        documents_P = index.documents_P[postings]
-        weight = np.float32(count) * _idf(len(documents_P), len(scores_D))
-        scores_D[documents_P] += weight - weight / index.saturations_P[postings]
-    rounded_D = scores_D.astype(np.float32)
-    least = np.partition(rounded_D, -limit)[-limit] if limit < len(rounded_D) else 0.0
-    best = np.flatnonzero(rounded_D >= max(least, np.finfo(np.float32).tiny))
-    order = np.lexsort((index.ranks_D[best], -rounded_D[best]))
+        documents_Z = index.documents_Z[postings]
+        weight = np.float32(count) * _idf(len(documents_Z), len(scores_R))
+        scores_R[documents_Z] += weight - weight / index.saturations_Z[postings]
+    rounded_R = scores_R.astype(np.float32)
+    least = np.partition(rounded_R, -limit)[-limit] if limit < len(rounded_R) else 0.0
+    best = np.flatnonzero(rounded_R >= max(least, np.finfo(np.float32).tiny))
+    order = np.lexsort((index.ranks_R[best], -rounded_R[best]))
     found = best[order][:limit]
-    return list(zip(found.tolist(), rounded_D[found].tolist(), strict=True))
+    return list(zip(found.tolist(), rounded_R[found].tolist(), strict=True))
 
 
 def save(index: Index, directory: Path) -> None:
@@ -210,13 +210,13 @@ def _idf(n_with: int, n_all: int) -> np.float32:
     return np.float32(np.log(1 + (n_all - n_with + 0.5) / (n_with + 0.5)))
 
 
-def _inverse_norms(lengths_D: np.ndarray) -> np.ndarray:
+def _inverse_norms(lengths_R: np.ndarray) -> np.ndarray:
     # The mean is 0 if no document has a term. Then no document is ever scored.
-    mean = np.float32(max(lengths_D.mean(), 1.0))
+    mean = np.float32(max(lengths_R.mean(), 1.0))
     table = np.array([_of_byte(byte) for byte in range(256)], dtype=np.float32)
     inverse = np.float32(1) / (np.float32(K1) * (np.float32(1 - B) + np.float32(B) * table / mean))
     # Lucene rounds a length down to one that a byte can stand for.
-    return inverse[np.searchsorted(table, lengths_D, side="right") - 1]
+    return inverse[np.searchsorted(table, lengths_R, side="right") - 1]
 
 
 def _of_byte(byte: int) -> int:

@@ -46,42 +46,80 @@ def token_diagnostics(
     if not len(tokens.advantages_N):
         raise ValueError("token_diagnostics of no tokens are undefined; leave empty updates out")
     log_ratio_N = policy_log_ratio(tokens).double()
-    ratio_N, kl_N = torch.exp(log_ratio_N), torch.expm1(log_ratio_N) - log_ratio_N
-    found = {
+    dropped = _dropped_shares(
+        tokens.advantages_N, log_ratio_N, factor_N=factor_N, clipped_N=clipped_N
+    )
+    found = (
+        _ratio_figures(log_ratio_N)
+        | _weight_figures(log_ratio_N, tokens.sequence_N)
+        | _mismatch_figures(log_ratio_N, staleness_N)
+        | dropped
+    )
+    return {
+        name: float(value) if math.isfinite(value) else math.inf for name, value in found.items()
+    }
+
+
+def _ratio_figures(log_ratio_N: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the smallest, mean and largest ratio, and the 99th percentile. Float64 log-ratios."""
+    ratio_N = torch.exp(log_ratio_N)
+    return {
         "ratio_min": ratio_N.min(),
         "ratio_mean": ratio_N.mean(),
         "ratio_max": ratio_N.max(),
         "ratio_p99": torch.kthvalue(ratio_N, math.ceil(0.99 * len(ratio_N))).values,
-        "mismatch_kl": kl_N.mean(),
     }
-    for suffix, weights in (
-        ("", ratio_N),
-        ("_sequence", sequence_ratio(log_ratio_N, tokens.sequence_N)[0]),
-    ):
-        found[f"ess{suffix}"] = ess(weights)
-        found[f"chi2{suffix}"] = weights.square().mean() - 1.0
+
+
+def _weight_figures(
+    log_ratio_N: torch.Tensor, sequence_N: torch.Tensor
+) -> dict[str, torch.Tensor | float]:
+    """Return the cost of importance weights per token and per sequence. Float64 log-ratios."""
+    ratio_S, _ = sequence_ratio(log_ratio_N, sequence_N)
+    figures: dict[str, torch.Tensor | float] = {}
+    for suffix, weights in (("", torch.exp(log_ratio_N)), ("_sequence", ratio_S)):
+        figures[f"ess{suffix}"] = ess(weights)
+        figures[f"chi2{suffix}"] = weights.square().mean() - 1.0
+    return figures
+
+
+def _mismatch_figures(
+    log_ratio_N: torch.Tensor, staleness_N: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return estimates of KL(mu || pi): over all tokens, and over each class of staleness.
+
+    `log_ratio_N` is float64, `staleness_N` is in versions. A class without tokens has no entry.
+    """
+    kl_N = torch.expm1(log_ratio_N) - log_ratio_N
     classes = {"on_policy": staleness_N == 0, "offline": staleness_N < 0} | {
         f"stale_{_class_name(low, high)}": (staleness_N >= low) & (staleness_N <= high)
         for low, high in _STALENESS_CLASSES
     }
-    found |= {
+    return {"mismatch_kl": kl_N.mean()} | {
         f"mismatch_kl_{name}": kl_N[members_N].mean()
         for name, members_N in classes.items()
         if members_N.any()
     }
+
+
+def _dropped_shares(
+    advantages_N: torch.Tensor,
+    log_ratio_N: torch.Tensor,
+    *,
+    factor_N: torch.Tensor,
+    clipped_N: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Return the fractions of all tokens that get no gradient, by cause and by side.
+
+    `factor_N` is float, 0 for a masked token; `clipped_N` is bool.
+    """
     masked_N = factor_N == 0.0
     dropped_N = masked_N | clipped_N
-    fractions = {"clip_fraction": clipped_N, "masked_fraction": masked_N}
-    for sign, side_N in (
-        ("positive", tokens.advantages_N > 0),
-        ("negative", tokens.advantages_N < 0),
-    ):
-        fractions[f"dropped_{sign}_low"] = dropped_N & side_N & (log_ratio_N < 0)
-        fractions[f"dropped_{sign}_high"] = dropped_N & side_N & (log_ratio_N > 0)
-    found |= {name: members_N.double().mean() for name, members_N in fractions.items()}
-    return {
-        name: float(value) if math.isfinite(value) else math.inf for name, value in found.items()
-    }
+    members = {"clip_fraction": clipped_N, "masked_fraction": masked_N}
+    for sign, side_N in (("positive", advantages_N > 0), ("negative", advantages_N < 0)):
+        members[f"dropped_{sign}_low"] = dropped_N & side_N & (log_ratio_N < 0)
+        members[f"dropped_{sign}_high"] = dropped_N & side_N & (log_ratio_N > 0)
+    return {name: members_N.double().mean() for name, members_N in members.items()}
 
 
 def ess(weights: torch.Tensor) -> float:

@@ -1,17 +1,22 @@
 """The learner's loop: take a batch, train, announce weights, settle the batch, save a checkpoint.
 
-Announcing and saving copy what is to be written into main memory. Threads write the files behind
-the next learner step (`files/write_behind.py`), at most one version and one checkpoint. They are
-two, so that engines do not wait for a version while a checkpoint is written.
+Announcing and saving copy what is to be written into main memory. Two threads write the files
+behind the next learner step (`files/write_behind.py`), at most one version and one checkpoint:
+
+    publishing   writes versions, so that engines can load them
+    saving       syncs those versions to the disk, and writes checkpoints
+
+So an engine's next version waits neither for the disk nor for a checkpoint.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -71,6 +76,16 @@ NO_DEADLINE = float("inf")
 REFILL_BOUND = "refill bound reached"  # an event
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """A position in the run to go on from: a checkpoint, which is loaded, or the beginning."""
+
+    checkpoint: CheckpointRecord | None  # None: the beginning
+    faults: Sequence[str]  # of newer checkpoints, which cannot be loaded
+    learner_step: int  # the checkpoint's; 0: the beginning
+    point: ResumePoint  # after the run was rolled back to this learner step
+
+
 class Learner:
     """A model in training and its position in the run. The constructor restores or begins the run.
 
@@ -101,11 +116,11 @@ class Learner:
         self.heartbeat = Heartbeat(
             self.coordinator.heartbeat, every_s=heartbeat_every_s(self.config)
         )
-        self.publishing = WriteBehind()  # makes versions visible
-        self.saving = (
-            WriteBehind()
-        )  # sees to it that versions, then checkpoints, survive a power cut
-        self.checkpoint_saved: Future[None] | None = None  # the newest
+        # The module's docstring says what each of the two writes.
+        self.publishing = WriteBehind()
+        self.saving = WriteBehind()
+        # Done when the checkpoint of `saved_step` is written; None until this process copies one.
+        self.checkpoint_written: Future[None] | None = None
         with ExitStack() as after_failure:
             after_failure.callback(self.heartbeat.close)
             self.heartbeat.report("the model's start", waits_s=0.0, within_s=START_TIMEOUT_S)
@@ -115,7 +130,17 @@ class Learner:
             after_failure.callback(self.ranks.close)
             after_failure.callback(self.saving.close)
             after_failure.callback(self.publishing.close)
-            self.restored = self._restore()
+            self._tell_rendezvous()
+            start = self._load_start()
+            self.step = start.learner_step  # steps done
+            self.saved_step = (
+                start.learner_step
+            )  # the newest checkpoint's, also before it is written
+            # Below `learner.steps` if offline groups run out before.
+            self.last_step = start.point.last_step
+            self.health = RunHealth(self.config, figures=start.point.metrics)
+            self.version = self._first_version(start)  # announced last
+            self.restored = self._report_start(start)
             after_failure.pop_all()
         self._report_work(NO_DEADLINE)  # until the driver has started the other processes
 
@@ -135,7 +160,7 @@ class Learner:
                     self.step += 1
                     # Settling lets workers begin new groups, so new weights are announced before.
                     with clock.timed("publish_s"):
-                        self._announce(self.version + 1)
+                        self.version = self._announce(self.version + 1)
                     times = clock.end_step()
                     alarms = self._settle(batch, updates=updates, critic=critic, times=times)
                     if self.step % self.config.learner.checkpoint_every == 0:
@@ -163,31 +188,6 @@ class Learner:
         self.saving.close()
         self.ranks.close()
 
-    def _restore(self) -> str:
-        """Load the newest whole checkpoint and announce its weights, or begin a new run.
-
-        Return a description. Sets the position in the run: step, version, last step and health.
-        """
-        self._tell_rendezvous()
-        checkpoints = self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S)
-        checkpoint, faults = load_newest_whole(checkpoints, ranks=self.ranks, layout=self.layout)
-        point = self._resume(checkpoint)
-        if point.latest_version is None:
-            self._announce(0)
-            return "a new run"
-        self._take_version(checkpoint, newest=point.latest_version)
-        for fault in faults:
-            instead = f"going on from learner step {self.step} instead"
-            self._notice("checkpoint left out", f"{instead}: {fault}")
-        return restored_lines(
-            point.found,
-            point.rolled_back,
-            faults,
-            learner_step=self.step,
-            version=self.version,
-            max_staleness=self.config.max_staleness,
-        )
-
     def _tell_rendezvous(self) -> None:
         """Tell the coordinator, which may still be starting, where weights are broadcast from."""
         if self.ranks.broadcast is not None:
@@ -195,25 +195,43 @@ class Learner:
                 timeout_s=START_TIMEOUT_S
             )
 
-    def _resume(self, checkpoint: CheckpointRecord | None) -> ResumePoint:
-        """Roll the run back to a checkpoint, and take the position there; None is its start."""
-        self.step = self.saved_step = 0 if checkpoint is None else checkpoint.learner_step
-        point = self.coordinator.resume(self.step).get()
-        self.last_step = point.last_step  # below `learner.steps` if offline groups run out before
-        self.health = RunHealth(self.config, figures=point.metrics)
-        return point
+    def _load_start(self) -> _Start:
+        """Load the newest whole checkpoint, and roll the run back to it or to its beginning."""
+        checkpoints = self.coordinator.checkpoints().get(timeout_s=START_TIMEOUT_S)
+        checkpoint, faults = load_newest_whole(checkpoints, ranks=self.ranks, layout=self.layout)
+        learner_step = 0 if checkpoint is None else checkpoint.learner_step
+        point = self.coordinator.resume(learner_step).get()
+        return _Start(checkpoint=checkpoint, faults=faults, learner_step=learner_step, point=point)
 
-    def _take_version(self, checkpoint: CheckpointRecord | None, *, newest: int) -> None:
-        """Go on at the newest version if the checkpoint has its weights, or announce the next.
+    def _first_version(self, start: _Start) -> int:
+        """Return the version whose weights the model has: announced before, or announced now.
 
-        Version numbers are never used twice.
+        A number is never used twice. So the newest is kept only if the checkpoint has its weights.
         """
-        is_newest = checkpoint is not None and checkpoint.version == newest
+        newest = start.point.latest_version
+        if newest is None:
+            return self._announce(0)
+        is_newest = start.checkpoint is not None and start.checkpoint.version == newest
         if is_newest and self._newest_weights_are_whole():
-            self.version = newest
             self.coordinator.written(newest).get()
-        else:
-            self._announce(newest + 1)
+            return newest
+        return self._announce(newest + 1)
+
+    def _report_start(self, start: _Start) -> str:
+        """Return what the restart kept and lost. Record an event for each damaged checkpoint."""
+        if start.point.latest_version is None:
+            return "a new run"
+        for fault in start.faults:
+            instead = f"going on from learner step {self.step} instead"
+            self._notice("checkpoint left out", f"{instead}: {fault}")
+        return restored_lines(
+            start.point.found,
+            start.point.rolled_back,
+            start.faults,
+            learner_step=self.step,
+            version=self.version,
+            max_staleness=self.config.max_staleness,
+        )
 
     def _newest_weights_are_whole(self) -> bool:
         newest = self.coordinator.newest_version().get()
@@ -301,8 +319,8 @@ class Learner:
                 self._notice(BAD_UPDATE, bad.line)
         return updates, critic
 
-    def _announce(self, version: int) -> None:
-        """Announce the weights under their number, and have them written behind the next step.
+    def _announce(self, version: int) -> int:
+        """Announce the weights as `version`, and have them written behind the next step. Return it.
 
         Until they are written, engines are told to wait for them. If this process ends before, the
         number is not used again, and a restart announces its checkpoint's weights under the next.
@@ -317,9 +335,9 @@ class Learner:
             learner_step=self.step,
         )
         self.coordinator.announce(record).get()
-        self.version = version
         written = self.publishing.start(partial(self._write_weights, version))
         self.saving.start(partial(self._sync_weights, version, written=written))
+        return version
 
     def _write_weights(self, version: int) -> None:
         """Write the announced weights: they are whole for every reader as soon as one sees them."""
@@ -331,10 +349,10 @@ class Learner:
         prune_published(self.layout, self.layout.weights, kept=lambda names: names[-keep:])
 
     def _sync_weights(self, version: int, *, written: Future[None]) -> None:
-        """Return when the weights are on disk, or are removed because newer ones are there.
+        """Return when the weights are on disk, or were removed because newer ones are there.
 
-        A power cut before may tear them. The next start detects that and announces the checkpoint's
-        weights under a new number.
+        A power cut before that may tear them. The next start detects it, and announces the
+        checkpoint's weights under a new number.
         """
         written.result()
         with suppress(FileNotFoundError):
@@ -381,8 +399,8 @@ class Learner:
 
     def _save_checkpoint(self) -> None:
         """Copy the learner's state, and have it written behind the next step."""
-        if self.checkpoint_saved is not None:
-            self.checkpoint_saved.result()  # at most one checkpoint is unwritten
+        if self.checkpoint_written is not None:
+            self.checkpoint_written.result()  # at most one checkpoint is unwritten
         lsn = self.coordinator.export_now().get()
         record = CheckpointRecord(
             learner_step=self.step,
@@ -391,12 +409,15 @@ class Learner:
         )
         self.ranks.copy_checkpoint(learner_step=self.step, version=self.version, lsn=lsn)
         self.saved_step = self.step
-        self.checkpoint_saved = self.saving.start(partial(self._write_checkpoint, record, lsn=lsn))
+        self.checkpoint_written = self.saving.start(
+            partial(self._write_checkpoint, record, lsn=lsn)
+        )
 
     def _write_checkpoint(self, record: CheckpointRecord, *, lsn: int) -> None:
         """Write a checkpoint, announce it, and remove the ones that no rule keeps.
 
-        Its weights, which a restart may need, are on disk already: they were written before.
+        Its version, whose weights a restart may need, is on disk already: `saving` works in order,
+        and `_announce` began that before.
         """
         directory = self.layout.root / record.path
         self.ranks.write_checkpoint(directory)

@@ -23,10 +23,10 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -60,6 +60,17 @@ KEY = re.compile("episode-([0-9]{1,19})-[0-9a-f]{32}")  # number of an episode, 
 
 
 HAS_ENDED = "this episode has ended; its API key is of no use"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """One request, as its answers are generated, read and recorded."""
+
+    messages: tuple[Message, ...]
+    tools: Tools
+    observation: Observation  # the step's: the messages' text, and the request's anchor
+    prompt: Prompt
+    reader: ToolCallReader | None  # None: replies are not searched for tool calls
 
 
 class Recording:
@@ -110,9 +121,27 @@ class Recording:
         """Return the numbers of the next n completions."""
         return [next(self._numbers) for _ in range(n)]
 
-    def add(self, number: int, step: Step) -> None:
+    def record(
+        self, number: int, reply: Reply, *, question: _Question, sampled: SampledAnswer
+    ) -> None:
+        """Keep a reply as a step, and its tokens for prompts that go on from it."""
+        step = step_of(
+            replace(sampled, completion=reply.completion),  # without the tokens that were cut off
+            step_index=number,
+            observation=question.observation,
+            anchor=anchor_of(question.observation),
+            action=reply.text,
+            is_valid=reply.completion.finish_reason == "stop",
+        )
         self._recorded[number] = step
         self._progress.add(step)
+        self.conversation.record(
+            question.messages,
+            reply=reply.message,
+            token_ids=question.prompt.token_ids + reply.completion.token_ids,
+            ended=reply.ended,
+            tools=question.tools,
+        )
 
     def refuse_beyond(self, n_more: int) -> None:
         """Raise RequestError if the episode has no room for `n_more` completions, or is over."""
@@ -279,60 +308,61 @@ class Endpoint:
 
         Returns the number of the first one, all replies, and the number of prompt tokens.
         """
+        question = await self._question(recording, asked)
+        recording.refuse_beyond(0)  # a thread took time, in which the episode may have ended
+        numbers = recording.numbers(asked.n_choices)
+        answers = await self._generate(recording, question.prompt, numbers=numbers)
+        n_prompt = len(question.prompt.token_ids)
+        replies = self._cut_replies(answers, asked, n_prompt=n_prompt)
+        if question.reader is not None:
+            replies = await self._with_calls(
+                replies, question.reader, tools=question.tools, label=recording.label
+            )
+        recording.refuse_beyond(0)
+        for number, answer, reply in zip(numbers, answers, replies, strict=True):
+            recording.record(number, reply, question=question, sampled=answer)
+        return numbers[0], replies, n_prompt
+
+    async def _question(self, recording: Recording, asked: ChatRequest) -> _Question:
+        """Read a request: make its prompt, and the reader of tool calls if it offers tools."""
         messages = asked.conversation()
-        if len(asked.anchor or "") > self._max_characters:
+        n_anchor = len(asked.anchor or "")
+        if n_anchor > self._max_characters:
             most = f"at most {self._max_characters}, as many as a prompt"
-            raise refused(f"anchor has {len(asked.anchor or '')} characters; {most}", "anchor")
+            raise refused(f"anchor has {n_anchor} characters; {most}", "anchor")
         reader = await self._tool_call_reader(recording) if asked.reads_calls else None
         tools = asked.offered
         token_ids = await self._prompt(recording, messages, tools=tools)
-        prompt = Prompt(token_ids=token_ids, actions=None)
-        recording.refuse_beyond(0)  # the thread took time, in which the episode may have ended
-        room = self._max_model_tokens - len(prompt.token_ids)
+        return _Question(
+            messages=messages,
+            tools=tools,
+            observation=Observation(text=seen_text(messages), anchor=asked.anchor),
+            prompt=Prompt(token_ids=token_ids, actions=None),
+            reader=reader,
+        )
+
+    def _cut_replies(
+        self, answers: Sequence[SampledAnswer], asked: ChatRequest, *, n_prompt: int
+    ) -> list[Reply]:
+        """Cut each completion to the limits of the request, the run and the model."""
+        room = self._max_model_tokens - n_prompt
         max_tokens = min(asked.token_limit or room, self._max_response_tokens, room)
-        started_us, started = now_us(), time.perf_counter()
-        numbers = recording.numbers(asked.n_choices)
-        completions = await self._generate(recording, prompt, numbers=numbers)
-        gen_us = round((time.perf_counter() - started) * 1e6)
-        replies = [
-            cut_reply(completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ())
-            for completion in completions
+        return [
+            cut_reply(
+                answer.completion, self.tokenizer, max_tokens=max_tokens, stop=asked.stop or ()
+            )
+            for answer in answers
         ]
-        if reader is not None:
-            read = partial(
-                with_calls,
-                tokenizer=self.tokenizer,
-                reader=reader,
-                tools=tools,
-                label=recording.label,
-            )
-            loop = asyncio.get_running_loop()
-            replies = [await loop.run_in_executor(self._reading, read, reply) for reply in replies]
-        recording.refuse_beyond(0)
-        observation = Observation(text=seen_text(messages), anchor=asked.anchor)
-        for number, reply in zip(numbers, replies, strict=True):
-            step = step_of(
-                SampledAnswer(
-                    prompt=prompt,
-                    completion=reply.completion,
-                    t_start_us=started_us,
-                    gen_us=gen_us,
-                ),
-                step_index=number,
-                observation=observation,
-                anchor=anchor_of(observation),
-                action=reply.text,
-                is_valid=reply.completion.finish_reason == "stop",
-            )
-            recording.add(number, step)
-            recording.conversation.record(
-                messages,
-                reply=reply.message,
-                token_ids=prompt.token_ids + reply.completion.token_ids,
-                ended=reply.ended,
-                tools=tools,
-            )
-        return numbers[0], replies, len(prompt.token_ids)
+
+    async def _with_calls(
+        self, replies: Sequence[Reply], reader: ToolCallReader, *, tools: Tools, label: str
+    ) -> list[Reply]:
+        """Return the replies with the tool calls in them, which a thread reads."""
+        read = partial(
+            with_calls, tokenizer=self.tokenizer, reader=reader, tools=tools, label=label
+        )
+        loop = asyncio.get_running_loop()
+        return [await loop.run_in_executor(self._reading, read, reply) for reply in replies]
 
     async def _tool_call_reader(self, recording: Recording) -> ToolCallReader:
         """Make the reader of tool calls in a thread, once. Raises RequestError without a parser."""
@@ -387,16 +417,25 @@ class Endpoint:
 
     async def _generate(
         self, recording: Recording, prompt: Prompt, *, numbers: list[int]
-    ) -> list[Completion]:
+    ) -> list[SampledAnswer]:
+        """Sample a completion for each number at once. All have the time that the last one took."""
+        started_us, started = now_us(), time.perf_counter()
         tasks = [
             asyncio.ensure_future(self._complete(recording, prompt, number=number))
             for number in numbers
         ]
         try:
-            return await asyncio.gather(*tasks)
+            completions = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        gen_us = round((time.perf_counter() - started) * 1e6)
+        return [
+            SampledAnswer(
+                prompt=prompt, completion=completion, t_start_us=started_us, gen_us=gen_us
+            )
+            for completion in completions
+        ]
 
     async def _complete(self, recording: Recording, prompt: Prompt, *, number: int) -> Completion:
         rules = recording.rules

@@ -56,9 +56,9 @@ def engine_input(prompt: Prompt, form: ImageForm | None) -> Any:
     )
 
     assert form is not None, "a prompt with images is made with an ImageForm"
-    pixel_values_PD, grid_I3 = form.pixel_values(prompt.images)
+    pixel_values_PF, grid_I3 = form.pixel_values(prompt.images)
     items = MultiModalKwargsItems.from_hf_inputs(
-        BatchFeature({"pixel_values": pixel_values_PD, "image_grid_thw": grid_I3}),
+        BatchFeature({"pixel_values": pixel_values_PF, "image_grid_thw": grid_I3}),
         {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, grid_I3.prod(-1)),
             "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),

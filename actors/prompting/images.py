@@ -2,7 +2,7 @@
 
     form = load_image_form("models/Qwen2.5-VL-3B-Instruct")  # None: the model sees no images
     form.expanded((5, 99, 6), images)                        # (5, 99, 99, 99, 99, 6), four tokens
-    pixel_values_PD, grid_I3 = form.pixel_values(images)
+    pixel_values_PF, grid_I3 = form.pixel_values(images)
 
 P patches of all images, D numbers each, I images. The image processor of the model's directory
 resizes and normalises, in the learner too (`learner/model/vision.py`). Both use its PIL version, so
@@ -62,7 +62,7 @@ class ImageForm:
         return spans
 
     def pixel_values(self, images: Sequence[Image]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return pixel_values_PD (float32) and grid_I3 (int64).
+        """Return pixel_values_PF (float32) and grid_I3 (int64).
 
         The grid has each image's number of patches in time, height and width.
         """

@@ -88,7 +88,7 @@ def _played(seed: int, work: Path) -> Samples:
     scaled_errors: list[float] = []
     training = learner_steps(engine, world, config)
     for done in range(learner.steps + 1):
-        chance_C = chances_of(world, engine)
+        chances = chances_of(world, engine)
         if done in JUDGED_AT:
             samples[done] = play(
                 engine,
@@ -99,13 +99,13 @@ def _played(seed: int, work: Path) -> Samples:
                 version=done,
             )
             truths_R[done, "discounted"] = true_advantages(
-                world, samples[done], chance_C, gamma=config.algorithm.gamma
+                world, samples[done], chances, gamma=config.algorithm.gamma
             )
             scaled_errors += continued(
                 engine, world, samples[done], seed=(seed, CONTINUATION_SEED + done)
             )
         for at, rows in samples.items():
-            truths_R[at, f"lag_{done - at}"] = true_advantages(world, rows, chance_C, gamma=1.0)
+            truths_R[at, f"lag_{done - at}"] = true_advantages(world, rows, chances, gamma=1.0)
         if done < learner.steps:
             next(training)
     engine.close()
@@ -138,7 +138,7 @@ def _measures(arm: Arm, samples: Samples) -> dict[str, float]:
 
 
 def true_advantages(
-    world: World, rows: pa.Table, chance_C: np.ndarray, *, gamma: float
+    world: World, rows: pa.Table, chances: np.ndarray, *, gamma: float
 ) -> np.ndarray:
     """Return Q - V of each row's action under a policy, float64 [R].
 
@@ -149,10 +149,10 @@ def true_advantages(
 
     from benchmarks.studies.small_world import WON, wins_of
 
-    worth_LS = wins_of(world, chance_C, gamma=gamma)
+    worth = wins_of(world, chances, gamma=gamma)
     before_R, after_R, left_R = positions(world, rows)
-    next_R = np.where(after_R == WON, 1.0, gamma * worth_LS[left_R - 1, after_R])
-    return next_R - worth_LS[left_R, before_R]
+    next_R = np.where(after_R == WON, 1.0, gamma * worth[left_R - 1, after_R])
+    return next_R - worth[left_R, before_R]
 
 
 def positions(world: World, rows: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -190,12 +190,12 @@ def continued(
 
     from benchmarks.studies.small_world import WON, chances_of, play, wins_of
 
-    worth_LS = wins_of(world, chances_of(world, engine))
+    worth = wins_of(world, chances_of(world, engine))
     _, after_R, left_R = positions(world, rows)
     scaled_errors: list[float] = []
     for row in np.random.default_rng(seed).permutation(len(rows)):
         situation, left = int(after_R[row]), int(left_R[row]) - 1
-        if situation == WON or not UNSURE[0] < worth_LS[left, situation] < UNSURE[1]:
+        if situation == WON or not UNSURE[0] < worth[left, situation] < UNSURE[1]:
             continue
         from_there = replace(world, tasks=world.tasks[:1], starts=(situation,), max_steps=left)
         played = play(
@@ -207,7 +207,7 @@ def continued(
             version=0,
         )
         won = float(np.sum(played["terminated"].to_numpy(zero_copy_only=False))) / CONTINUATIONS
-        chance = float(worth_LS[left, situation])
+        chance = float(worth[left, situation])
         scaled_errors.append((won - chance) ** 2 / (chance * (1 - chance) / CONTINUATIONS))
         if len(scaled_errors) == CONTINUED:
             break

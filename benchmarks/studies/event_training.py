@@ -3,7 +3,7 @@
     simulation = Simulation(engine=engine, world=world, config=config, task_step_s=[0.2, 1.8],
                             noise=0.25, slots=8, learn_s=12.0)
     for step in simulation.steps():
-        step.clock_s, step.success_K ...
+        step.clock_s, step.task_success ...
 
 An episode takes its number of steps, times the time of a step in its task, times a log-normal
 number of its own. A group is complete with its last episode. The rules are those of the system:
@@ -68,7 +68,7 @@ class TimedStep:
     clock_s: float
     staleness: float  # versions, mean of the groups
     groups: tuple[Group, ...]  # that were trained on
-    success_K: np.ndarray  # probability of a win after the step, of each task
+    task_success: np.ndarray  # float64 [tasks], probability of a win after the step
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,10 +111,10 @@ class Simulation:
             else:
                 yield self._train()
 
-    def success_K(self) -> np.ndarray:
-        """Return the probability of a win with the weights of now, of each task."""
-        worth_LS = wins_of(self.world, chances_of(self.world, self.engine))
-        return worth_LS[self.world.max_steps][list(self.world.starts)]
+    def task_success(self) -> np.ndarray:
+        """Return the probability of a win with the weights of now, float64 [tasks]."""
+        worth = wins_of(self.world, chances_of(self.world, self.engine))
+        return worth[self.world.max_steps][list(self.world.starts)]
 
     def _lease(self) -> None:
         while len(self.in_play) < self.slots:
@@ -213,7 +213,7 @@ class Simulation:
             clock_s=self.clock_s,
             staleness=staleness,
             groups=tuple(replace(group, rows=None) for group in batch),
-            success_K=self.success_K(),
+            task_success=self.task_success(),
         )
 
     def _learn(self, batch: Sequence[Group]) -> None:

@@ -232,37 +232,38 @@ def as_rows(choices: Sequence[Choice]) -> pa.Table:
 
 
 def chances_of(world: World, engine: Engine) -> np.ndarray:
-    """Return the probability of each choice in its situation, float64 [C]."""
+    """Return the probability of each choice in its situation, float64 [choices]."""
     batches = micro_batches(as_rows(world.choices), micro_batch_tokens=FORWARD_TOKENS, ranks=1)
-    total_C = np.zeros(len(world.choices))
+    totals = np.zeros(len(world.choices))
     for batch, logprobs_N in zip(batches, engine.score(batches), strict=True):
-        np.add.at(total_C, batch.rows_N.numpy(), logprobs_N.numpy().astype(np.float64))
-    return np.exp(total_C)
+        np.add.at(totals, batch.rows_N.numpy(), logprobs_N.numpy().astype(np.float64))
+    return np.exp(totals)
 
 
-def wins_of(world: World, chance_C: np.ndarray, *, gamma: float = 1.0) -> np.ndarray:
-    """Return the worth of each situation by the steps left, float64 [L, S], L = max_steps + 1.
+def wins_of(world: World, chances: np.ndarray, *, gamma: float = 1.0) -> np.ndarray:
+    """Return the worth of each situation by the steps left: float64 [max_steps + 1, situations].
 
-    Worth is gamma ** (steps before the winning one), 0 without a win: with gamma=1 the probability
-    of a win. By backward induction. The rest of the chances are answers that change nothing.
+    `chances` are those of `chances_of`. Worth is gamma ** (steps before the winning one), 0 without
+    a win: with gamma=1 the probability of a win. By backward induction. The rest of the chances are
+    answers that change nothing.
     """
-    situation_C = np.array([choice.situation for choice in world.choices])
-    leads_to_C = np.array([choice.leads_to for choice in world.choices])
+    situations = np.array([choice.situation for choice in world.choices])
+    leads_to = np.array([choice.leads_to for choice in world.choices])
     n_situations = len(world.observations)
-    stay_S = 1.0 - np.bincount(situation_C, weights=chance_C, minlength=n_situations)
-    worth_LS = np.zeros((world.max_steps + 1, n_situations))
+    stay = 1.0 - np.bincount(situations, weights=chances, minlength=n_situations)
+    worth = np.zeros((world.max_steps + 1, n_situations))
     for left in range(1, world.max_steps + 1):
-        before_S = gamma * worth_LS[left - 1]
-        after_C = np.where(leads_to_C < 0, leads_to_C == WON, before_S[leads_to_C])
-        moved_S = np.bincount(situation_C, weights=chance_C * after_C, minlength=n_situations)
-        worth_LS[left] = moved_S + stay_S * before_S
-    return worth_LS
+        before = gamma * worth[left - 1]
+        after = np.where(leads_to < 0, leads_to == WON, before[leads_to])
+        moved = np.bincount(situations, weights=chances * after, minlength=n_situations)
+        worth[left] = moved + stay * before
+    return worth
 
 
 def success_of(world: World, engine: Engine) -> float:
     """Return the probability of a win within max_steps, mean of the tasks."""
-    worth_LS = wins_of(world, chances_of(world, engine))
-    return float(worth_LS[world.max_steps][list(world.starts)].mean())
+    worth = wins_of(world, chances_of(world, engine))
+    return float(worth[world.max_steps][list(world.starts)].mean())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -318,7 +319,7 @@ def play_tasks(
 ) -> pa.Table:
     """Play a group of each of these tasks, by number, with the weights of `answers`."""
     leads_to = {(each.situation, each.command): each.leads_to for each in world.choices}
-    prompts_S = [world.form.prompt(seen, ()).token_ids for seen in world.observations]
+    prompt_ids = [world.form.prompt(seen, ()).token_ids for seen in world.observations]
     episodes = [
         _Episode(
             task=world.tasks[task],
@@ -329,7 +330,7 @@ def play_tasks(
         for member in range(group_size)
     ]
     while playing := [episode for episode in episodes if not episode.is_over]:
-        prompts = [Prompt(token_ids=prompts_S[each.situation], actions=None) for each in playing]
+        prompts = [Prompt(token_ids=prompt_ids[each.situation], actions=None) for each in playing]
         completions = _sampled(
             answers,
             [prompt.token_ids for prompt in prompts],

@@ -42,7 +42,7 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
 
     panel = {"distance": DISTANCE}
     (world,), base = make_worlds(Corridors, [panel], max_steps=[MAX_STEPS], at=work)
-    step_s_K = step_times()
+    step_s = step_times()
     slow_tasks = list(range(TASKS - SLOW, TASKS))
     for arm in arms:
         config = Config(
@@ -56,61 +56,67 @@ def run(arms: Sequence[Arm], seed: int, work: Path) -> Iterator[Result]:
             engine=engine,
             world=world,
             config=config,
-            task_step_s=list(step_s_K),
+            task_step_s=list(step_s),
             noise=NOISE,
             slots=SLOTS,
             learn_s=LEARN_S,
         )
-        before_K = simulation.success_K()
+        before = simulation.task_success()
         steps = list(simulation.steps())
         engine.close()
-        measures = measured(steps, simulation, before_K=before_K, slow_tasks=slow_tasks)
-        yield arm, measures, [float(step.success_K[slow_tasks].mean()) for step in steps]
+        measures = measured(steps, simulation, before=before, slow_tasks=slow_tasks)
+        yield arm, measures, [float(step.task_success[slow_tasks].mean()) for step in steps]
 
 
 def step_times() -> np.ndarray:
-    """Return the time of a step in each task, with mean 1: quantiles, the last task the slowest."""
+    """Return the time of a step in each task, float64 [tasks], with mean 1.
+
+    They are quantiles, the last task's the slowest.
+    """
     import numpy as np
 
     middles = [(number + 0.5) / TASKS for number in range(TASKS)]
-    quantiles_K = np.exp([SPREAD * NormalDist().inv_cdf(middle) for middle in middles])
-    return quantiles_K / quantiles_K.mean()
+    quantiles = np.exp([SPREAD * NormalDist().inv_cdf(middle) for middle in middles])
+    return quantiles / quantiles.mean()
 
 
 def measured(
     steps: Sequence[TimedStep],
     simulation: Simulation,
     *,
-    before_K: np.ndarray,
+    before: np.ndarray,  # float64 [tasks], success before the first step
     slow_tasks: Sequence[int],
 ) -> dict[str, float]:
     import numpy as np
 
-    success_LK = np.array([step.success_K for step in steps])
-    clocks_L = np.array([step.clock_s for step in steps])
+    success = np.array([step.task_success for step in steps])  # float64 [steps, tasks]
+    clocks_s = np.array([step.clock_s for step in steps])
     trained = [group for step in steps for group in step.groups]
-    slow_L = success_LK[:, slow_tasks].mean(axis=1)
+    slow = success[:, slow_tasks].mean(axis=1)  # float64 [steps]
     return {
-        "mean": float(success_LK.mean()),
-        "slow": float(slow_L.mean()),
-        "slow_final": float(slow_L[-1]),
-        "equal_clock": until_clock(success_LK.mean(axis=1), clocks_L, before=before_K.mean()),
-        "slow_equal_clock": until_clock(slow_L, clocks_L, before=before_K[slow_tasks].mean()),
+        "mean": float(success.mean()),
+        "slow": float(slow.mean()),
+        "slow_final": float(slow[-1]),
+        "equal_clock": until_clock(success.mean(axis=1), clocks_s, before=before.mean()),
+        "slow_equal_clock": until_clock(slow, clocks_s, before=before[slow_tasks].mean()),
         "slow_share": float(np.mean([group.task in slow_tasks for group in trained])),
         "length": float(np.mean([group.lengths for group in trained])),
         "length_begun": float(np.mean([group.lengths for group in simulation.attempts])),
         "left_out": simulation.n_stale / simulation.n_opened,
         "staleness": float(np.mean([step.staleness for step in steps])),
-        "step_s": float(clocks_L[-1] / len(steps)),
+        "step_s": float(clocks_s[-1] / len(steps)),
     }
 
 
-def until_clock(success_L: np.ndarray, clocks_L: np.ndarray, *, before: float) -> float:
-    """Return the mean success until CLOCK_S. A learner step's weights count from its end on."""
+def until_clock(success: np.ndarray, clocks_s: np.ndarray, *, before: float) -> float:
+    """Return the mean success until CLOCK_S. A learner step's weights count from its end on.
+
+    `success` and `clocks_s` are float64 [steps]; `before` is the success until the first step ends.
+    """
     import numpy as np
 
-    bounds_s = np.clip([0.0, *clocks_L, max(CLOCK_S, clocks_L[-1])], 0.0, CLOCK_S)
-    return float(np.dot([before, *success_L], np.diff(bounds_s)) / CLOCK_S)
+    bounds_s = np.clip([0.0, *clocks_s, max(CLOCK_S, clocks_s[-1])], 0.0, CLOCK_S)
+    return float(np.dot([before, *success], np.diff(bounds_s)) / CLOCK_S)
 
 
 STUDY = Study(

@@ -70,16 +70,16 @@ class Product:
 
 
 class Catalogue(Sequence[Product]):
-    """D products by number, and columns from which goals are made without parsing a product."""
+    """R products by number, and columns from which goals are made without parsing a product."""
 
     def __init__(self, lines: bytes | mmap.mmap, columns: dict[str, np.ndarray]) -> None:
         self._lines, self._columns = lines, columns
-        self._starts = columns["starts"]  # int64, D + 1 offsets in `lines`
+        self._starts = columns["starts"]  # int64, R + 1 offsets in `lines`
         # float64, dollars; high is NaN if the price is no range
-        self.low_D, self.high_D = columns["low"], columns["high"]
-        self.asks_D = columns["asks"]  # int64, 1 if there is a synthetic instruction
+        self.low_R, self.high_R = columns["low"], columns["high"]
+        self.asks_R = columns["asks"]  # int64, 1 if there is a synthetic instruction
         # int64, numbers of goals
-        self.n_synthetic_D, self.n_human_D = columns["n_synthetic"], columns["n_human"]
+        self.n_synthetic_R, self.n_human_R = columns["n_synthetic"], columns["n_human"]
         self._product = lru_cache(maxsize=KEPT_PRODUCTS)(self._parse)
 
     def __len__(self) -> int:

@@ -42,20 +42,20 @@ class Goals:
         self._catalogue = catalogue
         self._is_human = instructions == HUMAN
         rng = Random(seed)
-        self.price_D = [
+        self.price_R = [
             low if math.isnan(high) else rng.uniform(low, high)
-            for low, high in zip(catalogue.low_D.tolist(), catalogue.high_D.tolist(), strict=True)
+            for low, high in zip(catalogue.low_R.tolist(), catalogue.high_R.tolist(), strict=True)
         ]
-        n_D = catalogue.n_human_D if self._is_human else catalogue.n_synthetic_D
-        self._starts = np.concatenate([[0], np.cumsum(n_D)])
+        n_R = catalogue.n_human_R if self._is_human else catalogue.n_synthetic_R
+        self._starts = np.concatenate([[0], np.cumsum(n_R)])
         # All choices of a synthetic instruction share one price limit.
-        n_limits_D = (n_D if self._is_human else catalogue.asks_D).tolist()
+        n_limits_R = (n_R if self._is_human else catalogue.asks_R).tolist()
         self._limits = [
             _draw_limit(rng, price)
-            for price, n in zip(self.price_D, n_limits_D, strict=True)
+            for price, n in zip(self.price_R, n_limits_R, strict=True)
             for _ in range(n)
         ]
-        self._limit_starts = np.concatenate([[0], np.cumsum(n_limits_D)])
+        self._limit_starts = np.concatenate([[0], np.cumsum(n_limits_R)])
         order = list(range(int(self._starts[-1])))
         Random(ORDER_SEED).shuffle(order)
         self._order = np.array(order, dtype=np.int64)

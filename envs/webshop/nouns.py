@@ -31,16 +31,16 @@ SMALL_WORDS = """
     under up via will with without you your
 """
 IS_SMALL = frozenset(SMALL_WORDS.split())
-IN_FILE = {"keys_R": "keys_N", "starts_Rp1": "starts_N", "spans_P2": "spans"}  # arrays of a file
+IN_FILE = {"keys_R": "keys_N", "starts_Rp1": "starts_N", "spans": "spans"}  # arrays of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tagged:
-    """The nouns of R names, as P spans: characters to skip, and characters of a noun to take."""
+    """The nouns of R names, as spans: characters to skip, and characters of a noun to take."""
 
     keys_R: np.ndarray  # uint64, hashes of the names, ascending
     starts_Rp1: np.ndarray  # int64; name r has the spans from starts_Rp1[r] to starts_Rp1[r + 1]
-    spans_P2: np.ndarray  # uint8
+    spans: np.ndarray  # uint8 [spans, 2]
 
     def nouns(self, name: str) -> list[str] | None:
         """Return the nouns in lower case, repeats included; None if the name is not tagged."""
@@ -49,7 +49,7 @@ class Tagged:
         if at == len(self.keys_R) or self.keys_R[at] != key:
             return None
         found, end = [], 0
-        for skipped, taken in self.spans_P2[self.starts_Rp1[at] : self.starts_Rp1[at + 1]].tolist():
+        for skipped, taken in self.spans[self.starts_Rp1[at] : self.starts_Rp1[at + 1]].tolist():
             end += skipped + taken
             if taken:
                 found.append(name[end - taken : end].lower())
@@ -94,7 +94,7 @@ def tag(names: Iterable[str], model: str) -> Tagged:
     return Tagged(
         keys_R=np.array(keys, dtype=np.uint64),
         starts_Rp1=np.cumsum([0, *(len(spans_of[key]) for key in keys)], dtype=np.int64),
-        spans_P2=np.array([span for key in keys for span in spans_of[key]], dtype=np.uint8).reshape(
+        spans=np.array([span for key in keys for span in spans_of[key]], dtype=np.uint8).reshape(
             -1, 2
         ),
     )

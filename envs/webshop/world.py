@@ -66,7 +66,7 @@ class Shop:
             nouns.nouns(goal.product.name, tagged), nouns.nouns(product.name, tagged)
         )
         return reward.score(
-            goal, product, options, price=self.goals.price_D[number], title_score=title_score
+            goal, product, options, price=self.goals.price_R[number], title_score=title_score
         )
 
     def _search(self, query: str) -> list[int]:

@@ -4,7 +4,7 @@
     share = group.share_of(batch)                # this rank's tokens
     heads = group.tokens_for_heads(query_1AKD, key_1AKD, value_1AKD)  # all tokens, own heads
     out_1KAD = group.heads_for_tokens(out_1TAD)  # own tokens, all heads
-    results_2N = group.joined(results_2P, indices_P=share.indices_P, n_tokens=N)
+    results_2N = group.joined(results_2Y, indices_Y=share.indices_Y, n_tokens=N)
 
 Attention is the only operation in which tokens meet, so every other one is computed for a rank's
 own tokens alone. Before attention each rank sends every other one its tokens of that one's heads,
@@ -49,8 +49,8 @@ class TokenShare:
     input_ids_K: torch.Tensor  # int64
     position_ids_K: torch.Tensor  # int64, of the tokens within their sequences
     bounds_Sp1: torch.Tensor  # int32, of all T tokens
-    positions_P: torch.Tensor  # int64, index into K: its output predicts a response token
-    indices_P: torch.Tensor  # int64, index into N: that response token
+    positions_Y: torch.Tensor  # int64, index into K: its output predicts a response token
+    indices_Y: torch.Tensor  # int64, index into N: that response token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +74,8 @@ class SequenceGroup:
             input_ids_K=pad(batch.input_ids_T, (0, n_padding))[own],
             position_ids_K=pad(batch.position_ids_T, (0, n_padding))[own],
             bounds_Sp1=bounds_Sp1,
-            positions_P=batch.positions_N[is_own_N] - own.start,
-            indices_P=is_own_N.nonzero().squeeze(-1),
+            positions_Y=batch.positions_N[is_own_N] - own.start,
+            indices_Y=is_own_N.nonzero().squeeze(-1),
         )
 
     def tokens_for_heads(
@@ -112,10 +112,10 @@ class SequenceGroup:
         return received_KWF.flatten(1).unflatten(1, (-1, out_1TAD.shape[-1])).unsqueeze(0)
 
     def joined(
-        self, results_2P: torch.Tensor, *, indices_P: torch.Tensor, n_tokens: int
+        self, results_2Y: torch.Tensor, *, indices_Y: torch.Tensor, n_tokens: int
     ) -> torch.Tensor:
         """Return the results [2, N] of all ranks' tokens, on every rank."""
-        own_2N = results_2P.new_zeros(2, n_tokens).index_copy(1, indices_P, results_2P)
+        own_2N = results_2Y.new_zeros(2, n_tokens).index_copy(1, indices_Y, results_2Y)
         joined_2N: torch.Tensor = _Joined.apply(own_2N, self.group)
         return joined_2N
 

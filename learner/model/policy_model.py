@@ -117,19 +117,19 @@ class PolicyModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute this rank's tokens. Return the results of all, as `forward` does."""
         share = group.share_of(batch)
-        hidden_PH = packed_hidden(
+        hidden_YH = packed_hidden(
             self.causal_lm,
             input_ids_T=share.input_ids_K,
             position_ids_T=share.position_ids_K,
             bounds_Sp1=share.bounds_Sp1,
-            positions_N=share.positions_P if self.is_trimmed else None,
+            positions_N=share.positions_Y if self.is_trimmed else None,
             group=group,
         )
         if not self.is_trimmed:
-            hidden_PH = hidden_PH.index_select(0, share.positions_P)
-        results_2P = torch.stack(self.output(hidden_PH, batch.response_ids_N[share.indices_P]))
+            hidden_YH = hidden_YH.index_select(0, share.positions_Y)
+        results_2Y = torch.stack(self.output(hidden_YH, batch.response_ids_N[share.indices_Y]))
         logprobs_N, entropy_N = group.joined(
-            results_2P, indices_P=share.indices_P, n_tokens=batch.n_response_tokens
+            results_2Y, indices_Y=share.indices_Y, n_tokens=batch.n_response_tokens
         )
         return logprobs_N, entropy_N
 

@@ -12,9 +12,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import pyarrow as pa
 
@@ -50,6 +50,7 @@ _ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 Tables = Sequence[tuple[str, str]]  # names and queries
+Record = TypeVar("Record")
 _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters need them to start
 
 
@@ -163,6 +164,13 @@ class Reader:
             raise FormatError(
                 f"{self.layout.run_directory}: its views hold what no run has ({error})"
             ) from error
+
+    def records(self, query: str, record: Callable[..., Record]) -> list[Record]:
+        """Return a small result as records, whose fields are the query's columns. See `rows`.
+
+        `reader.records("SELECT task_id, ...", TaskResult)` is a list of TaskResult.
+        """
+        return [record(**row) for row in self.rows(query)]
 
     def first(
         self,

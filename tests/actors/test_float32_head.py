@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from actors.concurrency import RequestGate
 from actors.inference.vllm_policy import VLLMPolicy
@@ -17,29 +16,17 @@ from learner.data.micro_batch import micro_batches
 from learner.model.policy_model import load_policy
 from store import files_digest
 from tests.support.learner_samples import table
+from tests.support.served_model import VOCABULARY_SIZE, served_model
 
 pytestmark = pytest.mark.engine
 
-VOCABULARY_SIZE, STOP_TOKEN = 256, 7
+STOP_TOKEN = 7
 Played = list[tuple[Prompt, Completion]]
 
 
 def make_model(path: Path, *, seed: int) -> Path:
     """Make a model whose logits are as large as a trained model's: bfloat16 rounds them by 0.03."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        initializer_range=0.02,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    model = Qwen2ForCausalLM(config)
+    model = served_model(seed=seed, initializer_range=0.02, tie_word_embeddings=False)
     torch.nn.init.normal_(model.lm_head.weight, std=0.5)
     model.bfloat16().save_pretrained(path)
     return path

@@ -46,8 +46,8 @@ def test_the_image_comes_before_the_words_as_its_tokens(
     assert "# P X O #" not in text, "the room is shown and not told"
     assert prompt.images == (IMAGE,)
     assert images.spans(prompt.token_ids, prompt.images) == [(2, 6)]
-    pixel_values_PD, grid_I3 = images.pixel_values(prompt.images)
-    assert (pixel_values_PD.shape, grid_I3.tolist()) == ((4 * 6, 3 * 2 * 14 * 14), [[1, 4, 6]])
+    pixel_values_PF, grid_I3 = images.pixel_values(prompt.images)
+    assert (pixel_values_PF.shape, grid_I3.tolist()) == ((4 * 6, 3 * 2 * 14 * 14), [[1, 4, 6]])
     words = form.prompt(replace(SEEN, images=()), [])
     assert len(words.token_ids) == len(prompt.token_ids) - 8 and words.images == ()
 

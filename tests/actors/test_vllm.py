@@ -26,7 +26,7 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import store
 import weight_pieces
@@ -55,10 +55,10 @@ from store import (
 from tests.support.chat_samples import two_turns_over_http
 from tests.support.learner_logprobs import both_logprobs
 from tests.support.processes import PATIENCE_S, children, litter, unused_shared_memory
+from tests.support.served_model import VOCABULARY_SIZE, served_model
 
 pytestmark = pytest.mark.engine
 
-VOCABULARY_SIZE = 256
 STOP_TOKEN = 7
 RESPONSE_TOKENS = 48
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,21 +76,7 @@ class Served:
 
 
 def make_model(path: Path, *, seed: int) -> Path:
-    """Make a model with head size 32, the smallest of vLLM's CPU attention."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    served_model(seed=seed).save_pretrained(path)
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.concurrency import RequestGate
 from actors.inference.vllm_adapters import SLOTS, Adapters, names_in_blocks
@@ -30,31 +30,17 @@ from store import (
     weight_files,
     write_base,
 )
+from tests.support.served_model import VOCABULARY_SIZE, served_model
 
 pytestmark = pytest.mark.engine
 
-VOCABULARY_SIZE = 256
 STOP_TOKEN = 7
 # vLLM rounds it up to 8.
 MODEL = ModelConfig(lora_rank=3, lora_alpha=6.0)
 
 
 def make_base(path: Path, *, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        eos_token_id=STOP_TOKEN,
-        dtype="float32",
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    served_model(seed=seed, eos_token_id=STOP_TOKEN).save_pretrained(path)
     return path
 
 

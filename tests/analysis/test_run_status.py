@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 import pytest
 
 from analysis.run_status import duration, progress_lines
-from store import Catalog, RunLayout, VersionRecord, export, write_open_sql
+from store import Catalog, Reader, RunLayout, VersionRecord, export, write_open_sql
 from tests.support.run_views import connect
 from tests.support.store_samples import open_train_group, play
 
@@ -74,6 +75,7 @@ class Run:
             reader = SimpleNamespace(
                 rows=lambda query: connection.sql(query).to_arrow_table().to_pylist()
             )
+            reader.records = partial(Reader.records, reader)
             return progress_lines(self.layout.root, reader, is_driven=is_driven)  # type: ignore[arg-type]
 
 

@@ -38,6 +38,7 @@ from tests.support.killed_runs import (
     trained_twice,
     write_world,
 )
+from tests.support.program import gigpo
 from tests.support.s3_server import s3_server
 from tests.support.sizes import IN_FULL
 from tests.support.store_damage import no_file_may_grow
@@ -245,9 +246,10 @@ def test_one_command_begins_a_run_in_a_storage_or_goes_on_with_it(
     assert len(started) == 4
 
 
-def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) -> None:
-    config = make_config(tmp_path / "run", max_staleness=3)
-    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
+def run_with_open_groups(run: Path) -> Config:
+    """Make a run that was killed: groups 0, with one member, and 2 are open, group 1 is whole."""
+    config = make_config(run, max_staleness=3)
+    layout = RunLayout.create(run, config_yaml=configs.as_yaml(config))
     write_open_sql(layout, macros=[], max_staleness=3)
     coordinator = Coordinator(config, learns=True)
     publish(coordinator, 0, 0)
@@ -256,7 +258,11 @@ def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) ->
     play(coordinator, replace(first, group=replace(first.group, missing=(1,))))
     play(coordinator, second)
     coordinator.close()  # as killed: nobody gave anything back
+    return config
 
+
+def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) -> None:
+    config = run_with_open_groups(tmp_path / "run")
     again = Coordinator(config, learns=True)
     leases = [again.lease("w") for _ in range(3)]
     assert [lease.group.ordinal for lease in leases if lease] == [0, 2, 3]
@@ -268,17 +274,7 @@ def test_open_groups_are_played_first_and_only_what_they_lack(tmp_path: Path) ->
 def test_what_workers_play_before_the_learner_has_started_is_not_counted_as_found(
     tmp_path: Path,
 ) -> None:
-    config = make_config(tmp_path / "run", max_staleness=3)
-    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
-    write_open_sql(layout, macros=[], max_staleness=3)
-    coordinator = Coordinator(config, learns=True)
-    publish(coordinator, 0, 0)
-    first, second, third = (coordinator.lease("w") for _ in range(3))
-    assert first is not None and second is not None and third is not None
-    play(coordinator, replace(first, group=replace(first.group, missing=(1,))))
-    play(coordinator, second)
-    coordinator.close()
-
+    config = run_with_open_groups(tmp_path / "run")
     again = Coordinator(config, learns=True)
     for _ in range(4):  # two that were unfinished, and two new ones
         lease = again.lease("w")
@@ -338,16 +334,10 @@ def test_killed_again_and_again_moved_and_robbed_of_a_checkpoint_nothing_is_lost
     queries = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(), re.DOTALL)
     assert queries and all(rows(moved.run, query) for query in queries)
     for command in (
-        ["fsck", str(moved.run)],
-        ["sql", str(moved.run), "SELECT count(*) AS n FROM trajectories"],
+        ["fsck", moved.run],
+        ["sql", moved.run, "SELECT count(*) AS n FROM trajectories"],
     ):
-        answer = subprocess.run(
-            [sys.executable, "-m", "cli", *command],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        answer = gigpo(*command)
         assert answer.returncode == 0, answer.stdout + answer.stderr
     assert not killed.run.exists()
 

@@ -93,7 +93,7 @@ def test_a_score_is_bm25_with_a_length_of_one_byte() -> None:
     index = build(["lamp"] * 30 + ["lamp shade " + "x " * 49], [f"n{n:02}" for n in range(31)])
     mean = (30 + 51) / 31
     (posting,) = range(index.starts_Vp1[-1])[slice(*index.starts_Vp1[_term(index, "shade") :][:2])]
-    assert index.saturations_P[posting] == pytest.approx(
+    assert index.saturations_Z[posting] == pytest.approx(
         1 + 1 / (0.9 * (0.6 + 0.4 * 50 / mean)), rel=1e-6
     )
     assert _idf(1, 31) == pytest.approx(math.log(1 + 30.5 / 1.5), rel=1e-6)

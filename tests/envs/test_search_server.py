@@ -350,6 +350,19 @@ def test_a_page_of_another_site_cannot_search(
     assert code == status and complaint in said
 
 
+async def answered(sent: bytes, *, until_closed: bool) -> bytes:
+    """Send bytes to a server of its own. Return all that it answers, or the first line."""
+    runner = await http_server.listen(application(bm25_corpus(CORPUS), topk=3), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*runner.addresses[0])
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(30.0):
+            return await (reader.read() if until_closed else reader.readline())
+    finally:
+        writer.close()
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /retrieve HTTP/1.1\r\nHost: a\r\nX: "], ids=["nothing", "half a head"]
 )
@@ -358,18 +371,7 @@ def test_who_sends_half_a_request_is_disconnected(
 ) -> None:
     monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.1)
 
-    async def attack() -> bytes:
-        runner = await http_server.listen(application(bm25_corpus(CORPUS), topk=3), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*runner.addresses[0])
-        try:
-            writer.write(sent)
-            async with asyncio.timeout(30.0):
-                return await reader.read()
-        finally:
-            writer.close()
-            await runner.cleanup()
-
-    assert asyncio.run(attack()) == b""
+    assert asyncio.run(answered(sent, until_closed=True)) == b""
 
 
 HEAD = b"POST /retrieve HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -389,18 +391,7 @@ def test_what_is_no_request_is_400_and_one_line(
 ) -> None:
     """Each of them had the server write a traceback."""
 
-    async def attack() -> bytes:
-        runner = await http_server.listen(application(bm25_corpus(CORPUS), topk=3), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*runner.addresses[0])
-        try:
-            writer.write(sent)
-            async with asyncio.timeout(30.0):
-                return await reader.readline()
-        finally:
-            writer.close()
-            await runner.cleanup()
-
-    assert b" 400 " in asyncio.run(attack())
+    assert b" 400 " in asyncio.run(answered(sent, until_closed=False))
     said = "".join(f"{record.getMessage()}\n{record.exc_text or ''}" for record in caplog.records)
     assert "Traceback" not in caplog.text and "\x1b" not in said
     assert len(caplog.records) <= 1

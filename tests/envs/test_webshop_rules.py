@@ -294,7 +294,7 @@ def test_nouns_are_words_unless_small_and_tagged_ones_come_first() -> None:
     tagged = nouns.Tagged(
         keys_R=nouns.np.array([nouns._key(name)], dtype="uint64"),
         starts_Rp1=nouns.np.array([0, len(nouns._spans(found))]),
-        spans_P2=nouns.np.array(nouns._spans(found), dtype="uint8"),
+        spans=nouns.np.array(nouns._spans(found), dtype="uint8"),
     )
     assert nouns.nouns(name, (tagged,)) == ["lamp", "shade"]
     assert nouns.nouns("Other", (tagged,)) == ["other"]
@@ -425,7 +425,7 @@ def test_nouns_that_were_not_written_whole_are_not_there(
     monkeypatch.setattr(nouns.np, "savez_compressed", cut)
     with pytest.raises(OSError, match="disk full"):
         nouns.Tagged(
-            keys_R=tagged.keys_R[:1], starts_Rp1=tagged.starts_Rp1[:2], spans_P2=tagged.spans_P2[:2]
+            keys_R=tagged.keys_R[:1], starts_Rp1=tagged.starts_Rp1[:2], spans=tagged.spans[:2]
         ).save(tmp_path / nouns.TAGGED)
     assert (tmp_path / nouns.TAGGED).read_bytes() == before
 

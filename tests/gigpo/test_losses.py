@@ -403,24 +403,24 @@ def test_the_means_and_gradients_of_the_kl_estimates_are_what_their_table_says()
 def test_the_mean_gradient_of_distillation_is_that_of_the_reverse_kl(stale):
     """Over all four actions of two positions, exactly, also where another policy sampled."""
     generator = torch.Generator().manual_seed(2)
-    drawn_3PV = torch.randn(3, 2, 4, dtype=torch.float64, generator=generator)
-    theta_PV = drawn_3PV[0].clone().requires_grad_()
-    teacher_PV = torch.log_softmax(drawn_3PV[1], -1)
-    mu_PV = torch.log_softmax(drawn_3PV[0] + stale * drawn_3PV[2], -1)
-    pi_PV = torch.log_softmax(theta_PV, -1)
-    kl = (pi_PV.exp() * (pi_PV - teacher_PV)).sum()
-    (wanted_PV,) = torch.autograd.grad(kl, theta_PV, retain_graph=True)
+    drawn_3NV = torch.randn(3, 2, 4, dtype=torch.float64, generator=generator)
+    theta_NV = drawn_3NV[0].clone().requires_grad_()
+    teacher_NV = torch.log_softmax(drawn_3NV[1], -1)
+    mu_NV = torch.log_softmax(drawn_3NV[0] + stale * drawn_3NV[2], -1)
+    pi_NV = torch.log_softmax(theta_NV, -1)
+    kl = (pi_NV.exp() * (pi_NV - teacher_NV)).sum()
+    (wanted_NV,) = torch.autograd.grad(kl, theta_NV, retain_graph=True)
     tokens = Tokens(
-        logprobs_N=pi_PV.flatten(),
-        behaviour_logprobs_N=mu_PV.flatten(),
+        logprobs_N=pi_NV.flatten(),
+        behaviour_logprobs_N=mu_NV.flatten(),
         advantages_N=torch.zeros(8, dtype=torch.float64),
         sequence_N=torch.zeros(8, dtype=torch.int64),
-        teacher_logprobs_N=teacher_PV.flatten(),
+        teacher_logprobs_N=teacher_NV.flatten(),
     )
-    expected = (mu_PV.flatten().exp() * Distillation()(tokens).loss_N).sum()
+    expected = (mu_NV.flatten().exp() * Distillation()(tokens).loss_N).sum()
     assert expected.item() == pytest.approx(kl.item())
-    (found_PV,) = torch.autograd.grad(expected, theta_PV)
-    torch.testing.assert_close(found_PV, wanted_PV)
+    (found_NV,) = torch.autograd.grad(expected, theta_NV)
+    torch.testing.assert_close(found_NV, wanted_NV)
 
 
 def test_distillation_by_hand_and_without_a_teacher():

@@ -183,8 +183,8 @@ def test_shares_are_equal_and_cover_every_token() -> None:
         assert [share.input_ids_K.tolist() for share in shares] == wanted
         n_padding = ranks * len(wanted[0]) - 5
         assert all(share.bounds_Sp1.tolist() == [0, 5, 5 + n_padding] for share in shares)
-        assert torch.cat([share.indices_P for share in shares]).tolist() == [0, 1, 2, 3]
-        predicting = [share.input_ids_K[share.positions_P] for share in shares]
+        assert torch.cat([share.indices_Y for share in shares]).tolist() == [0, 1, 2, 3]
+        predicting = [share.input_ids_K[share.positions_Y] for share in shares]
         assert torch.cat(predicting).tolist() == [0, 1, 2, 3]
 
 

@@ -167,7 +167,7 @@ SLOW = 3  # this task takes 100 times as long as the others
 class TimedOnly(Simulation):
     """A simulation whose episodes have four steps each, and which trains nothing."""
 
-    def success_K(self) -> np.ndarray:
+    def task_success(self) -> np.ndarray:
         return np.zeros(4)
 
     def _rows(self, group: Group, *, seed: tuple[int, ...]) -> pa.Table:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +18,6 @@ import pytest
 from driver.run_lock import has_ended
 from tests.support.fault_runs import (
     NAMED_WITHIN_S,
-    PATIENCE_S,
-    ROOT,
     SCRIPTED,
     FaultRun,
     check_nothing_lost,
@@ -30,6 +26,7 @@ from tests.support.fault_runs import (
     started,
     untrained_model,
 )
+from tests.support.program import gigpo
 
 pytestmark = pytest.mark.run
 
@@ -48,17 +45,6 @@ def broken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fa
             what="the second learner step",
         )
         yield run
-
-
-def gigpo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cli", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
 
 
 def is_named(run: FaultRun, what: str, *words: str, before: int) -> Callable[[], bool]:

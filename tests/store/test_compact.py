@@ -9,7 +9,6 @@ import errno
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,11 +41,11 @@ from store.maintenance.compact import choose, file_limit, in_group_order
 from store.maintenance.sweep import ORPHAN_GRACE_S, expire_old, sweep_orphans, sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin
+from tests.support.program import gigpo
 from tests.support.run_views import connect
 from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FOUR = CompactionPolicy(fan_in=4, max_live_files=10, min_file_bytes=1 << 20)
 TWO_AT_ANY_TIME = CompactionPolicy(fan_in=2, max_live_files=1, min_file_bytes=1 << 20)
 
@@ -752,13 +751,7 @@ def test_a_full_disk_is_said_once_and_waited_for(
 
 def test_the_command_compacts_a_run_that_nobody_owns(layout: RunLayout) -> None:
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "cli", "compact", str(layout.root), *arguments],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return gigpo("compact", layout.root, *arguments)
 
     with Catalog.open(layout) as catalog:
         for _ in range(65):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from tests.crash.checks import broken_promises, end_state, read_diary
 from tests.crash.lab import kill_and_retry, phases, record, run_workload, scratch, workers
 
+# How many system calls a run is killed at, each in a life of its own. They are spread over the
+# phases, so it is at least the number of those, 12. There is no "all". `make test-crash`: 240.
 POINTS = int(os.environ.get("STORE_CRASH_POINTS", "12"))
 # Phases of the workload; each is hit. The store promises the first eight; a run needs the others
 # besides.

@@ -23,6 +23,7 @@ from store.maintenance.backup import JOURNAL_MODE, ROLLBACK_JOURNAL, read_backup
 from store.maintenance.fsck import CATALOG, CONTENTS, FATAL, check
 from store.reading.lineage import metrics_since
 from store.untrusted.signatures import made_by_this_user, sign_run
+from tests.support.program import gigpo
 from tests.support.store_runs import copy_run, make_run
 
 ROOT = Path(__file__).parents[2]
@@ -187,14 +188,7 @@ def plant(layout: RunLayout, column: str, value: str, *, table: str = "meta") ->
 
 
 def command(layout: RunLayout, name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cli", name, str(layout.root), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_WITHIN_S,
-        check=False,
-    )
+    return gigpo(name, layout.root, *options, timeout_s=ENDS_WITHIN_S)
 
 
 @pytest.mark.parametrize("program", ENDLESS_PROGRAMS)

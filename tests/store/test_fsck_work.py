@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +15,9 @@ from store.maintenance.fsck import CATALOG, NAMES, check
 from store.maintenance.fsck_catalog import MAX_FINDINGS, check_catalog
 from store.maintenance.repair import repair
 from store.storage import LocalStorage, StoredFile
+from tests.support.program import gigpo
 from tests.support.store_damage import edit
 
-ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 60  # an attack that succeeded took longer
 N_ROWS = 3_000  # of each kind; a catalog of 1.4 MB
 STEPS_OF_ROW = 5_000  # of SQLite's machine, for all rules; the rules below need up to 500
@@ -96,14 +93,7 @@ def test_a_catalog_whose_rows_all_contradict_each_other_is_checked_soon(
     layout.backup.chmod(0o644)
     layout.backup.write_bytes(layout.catalog.read_bytes())
     options = ["--force"] if name == "rebuild" else []
-    done = subprocess.run(
-        [sys.executable, "-m", "cli", name, str(layout.root), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_WITHIN_S,
-        check=False,
-    )
+    done = gigpo(name, layout.root, *options, timeout_s=ENDS_WITHIN_S)
     assert "Traceback" not in done.stderr
     if name == "fsck":
         assert done.returncode == 1

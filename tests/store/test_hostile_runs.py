@@ -58,7 +58,8 @@ from tests.support.hostile_runs import (
 )
 from tests.support.store_runs import copy_run, make_run
 
-# every command on every run; else each run gets two of the owner's
+# HOSTILE_RUNS=all tries every command on every run, as `make test-crash` does. Otherwise each run gets
+# two of the owner's commands.
 EVERY = os.environ.get("HOSTILE_RUNS") == "all"
 BLOCKED_S = 60  # a FIFO that is opened blocks for ever
 NETWORK = re.compile(r"you did not make this run")

@@ -19,7 +19,8 @@ from tests.crash.commands import COMMANDS, kill_and_give_again, undisturbed
 from tests.crash.lab import scratch, workers
 from tests.store.test_crash import evenly
 
-# of each command; an export takes longer than the others
+# How many system calls each command is killed at, spread over it. `make test-crash`: 9999, which is
+# more than any command makes, so at all of them.
 POINTS = int(os.environ.get("STORE_COMMAND_KILLS", "3"))
 
 

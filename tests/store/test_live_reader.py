@@ -36,6 +36,7 @@ from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# How long runs are read while they are written. `make test-crash`: 60.
 READ_FOR_S = float(os.environ.get("STORE_LIVE_READER_S", "8"))
 MOST_S = READ_FOR_S + 300.0  # where the machine is so busy that little happens in that time
 N_WRITERS, GROUPS_PER_STEP, WAITING_GROUPS = 3, 4, 24

@@ -46,7 +46,7 @@ from tests.support.store_model import (
 from tests.support.store_runs import compact_once
 from tests.support.store_samples import from_table, in_play, make_trajectory, open_task_group
 
-# `make test-crash` has 500
+# Sequences of random operations, and the operations of each. `make test-crash`: 500 sequences.
 EXAMPLES, STEPS = int(os.environ.get("STORE_MACHINE_EXAMPLES", "50")), 12
 GROUP_SIZE, MAX_STALENESS, MAX_AGE, KEPT_CHECKPOINTS = 2, 1, 3, 2
 # no worker retries a commit for LONG_S; the grace of orphans is shorter

@@ -10,8 +10,8 @@ from tests.crash.lab import scratch, workers
 from tests.crash.mutations import MUTATIONS, unguarded
 from tests.crash.scenarios import verdict
 
-# `make test-crash`; otherwise the first one that each check must find, and no control that
-# test_power_loss or test_crash is
+# With any value every mutation is tried, as `make test-crash` does. Otherwise the first one that each
+# check must find, and no control that test_power_loss or test_crash is.
 ALL = bool(os.environ.get("STORE_ALL_MUTATIONS"))
 
 

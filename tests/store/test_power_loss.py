@@ -18,6 +18,7 @@ from tests.crash.lab import WORKERS, lose_power, phases, scratch, workers
 from tests.crash.scenarios import RECORDED, recording_of
 from tests.crash.tracer import FileCall
 
+# How often the power goes, at random moments. `make test-crash`: 4000.
 CRASHES = int(os.environ.get("STORE_POWER_LOSS_CRASHES", "60"))
 FEW = CRASHES // 12  # of what takes longer to look at, and is rarer
 SEED = 20_000

@@ -36,6 +36,7 @@ from store import (
 from store.reading.open_sql import RUN_LINE, fixed, move, sql_literal
 from store.reading.open_sql import VIEWS as VIEWS_SQL
 from store.reading.reader import open_run
+from tests.support.program import gigpo
 from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -97,16 +98,6 @@ def full(layout: RunLayout) -> RunLayout:
 def query(layout: RunLayout, sql: str) -> list[tuple]:
     with connect(layout) as connection:
         return connection.sql(sql).fetchall()
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cli", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -281,10 +272,10 @@ def test_open_sql_works_from_any_directory(
     assert query(RunLayout.open(moved), "SELECT count(*) FROM steps") == [(12,)], (
         "our reader knows where it is"
     )
-    done = command("fsck", "--repair", str(moved))
+    done = gigpo("fsck", "--repair", str(moved))
     assert f"repaired  open.sql names {moved}" in done.stdout
     assert steps(moved / "open.sql") == [(12, str(moved))]
-    assert "repaired" not in command("fsck", "--repair", str(moved)).stdout
+    assert "repaired" not in gigpo("fsck", "--repair", str(moved)).stdout
 
 
 def test_an_open_sql_of_an_older_code_is_read_and_moved(
@@ -331,19 +322,19 @@ def test_a_reader_of_nothing_is_told_so(tmp_path: Path) -> None:
 
 def test_the_command_line_answers_and_errs_in_one_line(full: RunLayout) -> None:
     root = str(full.root)
-    assert "12" in command("sql", root, "SELECT count(*) AS n FROM steps").stdout
-    assert command("sql", root, "SELECT 1 AS a, 'x' AS b", "--format", "csv").stdout.split() == [
+    assert "12" in gigpo("sql", root, "SELECT count(*) AS n FROM steps").stdout
+    assert gigpo("sql", root, "SELECT 1 AS a, 'x' AS b", "--format", "csv").stdout.split() == [
         "a,b",
         "1,x",
     ]
-    assert json.loads(command("sql", root, "SELECT 1 AS a", "--format", "json").stdout) == {"a": 1}
-    assert command("sql", root, "SELECT * FROM steps", "--format", "json").returncode == 0
+    assert json.loads(gigpo("sql", root, "SELECT 1 AS a", "--format", "json").stdout) == {"a": 1}
+    assert gigpo("sql", root, "SELECT * FROM steps", "--format", "json").returncode == 0
     for arguments, named in (
         (("sql", root, "SELECT nothing FROM steps"), "nothing"),
         (("sql", root, "SELEC 1"), "SELEC"),
         (("sql", root + "x", "SELECT 1"), "not a run directory"),
     ):
-        answer = command(*arguments)
+        answer = gigpo(*arguments)
         assert answer.returncode == 2
         assert named in answer.stderr and "Traceback" not in answer.stderr
         assert len(answer.stderr.splitlines()) == 1

@@ -297,7 +297,8 @@ def test_segments_may_be_on_a_shared_filesystem(tmp_path: Path) -> None:
     assert main(["fsck", str(layout.root)]) == 0
 
 
-# half of them at requests, half at changes of the catalog
+# How often an owner is killed. Of the owner that keeps its disk, half of them are at requests and
+# half at changes of the catalog. `make test-crash`: 240.
 KILLS = int(os.environ.get("STORE_S3_KILLS", "2"))
 
 
