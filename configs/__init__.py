@@ -16,6 +16,7 @@ derived.py          own, offline and replayed groups, workers, GPUs and updates 
 plan.py             placement, memory and disk of a run, as text
 model_size.py       parameters and layers of the models of a run
 learner_memory.py   bytes that a learner rank holds
+memory_advice.py    settings that make a learner rank fit its GPU
 assumptions.py      numbers that the estimate of a run on GPUs assumes
 engine_estimate.py  memory and speed of an engine on GPUs
 estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what

@@ -26,6 +26,7 @@ from printable import REASON_CHARACTERS, one_line
 
 # Values of `model_type` in a model's config.json for which images are supported.
 VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
+VISION_NAME = re.compile(r"Qwen2(\.5)?-VL\b")  # of their repositories
 # Of a JSON file that is read here. The weight index of 1,000 files has 2 MiB.
 MAX_DESCRIPTION_BYTES = 64 << 20
 # Of such a file. The weight index of a model with 384 experts has 211,000. So many are read in
@@ -125,6 +126,13 @@ def model_type(path: str) -> str:
         return str(dict(_read_json(file)).get("model_type", ""))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file} is not readable ({error}); download the model again") from error
+
+
+def is_vision_model(path: str) -> bool:
+    """Return whether a model reads images; of one that is not here, by its name."""
+    if (Path(path) / "config.json").is_file():
+        return model_type(path) in VISION_MODEL_TYPES
+    return bool(VISION_NAME.search(path))
 
 
 def read_description(file: Path) -> bytes:

@@ -203,8 +203,91 @@ def test_a_shared_gpu_gives_each_side_its_part() -> None:
     assert half.train_steps_per_s == pytest.approx(whole.train_steps_per_s / 2)
     assert half.engine is not None and half.engine.cache_bytes == GIB  # actors.kv_cache_gib
     (fault,) = half.faults
-    assert "of 37.3; set a smaller learner.micro_batch_tokens" in fault
+    assert "of 37.3; it fits with learner.micro_batch_tokens=8192, or " in fault
     assert f"does not fit  {fault}" in describe_estimate(shared)
+
+
+SEVEN = ("model.path=org/Qwen2.5-7B", "actors.workers=2")  # GPUs: two engines, and the ranks
+FOR_ACTIVATIONS = ("micro_batch_tokens", "gradient_checkpointing", "sequence_parallel")
+
+
+@pytest.mark.parametrize(
+    ("given", "advised"),
+    [
+        (
+            ["learner.ranks=6"],
+            [
+                "model.lora_rank=64",
+                "learner.zero_stage=3",
+                "learner.ranks=12 learner.zero_stage=3",
+                "learner.offload=true",
+            ],
+        ),
+        # ZeRO 3 divides nothing on one rank
+        (
+            ["model.gradient_checkpointing=false", "learner.micro_batch_tokens=4096"],
+            ["model.lora_rank=64", "learner.ranks=4 learner.zero_stage=3", "learner.offload=true"],
+        ),
+        (
+            ["learner.ranks=2", "learner.zero_stage=3"],
+            ["model.lora_rank=64", "learner.ranks=4", "learner.offload=true"],
+        ),
+        # nothing of an adapter's optimizer is worth an offload
+        (
+            [
+                "model.lora_rank=8",
+                "loss.kl_coef=0",
+                "learner.micro_batch_tokens=4096",
+                "learner.gpus_per_rank=0.1",
+                "actors.gpus_per_worker=0.9",
+                "actors.workers=1",
+            ],
+            ["learner.gpus_per_rank=1"],
+        ),
+    ],
+    ids=["ZeRO 1", "one rank", "ZeRO 3", "adapters"],
+)
+def test_a_state_that_is_too_large_is_told_only_what_lowers_it_and_is_not_set(
+    given: list[str], advised: list[str]
+) -> None:
+    run = alfworld(*SEVEN, *given)
+    estimate = estimate_run(run)
+    (fault,) = [each for each in estimate.faults if "learner rank" in each]
+    state_gib = estimate.state_bytes / GIB
+    assert f", {state_gib:.1f} of them for weights, gradients and optimizer alone; " in fault
+    assert not any(name in fault for name in FOR_ACTIVATIONS)
+    assert fault.partition("it fits with ")[2].split(", or ") == advised
+    for change in advised:
+        changed = estimate_run(alfworld(*SEVEN, *given, *change.split()))
+        assert not any("learner rank" in each for each in changed.faults), change
+
+
+def test_activations_that_are_too_large_are_told_what_lowers_them() -> None:
+    """7B with adapters has 13 GiB of weights; a micro-batch of 131,072 tokens keeps the rest."""
+    given = [*SEVEN, "model.lora_rank=64", "loss.kl_coef=0", "learner.micro_batch_tokens=131072"]
+    (fault,) = estimate_run(alfworld(*given)).faults
+    assert fault.endswith(
+        "of 74.5; it fits with learner.micro_batch_tokens=32768, or "
+        "learner.sequence_parallel=4 learner.ranks=4"
+    )
+    (fault,) = estimate_run(alfworld("model.gradient_checkpointing=false")).faults
+    assert ", or model.gradient_checkpointing=true, or " in fault
+    # a micro-batch has one sequence of 2,560 tokens at least
+    tight = ["learner.gpus_per_rank=0.44", "actors.gpus_per_worker=0.5"]
+    (fault,) = estimate_run(alfworld("learner.micro_batch_tokens=4096", *tight)).faults
+    assert "micro_batch_tokens" not in fault
+
+
+def test_what_no_setting_alone_makes_fit_is_told_what_helps() -> None:
+    """A vision model takes neither ZeRO 3 nor shared sequences."""
+    given = ["model.path=Qwen/Qwen2.5-VL-3B-Instruct", "model.gradient_checkpointing=false"]
+    (fault,) = estimate_run(alfworld(*given)).faults
+    assert fault.partition("none of these alone is enough, but each helps: ")[2].split(", ") == [
+        "learner.micro_batch_tokens=16384",
+        "model.gradient_checkpointing=true",
+        "learner.ranks=2 learner.zero_stage=2",
+        "learner.offload=true",
+    ]
 
 
 def test_an_engine_that_needs_more_than_its_part_is_said() -> None:
