@@ -88,6 +88,7 @@ def bring(
     Return its directory, which is run_dir or runs/NAME, and the other overrides. Raises StoreError.
     """
     root, others = directory_of(uri, overrides)
+    store.open_storage(uri)  # refuses a scheme before anything is said
     if not store.is_brought(uri, root):
         say(f"bringing {uri} to {root}")
         report = store.bring_run(uri, root, trusts=trusts)
