@@ -65,6 +65,7 @@ from configs.model_directory import (
     load_safely,
     model_type,
     read_description,
+    refused_for_vision,
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
@@ -166,6 +167,7 @@ __all__ = [
     "quoted",
     "rank_bytes",
     "read_description",
+    "refused_for_vision",
     "replayed_groups",
     "sequence_groups",
     "serves_adapters",

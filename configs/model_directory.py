@@ -100,23 +100,25 @@ def check_model_path(config: Config) -> None:
             "give one, or a repository of the Hugging Face Hub such as Qwen/Qwen2.5-1.5B-Instruct, "
             "which is downloaded"
         )
-    if config.learner.zero_stage == 3 and model_type(path) in VISION_MODEL_TYPES:
-        raise ConfigError(
-            f"learner.zero_stage=3 with the vision model in model.path={path!r} is not supported; "
-            "use 1 or 2"
+    for setting, why in refused_for_vision(config).items():
+        if model_type(path) in VISION_MODEL_TYPES:
+            raise ConfigError(f"{setting} with the vision model in model.path={path!r}{why}")
+
+
+def refused_for_vision(config: Config) -> dict[str, str]:
+    """Return the settings that go with no vision model, each with the reason and the fix."""
+    learner, refused = config.learner, {}
+    if learner.zero_stage == 3:
+        refused["learner.zero_stage=3"] = " is not supported; use 1 or 2"
+    if learner.sequence_parallel > 1:
+        setting = f"learner.sequence_parallel={learner.sequence_parallel}"
+        refused[setting] = " is not supported; use 1"
+    if serves_adapters(config.model):
+        refused[f"model.lora_rank={config.model.lora_rank}"] = (
+            ": vLLM would serve the adapters of its language layers only, not those of its vision "
+            "tower; use model.lora_serving=merged"
         )
-    shared_by = config.learner.sequence_parallel
-    if shared_by > 1 and model_type(path) in VISION_MODEL_TYPES:
-        raise ConfigError(
-            f"learner.sequence_parallel={shared_by} with the vision model in model.path={path!r} "
-            "is not supported; use 1"
-        )
-    if serves_adapters(config.model) and model_type(path) in VISION_MODEL_TYPES:
-        raise ConfigError(
-            f"model.lora_rank={config.model.lora_rank} with the vision model in "
-            f"model.path={path!r}: vLLM would serve the adapters of its language layers only, not "
-            "those of its vision tower; use model.lora_serving=merged"
-        )
+    return refused
 
 
 def model_type(path: str) -> str:
