@@ -53,6 +53,7 @@ from configs.derived import (
 from configs.dotted import dotted_settings
 from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
 from configs.errors import ConfigError
+from configs.estimate import misfits
 from configs.estimate_text import describe_estimate
 from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
 from configs.load import as_yaml, from_yaml, load, load_saved
@@ -156,6 +157,7 @@ __all__ = [
     "load_safely",
     "load_saved",
     "max_model_tokens",
+    "misfits",
     "model_type",
     "most_updates",
     "most_workers",

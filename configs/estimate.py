@@ -132,6 +132,14 @@ def estimate_run(config: Config) -> Estimate:
     )
 
 
+def misfits(config: Config) -> list[str]:
+    """Say what of a run does not fit its GPUs; nothing of a run that has no estimate.
+
+    Raises ConfigError if the model's size is unknown.
+    """
+    return estimate_run(config).faults if is_on_gpus(config) else []
+
+
 def _engine_faults(config: Config, engine: EngineEstimate, lengths: Lengths) -> list[str]:
     """Say for what an engine's part of its GPUs is too small."""
     faults = []

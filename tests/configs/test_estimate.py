@@ -518,6 +518,15 @@ def test_the_command_shows_it_and_needs_a_dry_run(
     given = ["train", str(ALFWORLD), f"run_dir={tmp_path / 'run'}", "--plan"]
     assert main([*given, "--dry-run"]) == 0
     assert "estimate for 2 GPUs of the kind H100 SXM" in capsys.readouterr().out
+    too_large = ["model.path=org/Qwen2.5-7B", "--dry-run"]
+    assert main([*given, *too_large]) == 1
+    shown = capsys.readouterr().out
+    assert "\n  does not fit  a learner rank needs " in shown
+    last = shown.splitlines()[-1]
+    assert last == "this does not fit its GPUs: see the lines `does not fit` above"
+    without_plan = [word for word in given if word != "--plan"]
+    assert main([*without_plan, *too_large]) == 0
+    assert "does not fit" not in capsys.readouterr().out
     assert main(given) == 2
     assert "--plan starts nothing; give it with --dry-run" in capsys.readouterr().err
     cpu = ["train", str(ROOT / "configs/key_room.yaml"), f"run_dir={tmp_path / 'run'}"]
