@@ -63,6 +63,7 @@ from configs.model_directory import (
     check_model_directory,
     check_model_path,
     files_of_index,
+    is_vision_model,
     load_safely,
     model_type,
     read_description,
@@ -70,7 +71,7 @@ from configs.model_directory import (
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
-from configs.model_size import Shape, check_heads, vocabulary_size
+from configs.model_size import Shape, check_heads, known_shape, vocabulary_size
 from configs.overrides import split_run_dir
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
@@ -151,7 +152,9 @@ __all__ = [
     "holds_secrets",
     "is_offline",
     "is_served",
+    "is_vision_model",
     "json_of",
+    "known_shape",
     "least_workers",
     "load",
     "load_safely",

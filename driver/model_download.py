@@ -109,13 +109,20 @@ def try_model(config: Config) -> tuple[Config, list[str], list[DiskNeed]]:
 
 
 def _unchecked(config: Config) -> list[str]:
-    """Return a line if only the model's config.json can tell whether its settings are refused."""
-    refused = configs.refused_for_vision(config)
-    if not refused:
+    """Return a line if the model's config.json, which is not here, may refuse the settings."""
+    path, settings = config.model.path, " and with ".join(configs.refused_for_vision(config))
+    if not settings:
+        return []
+    if configs.is_vision_model(path):
+        return [
+            f"model.path={path} is a vision model by its name, so it is refused with {settings} "
+            "once it is here"
+        ]
+    if configs.known_shape(config) is not None:  # a name that we know
         return []
     return [
-        f"whether model.path={config.model.path} reads images is checked once it is here; a vision "
-        f"model is refused with {' and with '.join(refused)}"
+        f"whether model.path={path} reads images is checked once it is here; a vision model is "
+        f"refused with {settings}"
     ]
 
 

@@ -190,8 +190,14 @@ def test_what_a_vision_model_refuses_is_told_before_the_download(
         f"refused with {named}"
     ]
     assert len(hub.try_model(asking())[1]) == 1  # nothing of it depends on the images
-    absent = replace(config, model=replace(config.model, path="/nowhere/Tiny-1B"))
-    assert named in hub.try_model(absent)[1][1]
+
+    def about(path: str) -> list[str]:
+        return hub.try_model(replace(config, model=replace(config.model, path=path)))[1][1:]
+
+    assert named in about("/nowhere/Tiny-1B")[0]
+    (line,) = about("/nowhere/Qwen2.5-VL-3B")
+    assert f"is a vision model by its name, so it is refused with {named} once" in line
+    assert about("/nowhere/Qwen2.5-3B") == []
 
     # the cache has its config.json, and not yet its weights
     repository = tmp_path / "cache" / "models--org--Tiny-1B"
