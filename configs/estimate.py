@@ -47,7 +47,7 @@ from configs.memory_advice import advise, own_bytes, state_bytes
 from configs.model_size import Shape, model_billions, model_shape
 from configs.per_environment import environments
 from configs.plan import GIB, checkpoint_bytes, version_bytes
-from configs.schema import Config
+from configs.schema import Config, WorkerRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +217,8 @@ def _train_steps_per_s(config: Config, lengths: Lengths, *, parameters: float) -
 def better_split(config: Config) -> tuple[Config, float] | None:
     """Return a config that divides the same GPUs better, and its speed over that of `config`.
 
-    None if no other division is at least WORTH_IT times as fast, or if processes share GPUs.
+    A range of workers gets another `min`. None if no other division is at least WORTH_IT times as
+    fast, or if processes share GPUs.
     """
     own = config.actors.gpus_per_worker
     if is_offline(config) or own < 1 or config.learner.gpus_per_rank != 1:
@@ -232,10 +233,17 @@ def better_split(config: Config) -> tuple[Config, float] | None:
             continue
         split = replace(
             config,
-            actors=replace(config.actors, workers=workers),
+            actors=replace(config.actors, workers=_with_least(config.actors.workers, workers)),
             learner=replace(config.learner, ranks=ranks),
         )
         estimate = estimate_run(split)
         if not estimate.faults and estimate.step_s < least_s:
             best, least_s = split, estimate.step_s
     return None if best is None else (best, estimate_run(config).step_s / least_s)
+
+
+def _with_least(workers: int | WorkerRange, least: int) -> int | WorkerRange:
+    """Return the setting `actors.workers` of which `least` are waited for."""
+    if isinstance(workers, WorkerRange):
+        return WorkerRange(min=least, max=max(least, workers.max))
+    return least

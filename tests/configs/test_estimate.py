@@ -331,6 +331,18 @@ def test_a_better_division_of_the_gpus_is_found_and_is_better() -> None:
     assert better_split(alfworld("actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5")) is None
 
 
+def test_a_range_of_workers_stays_a_range_where_the_gpus_are_divided_better() -> None:
+    """With min workers there are 8 GPUs; those that come later are not in the estimate."""
+    ranged = alfworld("actors.workers.min=6", "actors.workers.max=16", "learner.ranks=2")
+    assert "placement (8 GPUs at the start)\n" in describe_plan(ranged)
+    shown = describe_estimate(ranged)
+    assert shown.startswith("estimate for 8 GPUs (with actors.workers.min workers) of the kind")
+    assert "as many GPUs: actors.workers.min=2 learner.ranks=6\n" in shown
+    split = better_split(ranged)
+    assert split is not None
+    assert split[0].actors.workers == configs.WorkerRange(min=2, max=16)
+
+
 def test_adapters_are_counted_by_hand() -> None:
     """Seven matrices of each of 28 layers: four of 1536 or 256 wide, three of 8960."""
     run = alfworld("model.lora_rank=64", "loss.kl_coef=0")
