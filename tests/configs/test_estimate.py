@@ -445,13 +445,12 @@ def test_the_rows_and_the_plan_of_docs_cluster_are_what_the_command_prints() -> 
     assert describe_estimate(configs.load(ROOT / command)).startswith(f"{shown}assumed\n")
     rows = re.findall(r"^\| (one GPU|2|8|64|64, larger batches) \|(.+)\|$", text, re.M)
     assert len(rows) == 5
-    before: list[str] = []
     for stage, row in rows:
         settings, _, learner, step, _ = (cell.strip() for cell in row.split(" | "))
-        given = re.findall(r"[a-z_.]+=[\d.]+", settings)
-        before = [*before, *given] if settings.startswith("and ") else given
-        estimate = estimate_run(alfworld(*before))
+        config = alfworld(*re.findall(r"[a-z_.]+=[\d.]+", settings))
+        estimate = estimate_run(config)
         assert not estimate.faults
+        assert better_split(config) is None, "the table has the best division of the GPUs"
         step_s = estimate.step_s * 3200 / estimate.n_trained
         assert float(step.split()[0]) == pytest.approx(step_s, rel=0.02), stage
         gib = (estimate.state_bytes + estimate.activation_bytes) / GIB
