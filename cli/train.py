@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from configs import Config
     from driver import Screen
 
+DOES_NOT_FIT = 1  # exit status
 NEEDS = "give a config, e.g. configs/quickstart.yaml, or --resume RUN, or --fork RUN@STEP"
 EPILOG = """\b
 Examples:
@@ -24,6 +25,9 @@ Examples:
   gigpo train configs/quickstart.yaml --resume s3://bucket/run --trust
   gigpo train --fork runs/mine@20 run_dir=runs/gentler learner.learning_rate=1e-4
   gigpo train configs/quickstart.yaml run_dir=runs/offline source=runs/mine
+\b
+Exit status: 0 done, 1 --plan found something that does not fit its GPU, 2 an error, 130 stopped in
+order. What --dry-run finds missing on this machine does not change it.
 """
 
 
@@ -69,7 +73,7 @@ def train(
     all_settings: bool,
     plan: bool,
     trust: bool,
-) -> None:
+) -> int:
     """Train an agent, or go on with a run.
 
     CONFIG is a YAML file, e.g. configs/quickstart.yaml; KEY=VALUE changes its settings. The same
@@ -95,9 +99,10 @@ def train(
         config, settings, resume=resume, fork=fork, dry_run=dry_run, trust=trust, screen=screen
     )
     if dry_run:
-        driver.dry_run(resolved, screen, all_settings=all_settings, estimates=plan)
-    else:
-        driver.train(resolved, screen, fork_of=fork or "")
+        fits = driver.dry_run(resolved, screen, all_settings=all_settings, estimates=plan)
+        return 0 if fits else DOES_NOT_FIT
+    driver.train(resolved, screen, fork_of=fork or "")
+    return 0
 
 
 def _check_flags(

@@ -16,6 +16,7 @@ derived.py          own, offline and replayed groups, workers, GPUs and updates 
 plan.py             placement, memory and disk of a run, as text
 model_size.py       parameters and layers of the models of a run
 learner_memory.py   bytes that a learner rank holds
+memory_advice.py    settings that make a learner rank fit its GPU
 assumptions.py      numbers that the estimate of a run on GPUs assumes
 engine_estimate.py  memory and speed of an engine on GPUs
 estimate.py         speed of a run on GPUs, by arithmetic, and what will wait for what
@@ -52,6 +53,7 @@ from configs.derived import (
 from configs.dotted import dotted_settings
 from configs.engine_arguments import PIPELINE, REFUSED_ARGUMENTS, TENSOR, parallel_sizes
 from configs.errors import ConfigError
+from configs.estimate import misfits
 from configs.estimate_text import describe_estimate
 from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
 from configs.load import as_yaml, from_yaml, load, load_saved
@@ -61,13 +63,15 @@ from configs.model_directory import (
     check_model_directory,
     check_model_path,
     files_of_index,
+    is_vision_model,
     load_safely,
     model_type,
     read_description,
+    refused_for_vision,
     weight_indexes,
 )
 from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
-from configs.model_size import Shape, check_heads, vocabulary_size
+from configs.model_size import Shape, check_heads, known_shape, vocabulary_size
 from configs.overrides import split_run_dir
 from configs.per_environment import environment_config, environment_weights, environments
 from configs.plan import GIB, describe_plan, disk_bytes
@@ -148,12 +152,15 @@ __all__ = [
     "holds_secrets",
     "is_offline",
     "is_served",
+    "is_vision_model",
     "json_of",
+    "known_shape",
     "least_workers",
     "load",
     "load_safely",
     "load_saved",
     "max_model_tokens",
+    "misfits",
     "model_type",
     "most_updates",
     "most_workers",
@@ -165,6 +172,7 @@ __all__ = [
     "quoted",
     "rank_bytes",
     "read_description",
+    "refused_for_vision",
     "replayed_groups",
     "sequence_groups",
     "serves_adapters",

@@ -16,7 +16,6 @@ from configs.assumptions import (
     COPIED_BYTES_PER_S,
     ENGINE_BYTES,
     ENVIRONMENT_S,
-    GPU_BYTES,
     GPU_FLOPS,
     HASHED_BYTES_PER_S,
     LOADED_BYTES_PER_S,
@@ -43,16 +42,12 @@ from configs.engine_estimate import (
     mean_lengths,
     part_bytes,
 )
-from configs.learner_memory import (
-    critic_parameters,
-    pass_bytes,
-    rank_bytes,
-    teacher_bytes,
-)
-from configs.model_size import model_billions, model_shape
+from configs.learner_memory import critic_parameters, pass_bytes
+from configs.memory_advice import advise, own_bytes, state_bytes
+from configs.model_size import Shape, model_billions, model_shape
 from configs.per_environment import environments
 from configs.plan import GIB, checkpoint_bytes, version_bytes
-from configs.schema import Config
+from configs.schema import Config, WorkerRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +96,7 @@ def estimate_run(config: Config) -> Estimate:
     engine = None
     if n_workers(config):
         engine = engine_estimate(config, shape, lengths, parameters=parameters)
-    state = rank_bytes(config, parameters=parameters) + teacher_bytes(config)
+    state = state_bytes(config, parameters=parameters)
     activations = pass_bytes(config, shape, parameters=parameters)
     limits = _play_limits(config, engine) if engine else {}
     train_steps_per_s = _train_steps_per_s(config, lengths, parameters=parameters)
@@ -130,9 +125,19 @@ def estimate_run(config: Config) -> Estimate:
         is_synchronous=config.max_staleness == 0 and not is_offline(config),
         faults=[
             *(_engine_faults(config, engine, lengths) if engine else []),
-            *_learner_faults(config, state_bytes=state, activation_bytes=activations),
+            *_learner_faults(
+                config, shape, parameters=parameters, state=state, activations=activations
+            ),
         ],
     )
+
+
+def misfits(config: Config) -> list[str]:
+    """Say what of a run does not fit its GPUs; nothing of a run that has no estimate.
+
+    Raises ConfigError if the model's size is unknown.
+    """
+    return estimate_run(config).faults if is_on_gpus(config) else []
 
 
 def _engine_faults(config: Config, engine: EngineEstimate, lengths: Lengths) -> list[str]:
@@ -153,17 +158,19 @@ def _engine_faults(config: Config, engine: EngineEstimate, lengths: Lengths) -> 
     return faults
 
 
-def _learner_faults(config: Config, *, state_bytes: float, activation_bytes: float) -> list[str]:
-    """Say whether a learner rank needs more than its part of a GPU."""
-    needed_bytes = state_bytes + activation_bytes
-    own_bytes = GPU_BYTES * min(1.0, config.learner.gpus_per_rank)
-    if needed_bytes <= own_bytes:
+def _learner_faults(
+    config: Config, shape: Shape, *, parameters: float, state: float, activations: float
+) -> list[str]:
+    """Say whether a learner rank needs more than its part of a GPU, and what would help."""
+    needed, own = state + activations, own_bytes(config)
+    if needed <= own:
         return []
+    alone = ""
+    if state > own:
+        alone = f", {state / GIB:.1f} of them for weights, gradients and optimizer alone"
     return [
-        f"a learner rank needs {needed_bytes / GIB:.1f} GiB of {own_bytes / GIB:.1f}; set "
-        "a smaller learner.micro_batch_tokens, more learner.ranks with learner.zero_stage=3, "
-        "model.gradient_checkpointing=true, learner.offload=true or, for long sequences, a larger "
-        "learner.sequence_parallel"
+        f"a learner rank needs {needed / GIB:.1f} GiB of {own / GIB:.1f}{alone}; "
+        + advise(config, shape, parameters=parameters)
     ]
 
 
@@ -210,7 +217,8 @@ def _train_steps_per_s(config: Config, lengths: Lengths, *, parameters: float) -
 def better_split(config: Config) -> tuple[Config, float] | None:
     """Return a config that divides the same GPUs better, and its speed over that of `config`.
 
-    None if no other division is at least WORTH_IT times as fast, or if processes share GPUs.
+    A range of workers gets another `min`. None if no other division is at least WORTH_IT times as
+    fast, or if processes share GPUs.
     """
     own = config.actors.gpus_per_worker
     if is_offline(config) or own < 1 or config.learner.gpus_per_rank != 1:
@@ -225,10 +233,17 @@ def better_split(config: Config) -> tuple[Config, float] | None:
             continue
         split = replace(
             config,
-            actors=replace(config.actors, workers=workers),
+            actors=replace(config.actors, workers=_with_least(config.actors.workers, workers)),
             learner=replace(config.learner, ranks=ranks),
         )
         estimate = estimate_run(split)
         if not estimate.faults and estimate.step_s < least_s:
             best, least_s = split, estimate.step_s
     return None if best is None else (best, estimate_run(config).step_s / least_s)
+
+
+def _with_least(workers: int | WorkerRange, least: int) -> int | WorkerRange:
+    """Return the setting `actors.workers` of which `least` are waited for."""
+    if isinstance(workers, WorkerRange):
+        return WorkerRange(min=least, max=max(least, workers.max))
+    return least

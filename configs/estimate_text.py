@@ -8,7 +8,7 @@ from configs.engine_estimate import EngineEstimate, Lengths
 from configs.estimate import Estimate, better_split, estimate_run, is_on_gpus
 from configs.model_size import is_known_by_name, size_line
 from configs.plan import GIB
-from configs.schema import Config
+from configs.schema import Config, WorkerRange
 from printable import counted
 
 
@@ -21,8 +21,10 @@ def describe_estimate(config: Config) -> str:
             "the quick start on two cores see docs/performance.md\n"
         )
     estimate = estimate_run(config)
+    is_range = isinstance(config.actors.workers, WorkerRange) and estimate.engine is not None
+    fewest = " (with actors.workers.min workers)" * is_range
     lines = [
-        f"estimate for {counted(n_gpus, 'GPU')} of the kind {GPU}; none of it was measured",
+        f"estimate for {counted(n_gpus, 'GPU')}{fewest} of the kind {GPU}; none of it was measured",
         f"  model         {size_line(config)}"
         + (", a rounded number; it is counted once the model is here" * is_known_by_name(config)),
     ]
@@ -39,7 +41,8 @@ def describe_estimate(config: Config) -> str:
         better, factor = split
         lines.append(
             f"  better        {factor:.1f} times as fast with as many GPUs: "
-            f"actors.workers={least_workers(better.actors)} learner.ranks={better.learner.ranks}"
+            f"actors.workers{'.min' * is_range}={least_workers(better.actors)} "
+            f"learner.ranks={better.learner.ranks}"
         )
     return "\n".join([*lines, "assumed", *(f"  {line}" for line in ASSUMED), ""])
 

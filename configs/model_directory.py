@@ -26,6 +26,7 @@ from printable import REASON_CHARACTERS, one_line
 
 # Values of `model_type` in a model's config.json for which images are supported.
 VISION_MODEL_TYPES = ("qwen2_5_vl", "qwen2_vl")
+VISION_NAME = re.compile(r"Qwen2(\.5)?-VL\b")  # of their repositories
 # Of a JSON file that is read here. The weight index of 1,000 files has 2 MiB.
 MAX_DESCRIPTION_BYTES = 64 << 20
 # Of such a file. The weight index of a model with 384 experts has 211,000. So many are read in
@@ -99,23 +100,25 @@ def check_model_path(config: Config) -> None:
             "give one, or a repository of the Hugging Face Hub such as Qwen/Qwen2.5-1.5B-Instruct, "
             "which is downloaded"
         )
-    if config.learner.zero_stage == 3 and model_type(path) in VISION_MODEL_TYPES:
-        raise ConfigError(
-            f"learner.zero_stage=3 with the vision model in model.path={path!r} is not supported; "
-            "use 1 or 2"
+    for setting, why in refused_for_vision(config).items():
+        if model_type(path) in VISION_MODEL_TYPES:
+            raise ConfigError(f"{setting} with the vision model in model.path={path!r}{why}")
+
+
+def refused_for_vision(config: Config) -> dict[str, str]:
+    """Return the settings that go with no vision model, each with the reason and the fix."""
+    learner, refused = config.learner, {}
+    if learner.zero_stage == 3:
+        refused["learner.zero_stage=3"] = " is not supported; use 1 or 2"
+    if learner.sequence_parallel > 1:
+        setting = f"learner.sequence_parallel={learner.sequence_parallel}"
+        refused[setting] = " is not supported; use 1"
+    if serves_adapters(config.model):
+        refused[f"model.lora_rank={config.model.lora_rank}"] = (
+            ": vLLM would serve the adapters of its language layers only, not those of its vision "
+            "tower; use model.lora_serving=merged"
         )
-    shared_by = config.learner.sequence_parallel
-    if shared_by > 1 and model_type(path) in VISION_MODEL_TYPES:
-        raise ConfigError(
-            f"learner.sequence_parallel={shared_by} with the vision model in model.path={path!r} "
-            "is not supported; use 1"
-        )
-    if serves_adapters(config.model) and model_type(path) in VISION_MODEL_TYPES:
-        raise ConfigError(
-            f"model.lora_rank={config.model.lora_rank} with the vision model in "
-            f"model.path={path!r}: vLLM would serve the adapters of its language layers only, not "
-            "those of its vision tower; use model.lora_serving=merged"
-        )
+    return refused
 
 
 def model_type(path: str) -> str:
@@ -125,6 +128,13 @@ def model_type(path: str) -> str:
         return str(dict(_read_json(file)).get("model_type", ""))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file} is not readable ({error}); download the model again") from error
+
+
+def is_vision_model(path: str) -> bool:
+    """Return whether a model reads images; of one that is not here, by its name."""
+    if (Path(path) / "config.json").is_file():
+        return model_type(path) in VISION_MODEL_TYPES
+    return bool(VISION_NAME.search(path))
 
 
 def read_description(file: Path) -> bytes:

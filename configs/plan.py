@@ -54,9 +54,10 @@ def describe_plan(config: Config) -> str:
     if learner.sequence_parallel > 1:
         shared = f"; {learner.sequence_parallel} ranks share each micro-batch"
         share = f"its 1/{learner.sequence_parallel} of "
+    is_range = n_workers(config) != most_workers(config.actors) and not is_offline(config)
     lines = [
         "",
-        f"placement ({counted(gpus, 'GPU')} in all)",
+        f"placement ({counted(gpus, 'GPU')} {'at the start' if is_range else 'in all'})",
         "  coordinator  1 process, CPU",
         f"  workers      {_workers_line(config)}",
         f"  learner      {counted(learner.ranks, 'rank')} x "

@@ -64,21 +64,26 @@ def with_model(config: Config, console: Console) -> Config:
     repository = _repository(config)
     if repository is None:
         return config
-    return _with_path(config, find(repository) or _download(repository, console))
+    found = find(repository)
+    if found is None:
+        _check_partial(config, repository)
+        found = _download(repository, console)
+    return _with_path(config, found)
 
 
 def try_model(config: Config) -> tuple[Config, list[str], list[DiskNeed]]:
     """Look at the model for a dry run.
 
-    Returns the config with its model's directory, a line if the model is missing here, and the disk
-    space of its download. Raises ConfigError for a directory that is no model, and for a repository
-    that the Hub does not give.
+    Returns the config with its model's directory, lines about a model that is missing here, and the
+    disk space of its download. Raises ConfigError for a directory that is no model, and for a
+    repository that the Hub does not give.
     """
     path = config.model.path
     repository = _repository(config)
     if repository is None:
         if path and not Path(path).exists():
-            return config, [f"model.path={path}: there is no such directory here"], []
+            missing = [f"model.path={path}: there is no such directory here", *_unchecked(config)]
+            return config, missing, []
         configs.check_model_path(config)
         return config, [], []
     found = find(repository)
@@ -86,19 +91,55 @@ def try_model(config: Config) -> tuple[Config, list[str], list[DiskNeed]]:
         config = _with_path(config, found)
         configs.check_model_path(config)
         return config, [], []
+    _check_partial(config, repository)
     if repository.commit is not None:  # the run recorded it, so it is no other model
         config = _with_path(config, directory(repository))
     answer = look(repository)
     if answer.is_refused:
         raise ConfigError(_unreachable(repository, answer))
     if answer.fault:
-        return config, [_unreachable(repository, answer)], []
+        return config, [_unreachable(repository, answer), *_unchecked(config)], []
     size = f"{answer.n_files} files, {answer.n_bytes / configs.GIB:.1f} GiB"
     missing = [
         f"model.path={repository.name} is not downloaded; a start downloads it ({size}, to "
-        f"{cache()})"
+        f"{cache()})",
+        *_unchecked(config),
     ]
     return config, missing, [_download_need(answer.n_bytes)]
+
+
+def _unchecked(config: Config) -> list[str]:
+    """Return a line if the model's config.json, which is not here, may refuse the settings."""
+    path, settings = config.model.path, " and with ".join(configs.refused_for_vision(config))
+    if not settings:
+        return []
+    if configs.is_vision_model(path):
+        return [
+            f"model.path={path} is a vision model by its name, so it is refused with {settings} "
+            "once it is here"
+        ]
+    if configs.known_shape(config) is not None:  # a name that we know
+        return []
+    return [
+        f"whether model.path={path} reads images is checked once it is here; a vision model is "
+        f"refused with {settings}"
+    ]
+
+
+def _check_partial(config: Config, repository: Repository) -> None:
+    """Check a model by its config.json, if the cache has that and not yet the weights.
+
+    Never asks the Hub. Raises ConfigError for a model that cannot be trained with these settings.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):  # the Hub refuses such a name, with its reason
+        file = try_to_load_from_cache(
+            repository.name, "config.json", cache_dir=cache(), revision=repository.commit
+        )
+        if isinstance(file, str):
+            configs.check_model_path(_with_path(config, Path(file).parent))
 
 
 def _with_path(config: Config, path: Path) -> Config:

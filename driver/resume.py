@@ -88,6 +88,7 @@ def bring(
     Return its directory, which is run_dir or runs/NAME, and the other overrides. Raises StoreError.
     """
     root, others = directory_of(uri, overrides)
+    store.open_storage(uri)  # refuses a scheme before anything is said
     if not store.is_brought(uri, root):
         say(f"bringing {uri} to {root}")
         report = store.bring_run(uri, root, trusts=trusts)
@@ -267,7 +268,11 @@ def parse_fork(source: str) -> tuple[Path, int]:
         raise ConfigError(
             f"--fork {source}: give a run and one of its learner steps, e.g. runs/a@40"
         )
-    return store.run_at(source.rpartition("@")[0]), step
+    location = source.rpartition("@")[0]
+    run = store.run_at(location)
+    if store.is_uri(location) and not RunLayout.exists(run):
+        raise ConfigError(f"--fork {source}: no run is at {location}; give the store.uri of a run")
+    return run, step
 
 
 def source_of_fork(source: str) -> tuple[RunLayout, int]:

@@ -112,7 +112,7 @@ def stop(run: Path, console: Console) -> None:
 def ask_for_workers(run: Path, n_workers: int) -> None:
     """Ask the run's driver for a number of workers.
 
-    Raises StoreError if nobody drives the run, ConfigError if it has no workers.
+    Raises StoreError if there is no run or nobody drives it, ConfigError if it has no workers.
     """
     if RunLayout.exists(run):
         config = configs.from_yaml(RunLayout.open(run).info.config_yaml)
@@ -120,6 +120,7 @@ def ask_for_workers(run: Path, n_workers: int) -> None:
             raise ConfigError(f"{run} plays nothing (offline.share=1), so it has no workers")
     driver = driver_of(run)
     if driver is None or (driver.host == socket.gethostname() and driver.process() is None):
+        RunLayout.open(run)  # it says so if there is no run
         raise StoreError(f"nobody drives {run}; start it with actors.workers={n_workers}")
     write_atomically(
         run / WANTED_WORKERS_FILE, str(n_workers).encode(), mode=READ_WRITE, beneath=run

@@ -135,12 +135,12 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def dry_run(config: Config, screen: Screen, *, all_settings: bool, estimates: bool) -> None:
+def dry_run(config: Config, screen: Screen, *, all_settings: bool, estimates: bool) -> bool:
     """Show what `train` would do and what is missing on this machine. Make nothing.
 
     Show the settings that differ from the defaults, or all of them if `all_settings`. If
-    `estimates`, show how fast the run would be. Raise the errors of `train`, as far as they are
-    known here.
+    `estimates`, show how fast the run would be, and return whether it fits its GPUs. Raise the
+    errors of `train`, as far as they are known here.
     """
     console = screen.console
     config, missing, needs = try_model(config)
@@ -156,6 +156,10 @@ def dry_run(config: Config, screen: Screen, *, all_settings: bool, estimates: bo
         missing += try_tasks(config, console)
     _check_new_sources(config, console)
     show_missing(missing, console)
+    fits = not (estimates and configs.misfits(config))
+    if not fits:
+        console.print("this does not fit its GPUs: see the lines `does not fit` above")
+    return fits
 
 
 def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:

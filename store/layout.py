@@ -130,6 +130,17 @@ def parse_run_step(text: str) -> tuple[Path, int | None]:
     return Path(run), int(step)
 
 
+def _uri_of(path: str) -> str | None:
+    """Return the URI that a path was made of, None for a path that is none.
+
+    A Path has lost slashes: `file:/x` is file:///x, `s3:/x` is s3://x.
+    """
+    found = _URI.fullmatch(path)
+    if not found:
+        return None
+    return f"{found[1]}://{'/' * (found[1] == 'file')}{found[2]}"
+
+
 def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
     """Return `path` if the store would have given this name. Raises FormatError."""
     if isinstance(path, str) and pattern.fullmatch(path):
@@ -256,8 +267,7 @@ class RunLayout:
         except UnsafePathError:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
-            if match := _URI.fullmatch(given):  # a Path has lost a slash
-                uri = f"{match[1]}://{match[2]}"
+            if uri := _uri_of(given):
                 raise FormatError(
                     f"{uri} is a URI; bring the run here: gigpo fetch {shell_word(uri)} DIR"
                 ) from error

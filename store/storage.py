@@ -100,8 +100,8 @@ def split_uri(where: str) -> urllib.parse.SplitResult | None:
 def open_storage(where: str) -> Storage:
     """Return the storage of a URI or path, one client for the whole process. Do not contact it yet.
 
-    Raises StoreError for a scheme whose writes are not atomic, for a URI with credentials, and for
-    a text that is no URI.
+    Raises StoreError for a scheme whose writes are not atomic, a URI with credentials or without a
+    bucket, and a text that is no URI.
     """
     parts = split_uri(where)
     if parts is None:
@@ -112,12 +112,19 @@ def open_storage(where: str) -> Storage:
             "environment"
         )
     if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise StoreError(
+                f"storage {where} would be on a machine {parts.netloc}; of this machine it is "
+                f"file:///{parts.netloc}{parts.path}"
+            )
         return LocalStorage(Path(urllib.parse.unquote(parts.path)).absolute())
     if parts.scheme not in OBJECT_STORES:
         raise StoreError(
             f"storage {where}: {parts.scheme} is not one of file, {', '.join(OBJECT_STORES)}; use "
             "one of them"
         )
+    if not parts.netloc:
+        raise StoreError(f"storage {where} names no bucket; give {parts.scheme}://BUCKET/NAME")
     return RemoteStorage(where)
 
 

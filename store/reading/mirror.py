@@ -91,6 +91,10 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
 
 def _fetch_run(uri: str, dest: Path) -> None:
     storage = open_storage(uri)
+    if not storage.exists("run.json"):
+        raise FormatError(
+            f"{storage.locate('run.json')} is not there; is it the store.uri of a run?"
+        )
     try:
         data = storage.read("run.json", at_most=MAX_TEXT_BYTES).to_pybytes()
         content = parse_run_json(data, name=storage.locate("run.json"))

@@ -55,6 +55,45 @@ def test_wrong_arguments_are_refused_before_anything_runs(
     assert main(["sql", str(run.root), "SELECT 1", "--limit", huge]) == 0
 
 
+@pytest.mark.parametrize("uri", ["file:///nowhere/run", "s3://bucket/run"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status", "URI"],
+        ["stop", "URI"],
+        ["workers", "URI", "3"],
+        ["report", "URI"],
+        ["sql", "URI", "SELECT 1"],
+        ["fsck", "URI"],
+        ["compact", "URI"],
+        ["rebuild", "URI"],
+        ["export", "URI", "DIR"],
+        ["import", "URI", "DIR"],
+        ["replay", "URI", "3"],
+        ["export-model", "URI@3", "DIR"],
+        ["evaluate", "URI"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_uri_in_place_of_a_directory_is_named_with_all_its_slashes(
+    capsys: pytest.CaptureFixture[str], command: list[str], uri: str
+) -> None:
+    assert main([word.replace("URI", uri) for word in command]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {uri} is a URI; bring the run here: gigpo fetch {uri} DIR\n"
+    )
+
+
+def test_a_storage_without_a_run_is_not_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fetch", (tmp_path / "empty").as_uri(), str(tmp_path / "copy")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/empty/run.json is not there; is it the store.uri of a run?\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_asked_wrongly_is_named(
     run: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

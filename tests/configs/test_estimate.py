@@ -203,8 +203,91 @@ def test_a_shared_gpu_gives_each_side_its_part() -> None:
     assert half.train_steps_per_s == pytest.approx(whole.train_steps_per_s / 2)
     assert half.engine is not None and half.engine.cache_bytes == GIB  # actors.kv_cache_gib
     (fault,) = half.faults
-    assert "of 37.3; set a smaller learner.micro_batch_tokens" in fault
+    assert "of 37.3; it fits with learner.micro_batch_tokens=8192, or " in fault
     assert f"does not fit  {fault}" in describe_estimate(shared)
+
+
+SEVEN = ("model.path=org/Qwen2.5-7B", "actors.workers=2")  # GPUs: two engines, and the ranks
+FOR_ACTIVATIONS = ("micro_batch_tokens", "gradient_checkpointing", "sequence_parallel")
+
+
+@pytest.mark.parametrize(
+    ("given", "advised"),
+    [
+        (
+            ["learner.ranks=6"],
+            [
+                "model.lora_rank=64",
+                "learner.zero_stage=3",
+                "learner.ranks=12 learner.zero_stage=3",
+                "learner.offload=true",
+            ],
+        ),
+        # ZeRO 3 divides nothing on one rank
+        (
+            ["model.gradient_checkpointing=false", "learner.micro_batch_tokens=4096"],
+            ["model.lora_rank=64", "learner.ranks=4 learner.zero_stage=3", "learner.offload=true"],
+        ),
+        (
+            ["learner.ranks=2", "learner.zero_stage=3"],
+            ["model.lora_rank=64", "learner.ranks=4", "learner.offload=true"],
+        ),
+        # nothing of an adapter's optimizer is worth an offload
+        (
+            [
+                "model.lora_rank=8",
+                "loss.kl_coef=0",
+                "learner.micro_batch_tokens=4096",
+                "learner.gpus_per_rank=0.1",
+                "actors.gpus_per_worker=0.9",
+                "actors.workers=1",
+            ],
+            ["learner.gpus_per_rank=1"],
+        ),
+    ],
+    ids=["ZeRO 1", "one rank", "ZeRO 3", "adapters"],
+)
+def test_a_state_that_is_too_large_is_told_only_what_lowers_it_and_is_not_set(
+    given: list[str], advised: list[str]
+) -> None:
+    run = alfworld(*SEVEN, *given)
+    estimate = estimate_run(run)
+    (fault,) = [each for each in estimate.faults if "learner rank" in each]
+    state_gib = estimate.state_bytes / GIB
+    assert f", {state_gib:.1f} of them for weights, gradients and optimizer alone; " in fault
+    assert not any(name in fault for name in FOR_ACTIVATIONS)
+    assert fault.partition("it fits with ")[2].split(", or ") == advised
+    for change in advised:
+        changed = estimate_run(alfworld(*SEVEN, *given, *change.split()))
+        assert not any("learner rank" in each for each in changed.faults), change
+
+
+def test_activations_that_are_too_large_are_told_what_lowers_them() -> None:
+    """7B with adapters has 13 GiB of weights; a micro-batch of 131,072 tokens keeps the rest."""
+    given = [*SEVEN, "model.lora_rank=64", "loss.kl_coef=0", "learner.micro_batch_tokens=131072"]
+    (fault,) = estimate_run(alfworld(*given)).faults
+    assert fault.endswith(
+        "of 74.5; it fits with learner.micro_batch_tokens=32768, or "
+        "learner.sequence_parallel=4 learner.ranks=4"
+    )
+    (fault,) = estimate_run(alfworld("model.gradient_checkpointing=false")).faults
+    assert ", or model.gradient_checkpointing=true, or " in fault
+    # a micro-batch has one sequence of 2,560 tokens at least
+    tight = ["learner.gpus_per_rank=0.44", "actors.gpus_per_worker=0.5"]
+    (fault,) = estimate_run(alfworld("learner.micro_batch_tokens=4096", *tight)).faults
+    assert "micro_batch_tokens" not in fault
+
+
+def test_what_no_setting_alone_makes_fit_is_told_what_helps() -> None:
+    """A vision model takes neither ZeRO 3 nor shared sequences."""
+    given = ["model.path=Qwen/Qwen2.5-VL-3B-Instruct", "model.gradient_checkpointing=false"]
+    (fault,) = estimate_run(alfworld(*given)).faults
+    assert fault.partition("none of these alone is enough, but each helps: ")[2].split(", ") == [
+        "learner.micro_batch_tokens=16384",
+        "model.gradient_checkpointing=true",
+        "learner.ranks=2 learner.zero_stage=2",
+        "learner.offload=true",
+    ]
 
 
 def test_an_engine_that_needs_more_than_its_part_is_said() -> None:
@@ -246,6 +329,18 @@ def test_a_better_division_of_the_gpus_is_found_and_is_better() -> None:
     assert "actors.workers=2 learner.ranks=6" in describe_estimate(uneven)
     assert better_split(better) is None
     assert better_split(alfworld("actors.gpus_per_worker=0.5", "learner.gpus_per_rank=0.5")) is None
+
+
+def test_a_range_of_workers_stays_a_range_where_the_gpus_are_divided_better() -> None:
+    """With min workers there are 8 GPUs; those that come later are not in the estimate."""
+    ranged = alfworld("actors.workers.min=6", "actors.workers.max=16", "learner.ranks=2")
+    assert "placement (8 GPUs at the start)\n" in describe_plan(ranged)
+    shown = describe_estimate(ranged)
+    assert shown.startswith("estimate for 8 GPUs (with actors.workers.min workers) of the kind")
+    assert "as many GPUs: actors.workers.min=2 learner.ranks=6\n" in shown
+    split = better_split(ranged)
+    assert split is not None
+    assert split[0].actors.workers == configs.WorkerRange(min=2, max=16)
 
 
 def test_adapters_are_counted_by_hand() -> None:
@@ -350,13 +445,12 @@ def test_the_rows_and_the_plan_of_docs_cluster_are_what_the_command_prints() -> 
     assert describe_estimate(configs.load(ROOT / command)).startswith(f"{shown}assumed\n")
     rows = re.findall(r"^\| (one GPU|2|8|64|64, larger batches) \|(.+)\|$", text, re.M)
     assert len(rows) == 5
-    before: list[str] = []
     for stage, row in rows:
         settings, _, learner, step, _ = (cell.strip() for cell in row.split(" | "))
-        given = re.findall(r"[a-z_.]+=[\d.]+", settings)
-        before = [*before, *given] if settings.startswith("and ") else given
-        estimate = estimate_run(alfworld(*before))
+        config = alfworld(*re.findall(r"[a-z_.]+=[\d.]+", settings))
+        estimate = estimate_run(config)
         assert not estimate.faults
+        assert better_split(config) is None, "the table has the best division of the GPUs"
         step_s = estimate.step_s * 3200 / estimate.n_trained
         assert float(step.split()[0]) == pytest.approx(step_s, rel=0.02), stage
         gib = (estimate.state_bytes + estimate.activation_bytes) / GIB
@@ -435,6 +529,15 @@ def test_the_command_shows_it_and_needs_a_dry_run(
     given = ["train", str(ALFWORLD), f"run_dir={tmp_path / 'run'}", "--plan"]
     assert main([*given, "--dry-run"]) == 0
     assert "estimate for 2 GPUs of the kind H100 SXM" in capsys.readouterr().out
+    too_large = ["model.path=org/Qwen2.5-7B", "--dry-run"]
+    assert main([*given, *too_large]) == 1
+    shown = capsys.readouterr().out
+    assert "\n  does not fit  a learner rank needs " in shown
+    last = shown.splitlines()[-1]
+    assert last == "this does not fit its GPUs: see the lines `does not fit` above"
+    without_plan = [word for word in given if word != "--plan"]
+    assert main([*without_plan, *too_large]) == 0
+    assert "does not fit" not in capsys.readouterr().out
     assert main(given) == 2
     assert "--plan starts nothing; give it with --dry-run" in capsys.readouterr().err
     cpu = ["train", str(ROOT / "configs/key_room.yaml"), f"run_dir={tmp_path / 'run'}"]

@@ -112,6 +112,9 @@ def test_before_the_time_limit_gigpo_is_stopped_and_the_job_is_requeued(job: Job
 
 
 def test_a_job_that_is_cancelled_is_stopped_in_order_and_not_requeued(job: Job) -> None:
+    """`scancel --batch --signal=TERM` sends SIGTERM to the batch shell only, and no more."""
+    for place in (SCRIPT, ROOT / "docs/cluster.md"):
+        assert "scancel --batch --signal=TERM JOB" in place.read_text()
     script = job.start(*CONFIG, status=130, waits=True)
     job.wait_for("gigpo")
     script.send_signal(signal.SIGTERM)

@@ -84,6 +84,15 @@ def test_a_fork_of_a_run_in_a_storage_needs_a_place_of_its_own(
             assert (found.store.uri, found.seed) == (given, 5)
 
 
+@pytest.mark.parametrize("uri", ["file:///nowhere/a", "file:///nowhere/a@b"])
+def test_a_fork_of_a_uri_without_a_run_names_the_uri_as_it_was_given(
+    tmp_path: Path, uri: str
+) -> None:
+    with pytest.raises(ConfigError) as told:
+        resume.load_fork(f"{uri}@20", [f"run_dir={tmp_path / 'b'}"])
+    assert str(told.value) == (f"--fork {uri}@20: no run is at {uri}; give the store.uri of a run")
+
+
 @pytest.mark.faults
 def test_a_fork_of_a_run_is_trained_from_its_step_on(tmp_path: Path) -> None:
     """Real engine and learner; of a step whose published weights are gone."""

@@ -167,6 +167,58 @@ def test_heads_that_an_engine_cannot_divide_are_refused_once_the_config_is_here(
     with_model(replace(config, actors=ActorsConfig(gpus_per_worker=3)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"learner": {"ranks": 2, "sequence_parallel": 2}}, "learner.sequence_parallel=2"),
+        ({"learner": {"ranks": 2, "zero_stage": 3}}, "learner.zero_stage=3"),
+        ({"model": {"lora_rank": 8, "dtype": "bfloat16"}}, "model.lora_rank=8"),
+    ],
+)
+def test_what_a_vision_model_refuses_is_told_before_the_download(
+    server: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, dict[str, Any]],
+    named: str,
+) -> None:
+    config = asking(**settings.get("model", {}))
+    config = replace(config, learner=replace(config.learner, **settings.get("learner", {})))
+    _, missing, _ = hub.try_model(config)
+    assert missing[1:] == [
+        f"whether model.path={NAME} reads images is checked once it is here; a vision model is "
+        f"refused with {named}"
+    ]
+    assert len(hub.try_model(asking())[1]) == 1  # nothing of it depends on the images
+
+    def about(path: str) -> list[str]:
+        return hub.try_model(replace(config, model=replace(config.model, path=path)))[1][1:]
+
+    assert named in about("/nowhere/Tiny-1B")[0]
+    (line,) = about("/nowhere/Qwen2.5-VL-3B")
+    assert f"is a vision model by its name, so it is refused with {named} once" in line
+    assert about("/nowhere/Qwen2.5-3B") == []
+
+    # the cache has its config.json, and not yet its weights
+    repository = tmp_path / "cache" / "models--org--Tiny-1B"
+    for kind in ("qwen2_5_vl", "qwen2"):
+        write(repository / "refs/main", OLD)
+        write(repository / "snapshots" / OLD / "config.json", json.dumps({"model_type": kind}))
+        for look in (hub.try_model, with_model):
+            server.asked.clear()
+            if kind == "qwen2":
+                look(config)
+                continue
+            with pytest.raises(ConfigError, match=f"{named} with the vision model in model.path="):
+                look(config)
+            assert not server.asked
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
 def test_a_repository_is_downloaded_once_and_only_what_is_needed(
     server: Hub, tmp_path: Path
 ) -> None:

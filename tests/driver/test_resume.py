@@ -204,6 +204,39 @@ def test_a_run_is_brought_from_its_uri_with_its_settings(
     assert resume.load(Path("another/place"), []).seed == 5
 
 
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("foo://bucket/run", "foo is not one of file, s3"),
+        ("s3:///run", "names no bucket; give s3://BUCKET/NAME"),
+        ("file://nowhere/run", "of this machine it is file:///nowhere/run"),
+    ],
+)
+def test_a_uri_that_no_storage_has_is_refused_before_anything_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    uri: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(driver.Interrupt, "listen", lambda interrupt: None)
+    key_room = str(ROOT / "configs/key_room.yaml")
+    for command in (
+        ["train", "--resume", uri],
+        ["train", key_room, "--resume", uri],
+        ["train", key_room, f"store.uri={uri}"],
+        ["train", "--fork", f"{uri}@3", "run_dir=b"],
+        ["fetch", uri, "copy"],
+    ):
+        assert main(command) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        (line,) = shown.err.splitlines()
+        assert line.startswith(f"error: storage {uri}") and said in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_command_begins_a_run_in_a_storage_or_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

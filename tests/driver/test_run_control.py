@@ -170,8 +170,11 @@ def test_when_a_process_was_started_is_counted_in_ticks_of_the_kernel(
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="nobody drives"):
+    with pytest.raises(StoreError, match="is not a run directory"):
         runs.ask_for_workers(tmp_path, 3)
+    RunLayout.create(tmp_path / "run", config_yaml="seed: 3\n")
+    with pytest.raises(StoreError, match="nobody drives"):
+        runs.ask_for_workers(tmp_path / "run", 3)
     (tmp_path / DRIVER_FILE).write_text("{")
     with pytest.raises(StoreError, match=r"driver\.json is not readable"):
         driver_of(tmp_path)
