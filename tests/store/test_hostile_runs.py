@@ -4,6 +4,7 @@ one line that names it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -669,3 +670,16 @@ def test_a_reader_looks_behind_no_link_in_the_middle_of_a_path(
 def test_a_name_that_no_segment_has_is_left_out(name: str, sound: RunLayout) -> None:
     path = f"{sound.segments}/w1/{name}"
     assert _damaged([path], sound.root, prefix="") == {path}
+
+
+@pytest.mark.parametrize("written", [b"\xff\xfe", b"\x1b[31m", "²".encode(), b""])
+def test_a_lock_that_a_stranger_holds_and_wrote_to_is_one_line(
+    written: bytes, copied: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: bytes that are no text ended `gigpo compact` with a traceback."""
+    copied.catalog_lock.write_bytes(written)
+    with copied.catalog_lock.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["compact", str(copied.root)]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: process unknown owns .*catalog\.sqlite; .*\n", error), error
