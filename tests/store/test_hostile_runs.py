@@ -36,6 +36,7 @@ from store import (
 )
 from store.errors import FormatError, UnsafePathError
 from store.exchange.datasets import live_files
+from store.maintenance import fsck
 from store.maintenance.fsck import CONTENTS, NAMES, check
 from store.maintenance.rebuild import is_lost, rebuild_run_json
 from store.reading import landlock, wire
@@ -683,3 +684,21 @@ def test_a_lock_that_a_stranger_holds_and_wrote_to_is_one_line(
         assert main(["compact", str(copied.root)]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: process unknown owns .*catalog\.sqlite; .*\n", error), error
+
+
+def test_a_catalog_that_is_damaged_while_the_run_is_checked_is_one_line(
+    copied: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: files were exchanged in a loop beside `gigpo fsck`, which showed a traceback."""
+    sound = fsck.check_manifest
+
+    def damages(layout: RunLayout, *, contents: bool) -> object:
+        with layout.catalog.open("r+b") as file:
+            file.seek(100)
+            file.write(b"\xff" * 3000)
+        return sound(layout, contents=contents)
+
+    monkeypatch.setattr(fsck, "check_manifest", damages)
+    assert main(["fsck", str(copied.root)]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: .*catalog\.sqlite was damaged while .*\n", error), error
