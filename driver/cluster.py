@@ -23,7 +23,7 @@ from actors import ENGINE_SOCKETS
 from configs import ConfigError
 from driver.interrupt import hold_interrupts
 from driver.run_lock import RUN_MARK
-from learner import RAY_HIDES_GPUS, make_ray_directory, ray_token
+from learner import RAY_HIDES_GPUS, make_ray_directory, on_the_loopback, ray_token
 from usage_statistics import usage_statistics_off
 
 # Processes that Ray starts beside the two it needs: the scaler of a cloud's machines, the reader of
@@ -45,8 +45,8 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     """Join the cluster that RAY_ADDRESS names, or start a private one and remove it at the end.
 
     A private cluster starts `processes` worker processes at once, before anything asks for them.
-    It has a directory that no other user can enter, with Ray's and vLLM's sockets. Its ports answer
-    only to a token of its own.
+    It has a directory that no other user can enter, with Ray's and vLLM's sockets. Its ports are on
+    the loopback only, and answer to a token of its own.
 
     All its processes carry RUN_MARK, by which `run_lock.py` knows them. A process that asks for no
     GPU sees none. Raises ConfigError if the cluster cannot be joined.
@@ -66,7 +66,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     token = ExitStack()
     try:
         # A Ray that is left half started prints pages of errors.
-        with hold_interrupts(), _ray_without_extras():
+        with hold_interrupts(), _ray_without_extras(), on_the_loopback() as given:
             # Made before Ray starts, because that may be interrupted.
             directory = make_ray_directory(Path(run_dir))
             os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its own
@@ -79,6 +79,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
                 configure_logging=False,
                 # Ray lets everybody write there (0777), so not in `directory` itself
                 _temp_dir=str(directory / "ray"),
+                **given,
             )
         yield
     finally:

@@ -35,6 +35,7 @@ from learner.distributed.deepspeed_setup import PARTITIONED, device_text, nondet
 from learner.distributed.private_ray import (
     RAY_HIDES_GPUS,
     make_ray_directory,
+    on_the_loopback,
     ray_token,
     remove_ray_directories,
 )
@@ -297,14 +298,16 @@ def _private_ray(run: Path) -> Iterator[None]:
     try:
         with ray_token(directory):
             try:
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="error",
-                    configure_logging=False,
-                    _temp_dir=str(directory / "ray"),  # Ray makes it writable for everybody
-                )
+                with on_the_loopback() as given:
+                    ray.init(
+                        address="local",
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level="error",
+                        configure_logging=False,
+                        _temp_dir=str(directory / "ray"),  # Ray makes it writable for everybody
+                        **given,
+                    )
                 yield
             finally:
                 ray.shutdown()

@@ -74,9 +74,10 @@ def parse_run_json(data: bytes, *, name: str) -> RunInfo:
         for run_id in (info.run_id, *info.ancestors):
             checked_run_id(run_id)
     except ValueError as error:
+        is_here = "://" not in name  # only a directory can be rebuilt
+        rebuild = f", or: gigpo rebuild {Path(name).parent}" if is_here else ""
         raise FormatError(
-            f"{name} is damaged ({error}); restore it from a backup, or: gigpo rebuild "
-            f"{Path(name).parent}"
+            f"{name} is damaged ({error}); restore it from a backup{rebuild}"
         ) from error
     return info
 

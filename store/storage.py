@@ -38,10 +38,12 @@ DEADLINE_S = 30.0
 MAX_FILE_BYTES = 8 << 30
 SLOWEST_BYTES_PER_S = 4_000_000  # extends the deadline of a large file
 RETRY_AFTER_S = 0.5
+# Arrow follows no redirect where this is the region. It signs requests for the usual one then.
+WITHOUT_REDIRECTS, USUAL_REGION = "aws-global", "us-east-1"
 # Words of Arrow's errors that do not go away when the call is repeated.
 FINAL = re.compile(
     r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY|SIGNATURE|UNRECOGNIZED_CLIENT"
-    r"|HTTP status 40[0134]"
+    r"|HTTP status (30[1-8]|40[0134])"
 )
 # Arrow's words for an answer that has no room: in the buffer of the file's size, or in memory.
 TOO_LONG = "Failed to flush response stream"
@@ -206,9 +208,7 @@ class RemoteStorage:
     def __init__(self, uri: str) -> None:
         parts = urllib.parse.urlsplit(uri)
         self._name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        # One PUT for a file of up to 5 MB, instead of three requests of a multipart upload.
-        one_put = "allow_delayed_open=true" if parts.scheme == "s3" else ""
-        options = "&".join(filter(None, [parts.query, one_put]))
+        options = _s3_options(parts.query) if parts.scheme == "s3" else parts.query
         self._uri = f"{self._name}?{options}" if options else self._name
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:
@@ -320,6 +320,21 @@ class RemoteStorage:
             answer.set_result(call(remote, f"{base}/{path}"))
         except (OSError, ValueError, pa.ArrowException) as error:
             answer.set_exception(error)
+
+
+def _s3_options(query: str) -> str:
+    """Return the options of a URI for Arrow. A server of one's own leads its client nowhere else.
+
+    Arrow would follow it to any address that this machine reaches, with AWS_SESSION_TOKEN. It has
+    no option against that but the region, so a server that needs another region can still do it.
+    """
+    given = [urllib.parse.unquote(option.partition("=")[0]) for option in query.split("&")]
+    options = dict(zip(given, query.split("&"), strict=True)) if query else {}
+    region = urllib.parse.unquote(options.get("region", "").partition("=")[2])
+    if "endpoint_override" in options and region in ("", USUAL_REGION):
+        options["region"] = f"region={WITHOUT_REDIRECTS}"
+    # One PUT for a file of up to 5 MB, instead of three requests of a multipart upload.
+    return "&".join([*options.values(), "allow_delayed_open=true"])
 
 
 def _unreadable(error: OSError, path: Path | str) -> UnavailableError:

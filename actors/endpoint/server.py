@@ -45,7 +45,7 @@ from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptSt
 from actors.rollout.episode import AttemptProgress, EpisodeRules, completion_of
 from actors.rollout.step_records import EpisodeIds, SampledAnswer, anchor_of, step_of
 from configs import Config, max_model_tokens
-from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation
+from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation, server_logger
 from printable import one_line
 from store import Step, now_us, uid_text
 
@@ -189,6 +189,7 @@ class Endpoint:
             access_log=None,
             shutdown_timeout=CLOSE_TIMEOUT_S,
             keepalive_timeout=IDLE_TIMEOUT_S,
+            logger=server_logger(),
         )
 
     async def start(self) -> None:

@@ -40,6 +40,8 @@ MIN_WRITTEN_BYTES = 2**20
 MAX_CONNECTIONS = 4096  # and at most half of the files that this process may open
 
 MALFORMED_REQUEST = (HttpProcessingError, web.RequestPayloadError, ClientPayloadError)
+# Raised for the header Expect, outside of handlers: aiohttp cannot write bytes that are no text.
+UNKNOWN_EXPECT = (web.HTTPExpectationFailed, UnicodeError)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -130,9 +132,9 @@ async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
 
     Raises OSError if it cannot listen there.
     """
-    logger = logging.getLogger(__name__)
-    logger.addFilter(_shorten)  # the logger keeps one of equal filters
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=READ_TIMEOUT_S, logger=logger)
+    runner = web.AppRunner(
+        app, access_log=None, keepalive_timeout=READ_TIMEOUT_S, logger=server_logger()
+    )
     await runner.setup()
     try:
         await GuardedSite(runner, host, port).start()
@@ -142,13 +144,20 @@ async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
     return runner
 
 
+def server_logger() -> logging.Logger:
+    """Return the logger for `web.AppRunner`, in which a malformed request is one line."""
+    logger = logging.getLogger(__name__)
+    logger.addFilter(_shorten)  # the logger keeps one of equal filters
+    return logger
+
+
 def _shorten(record: logging.LogRecord) -> bool:
     """Log a malformed request in one line. Any other error keeps its traceback.
 
     Both are escaped, because they quote the request.
     """
     text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
-    if isinstance(error, MALFORMED_REQUEST):
+    if isinstance(error, (*MALFORMED_REQUEST, *UNKNOWN_EXPECT)):
         text = f"{text}: {' '.join(str(error).split())[:200]}"
     elif error is not None:
         text = f"{text}\n{''.join(traceback.format_exception(error))}"

@@ -2,10 +2,11 @@
 
     directory = make_ray_directory(run)
     with ray_token(directory):                # a Ray started inside answers only to this token
-        ray.init(...)
+        with on_the_loopback() as given:      # and to no other machine
+            ray.init(**given, ...)
     remove_ray_directories(run)               # left behind by killed processes
 
-Ray itself is imported by `ray_token` only: the status of a run needs no Ray.
+Ray itself is imported inside functions only: the status of a run needs no Ray.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ RAY_HIDES_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
 # The token is passed in a file: `ps` would show it on a command line.
 RAY_TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN_BYTES = 32
+LOOPBACK = "127.0.0.1"
 START_TICKS = 22  # field of /proc/PID/stat, counted from 1; the state is field 3
 
 
@@ -58,6 +60,24 @@ def ray_token(directory: Path) -> Iterator[None]:
             os.environ.pop(name, None)
         os.environ.update(before)
         _reload_ray_settings()
+
+
+@contextmanager
+def on_the_loopback() -> Iterator[dict[str, str]]:
+    """Make a Ray that is started in this block listen on the loopback only. Yield its argument.
+
+    It asks for a token for most requests only: the request with which nodes begin to tell each
+    other their resources needs none, and one that lacks a header ends Ray. Ray takes an address
+    that other machines know instead of the loopback, also where the loopback is asked for.
+    """
+    from ray._private import services
+
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield {"_node_ip_address": LOOPBACK}
+    finally:
+        services.resolve_ip_for_localhost = resolve
 
 
 def _reload_ray_settings() -> None:

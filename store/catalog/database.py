@@ -486,8 +486,9 @@ def take_lock(layout: RunLayout) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
+        written = os.pread(descriptor, 32, 0)  # by the owner, who may be a stranger
         os.close(descriptor)
+        owner = written.decode() if written.isdigit() else "unknown"
         raise LockedError(
             f"process {owner} owns {path.with_name('catalog.sqlite')}; stop it, or choose another "
             "run directory"

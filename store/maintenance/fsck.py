@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Callable
 
 from store.catalog.database import is_damage, raise_if_interrupted
-from store.errors import ForeignSchemaError, StoreError
+from store.errors import ForeignSchemaError, FormatError, StoreError
 from store.layout import RunLayout
 from store.maintenance.backup import check_backup
 from store.maintenance.finding import REBUILD, Finding, found
@@ -40,6 +40,11 @@ def check(layout: RunLayout, *, level: int) -> list[Finding]:
         raise StoreError(
             f"{layout.catalog} cannot be read ({problem}); "
             "fix the permissions, or stop what locks it"
+        ) from problem
+    except sqlite3.DatabaseError as problem:  # it was sound when it was checked
+        raise FormatError(
+            f"{layout.catalog} was damaged while the run was checked ({problem}); only the run's "
+            f"own driver may write it: gigpo fsck {layout.root}"
         ) from problem
     return [
         dataclasses.replace(finding, remedy=finding.remedy.replace("{root}", str(layout.root)))

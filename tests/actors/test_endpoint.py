@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from typing import Any
 
@@ -553,6 +554,35 @@ def test_a_connection_without_a_request_is_closed(
         return end
 
     assert served(TextPolicy(["7"]), body) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/models HTTP/1.1\r\nHost: a\r\nExpect: \xff\r\nContent-Length: 0\r\n\r\n",
+        b"POST /v1/models HTTP/1.1\r\nHost: a\r\nExpect: x\r\nContent-Length: 0\r\n\r\n",
+        b"POST http://[ HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\nA: " + b"\x1b[31m" * 2000 + b"\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\n" + b"A: b\r\n" * 2000 + b"\r\n",
+    ],
+    ids=["Expect in bytes", "unknown Expect", "no address", "long header", "many headers"],
+)
+def test_a_malformed_request_without_a_key_is_at_most_a_line_of_the_log(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attack: each wrote a traceback into the worker's log, of any user of the machine."""
+
+    async def body(endpoint: Endpoint) -> None:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(OSError):  # it is closed at once
+            writer.write(sent + b"\r\n")
+            await asyncio.wait_for(reader.readline(), timeout=40)
+        writer.close()
+
+    served(TextPolicy(["7"]), body)
+    shown = "\n".join(logging.Formatter().format(record) for record in caplog.records)
+    assert "Traceback" not in shown and "\x1b" not in shown and len(shown) < 500, shown
 
 
 def test_a_request_whose_body_never_comes_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,26 @@ def test_a_neighbour_gets_no_answer_from_ray(cluster: None) -> None:
     )
 
 
+def test_no_other_machine_reaches_a_port_of_ray(cluster: None) -> None:
+    """The attack: one `RaySyncer.StartSync` without a token or a header ended raylet and GCS."""
+
+    class Sits:
+        def where(self) -> None: ...
+
+    worker = ray.remote(Sits).options(num_cpus=0).remote()
+    ray.get(worker.where.remote())
+    listening = {
+        connection.laddr.ip
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    ray.kill(worker)
+    assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    host = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    assert host == "127.0.0.1", "the address that processes of the run are given"
+
+
 def test_a_neighbour_cannot_enter_the_directory_of_the_sockets(cluster: None) -> None:
     directory = Path(os.environ[ENGINE_SOCKETS])
     sockets = [path for path in directory.rglob("*") if path.is_socket()]

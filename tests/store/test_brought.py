@@ -49,6 +49,7 @@ from store.layout import BASE_POLICY, UNFINISHED_BRING
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
 from store.remote_directory import has_directory, is_published, prune_published
+from store.run_json import parse_run_json
 from store.storage import MAX_FILE_BYTES, LocalStorage
 from store.untrusted.file_access import MAX_TEXT_BYTES
 from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED
@@ -387,6 +388,16 @@ def test_a_copy_of_a_storage_is_not_taken_for_the_run(lost: RunLayout, tmp_path:
     with pytest.raises(StoreError, match="is it the store.uri of a run"):
         bring_run((tmp_path / "nothing").as_uri(), tmp_path / "new", trusts=False)
     assert not (tmp_path / "new").exists()
+
+
+def test_no_rebuild_is_offered_for_the_run_json_of_a_storage(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    lost.storage.write("run.json", b"[")
+    with pytest.raises(FormatError, match=r"is damaged .*, or: gigpo rebuild /"):
+        bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    with pytest.raises(FormatError, match=r"is damaged \(.*\); restore it from a backup$"):
+        parse_run_json(b"[", name="s3://bucket/run/run.json")
 
 
 @pytest.fixture

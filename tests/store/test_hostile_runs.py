@@ -4,6 +4,7 @@ one line that names it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from store import (
 )
 from store.errors import FormatError, UnsafePathError
 from store.exchange.datasets import live_files
+from store.maintenance import fsck
 from store.maintenance.fsck import CONTENTS, NAMES, check
 from store.maintenance.rebuild import is_lost, rebuild_run_json
 from store.reading import landlock, wire
@@ -670,3 +672,34 @@ def test_a_reader_looks_behind_no_link_in_the_middle_of_a_path(
 def test_a_name_that_no_segment_has_is_left_out(name: str, sound: RunLayout) -> None:
     path = f"{sound.segments}/w1/{name}"
     assert _damaged([path], sound.root, prefix="") == {path}
+
+
+@pytest.mark.parametrize("written", [b"\xff\xfe", b"\x1b[31m", "²".encode(), b""])
+def test_a_lock_that_a_stranger_holds_and_wrote_to_is_one_line(
+    written: bytes, copied: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: bytes that are no text ended `gigpo compact` with a traceback."""
+    copied.catalog_lock.write_bytes(written)
+    with copied.catalog_lock.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["compact", str(copied.root)]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: process unknown owns .*catalog\.sqlite; .*\n", error), error
+
+
+def test_a_catalog_that_is_damaged_while_the_run_is_checked_is_one_line(
+    copied: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: files were exchanged in a loop beside `gigpo fsck`, which showed a traceback."""
+    sound = fsck.check_manifest
+
+    def damages(layout: RunLayout, *, contents: bool) -> object:
+        with layout.catalog.open("r+b") as file:
+            file.seek(100)
+            file.write(b"\xff" * 3000)
+        return sound(layout, contents=contents)
+
+    monkeypatch.setattr(fsck, "check_manifest", damages)
+    assert main(["fsck", str(copied.root)]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: .*catalog\.sqlite was damaged while .*\n", error), error

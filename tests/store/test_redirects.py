@@ -1,0 +1,73 @@
+"""A server of a URI does not lead its client to another server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from store import UnavailableError
+from store.storage import open_storage
+
+SEEN = b"what only this network may read"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answer with a redirect to the server's `leads_to`, or with SEEN."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        leads_to, status = self.server.leads_to  # type: ignore[attr-defined]
+        self.send_response(status)
+        if leads_to:
+            self.send_header("Location", f"{leads_to}{self.path}")
+        self.send_header("Content-Length", "0" if leads_to else str(len(SEEN)))
+        self.end_headers()
+        if self.command == "GET" and not leads_to:
+            self.wfile.write(SEEN)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def server(*, leads_to: str = "", status: int = 200) -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as made:
+        made.asked, made.leads_to = [], (leads_to, status)  # type: ignore[attr-defined]
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("region", ["", "&region=us-east-1", "&%72egion=us-east%2D1"])
+def test_a_server_leads_its_client_to_no_other_server(
+    region: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the client asked any address of the user's network, with AWS_SESSION_TOKEN."""
+    for name, value in (
+        ("ACCESS_KEY_ID", "k"),
+        ("SECRET_ACCESS_KEY", "s"),
+        ("SESSION_TOKEN", "t"),
+        ("EC2_METADATA_DISABLED", "true"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with server() as other:
+        address = f"http://localhost:{other.server_address[1]}"
+        with server(leads_to=address, status=status) as asked:
+            port = asked.server_address[1]
+            storage = open_storage(
+                f"s3://bucket/run?endpoint_override=http://127.0.0.1:{port}&scheme=http{region}"
+            )
+            for ask in (storage.exists, storage.read, lambda path: list(storage.files(path))):
+                with pytest.raises(UnavailableError, match=f"HTTP status {status}.*check the URI"):
+                    ask("run.json")
+        assert asked.asked, "the server that the URI names"  # type: ignore[attr-defined]
+        assert other.asked == []  # type: ignore[attr-defined]
