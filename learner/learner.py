@@ -133,9 +133,8 @@ class Learner:
             self._tell_rendezvous()
             start = self._load_start()
             self.step = start.learner_step  # steps done
-            self.saved_step = (
-                start.learner_step
-            )  # the newest checkpoint's, also before it is written
+            # The newest checkpoint's, also before it is written.
+            self.saved_step = start.learner_step
             # Below `learner.steps` if offline groups run out before.
             self.last_step = start.point.last_step
             self.health = RunHealth(self.config, figures=start.point.metrics)
