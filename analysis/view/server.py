@@ -7,8 +7,10 @@ Sec-Fetch-Site). Pages run no script but ours and Bokeh's, and nothing leaves th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import threading
@@ -398,9 +400,18 @@ def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | 
             ws="none",
         )
     )
+    # The logger keeps one of equal filters.
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cut_request)
     if opens_browser:
         threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
     server.run(sockets=[listener])
+
+
+def _is_no_cut_request(record: logging.LogRecord) -> bool:
+    """Return False for requests that Ctrl-C cut short: uvicorn says it once, and then of each."""
+    error = record.exc_info[1] if record.exc_info else None
+    is_cut = isinstance(error, asyncio.CancelledError)
+    return not is_cut and "timeout graceful shutdown exceeded" not in record.getMessage()
 
 
 def _listen(port: int) -> socket.socket:

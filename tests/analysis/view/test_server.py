@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from urllib.parse import urlencode
 
 import httpx2
 import pyarrow as pa
@@ -413,8 +415,12 @@ def test_the_name_of_a_column_is_no_template_of_a_tooltip() -> None:
         assert re.fullmatch(r"@c\d({0[^}]*})?( to @c\d{0[^}]*})?", template)
 
 
+SLOW = "SELECT count(*) FROM range(10000000) AS a, range(10000000) AS b WHERE a.range % 7 = b.range"
+
+
+@pytest.mark.parametrize("in_flight", [(), (SLOW,)], ids=["idle", "a query that takes long"])
 def test_who_reads_the_address_may_connect_at_once_and_ctrl_c_says_one_word(
-    layout: RunLayout,
+    layout: RunLayout, in_flight: tuple[str, ...]
 ) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "cli", "view", layout.root, "--no-browser"],
@@ -427,6 +433,11 @@ def test_who_reads_the_address_may_connect_at_once_and_ctrl_c_says_one_word(
         assert line, viewer.communicate()[1]
         address = line.split()[0]
         assert httpx2.get(f"{address}run", timeout=60).status_code == 200
+        for query in in_flight:
+            asked = socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2][:-1])))
+            head = "GET /sql?" + urlencode({"q": query}) + f" HTTP/1.1\r\nHost: {address[7:-1]}"
+            asked.sendall(f"{head}\r\n\r\n".encode())
+            time.sleep(1.0)  # the query is being computed
         viewer.send_signal(signal.SIGINT)
         _, error = viewer.communicate(timeout=60)
     assert error.strip() == "interrupted"
