@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -39,6 +37,7 @@ from tests.support.engine_samples import (
     make_base,
     random_rows,
 )
+from tests.support.forked_ranks import forked_ranks
 from tests.support.rank_cases import (
     ADAPTED,
     CUT_AT,
@@ -68,16 +67,10 @@ def spread(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found,
     """The results of one rank, and of rank 0 and rank 1 of two."""
     out = tmp_path_factory.mktemp("ranks")
     store = host_ranks(LOOPBACK)
-    command = [sys.executable, "-c", "from tests.support.rank_cases import main; main()"]
-    arguments = [f"{LOOPBACK}:{store.port}", str(base), str(out)]
-    root = Path(__file__).resolve().parents[2]
-    processes = [subprocess.Popen([*command, str(rank), *arguments], cwd=root) for rank in range(2)]
-    try:
+    address = f"{LOOPBACK}:{store.port}"
+    with forked_ranks("tests.support.rank_cases", 2, address, base, out) as ranks:
         alone = results(Place(base=base, rank=0, ranks=1, address=None))
-        assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+        assert ranks.wait(DEADLINE_S) == 0
     return alone, *(torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2))
 
 

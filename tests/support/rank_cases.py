@@ -1,14 +1,13 @@
 """Compute updates at every ZeRO stage, cut and spread in every way, in one process.
 
-    # one of two ranks; writes OUT/rank<RANK>.pt
-    python -c "from tests.support.rank_cases import main; main()" RANK ADDRESS BASE OUT
+    # two ranks; each writes OUT/rank<RANK>.pt
+    python -m tests.support.forked_ranks tests.support.rank_cases 2 ADDRESS BASE OUT
 
 `results(...)` does the same with one rank in this process.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from collections.abc import Iterator
@@ -337,6 +336,5 @@ def result(engine: Engine, updates: list[list[MicroBatch]]) -> Result:
 
 def main() -> None:
     rank, address, base, out = sys.argv[1:]
-    gc.freeze()  # DeepSpeed collects garbage at every start of an engine
     found = results(Place(base=Path(base), rank=int(rank), ranks=2, address=address))
     torch.save(found, Path(out) / f"rank{rank}.pt")
