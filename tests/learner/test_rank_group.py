@@ -44,6 +44,7 @@ from tests.support.rank_cases import (
     CUTS,
     LEARNER,
     LOSSES,
+    MAIN_STAGES,
     SHARED,
     STAGES,
     VALUED,
@@ -143,7 +144,8 @@ def test_a_correction_of_a_whole_update_has_the_tokens_of_all_ranks(
         assert_same(alone.stats[0], other.stats[0], tokens_computed=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shortened
+@pytest.mark.parametrize("stage", MAIN_STAGES)
 def test_an_update_not_finite_on_one_rank_is_skipped_on_all(
     spread: tuple[Found, Found, Found], stage: int
 ) -> None:
@@ -171,7 +173,8 @@ def test_an_update_not_finite_on_one_rank_is_skipped_on_all(
         )
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shortened
+@pytest.mark.parametrize("stage", MAIN_STAGES)
 def test_a_rank_without_rows_takes_part(spread: tuple[Found, Found, Found], stage: int) -> None:
     first: Result = spread[0]["one row 0"]
     for found in spread:

@@ -151,7 +151,14 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# each stage gives the same weights in tests/learner/test_engine.py and test_rank_group.py
+SLOW = ("zero_1", "zero_2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VARIANTS],
+)
 def test_it_learns_to_win(name: str, world: World) -> None:
     variant = VARIANTS[name]
     engine = make_engine(world.base, variant)
