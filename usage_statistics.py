@@ -2,8 +2,8 @@
 
     os.environ.update(usage_statistics_off(os.environ))     # before they are imported
 
-MLflow, which DeepSpeed imports, writes a file into the home directory when it is imported, and
-starts a thread that sends what is used.
+MLflow, a tracker that DeepSpeed would import too, writes a file into the home directory when it is
+imported, and starts a thread that sends what is used.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ interrupted. Every error that a user can mend is shown in one line.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import shlex
@@ -33,6 +34,9 @@ from usage_statistics import usage_statistics_off
 
 EXIT_ERROR = 2  # as click's own for wrong usage
 EXIT_INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
+# New objects until garbage is collected. Python's 700 cost a fifth of the time of importing torch,
+# whose objects all stay.
+COLLECTED_AT = 100_000
 # To add a command: write it in a module of this package, with an example in its help, and list it
 # here. Run `python docs/make_reference.py`. If a page explains it, add a row to docs/README.md.
 SECTIONS = {
@@ -78,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
         protect_terminal()
+        gc.set_threshold(COLLECTED_AT)
     os.environ.update(usage_statistics_off(os.environ))  # commands import the libraries later
     if instruction := os.environ.get(COMPLETION):
         return shell_complete(program, {}, "gigpo", COMPLETION, instruction)

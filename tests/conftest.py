@@ -39,6 +39,7 @@ LONGEST = (
     "runs/test_faults.py",
     "driver/test_resume.py",
     "learner/test_rank_group.py",
+    "runs/test_lora_run.py",
     "runs/test_vision_run.py",
     "project/test_gpu_proof.py",
     "analysis/view/test_browser.py",
@@ -60,6 +61,12 @@ LONGEST = (
     "store/test_crash.py",
     "store/test_bombs.py",
     "store/test_hostile_runs.py",
+)
+# Files of which one process does all: it forks their engines from one server, which imports vLLM.
+ENGINES = (
+    "tests/actors/test_vllm.py",
+    "tests/actors/test_vllm_adapters.py",
+    "tests/actors/test_float32_head.py",
 )
 USERS_RUNS = str(ROOT / "runs")
 
@@ -121,6 +128,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of the longest files first."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest alone has no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each worker whole files, and one of them all files of ENGINES."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class EnginesTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return ENGINES[0] if file in ENGINES else file
+
+    return EnginesTogether(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,11 +91,11 @@ def mismatch(model: Path, played: Played, *, float32_head: bool) -> float:
 
 
 def test_engine_and_learner_with_float32_heads_agree_better_also_after_new_weights(
-    tmp_path: Path,
+    tmp_path: Path, engine_log: Path
 ) -> None:
     base, other = (make_model(tmp_path / name, seed=n) for n, name in enumerate(("a", "b")))
     for model, played in zip(
-        (base, other), asyncio.run(play(base, other, tmp_path / "engine.log")), strict=True
+        (base, other), asyncio.run(play(base, other, engine_log)), strict=True
     ):
         with_heads = mismatch(model, played, float32_head=True)
         without = mismatch(model, played, float32_head=False)

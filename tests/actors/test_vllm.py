@@ -107,7 +107,7 @@ async def start(
 
 
 @contextlib.contextmanager
-def serving(root: Path, *, processes: int) -> Iterator[Served]:
+def serving(root: Path, *, log_path: Path, processes: int) -> Iterator[Served]:
     directories = {
         name: make_model(root / name, seed=seed) for name, seed in (("base", 0), ("other", 1))
     }
@@ -115,7 +115,7 @@ def serving(root: Path, *, processes: int) -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     others = set(engine_processes(os.getpid()))
     policy = loop.run_until_complete(
-        start(model=directories["base"], log_path=root / "logs/engine.log", processes=processes)
+        start(model=directories["base"], log_path=log_path, processes=processes)
     )
     # nothing that was meant for the engine leaks to our other children
     assert dict(os.environ) == environment_before
@@ -128,22 +128,23 @@ def serving(root: Path, *, processes: int) -> Iterator[Served]:
     # The processes of a split engine end when their parent has ended.
     _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
     assert not alive
-    assert "vllm" in (root / "logs/engine.log").read_text()
+    assert "vllm" in log_path.read_text()
     with pytest.raises(EngineLostError, match="closed"):
         served.run(policy.generate(prompt(0), seed=0, temperature=1.0))
     loop.close()
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("vllm"), processes=1) as one:
+def served(tmp_path_factory: pytest.TempPathFactory, engine_log: Path) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("vllm"), log_path=engine_log, processes=1) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve with tensor parallelism, as an engine on several GPUs does."""
-    with serving(tmp_path_factory.mktemp("split"), processes=2) as two:
+    root = tmp_path_factory.mktemp("split")
+    with serving(root, log_path=root / "logs/engine.log", processes=2) as two:
         yield two
 
 
@@ -458,14 +459,14 @@ def test_a_text_ends_the_answer_at_the_token_that_completes_it(served: Served) -
         outputs.process_outputs, outputs.propagate_error, outputs.tokenizer, llm.log_stats = before
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_preemptions_of_a_full_cache_are_counted_once(
-    served: Served, tmp_path: Path, processes: int
+    served: Served, engine_log: Path, processes: int
 ) -> None:
     async def run() -> tuple[list[Completion], int, int]:
         policy = await start(
             model=served.directories["base"],
-            log_path=tmp_path / "engine.log",
+            log_path=engine_log,
             kv_cache_gib=0.0005,  # for the longest request and a few others
             processes=processes,
         )

@@ -116,7 +116,7 @@ def prompt(seed: int) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, engine_log: Path) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("adapters")
     base = make_base(root / "base")
     policy = VLLMPolicy(
@@ -129,7 +129,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         stop_token_ids=[STOP_TOKEN],
         stop=(),
         tokenizer=None,
-        log_path=root / "logs/engine.log",
+        log_path=engine_log,
         statistics=False,
     )
     loop = asyncio.new_event_loop()

@@ -37,6 +37,8 @@ from tests.support.run_views import connect
 # Without staleness only the versions differ: two gaps of each kind.
 CASES = [(gap, 1) for gap in GAPS] + [("announced", 0), ("checkpoint copied", 0)]
 PATIENCE_S = 120.0
+# without a look for garbage, of which imports make none
+IMPORTING = "import gc; gc.disable(); from tests.support.killed_learner import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def killed() -> Iterator[dict[tuple[str, int], Path]]:
         runs = {case: directory / f"run{number}" for number, case in enumerate(CASES)}
         wanted = [[str(run), *case] for case, run in runs.items()]
         subprocess.run(
-            [sys.executable, "-m", "tests.support.killed_learner", json.dumps(wanted)],
+            [sys.executable, "-c", IMPORTING, json.dumps(wanted)],
             cwd=Path(__file__).resolve().parents[2],
             timeout=PATIENCE_S,
             check=True,

@@ -257,6 +257,8 @@ def test_the_clone_of_a_base_policy_needs_none_of_it() -> None:
     configs.check(
         replace(clone, learner=replace(clone.learner, keep_versions=clone.max_staleness + 2))
     )
+    adapted = replace(config, model=replace(config.model, lora_rank=4))
+    assert configs.cloning_config(adapted).model.lora_rank == 0, "adapters need a whole base"
 
 
 def test_nothing_starts_with_a_loss_that_makes_no_sense() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,10 @@ from learner.model import policy_model
 from learner.model.policy_model import load_policy
 from learner.training.engine import Engine
 from tests.support.engine_samples import copied, cut, make_base, random_rows
+from tests.support.forked_ranks import forked_ranks
 
 EMBEDDING = "model.embed_tokens.weight"
 DEADLINE_S = 600.0  # only for what hangs
-ROOT = Path(__file__).resolve().parents[2]
 LEARNER = LearnerConfig(zero_stage=3, learning_rate=1e-2)
 
 
@@ -47,14 +45,9 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base", layers=16, hidden=512)
     small = make_model(tmp_path / "small", layers=1, hidden=64)
     store = host_ranks(LOOPBACK)
-    command = [sys.executable, "-c", "from tests.support.partitioned_ranks import main; main()"]
-    arguments = [f"{LOOPBACK}:{store.port}", str(base), str(small), str(tmp_path)]
-    processes = [subprocess.Popen([*command, str(rank), *arguments], cwd=ROOT) for rank in range(2)]
-    try:
-        assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    arguments = (f"{LOOPBACK}:{store.port}", base, small, tmp_path)
+    with forked_ranks("tests.support.partitioned_ranks", 2, *arguments) as ranks:
+        assert ranks.wait(DEADLINE_S) == 0
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     n_elements = sum(tensor.numel() for tensor in load_file(base / "model.safetensors").values())
     assert sum(each["n_own"] for each in found) == n_elements

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -39,12 +37,14 @@ from tests.support.engine_samples import (
     make_base,
     random_rows,
 )
+from tests.support.forked_ranks import forked_ranks
 from tests.support.rank_cases import (
     ADAPTED,
     CUT_AT,
     CUTS,
     LEARNER,
     LOSSES,
+    MAIN_STAGES,
     SHARED,
     STAGES,
     VALUED,
@@ -68,16 +68,10 @@ def spread(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found,
     """The results of one rank, and of rank 0 and rank 1 of two."""
     out = tmp_path_factory.mktemp("ranks")
     store = host_ranks(LOOPBACK)
-    command = [sys.executable, "-c", "from tests.support.rank_cases import main; main()"]
-    arguments = [f"{LOOPBACK}:{store.port}", str(base), str(out)]
-    root = Path(__file__).resolve().parents[2]
-    processes = [subprocess.Popen([*command, str(rank), *arguments], cwd=root) for rank in range(2)]
-    try:
+    address = f"{LOOPBACK}:{store.port}"
+    with forked_ranks("tests.support.rank_cases", 2, address, base, out) as ranks:
         alone = results(Place(base=base, rank=0, ranks=1, address=None))
-        assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+        assert ranks.wait(DEADLINE_S) == 0
     return alone, *(torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2))
 
 
@@ -150,7 +144,8 @@ def test_a_correction_of_a_whole_update_has_the_tokens_of_all_ranks(
         assert_same(alone.stats[0], other.stats[0], tokens_computed=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shortened
+@pytest.mark.parametrize("stage", MAIN_STAGES)
 def test_an_update_not_finite_on_one_rank_is_skipped_on_all(
     spread: tuple[Found, Found, Found], stage: int
 ) -> None:
@@ -178,7 +173,8 @@ def test_an_update_not_finite_on_one_rank_is_skipped_on_all(
         )
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shortened
+@pytest.mark.parametrize("stage", MAIN_STAGES)
 def test_a_rank_without_rows_takes_part(spread: tuple[Found, Found, Found], stage: int) -> None:
     first: Result = spread[0]["one row 0"]
     for found in spread:

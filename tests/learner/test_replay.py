@@ -245,7 +245,10 @@ def test_adapters_are_replayed(replay: Replay) -> None:
             assert (status, f"{n} of {n} learner steps identical" in output) == (0, True)
 
 
-@pytest.mark.parametrize(("estimator", "lora_rank"), [("turn_ppo", 0), ("turn_ppo", 4), ("ppo", 4)])
+@pytest.mark.parametrize(
+    ("estimator", "lora_rank"),
+    [("turn_ppo", 0), pytest.param("turn_ppo", 4, marks=pytest.mark.slow), ("ppo", 4)],
+)
 def test_steps_with_a_critic_are_replayed_with_its_values(
     replay: Replay, estimator: str, lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from learner.distributed.sequence_group import SequenceGroup
 from learner.model.policy_model import load_policy
 from learner.training.step_metrics import UpdateStats
 from tests.support.engine_samples import all_trained
+from tests.support.forked_ranks import forked_ranks
 from tests.support.rank_cases import Place, Result
 from tests.support.sequence_cases import (
     HEADS,
@@ -43,17 +42,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spread(bases: Path, out: Path, *, ranks: int) -> list[Found]:
     """Run the cases on `ranks` processes, and return the results of each."""
     store = host_ranks(LOOPBACK)
-    command = [sys.executable, "-c", "from tests.support.sequence_cases import main; main()"]
-    arguments = [str(ranks), f"{LOOPBACK}:{store.port}", str(bases), str(out)]
-    root = Path(__file__).resolve().parents[2]
-    processes = [
-        subprocess.Popen([*command, str(rank), *arguments], cwd=root) for rank in range(ranks)
-    ]
-    try:
-        assert [process.wait(DEADLINE_S) for process in processes] == [0] * ranks
-    finally:
-        for process in processes:
-            process.kill()
+    arguments = (ranks, f"{LOOPBACK}:{store.port}", bases, out)
+    with forked_ranks("tests.support.sequence_cases", ranks, *arguments) as processes:
+        assert processes.wait(DEADLINE_S) == 0
     return [
         torch.load(out / f"rank{rank}of{ranks}.pt", weights_only=False) for rank in range(ranks)
     ]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,9 +46,9 @@ from learner.training.critic import CriticStats
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
 from store import Step, Trajectory, state_hash, to_table
+from tests.support.forked_ranks import forked_ranks
 from tests.support.learner_samples import one_step_each
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0  # only for what hangs
 TextWorld = environment_class("textworld")
 SIZE = TinyModelConfig(vocabulary_size=400, hidden_size=64, layers=1)
@@ -152,7 +151,14 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# each stage gives the same weights in tests/learner/test_engine.py and test_rank_group.py
+SLOW = ("zero_1", "zero_2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VARIANTS],
+)
 def test_it_learns_to_win(name: str, world: World) -> None:
     variant = VARIANTS[name]
     engine = make_engine(world.base, variant)
@@ -207,20 +213,9 @@ def test_two_ranks_learn_to_win(world: World, tmp_path: Path) -> None:
     """
     (tmp_path / "world.pickle").write_bytes(pickle.dumps(world))
     rendezvous = host_ranks(LOOPBACK)
-    command = [
-        sys.executable,
-        "-c",
-        "from tests.runs.test_learning import main; main()",
-        f"{LOOPBACK}:{rendezvous.port}",
-    ]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT) for rank in range(2)
-    ]
-    try:
-        assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    arguments = (f"{LOOPBACK}:{rendezvous.port}", tmp_path)
+    with forked_ranks("tests.runs.test_learning", 2, *arguments) as ranks:
+        assert ranks.wait(DEADLINE_S) == 0
     one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert one == other
     assert one["before"] < 0.1 and one["reached"] > LEARNED
@@ -228,7 +223,7 @@ def test_two_ranks_learn_to_win(world: World, tmp_path: Path) -> None:
 
 def main() -> None:
     """One of the two ranks."""
-    address, rank, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    rank, address, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     world = pickle.loads((directory / "world.pickle").read_bytes())
     engine = make_engine(world.base, zero(2), rank=rank, ranks=2, address=address)
     before = success(world, scored(engine, world))

@@ -1,12 +1,15 @@
 """A learner's loop that is killed while it writes behind a learner step, each time in another gap.
 
-    python -m tests.support.killed_learner '[["/tmp/run", "visible", 1], ...]'   # run, gap, staleness
+    python -c "from tests.support.killed_learner import main; main()" '[["/tmp/run", "visible", 1]]'
+
+A case is a run, a gap and its staleness.
 
 Each run is made and killed in a process of its own, forked from this one, which imports once.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -125,6 +128,8 @@ def train_until_killed(run: Path, gap_name: str, max_staleness: int) -> None:
 
 
 def main() -> None:
+    gc.freeze()  # a collection would copy the memory that all children share
+    gc.enable()
     for run, gap_name, max_staleness in json.loads(sys.argv[1]):
         child = os.fork()
         if child == 0:
@@ -135,7 +140,3 @@ def main() -> None:
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             raise SystemExit(f"{gap_name}: not killed, but status {status}")
-
-
-if __name__ == "__main__":
-    main()

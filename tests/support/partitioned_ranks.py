@@ -1,7 +1,7 @@
 """Load a model on one of two ranks, and measure the memory that it takes.
 
 # writes OUT/rank<RANK>.json
-python -c "from tests.support.partitioned_ranks import main; main()" RANK ADDRESS BASE SMALL OUT
+python -m tests.support.forked_ranks tests.support.partitioned_ranks 2 ADDRESS BASE SMALL OUT
 """
 
 from __future__ import annotations

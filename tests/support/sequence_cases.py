@@ -1,7 +1,7 @@
 """Compute updates with ranks that share the tokens of each micro-batch, in one process.
 
-    # one of the ranks; writes OUT/rank<RANK>of<RANKS>.pt
-    python -c "from tests.support.sequence_cases import main; main()" RANK RANKS ADDRESS BASES OUT
+    # RANKS ranks; each writes OUT/rank<RANK>of<RANKS>.pt
+    python -m tests.support.forked_ranks tests.support.sequence_cases RANKS RANKS ADDRESS BASES OUT
 
 `shared_cases(place)` and `grouped_cases(place)` do the same with one rank in this process, which
 then shares nothing.
@@ -9,7 +9,6 @@ then shares nothing.
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from dataclasses import replace
@@ -211,7 +210,6 @@ def _memory(place: Place) -> dict[str, int]:
 
 def main() -> None:
     rank, ranks, address, bases, out = sys.argv[1:]
-    gc.freeze()  # DeepSpeed collects garbage at every start of an engine
     place = Place(
         base=Path(bases), rank=int(rank), ranks=int(ranks), address=address, sequence_parallel=2
     )
