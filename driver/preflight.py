@@ -60,7 +60,8 @@ def check_engine_arguments(config: Config) -> None:
 def check_run_dir(config: Config) -> None:
     """Check that run_dir is a run, can be made, or is empty.
 
-    Raises ConfigError; StoreError for a stranger's run that is not trusted.
+    Raises ConfigError; StoreError for a stranger's run that is not trusted, and for a link in a
+    directory that is no run yet.
     """
     root = Path(config.run_dir)
     try:
@@ -86,6 +87,7 @@ def check_run_dir(config: Config) -> None:
                 f"run_dir={config.run_dir!r} is no run and has other things in it "
                 f"({', '.join(others[:3])}); give a directory of its own, e.g. run_dir=runs/mine"
             )
+        RunLayout.check_no_links_in(root)
 
 
 def check_writable(config: Config) -> None:

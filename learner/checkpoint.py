@@ -164,7 +164,10 @@ def copy_checkpoint(engine: Engine, *, learner_step: int, version: int, lsn: int
             for name, parameter in one.parameters.items()
         },
         files=[],
-        random_states=from_all_ranks(random_states(), ranks=engine.ranks),
+        random_states=[
+            RandomStates(**states)
+            for states in from_all_ranks(asdict(random_states()), ranks=engine.ranks)
+        ],
         critic_adam_steps=sum(adam_steps[1:]),
     )
     return CheckpointCopy(content=content, shares=shares)

@@ -307,16 +307,26 @@ class RunLayout:
         A writer would follow it out of the run. Only weights/v000000 may be a link: an evaluation
         of a model elsewhere makes it, and nothing is written there.
         """
-        for name in beneath.names(self.root, root=self.root):
-            path = self.root / name
-            if name in OF_A_RUN or name.startswith("catalog."):
-                self._check_no_link(path, beneath.status(path, root=self.root))
-        for name in (*DIRECTORIES_OF_A_RUN, "base"):
-            for path, found in beneath.walk(self.root / name, root=self.root):
-                if path != self.weights_dir(0):
-                    self._check_no_link(path, found)
+        self.check_no_links_in(self.root, but=self.weights_dir(0))
 
-    def _check_no_link(self, path: Path, found: os.stat_result | None) -> None:
+    @classmethod
+    def check_no_links_in(cls, root: Path, *, but: Path | None = None) -> None:
+        """Raise UnsafePathError for a link, except at `but`, where a run is or is to be made.
+
+        Somebody else may have put it there before the run was made.
+        """
+        root = root.absolute()
+        for name in beneath.names(root, root=root):
+            path = root / name
+            if name in OF_A_RUN or name.startswith("catalog."):
+                cls._check_no_link(path, beneath.status(path, root=root))
+        for name in (*DIRECTORIES_OF_A_RUN, "base"):
+            for path, found in beneath.walk(root / name, root=root):
+                if path != but:
+                    cls._check_no_link(path, found)
+
+    @staticmethod
+    def _check_no_link(path: Path, found: os.stat_result | None) -> None:
         if found is not None and stat.S_ISLNK(found.st_mode):
             raise UnsafePathError(
                 errno.ELOOP,

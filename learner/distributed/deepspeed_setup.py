@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch.nn import attention
 
 from configs import BUCKET_ELEMENTS, LearnerConfig, ModelConfig
@@ -39,8 +41,6 @@ if not torch.cuda.is_available():
 os.environ.setdefault("LOCAL_RANK", "0")
 
 _log = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
@@ -375,13 +375,40 @@ def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:
     )
 
 
-def from_all_ranks(value: Value, *, ranks: int) -> list[Value]:
+def from_all_ranks(value: object, *, ranks: int) -> list[Any]:
     """Return each rank's value, by rank, on every rank. All ranks call it together.
 
-    Tensors must be on the CPU.
+    It is a value of JSON, and a tuple becomes a list. torch would pickle it, and then who reaches
+    the group's ports could run programs in each rank.
+    """
+    return [json.loads(text) for text in _bytes_of_ranks(json.dumps(value).encode(), ranks=ranks)]
+
+
+def tensors_from_all_ranks(mine: Sequence[torch.Tensor], *, ranks: int) -> list[list[torch.Tensor]]:
+    """Return each rank's tensors, by rank, on every rank. All ranks call it together.
+
+    They are on the CPU. Ranks may bring other shapes, and other numbers of tensors.
     """
     if ranks == 1:
-        return [value]
-    values = [value] * ranks
-    dist.all_gather_object(values, value)
-    return values
+        return [list(mine)]
+    # clone: safetensors refuses tensors that share memory
+    named = {str(number): tensor.contiguous().clone() for number, tensor in enumerate(mine)}
+    found = [load(content) for content in _bytes_of_ranks(save(named), ranks=ranks)]
+    return [[tensors[str(number)] for number in range(len(tensors))] for tensors in found]
+
+
+def _bytes_of_ranks(mine: bytes, *, ranks: int) -> list[bytes]:
+    """Return each rank's bytes, by rank, on every rank. None may be empty."""
+    if ranks == 1:
+        return [mine]
+    device = accelerator() if dist.get_backend() == "nccl" else CPU
+    size = torch.tensor([len(mine)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(ranks)]
+    dist.all_gather(sizes, size)
+    n_bytes = [int(each) for each in sizes]
+    padded = torch.zeros(max(n_bytes), dtype=torch.uint8)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    padded = padded.to(device)
+    received = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(received, padded)
+    return [each[:n].cpu().numpy().tobytes() for each, n in zip(received, n_bytes, strict=True)]

@@ -212,8 +212,16 @@ class Engine:
         grad_norm = apply_gradient(self.deepspeed)
         skipped = not math.isfinite(grad_norm)
         self.n_updates += not skipped
-        done = [Pass(loss=one.loss.cpu(), figures_6N=one.figures_6N.cpu()) for one in passes]
-        everyone = gathered(done, micro_batches, ranks=self.ranks)
+        losses = [one.loss.cpu() for one in passes]
+        figures = [one.figures_6N.cpu() for one in passes]
+        everyone = [
+            Pass(loss=loss, figures_6N=figures_6N)
+            for loss, figures_6N in zip(
+                gathered(losses, micro_batches, ranks=self.ranks),
+                gathered(figures, micro_batches, ranks=self.ranks),
+                strict=True,
+            )
+        ]
         return update_stats(
             micro_batches,
             everyone,

@@ -1,10 +1,8 @@
 """Compute the figures of an optimizer update, and name those of a learner step for the store.
 
     passes = [Pass(loss=..., figures_6N=token_values(...)), ...]    # this rank's micro-batches
-    everyone = gathered(passes, batches, ranks=2)                  # all, on every rank
-    stats = update_stats(
-        batches, everyone, grad_norm=..., learning_rate=..., skipped=False
-    )
+    losses = gathered([done.loss for done in passes], batches, ranks=2)   # all, on every rank
+    stats = update_stats(batches, everyone, grad_norm=..., learning_rate=..., skipped=False)
     figures = step_metrics(batch, updates=[stats], times=clock.end_step())
 
 Letters as in `micro_batch.py`.
@@ -28,7 +26,7 @@ from gigpo import (
 from learner.data.batch_loader import PreparedBatch
 from learner.data.batch_summary import Episodes
 from learner.data.micro_batch import MicroBatch
-from learner.distributed.deepspeed_setup import Value, from_all_ranks
+from learner.distributed.deepspeed_setup import tensors_from_all_ranks
 from learner.step_times import StepTimes
 from learner.training.alarms import LENGTH
 
@@ -74,16 +72,18 @@ def token_values(
     return torch.stack([figure_N.detach().float() for figure_N in figures])
 
 
-def gathered(mine: Sequence[Value], batches: Sequence[MicroBatch], *, ranks: int) -> list[Value]:
-    """Return the values of all micro-batches, in their order, on every rank.
+def gathered(
+    mine: Sequence[torch.Tensor], batches: Sequence[MicroBatch], *, ranks: int
+) -> list[torch.Tensor]:
+    """Return the tensors of all micro-batches, in their order, on every rank.
 
-    All ranks call it together; rank r brings those of batches[r::ranks], with tensors on the CPU.
+    All ranks call it together; rank r brings those of batches[r::ranks], on the CPU.
     Batches (a, b, c, d) on 2 ranks: rank 0 brings (a, c), rank 1 (b, d), both get (a, b, c, d).
     The ranks of a sequence group bring the same, so their first one's are taken.
     """
     everyone = [mine[0]] * len(batches)
     groups = len(batches) // len(mine)
-    of_groups = from_all_ranks(list(mine), ranks=ranks)[:: ranks // groups]
+    of_groups = tensors_from_all_ranks(mine, ranks=ranks)[:: ranks // groups]
     for g, of_group in enumerate(of_groups):
         everyone[g::groups] = of_group
     return everyone

@@ -320,6 +320,25 @@ def test_a_directory_of_other_things_does_not_become_a_run(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "young"]
 
 
+@pytest.mark.parametrize("link", ["logs", "logs/coordinator.log", "segments/a/b", "checkpoints"])
+def test_a_directory_with_links_does_not_become_a_run(
+    link: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another user may have made it in a folder for everybody's runs, before this user's first."""
+    own = tmp_path / "own"
+    own.mkdir()
+    files = [own / name for name in ("environment.log", "coordinator.log")]
+    for file in files:
+        file.write_text("mine")
+    made = tmp_path / "run" / link
+    made.parent.mkdir(parents=True)
+    made.symlink_to(files[1] if made.suffix else own)
+    assert main(["train", KEY_ROOM, f"run_dir={tmp_path / 'run'}", "learner.steps=1"]) == 2
+    assert f"run/{link} is a symbolic link" in capsys.readouterr().err
+    assert [file.read_text() for file in files] == ["mine", "mine"], "unread and unchanged"
+    assert len(list(own.iterdir())) == len(files)
+
+
 def test_a_dry_run_looks_at_the_run_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -26,8 +28,8 @@ from learner.files.write_behind import WriteBehind
 from learner.model.lora import add_adapters, merged, read_adapter
 from learner.rank_group import RankDiedError, RankGroup
 from learner.training.engine import Engine
-from learner.training.step_metrics import Pass, UpdateStats, gathered
-from store import RunLayout, check_adapter, files_digest, tensor_shapes, weight_files
+from learner.training.step_metrics import UpdateStats, gathered
+from store import RunLayout, broadcast, check_adapter, files_digest, tensor_shapes, weight_files
 from tests.support.engine_samples import (
     CUT,
     assert_first_step_same,
@@ -56,6 +58,37 @@ from tests.support.rank_cases import (
 
 DEADLINE_S = 600.0  # only for what hangs
 Found = dict[str, Any]
+# Rank 0 of two, whose other rank is a stranger. It prints its errors.
+RANK_0 = """
+import sys
+import torch
+from learner.distributed.deepspeed_setup import from_all_ranks, join_ranks, tensors_from_all_ranks
+join_ranks(0, ranks=2, address=sys.argv[1])
+for gather, mine in ((from_all_ranks, "mine"), (tensors_from_all_ranks, [torch.ones(3)])):
+    try:
+        print(f"received {gather(mine, ranks=2)}")
+    except Exception as error:
+        print(type(error).__name__)
+"""
+# It knows the port alone, finds the other's secret among the keys, and sends a program.
+STRANGER = """
+import os, sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+while not (keys := [key for key in store.list_keys() if "/" in key]):
+    time.sleep(0.01)
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+store = dist.PrefixStore(keys[0].partition("/")[0], store)
+dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+class Program:
+    def __reduce__(self):
+        return open, (sys.argv[2], "w")
+for _ in range(2):
+    try:
+        dist.all_gather_object([None, None], Program())
+    except Exception as error:
+        print(error, file=sys.stderr)  # torch cannot read what rank 0 sent
+"""
 
 
 @pytest.fixture(scope="module")
@@ -280,19 +313,31 @@ def test_the_learning_rate_is_scaled_by_the_effective_sample_size(
         assert 0.2 < stats.tokens["ess"] < 0.9
 
 
-def test_passes_of_all_ranks_come_in_the_order_of_the_micro_batches() -> None:
+def test_figures_of_all_ranks_come_in_the_order_of_the_micro_batches() -> None:
     batches = cut(random_rows(), CUT)
-    passes = [
-        Pass(
-            loss=torch.tensor(float(index)),
-            figures_6N=torch.full((6, batch.n_response_tokens), float(index)),
-        )
+    figures = [
+        torch.full((6, batch.n_response_tokens), float(index))
         for index, batch in enumerate(batches)
     ]
     assert len(batches) > 2
-    for index, done in enumerate(gathered(passes, batches, ranks=1)):
-        assert float(done.loss) == index
-        assert done.figures_6N.tolist() == passes[index].figures_6N.tolist()
+    for index, figures_6N in enumerate(gathered(figures, batches, ranks=1)):
+        assert figures_6N.tolist() == figures[index].tolist()
+
+
+def test_a_stranger_who_takes_the_place_of_a_rank_runs_nothing_in_another(tmp_path: Path) -> None:
+    """Every user of the machine reaches the rendezvous, which lists its keys."""
+    store, ran = host_ranks(LOOPBACK), tmp_path / "ran"
+    address = str(broadcast.Address.new(LOOPBACK, store.port))
+    stranger = subprocess.Popen([sys.executable, "-c", STRANGER, str(store.port), str(ran)])
+    try:
+        command = [sys.executable, "-c", RANK_0, address]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    finally:
+        stranger.kill()
+    assert done.stdout.splitlines() == ["UnicodeDecodeError", "SafetensorError"], (
+        "it got what the stranger sent"
+    )
+    assert not ran.exists()
 
 
 def test_work_that_cannot_be_shared_is_refused(

@@ -5,6 +5,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -205,8 +206,8 @@ def save_checkpoint(
         return
 
     def of_others() -> list[Files]:
-        _, *others = from_all_ranks(list[Files](), ranks=engine.ranks)
-        return [files for of_rank in others for files in of_rank]
+        _, *others = from_all_ranks([], ranks=engine.ranks)
+        return [Files(**files) for of_rank in others for files in of_rank]
 
     def others() -> list[Callable[[], list[Files]]]:
         dist.barrier()  # the directory is there
@@ -216,4 +217,5 @@ def save_checkpoint(
         write_checkpoint(copy, dest, others=others)
     else:
         dist.barrier()
-        from_all_ranks(write_files(copy, dest), ranks=engine.ranks)
+        files = [asdict(one) for one in write_files(copy, dest)]
+        from_all_ranks(files, ranks=engine.ranks)

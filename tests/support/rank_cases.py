@@ -338,5 +338,7 @@ def result(engine: Engine, updates: list[list[MicroBatch]]) -> Result:
 
 def main() -> None:
     rank, address, base, out = sys.argv[1:]
-    found = results(Place(base=Path(base), rank=int(rank), ranks=2, address=address))
+    # Whoever reaches the group's ports could send an object that executes code.
+    with patch("torch.distributed.distributed_c10d._tensor_to_object", side_effect=AssertionError):
+        found = results(Place(base=Path(base), rank=int(rank), ranks=2, address=address))
     torch.save(found, Path(out) / f"rank{rank}.pt")
