@@ -68,7 +68,7 @@ for gather, mine in ((from_all_ranks, "mine"), (tensors_from_all_ranks, [torch.o
     try:
         print(f"received {gather(mine, ranks=2)}")
     except Exception as error:
-        print(type(error).__name__)
+        print(type(error).__name__, flush=True)
 """
 # It knows the port alone, finds the other's secret among the keys, and sends a program.
 STRANGER = """
@@ -88,6 +88,7 @@ for _ in range(2):
         dist.all_gather_object([None, None], Program())
     except Exception as error:
         print(error, file=sys.stderr)  # torch cannot read what rank 0 sent
+time.sleep(600)  # an end may reset the connection before rank 0 has read all; it is killed
 """
 
 
