@@ -100,9 +100,10 @@ def check_model_path(config: Config) -> None:
             "give one, or a repository of the Hugging Face Hub such as Qwen/Qwen2.5-1.5B-Instruct, "
             "which is downloaded"
         )
-    for setting, why in refused_for_vision(config).items():
-        if model_type(path) in VISION_MODEL_TYPES:
-            raise ConfigError(f"{setting} with the vision model in model.path={path!r}{why}")
+    refused = refused_for_vision(config)
+    if refused and model_type(path) in VISION_MODEL_TYPES:
+        setting, why = next(iter(refused.items()))
+        raise ConfigError(f"{setting} with the vision model in model.path={path!r}{why}")
 
 
 def refused_for_vision(config: Config) -> dict[str, str]:

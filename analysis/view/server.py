@@ -401,14 +401,17 @@ def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | 
         )
     )
     # The logger keeps one of equal filters.
-    logging.getLogger("uvicorn.error").addFilter(_is_no_cut_request)
+    logging.getLogger("uvicorn.error").addFilter(_is_of_use)
     if opens_browser:
         threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
     server.run(sockets=[listener])
 
 
-def _is_no_cut_request(record: logging.LogRecord) -> bool:
-    """Return False for requests that Ctrl-C cut short: uvicorn says it once, and then of each."""
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Return False for what uvicorn logs when Ctrl-C cuts requests short.
+
+    It is a line about all of them, and a traceback for each.
+    """
     error = record.exc_info[1] if record.exc_info else None
     is_cut = isinstance(error, asyncio.CancelledError)
     return not is_cut and "timeout graceful shutdown exceeded" not in record.getMessage()

@@ -31,6 +31,7 @@ from safetensors.torch import load, save
 from torch.nn import attention
 
 from configs import BUCKET_ELEMENTS, LearnerConfig, ModelConfig
+from learner.distributed.private_ray import LOOPBACK as LOOPBACK
 from store import broadcast
 
 # DeepSpeed reads these at its import. A process of a run sees a GPU only if its config asks for one
@@ -97,7 +98,6 @@ WHOLE_ELEMENTS = 100_000
 # rank waits for an fsync, which has no bound. DeepSpeed's own groups have torch's time-outs: 30
 # minutes with gloo, 10 with NCCL.
 GROUP_TIMEOUT = timedelta(minutes=30)
-LOOPBACK = "127.0.0.1"
 CUDA, CPU = "cuda", "cpu"
 HOPPER_FLASH_ATTENTION = 3
 

@@ -66,9 +66,9 @@ def ray_token(directory: Path) -> Iterator[None]:
 def on_the_loopback() -> Iterator[dict[str, str]]:
     """Make a Ray that is started in this block listen on the loopback only. Yield its argument.
 
-    It asks for a token for most requests only: the request with which nodes begin to tell each
-    other their resources needs none, and one that lacks a header ends Ray. Ray takes an address
-    that other machines know instead of the loopback, also where the loopback is asked for.
+    A token alone does not protect it: one request between nodes needs none, and ends Ray if it
+    lacks a header. Ray replaces the loopback by the machine's address on the network, even where
+    the loopback is asked for. So the function that does this is replaced meanwhile.
     """
     from ray._private import services
 
