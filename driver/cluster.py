@@ -23,7 +23,7 @@ from actors import ENGINE_SOCKETS
 from configs import ConfigError
 from driver.interrupt import hold_interrupts
 from driver.run_lock import RUN_MARK
-from learner import RAY_HIDES_GPUS, make_ray_directory, on_the_loopback, ray_token
+from learner import RAY_HIDES_GPUS, make_ray_directory, on_the_loopback, own_imports, ray_token
 from usage_statistics import usage_statistics_off
 
 # Processes that Ray starts beside the two it needs: the scaler of a cloud's machines, the reader of
@@ -77,6 +77,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level="error",
                 configure_logging=False,
+                job_config=own_imports(),
                 # Ray lets everybody write there (0777), so not in `directory` itself
                 _temp_dir=str(directory / "ray"),
                 **given,
@@ -137,6 +138,7 @@ def _join(variables: dict[str, str]) -> None:
         ray.init(
             ignore_reinit_error=True,
             log_to_driver=False,
+            job_config=own_imports(),
             runtime_env={"env_vars": environment, "worker_process_setup_hook": _enter_directory},
         )
     except (AuthenticationError, RuntimeError, ConnectionError) as error:

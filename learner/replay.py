@@ -36,6 +36,7 @@ from learner.distributed.private_ray import (
     RAY_HIDES_GPUS,
     make_ray_directory,
     on_the_loopback,
+    own_imports,
     ray_token,
     remove_ray_directories,
 )
@@ -305,6 +306,7 @@ def _private_ray(run: Path) -> Iterator[None]:
                         log_to_driver=False,
                         logging_level="error",
                         configure_logging=False,
+                        job_config=own_imports(),
                         _temp_dir=str(directory / "ray"),  # Ray makes it writable for everybody
                         **given,
                     )

@@ -35,6 +35,7 @@ import psutil
 
 from actors.endpoint.conversation import Tools
 from actors.endpoint.vllm_tool_calls import ToolCallParser
+from actors.inference.engine_process import from_installed_files
 from actors.prompting.chat_template import Tokenizer
 from actors.prompting.messages import ToolCall
 from printable import one_line, say
@@ -157,6 +158,7 @@ class _ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(path), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, **from_installed_files(os.environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -43,6 +43,8 @@ ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
 # torch loads what is in this directory as code. Its default has a name in /tmp that another user
 # can take first.
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+LIBRARIES = "LD_LIBRARY_PATH"
+NO_FOLDER = "/nonexistent"  # Debian keeps this name free
 PRELOADED = "actors.inference.fork_server_preload"  # the server imports it before it serves
 
 _server_variables: dict[str, str] = {}  # environment variables of this process's server
@@ -126,6 +128,7 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
     variables = {
         "HF_HUB_OFFLINE": "1",
         **usage_statistics_off(os.environ),
+        **from_installed_files(os.environ),
         "VLLM_LOGGING_CONFIG_PATH": str(log_config_path),
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -147,6 +150,18 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
             ",".join(map(str, part)) for part in cores_of_processes(actors, cores)
         ),
     }
+
+
+def from_installed_files(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which a process, and all that it starts, takes no code from the current
+    directory, which may be a stranger's run.
+
+    vLLM and Python start processes with -m and -c, which would import from there. OpenCV, which
+    vLLM imports, puts its folder and a colon before LD_LIBRARY_PATH. With nothing after the colon
+    every later program, such as lscpu, would load its libraries from there first.
+    """
+    folders = [folder for folder in environ.get(LIBRARIES, "").split(os.pathsep) if folder]
+    return {"PYTHONSAFEPATH": "1", LIBRARIES: os.pathsep.join(folders or [NO_FOLDER])}
 
 
 def engine_cores(cpu_cores: str) -> list[int]:

@@ -3,7 +3,7 @@
     directory = make_ray_directory(run)
     with ray_token(directory):                # a Ray started inside answers only to this token
         with on_the_loopback() as given:      # and to no other machine
-            ray.init(**given, ...)
+            ray.init(job_config=own_imports(), **given, ...)
     remove_ray_directories(run)               # left behind by killed processes
 
 Ray itself is imported inside functions only: the status of a run needs no Ray.
@@ -17,10 +17,12 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from store import READ_WRITE, StoreError, parse_object, read_run_file, write_atomically
 
@@ -78,6 +80,27 @@ def on_the_loopback() -> Iterator[dict[str, str]]:
         yield {"_node_ip_address": LOOPBACK}
     finally:
         services.resolve_ip_for_localhost = resolve
+
+
+class _OwnDirectories(list[str]):
+    """Directories from which this process imports; `extend` leaves out all others."""
+
+    def extend(self, directories: Iterable[str]) -> None:
+        own = {os.path.abspath(directory) for directory in sys.path}
+        super().extend(one for one in directories if os.path.abspath(one) in own)
+
+
+def own_imports() -> Any:
+    """Return a JobConfig for `ray.init`: Ray's processes import from nowhere but this one does.
+
+    Ray would have them import from the current directory first, before all others. That may be a
+    stranger's run, or one in which everybody may write, such as /tmp.
+    """
+    from ray.job_config import JobConfig
+
+    config = JobConfig()
+    config._py_driver_sys_path = _OwnDirectories()
+    return config
 
 
 def _reload_ray_settings() -> None:

@@ -61,3 +61,54 @@ def test_an_engine_does_not_start_with_a_cache_of_somebody_else(
     (tmp_path / "cache" / "async-gigpo" / "compiled").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match="compiled is a link or another user's"):
         engine_process.engine_environment(actors, tmp_path, tmp_path / "engine.log")
+
+
+# As a worker: Python's first folder is that of the script, and OpenCV is among what vLLM imports.
+STARTS_PROGRAMS = """
+import multiprocessing, os, subprocess
+import cv2
+if __name__ == "__main__":
+    subprocess.run(["true"], check=True)
+    process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    process.join()
+    subprocess.run([os.sys.executable, "-m", "planted"], check=False)
+"""
+
+
+@pytest.mark.parametrize("is_protected", [False, True])
+def test_an_engine_takes_no_code_from_the_current_directory(
+    actors: ActorsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_protected: bool
+) -> None:
+    """It may be a stranger's run. The attack: modules, or a library that the next program loads."""
+    monkeypatch.delenv(engine_process.LIBRARIES, raising=False)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    for module in ("planted", "multiprocessing"):
+        (run / f"{module}.py").write_text(f"open({str(run / 'mark')!r}, 'a').write({module!r})")
+    (tmp_path / "worker.py").write_text(STARTS_PROGRAMS)
+    variables = engine_process.engine_environment(actors, tmp_path, tmp_path / "engine.log")
+
+    def start() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(tmp_path / "worker.py")],
+            cwd=run,
+            env=os.environ | (variables if is_protected else {}),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = start()
+    assert (done.returncode == 0) == is_protected, done.stderr
+    assert (run / "mark").exists() != is_protected, "imported by a process that Python started"
+    (run / "libc.so.6").touch()
+    done = start()
+    assert ("file too short" in done.stderr) != is_protected, done.stderr
+
+
+def test_the_folders_of_libraries_that_a_user_gives_stay(actors: ActorsConfig) -> None:
+    given = {engine_process.LIBRARIES: "/opt/cuda/lib64::/opt/lib:"}
+    found = engine_process.from_installed_files(given)
+    assert found[engine_process.LIBRARIES] == "/opt/cuda/lib64:/opt/lib"

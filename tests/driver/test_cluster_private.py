@@ -28,6 +28,8 @@ from tests.support.processes import PATIENCE_S, children
 from tests.support.supervisor_samples import process
 from usage_statistics import usage_statistics_off
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -153,6 +155,41 @@ def test_an_actor_sees_the_gpus_it_asked_for_and_no_others(cluster: None) -> Non
     finally:
         for handle in handles:
             ray.kill(handle)
+
+
+# An actor says whether it would import a module that lies in the current directory.
+LOOKS_FOR_MODULE = """
+import importlib.util, sys
+import ray
+from driver.cluster import ray_cluster
+
+class Looks:
+    def finds(self):
+        return importlib.util.find_spec("planted") is not None
+
+with ray_cluster(sys.argv[1], processes=1):
+    print(ray.get(ray.remote(Looks).options(num_cpus=0).remote().finds.remote()))
+"""
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_ray_imports_from_the_current_directory_only_if_the_driver_does(
+    asked_for: bool, tmp_path: Path
+) -> None:
+    """The attack: `gigpo train` in a stranger's run, or in /tmp, ran the `learner.py` there."""
+    (tmp_path / "planted.py").touch()
+    (tmp_path / "learner.py").write_text("raise SystemExit('a stranger runs')")
+    path = f"{ROOT}{os.pathsep}." if asked_for else str(ROOT)
+    without = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOOKS_FOR_MODULE, "run"],
+        cwd=tmp_path,
+        env={**without, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"{asked_for}\n", done.stderr
 
 
 def test_a_cluster_that_is_joined_hides_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
