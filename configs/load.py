@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -52,11 +52,17 @@ LIST_SETTINGS = ("source", "loss.corrections", "trackers")
 MERGE_ERRORS = (OmegaConfBaseException, TypeError)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    before: Callable[[Path], None] = lambda path: None,
+) -> Config:
     """Return the checked config of a YAML file, its `base` files and `key=value` overrides.
 
-    Raises ConfigError for a missing file, an unknown key (with the nearest match), a wrong type, or
-    a combination that `check` refuses.
+    `before` is called with each of the files before it is read, and may raise. Raises ConfigError
+    for a missing file, an unknown key (with the nearest match), a wrong type, or a combination that
+    `check` refuses.
     """
     path = Path(path)
     if path.is_dir():
@@ -67,7 +73,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
-    return _checked(_read_file(path, above=()), overrides, name=str(path))
+    return _checked(_read_file(path, above=(), before=before), overrides, name=str(path))
 
 
 def load_saved(text: str, overrides: Sequence[str] = (), *, name: str) -> Config:
@@ -90,8 +96,11 @@ def as_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
+def _read_file(
+    path: Path, *, above: tuple[Path, ...], before: Callable[[Path], None]
+) -> DictConfig:
     """Return the settings of a file and its base; `above` are the files that build on it."""
+    before(path)
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -111,7 +120,7 @@ def _read_file(path: Path, *, above: tuple[Path, ...]) -> DictConfig:
     chain = (*above, path.resolve())
     if (path.parent / base).resolve() in chain:
         raise ConfigError(f"{path}: base={base} is a circle: that file builds on {path.name}")
-    below = _read_file(path.parent / base, above=chain)
+    below = _read_file(path.parent / base, above=chain, before=before)
     name = OmegaConf.select(settings, "env.name")
     if name is not None and name != OmegaConf.select(below, "env.name"):
         OmegaConf.update(below, "env.options", {}, merge=False)  # another environment's options

@@ -24,6 +24,7 @@ supervisor   consumes heartbeats and ended calls, produces restarts and notices;
 `environment_check.py` lists the tasks and starts the environment once
 `model_download.py` finds or downloads the model, with `hub_process.py`
 `offline_sources.py` checks and imports `source=RUN[@where]`
+`config_file.py` loads the config that a command names, unless it is a stranger's
 `resume.py` has the settings of a run that goes on, and of a fork
 `run_lock.py` keeps a run to one driver, `run_control.py` steers it from another process
 `progress.py` shows a run on the screen, `screen.py` says how much of it, or in lines of JSON

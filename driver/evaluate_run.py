@@ -25,6 +25,7 @@ from configs import Config, ConfigError
 from coordinator import Status
 from driver import resume, run_control, run_lock
 from driver.cluster import ray_cluster
+from driver.config_file import load_config
 from driver.environment_check import check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
@@ -92,7 +93,7 @@ def evaluate(
     the defaults (all of them if `all_settings`), and what is missing here. Raises UserError.
     """
     if trusts:
-        trust(_trusted_run(weights, overrides))
+        _trust(weights, overrides)
     config = new_run_settings(weights, overrides) if overrides else own_run_settings(weights)
     check_algorithm(config)  # the views of a new run have its settings
     check_engine_arguments(config)
@@ -118,11 +119,18 @@ def evaluate(
     show_evaluation(Path(config.run_dir), console)
 
 
-def _trusted_run(weights: str, overrides: Sequence[str]) -> Path:
-    """Return the run that --trust is about: the evaluated one, or the run_dir of a config."""
-    if is_config(weights):
-        return Path(configs.load(weights, overrides).run_dir)
-    return parse_run_step(weights)[0]
+def _trust(weights: str, overrides: Sequence[str]) -> None:
+    """Count the evaluated run, or those of a config, as made by this user.
+
+    A config may lie in a run, and its run_dir may be one.
+    """
+    if not is_config(weights):
+        trust(parse_run_step(weights)[0])
+        return
+    given = load_config(weights, overrides, trusts=True)
+    run = Path(given.config.run_dir)
+    if RunLayout.exists(run) or not given.trusted:
+        trust(run)
 
 
 def own_run_settings(run: str) -> Config:
@@ -155,7 +163,7 @@ def new_run_settings(weights: str, overrides: Sequence[str]) -> Config:
 
 def _settings_of_config(file: str, overrides: Sequence[str]) -> Config:
     """Return the settings to evaluate the model or the server that a config names."""
-    config = configs.load(file, overrides)
+    config = load_config(file, overrides, trusts=False).config
     if not config.model.path and not config.endpoint.url:
         raise ConfigError(
             f"{file} has no model.path; give the model to evaluate: model.path=... or "

@@ -24,6 +24,7 @@ from configs import Config, ConfigError
 from coordinator import check_order
 from driver import offline_sources, resume, run_control, run_lock
 from driver.cluster import ray_cluster
+from driver.config_file import load_config
 from driver.environment_check import FAILURE_LOG, check_tasks, try_tasks
 from driver.model_download import try_model, with_model
 from driver.preflight import (
@@ -65,12 +66,13 @@ from store import (
 def settings_to_train(config_file: str, overrides: Sequence[str], *, trusts: bool) -> Config:
     """Return the settings of a config file with `key=value` overrides.
 
-    `trusts` counts the run in run_dir, or else its sources, as made by this user. Raises
-    ConfigError; StoreError for a stranger's run that is not trusted.
+    `trusts` counts the runs in which the file lies, and in run_dir, and its sources, as made by
+    this user. Raises ConfigError; StoreError for a stranger's run that is not trusted.
     """
-    config = configs.load(config_file, overrides)
+    given = load_config(config_file, overrides, trusts=trusts)
+    config = given.config
     if trusts:
-        for run in _runs_named(config) or [Path(config.run_dir)]:
+        for run in _runs_named(config) or ([] if given.trusted else [Path(config.run_dir)]):
             trust(run)
     return _checked(config)
 
@@ -84,7 +86,8 @@ def settings_to_begin(
     there, and says nothing about a run that is not made yet.
     """
     root, others = resume.directory_of(uri, overrides)
-    config = configs.load(config_file, [*others, f"store.uri={uri}", f"run_dir={root}"])
+    overrides = [*others, f"store.uri={uri}", f"run_dir={root}"]
+    config = load_config(config_file, overrides, trusts=trusts).config
     if trusts:
         for run in _runs_named(config):
             trust(run)

@@ -87,6 +87,10 @@ def strangers(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         ["evaluate", "{run}"],
         ["evaluate", "{run}", "run_dir={run}-new"],
         ["evaluate", "{run}@1", "run_dir={run}-new", "--dry-run"],
+        ["train", "{run}/config.yaml", "run_dir={run}-new"],
+        ["train", "{run}/config.yaml", "run_dir={run}-new", "--dry-run"],
+        ["train", "{run}/config.yaml", "--resume", "file://{run}-uri", "run_dir={run}-new"],
+        ["evaluate", "{run}/config.yaml", "model.path=x", "run_dir={run}-new", "--dry-run"],
     ],
 )
 def test_nothing_that_a_strangers_run_names_is_imported(
@@ -121,6 +125,43 @@ def test_what_was_trusted_once_is_not_asked_about_again(
     assert mark.exists(), "the attack itself works"
     assert made_by_this_user(strangers)
     assert main(["train", "--resume", str(strangers), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("way", ["built on", "linked"])
+def test_a_config_that_leads_to_a_strangers_is_a_strangers(
+    strangers: Path, mark: Path, tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "given.yaml"
+    if way == "linked":
+        given.symlink_to(strangers / "config.yaml")
+    else:
+        given.write_text("base: run/config.yaml\n")
+    assert main(["train", str(given), f"run_dir={tmp_path / 'new'}", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert f"{strangers} was not made by you" in error and "payload_of_a_run:Env" in error
+    assert not mark.exists()
+
+
+def test_a_strangers_config_is_followed_once_it_is_trusted(
+    strangers: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(strangers / "config.yaml"), f"run_dir={tmp_path / 'new'}", "--dry-run"]
+    assert main([*words, "--trust"]) == 0, capsys.readouterr().err
+    assert mark.exists(), "the attack itself works"
+    assert main(words) == 0
+
+
+def test_a_secret_is_not_sent_to_whom_a_strangers_config_names(
+    strangers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (strangers / "config.yaml").write_text(
+        "endpoint: {url: 'http://127.0.0.1:9/v1', model: m, api_key_env: AWS_SECRET_ACCESS_KEY}\n"
+    )
+    assert main(["evaluate", str(strangers / "config.yaml"), f"run_dir={tmp_path / 'new'}"]) == 2
+    error = capsys.readouterr().err
+    assert "sends the secret in the variable 'AWS_SECRET_ACCESS_KEY'" in error
+    with pytest.raises(StoreError, match="--trust"):
+        check_trusted(strangers)
 
 
 def test_ones_own_run_goes_on_wherever_it_lies(mine: Path, tmp_path: Path) -> None:

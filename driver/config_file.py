@@ -1,0 +1,51 @@
+"""Load the config file that a command names, unless it is a stranger's.
+
+    given = load_config("configs/quickstart.yaml", overrides, trusts=False)
+    given.config, given.trusted
+
+`RUN/config.yaml` has the settings of a run, so whoever made the run says what it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import configs
+from configs import Config
+from store import RunLayout, check_trusted, limited_memory, trust
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenConfig:
+    """The settings of a config file, and the runs that its files lie in, if --trust was given."""
+
+    config: Config
+    trusted: Sequence[Path]
+
+
+def load_config(file: str, overrides: Sequence[str], *, trusts: bool) -> GivenConfig:
+    """Return the settings of a config file with `key=value` overrides.
+
+    `trusts` counts a run in which the file, or one that it builds on, lies as made by this user.
+    Raises ConfigError; StoreError for a stranger's run that is not trusted, before it is read.
+    """
+    trusted: list[Path] = []
+
+    def look_at(path: Path) -> None:
+        for run in _runs_around(path):
+            if trusts:
+                trust(run)
+                trusted.append(run)
+            with limited_memory([run]):  # an error quotes the settings of a stranger's run
+                check_trusted(run)
+
+    config = configs.load(file, overrides, before=look_at)
+    return GivenConfig(config=config, trusted=trusted)
+
+
+def _runs_around(path: Path) -> list[Path]:
+    """Return the run in whose directory the file lies; of a link, also that of what it leads to."""
+    folders = dict.fromkeys((path.parent, path.resolve().parent))
+    return [folder for folder in folders if RunLayout.exists(folder)]
