@@ -146,7 +146,7 @@ def _inside(data: Path, path: Path) -> Path:
 
 def _is_playable(path: Path) -> bool:
     """Return whether a game is marked as solvable and has no sliced or movable things."""
-    if "movable" in str(path) or "Sliced" in str(path):
+    if "movable" in str(path) or "Sliced" in str(path) or not path.is_file():  # a FIFO would block
         return False
     return bool(json.loads(path.read_text()).get("solvable"))
 

@@ -120,7 +120,7 @@ def json_lines(path: Path, *, kind: str) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
                 raise ValueError(f"{kind} {path} line {number} is not a JSON object: {line[:60]!r}")

@@ -136,6 +136,15 @@ def test_a_link_out_of_the_folder_is_not_followed(link: str, tmp_path: Path) -> 
             read()
 
 
+def test_a_game_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
+    """Reading it waited for ever."""
+    data = tmp_path / "data"
+    write_game(data / "train" / NAME)
+    (data / "train" / "pick_and_place_simple-B" / "trial").mkdir(parents=True)
+    os.mkfifo(data / "train" / "pick_and_place_simple-B" / "trial" / "game.tw-pddl")
+    assert list_games(data, "train") == [(NAME, "pick_and_place_simple")]
+
+
 def test_rules_of_packed_games_are_no_links_out(tmp_path: Path) -> None:
     import lzma
 

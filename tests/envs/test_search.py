@@ -275,6 +275,7 @@ def test_bm25_by_hand(tmp_path) -> None:
             "line 2: id '1' is there twice",
         ),
         ('{"id": 1, "contents": "x"}\nnot json\n', "line 2 is not a JSON object: 'not json"),
+        ("[" * 100_000, r"line 1 is not a JSON object: '\[\[\["),
     ],
 )
 def test_a_corpus_is_refused_in_one_line(tmp_path, text: str, complaint: str) -> None:
