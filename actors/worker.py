@@ -5,6 +5,7 @@ Beside it run small loops:
 
 _send_heartbeats   says that the event loop is alive, and what the worker waits for
 _watch_engine      calls the engine; an engine that does not answer ends the worker
+_watch_episodes    looks for an environment that cannot be cancelled, which ends the worker too
 _adapt             adapts requests and groups to the engine's load
 _count_answers     reports how many answers of environments were remembered
 """
@@ -41,7 +42,14 @@ from actors.rollout.episode import EnvironmentEpisodes, EpisodeRunner
 from actors.rollout.runner import REPORT_AFTER_S, RolloutRunner
 from configs import Config, environments, holds_secrets, max_model_tokens, serves_adapters
 from coordinator import CoordinatorClient, Heartbeat, capture_output, heartbeat_every_s
-from envs import EnvironmentPool, PendingOperations, ProgramPool, is_program
+from envs import (
+    EnvironmentPool,
+    EnvironmentStuckError,
+    PendingOperations,
+    ProgramPool,
+    is_program,
+    write_log,
+)
 from store import RunLayout, keep_private, local_model
 
 HEARTBEAT_EVERY_S = 0.5  # between two reports to the thread that sends them
@@ -127,6 +135,7 @@ class Worker:
         """Lease, play and commit groups until `stop`. Raises the first error of any loop."""
         async with asyncio.TaskGroup() as loops:
             beside = [loops.create_task(self._send_heartbeats())]
+            beside.append(loops.create_task(self._watch_episodes()))
             beside.append(loops.create_task(self._count_answers()))
             if self.engine is not None:
                 beside.append(loops.create_task(self._watch_engine(self.engine)))
@@ -187,6 +196,21 @@ class Worker:
                     f"the engine of {self.name} has not answered for {timeout_s:g} s"
                 ) from None
             await asyncio.sleep(ENGINE_CALL_EVERY_S)
+
+    async def _watch_episodes(self) -> None:
+        """Raise EnvironmentStuckError for a call that goes on though it was cancelled.
+
+        This process then goes silent, as its other loops end and that call does not. So it is
+        killed and started again, and the task is found as one that keeps killing workers.
+        """
+        while (call := self.episodes.stuck()) is None:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+        error = EnvironmentStuckError(
+            f"{call} goes on though it was cancelled after env.answer_timeout_s; let "
+            "asyncio.CancelledError through"
+        )
+        write_log(None, f"{self.name}: {error}")
+        raise error
 
     async def _adapt(self, engine: VLLMPolicy) -> None:
         while True:

@@ -44,7 +44,7 @@ from driver.processes import LEARNER, CoordinatorProcess, ManagedProcess
 from driver.progress import said_while
 from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
 from driver.worker_scaling import MAX_NAMED, UNPLACED_S, WorkerScaling, worker_names, workers_line
-from envs import log_hint
+from envs import EnvironmentStuckError, log_hint
 from learner import RankError
 from store import VersionRecord
 
@@ -254,7 +254,7 @@ class Supervisor:
             self._lost(process, why)
         elif isinstance(cause, EngineLostError) and not self._will_never_start(cause):
             self._lost(process, f"lost its engine: {cause}")
-        elif isinstance(cause, PromptStuckError):
+        elif isinstance(cause, PromptStuckError | EnvironmentStuckError):
             self._lost(process, f"hangs: {cause}")
         elif isinstance(cause, RankError):
             self._lost(process, f"lost a rank: {cause}")

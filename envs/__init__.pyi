@@ -10,7 +10,9 @@ from .base import of_environment as of_environment
 from .base import own_task as own_task
 from .errors import EnvironmentDied as EnvironmentDied
 from .errors import EnvironmentFailed as EnvironmentFailed
+from .errors import EnvironmentStuckError as EnvironmentStuckError
 from .errors import log_hint as log_hint
+from .errors import write_log as write_log
 from .hosting.http_requests import MALFORMED_REQUEST as MALFORMED_REQUEST
 from .hosting.http_requests import GuardedSite as GuardedSite
 from .hosting.http_requests import server_logger as server_logger

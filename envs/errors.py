@@ -22,7 +22,9 @@ from typing import Any
 from envs.options import OptionsError
 from printable import UserError, printable
 
-MAX_CHARACTERS = 500  # of an error's own message; the log has all of it
+MAX_CHARACTERS = 500  # of an error's own message; the log has more of it
+SHOWN_PARTS = 4  # of so much text they are taken: white space goes
+MAX_LOGGED_CHARACTERS = 1_000_000  # of one text in a log
 FOLDER = Path(__file__).resolve().parent
 HOSTING = FOLDER / "hosting"
 # These files and all of `hosting` call environments: a frame in them says nothing about the cause.
@@ -52,6 +54,10 @@ class EnvironmentDied(RuntimeError):
         return partial(EnvironmentDied, at_fault=self.at_fault), (str(self),)
 
 
+class EnvironmentStuckError(RuntimeError):
+    """An environment's coroutine goes on though it was cancelled. The worker has to end."""
+
+
 class EnvironmentFailed(UserError, RuntimeError):
     """An environment cannot be used. The one-line message names it, the fault and the fix.
 
@@ -78,7 +84,7 @@ def describe_error(error: BaseException, *, called: Callable[..., Any] | None) -
 
     `called` is the method that was called, None if the error came from elsewhere.
     """
-    message = " ".join(str(error).split())
+    message = _message_of(error)
     if len(message) > MAX_CHARACTERS:
         message = message[:MAX_CHARACTERS] + "..."
     place = where_raised(error, called=called)
@@ -86,6 +92,15 @@ def describe_error(error: BaseException, *, called: Callable[..., Any] | None) -
         place = ""  # these errors of our own environments say what to change
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return f"{text}, at {place}" if place else text
+
+
+def _message_of(error: BaseException) -> str:
+    """Return an error's own message in one line, cut. Its class may be unable to tell it."""
+    try:
+        text = str(error)
+    except Exception as fault:  # noqa: BLE001 - the border to a user's own class
+        return f"it has no message, for its __str__ raises {type(fault).__name__}"
+    return " ".join(text[: SHOWN_PARTS * MAX_CHARACTERS].split())
 
 
 def where_raised(error: BaseException, *, called: Callable[..., Any] | None) -> str:
@@ -119,7 +134,10 @@ def describe_exit(code: int) -> str:
 
 def write_log(log: Path | None, text: str) -> None:
     """Append a text to the log, after the time of day. Without a log it is printed."""
-    stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n"
+    if len(text) > MAX_LOGGED_CHARACTERS:
+        half = MAX_LOGGED_CHARACTERS // 2
+        text = f"{text[:half]}\n...\n{text[-half:]}"
+    stamped = printable(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n", lines=True)
     if log is None:
         print(printable(stamped, lines=True), end="", flush=True)
         return
@@ -134,7 +152,15 @@ def log_hint(log: Path | None) -> str:
 
 
 def full_traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+    """Return the traceback with all causes; without them for a message beyond measure."""
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the border to a user's own class; a traceback says so too
+        message = ""
+    if len(message) <= MAX_LOGGED_CHARACTERS:
+        return "".join(traceback.format_exception(error))
+    stack = "".join(traceback.format_tb(error.__traceback__))
+    return f"{stack}{type(error).__name__}: {message[:MAX_LOGGED_CHARACTERS]}..."
 
 
 def _place(frames: Iterable[Frame]) -> str:

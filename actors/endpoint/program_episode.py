@@ -64,6 +64,10 @@ class ProgramEpisodes:
     def waiting(self) -> tuple[str, float] | None:
         return self._pool.oldest()
 
+    def stuck(self) -> str | None:
+        """Return None: a program that is late or given up is killed."""
+        return None
+
     async def close(self) -> None:
         self._pool.close()
         await self._endpoint.close()

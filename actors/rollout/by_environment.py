@@ -32,6 +32,9 @@ class EpisodesByEnvironment:
         waits = [wait for runner in self._runners.values() if (wait := runner.waiting())]
         return max(waits, key=lambda wait: wait[1], default=None)
 
+    def stuck(self) -> str | None:
+        return next(filter(None, (runner.stuck() for runner in self._runners.values())), None)
+
     def answers(self) -> tuple[int, int]:
         answers = [runner.answers() for runner in self._runners.values()]
         return sum(n for n, _ in answers), sum(n_remembered for _, n_remembered in answers)

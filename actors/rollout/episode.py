@@ -112,6 +112,9 @@ class EpisodeRunner(Protocol):
     def waiting(self) -> tuple[str, float] | None:
         """Return the operation that has been pending longest, and for how many seconds."""
 
+    def stuck(self) -> str | None:
+        """Return an environment's call that goes on though it was cancelled; None if none does."""
+
     def answers(self) -> tuple[int, int]:
         """Return how often an environment was asked so far, and how many answers it remembered."""
 
@@ -146,6 +149,9 @@ class EnvironmentEpisodes:
     def waiting(self) -> tuple[str, float] | None:
         return self._pool.oldest()
 
+    def stuck(self) -> str | None:
+        return self._pool.stuck()
+
     def answers(self) -> tuple[int, int]:
         return self._pool.answers()
 
@@ -171,7 +177,7 @@ async def play_episode(context: EpisodeContext, *, progress: AttemptProgress) ->
     Each step is counted in `progress`, also if the episode fails later. When a deadline of its
     rules passes, the episode ends with its steps so far, the last one truncated. Raises:
       EpisodeOverdue    a deadline passed before the first step
-      EnvironmentDied   from the environment
+      EnvironmentDied   from the environment, or no prompt can be made of its images
       EngineLostError   the policy's answer was aborted
       PromptStuckError  the chat template loops
       ValueError        no prompt can be made of an observation; names environment, task and step
@@ -229,8 +235,12 @@ async def _make_prompt(
         return await thread.make(
             lambda: form.prompt(observation, past), tokenizer=form.tokenizer, label=label
         )
-    except ValueError as error:  # mostly for images, which an environment may show at any step
-        raise ValueError(f"{label}: {error}") from error
+    except ValueError as error:
+        why = f"{label}: {error}"
+        # The run's start tries one observation. An environment may show other images at any step.
+        raise (
+            EnvironmentDied(why, at_fault=True) if observation.images else ValueError(why)
+        ) from error
 
 
 async def _take_step(

@@ -155,7 +155,7 @@ class GroupRollout:
                 )
                 playing -= done
                 self._take(done)
-                errors += [error for task in done if (error := task.exception())]
+                errors += [error for task in done if (error := _error_of(task))]
                 # A failed episode ends the group only if the others cannot fill all free members.
                 too_few = len(playing) < len(self._free)
                 fatal = [e for e in errors if too_few or not isinstance(e, EpisodeFailed)]
@@ -227,6 +227,13 @@ class GroupRollout:
 
     async def _report_unfinished(self, why: str) -> None:
         await self._committer.record_unfinished(self.lease, self._attempts.close(why))
+
+
+def _error_of(episode: asyncio.Future[Trajectory]) -> BaseException | None:
+    """Return the error of an ended episode that nobody here has cancelled."""
+    if episode.cancelled():
+        return EpisodeFailed("its own code cancelled the task in which it was played")
+    return episode.exception()
 
 
 async def _finish_despite_cancel(work: Coroutine[Any, Any, None]) -> None:

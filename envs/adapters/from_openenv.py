@@ -16,10 +16,10 @@ tell whether an episode terminated or was truncated, nor whether an action was u
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bounded_json import MAX_VALUES, read_value
 from envs.adapters.common import SEEDS, adapter_options, close_soon, seeded_tasks
 from envs.base import Observation, Task, Transition
 
@@ -46,7 +46,12 @@ class OpenEnvEnv:
         if self._session is None:
             import aiohttp  # here: listing tasks does not need it
 
-            self._session = aiohttp.ClientSession()
+            # aiohttp's `ws_connect` has no option against redirects
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_refuse_redirect)
+            self._session = aiohttp.ClientSession(
+                trace_configs=[trace], cookie_jar=aiohttp.DummyCookieJar()
+            )
             self._socket = await self._session.ws_connect(
                 f"{str(self._options['url']).rstrip('/')}/ws"
             )
@@ -73,7 +78,7 @@ class OpenEnvEnv:
         message = (await self._socket.receive()).data
         if not isinstance(message, str):
             raise RuntimeError("the server ended the session")
-        answer = json.loads(message)
+        answer = read_value(message.encode(), most=MAX_VALUES)
         if answer["type"] == "error":
             raise RuntimeError(f"the server says: {answer['data']['message']}")
         return answer["data"]
@@ -85,3 +90,10 @@ class OpenEnvEnv:
                 f"openenv option text_field={field!r} is none of the observation's: {sorted(seen)}"
             )
         return Observation(text=str(seen[field]), objective=self._options["objective"])
+
+
+async def _refuse_redirect(session: object, context: object, params: Any) -> None:
+    """Go nowhere else: it could be a machine that only this one can reach."""
+    raise RuntimeError(
+        "the server answers with a redirect, which is not followed; set url to its end"
+    )

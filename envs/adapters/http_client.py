@@ -38,6 +38,7 @@ from envs.base import Observation, Task, Transition, task_to_json
 from envs.errors import EnvironmentDied
 from envs.hosting.pending import run_in_thread
 from envs.options import OptionsError, check_options
+from printable import one_line
 
 if TYPE_CHECKING:
     import aiohttp
@@ -123,7 +124,11 @@ class RemoteEnv:
 
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None)
-            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout,
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),  # another one grows with each answer
+            )
         body = fields if self._id is None or verb == "create" else {"id": self._id, **fields}
         # A redirect would carry the key to another server.
         async with self._session.post(
@@ -153,7 +158,8 @@ class RemoteEnv:
 
     def _error(self, status: int, answer: bytes) -> str:
         error = str(_json_object(answer).get("error", answer.decode(errors="replace")))
-        message = f"the server answers {status}: {self._without_key(error)[:ERROR_CHARACTERS]}"
+        reason = one_line(self._without_key(error)[:ERROR_CHARACTERS])
+        message = f"the server answers {status}: {reason}"
         if status != 401:
             return message
         named = f"{KEY_VARIABLE}, or in the variable that env.options.{KEY_OPTION} names"

@@ -128,6 +128,16 @@ class ChildProcess:
         return f", at {place}" if place else ""
 
 
+def end_fork_of(pid: int) -> None:
+    """End this process at once unless it has this pid.
+
+    The author's code may fork, and both processes may return from it. The fork has the same socket:
+    its answer would count as that of the other, or as that to the next request.
+    """
+    if os.getpid() != pid:
+        os._exit(0)
+
+
 def read_options(descriptor: str) -> Mapping[str, object]:
     """Return the options that the parent gave this child."""
     with open(int(descriptor), "rb") as file:

@@ -31,7 +31,12 @@ from envs.errors import (
     write_log,
 )
 from envs.hosting.answers import Answer, answer_of, prepared, task_of
-from envs.hosting.child_process import ChildProcess, prepare_child, read_options
+from envs.hosting.child_process import (
+    ChildProcess,
+    end_fork_of,
+    prepare_child,
+    read_options,
+)
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.options import Options
 from envs.registry import environment_class
@@ -116,6 +121,10 @@ class EnvironmentProcess:
                     self._start()
                     await asyncio.shield(self._ready)
         return await self._request(environment_id, method, argument)
+
+    def stuck(self) -> str | None:
+        """Return None: a process that does not answer is killed."""
+        return None
 
     def close(self) -> None:
         if self._process is not None:
@@ -319,11 +328,13 @@ def close_safely(environment: Environment) -> None:
 
 def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str, object]) -> None:
     """Answer requests until the parent closes the connection: the child's loop."""
+    pid = os.getpid()
     environments: dict[int, Environment] = {}
     unused: list[Environment] = []  # the first object, until a request needs it
     # The first request makes an object too, and is told the error.
     with contextlib.suppress(Exception, SystemExit):
         unused.append(environment_class(env_name)(Options(options)))
+    end_fork_of(pid)
     connection.send((STARTED, pickle.dumps(None), None))
     while True:
         try:
@@ -352,6 +363,7 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
             if environment_id in environments:
                 close_safely(environments.pop(environment_id))
             answer = (number, None, describe_error(error, called=called))
+        end_fork_of(pid)
         try:
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):

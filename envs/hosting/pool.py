@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -39,7 +41,14 @@ from envs.errors import (
     where_raised,
     write_log,
 )
-from envs.hosting.answers import Answer, answer_of, is_deterministic, prepared, task_of
+from envs.hosting.answers import (
+    Answer,
+    StepFrom,
+    answer_of,
+    is_deterministic,
+    prepared,
+    task_of,
+)
 from envs.hosting.environment_process import EnvironmentProcess, close_safely
 from envs.hosting.kept_answers import AnswerKeeper
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
@@ -53,12 +62,18 @@ from envs.hosting.transition_cache import (
 from envs.options import Options
 from envs.registry import environment_class, is_program
 
+STUCK_AFTER_S = 10.0  # for a cancelled coroutine to end
+
 
 class _Host(Protocol):
     """A place where environment objects live, each with an id."""
 
     async def call(self, environment_id: int, method: str, argument: object) -> Answer:
         """Return `method(argument)` of an environment. Raises EnvironmentDied."""
+        ...
+
+    def stuck(self) -> str | None:
+        """Return a call that goes on STUCK_AFTER_S after it was cancelled; None if none does."""
         ...
 
     def close(self) -> None: ...
@@ -146,6 +161,13 @@ class EnvironmentPool:
         The call of a cancelled episode counts too: its process is still working on it.
         """
         return self._pending.oldest()
+
+    def stuck(self) -> str | None:
+        """Return a call of a coroutine that goes on though it was cancelled; None if none does.
+
+        Only the end of this process ends it, and its episode.
+        """
+        return next(filter(None, (host.stuck() for host in self._hosts)), None)
 
     def answers(self) -> tuple[int, int]:
         """Return the number of resets and steps so far, and how many of them were remembered."""
@@ -238,13 +260,17 @@ class _EventLoopHost:
         self._answer_timeout_s = answer_timeout_s
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, Task] = {}  # task of each environment's newest reset
+        self._ends_by: dict[int, tuple[float, str]] = {}  # time.monotonic() and name of a call
         self._pending, self._log = pending, log
 
     async def call(self, environment_id: int, method: str, argument: object) -> Answer:
         self._pending.begin(environment_id, request_name(method, argument))
         if (task := task_of(argument)) is not None:
             self._tasks[environment_id] = task
-        deadline = asyncio.timeout(self._answer_timeout_s)
+        latest = time.monotonic() + self._answer_timeout_s + STUCK_AFTER_S
+        name = request_of_task(method, argument, self._tasks[environment_id])
+        self._ends_by[environment_id] = (latest, name)
+        deadline, episode = asyncio.timeout(self._answer_timeout_s), asyncio.current_task()
         called: Callable[..., Any] | None = None
         try:
             make = environment_class(self._env_name)
@@ -254,13 +280,12 @@ class _EventLoopHost:
             environment = self._environments[environment_id]
             called = getattr(environment, method)
             async with deadline:
-                result = await called(prepared(environment, argument))
-            return answer_of(environment, method, result)
-        except asyncio.CancelledError:
+                result = await called(prepared(environment, _copied(argument)))
+            return _with_own_images(answer_of(environment, method, result))
+        except BaseException as error:  # the border to a user's own code
             self._drop(environment_id)  # it was interrupted, so its state is unknown
-            raise
-        except (Exception, SystemExit) as error:  # the border to a user's own code
-            self._drop(environment_id)
+            if _comes_from_outside(error, episode):
+                raise
             write_log(self._log, full_traceback(error))
             request = request_of_task(method, argument, self._tasks[environment_id])
             # a TimeoutError may also be the environment's own
@@ -279,6 +304,11 @@ class _EventLoopHost:
             ) from error
         finally:
             self._pending.end(environment_id)
+            del self._ends_by[environment_id]
+
+    def stuck(self) -> str | None:
+        now_s = time.monotonic()
+        return next((name for latest, name in self._ends_by.values() if latest < now_s), None)
 
     def close(self) -> None:
         for environment_id in list(self._environments):
@@ -287,3 +317,34 @@ class _EventLoopHost:
     def _drop(self, environment_id: int) -> None:
         if environment_id in self._environments:
             close_safely(self._environments.pop(environment_id))
+
+
+def _comes_from_outside(error: BaseException, episode: asyncio.Task[Any] | None) -> bool:
+    """Return whether somebody ends the episode. An environment may raise the same by itself."""
+    if isinstance(error, asyncio.CancelledError):
+        return episode is None or episode.cancelling() > 0
+    if isinstance(error, GeneratorExit):  # a coroutine that nobody awaits any more is closed
+        with suppress(RuntimeError):  # the event loop has ended
+            return asyncio.current_task() is not episode
+    return isinstance(error, KeyboardInterrupt | GeneratorExit)
+
+
+def _copied(argument: object) -> object:
+    """Return the argument with a task that an environment may change: its group shares one."""
+    if isinstance(argument, Task):
+        return replace(argument, data=dict(argument.data))
+    if isinstance(argument, StepFrom):
+        return replace(argument, task=replace(argument.task, data=dict(argument.task.data)))
+    return argument
+
+
+def _with_own_images(answer: Answer) -> Answer:
+    """Copy the images: an environment may draw its next one into the same array."""
+    result = answer.result
+    if isinstance(result, Observation):
+        return replace(answer, result=_with_copies(result))
+    return replace(answer, result=replace(result, observation=_with_copies(result.observation)))
+
+
+def _with_copies(seen: Observation) -> Observation:
+    return replace(seen, images=tuple(image.copy() for image in seen.images))

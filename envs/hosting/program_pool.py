@@ -32,7 +32,12 @@ from envs.errors import (
     log_hint,
     write_log,
 )
-from envs.hosting.child_process import ChildProcess, prepare_child, read_options
+from envs.hosting.child_process import (
+    ChildProcess,
+    end_fork_of,
+    prepare_child,
+    read_options,
+)
 from envs.hosting.pending import PendingOperations
 from envs.options import Options
 from envs.registry import program_class
@@ -82,7 +87,7 @@ class ProgramPool:
                         f"{running} had not ended after {deadline_s:g} s and was killed{place}",
                         process,
                     ) from None
-                except EOFError as error:
+                except (EOFError, ValueError) as error:
                     raise self._died(f"{running}: its process {error}", process) from None
         if "error" in answer:
             raise EnvironmentDied(
@@ -136,22 +141,34 @@ class _ProgramProcess:
             arguments = ["-c", CHILD_CODE, str(theirs.fileno()), name]
             self.child = ChildProcess(arguments, options=options, channel=theirs, log=log)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._n_asked = 0
 
     async def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """Send a task and return the answer. Raises EOFError with the exit code of a dead child."""
+        """Send a task and return the answer.
+
+        Raises EOFError with the exit code of a dead child, and ValueError for what is no answer to
+        this task: what the program started has the socket too.
+        """
         if self._streams is None:
             self._streams = await asyncio.open_unix_connection(
                 sock=self._socket, limit=MAX_LINE_BYTES
             )
         reader, writer = self._streams
-        writer.write(json.dumps(request).encode() + b"\n")
+        self._n_asked += 1
+        writer.write(json.dumps({**request, "number": self._n_asked}).encode() + b"\n")
         line = b""
         with suppress(ConnectionError):
             line = await reader.readline()
         if not line:
             code = self.child.end(patience_s=EXIT_TIMEOUT_S)
             raise EOFError(f"ended with {describe_exit(code)}{self.child.crash_place()}")
-        return dict(json.loads(line))
+        try:
+            answer = dict(json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            answer = {}
+        if answer.get("number") != self._n_asked:
+            raise ValueError("sent something else than an answer and was killed")
+        return answer
 
     def disconnect(self) -> None:
         """Close the socket, at which an idle child ends."""
@@ -173,6 +190,7 @@ class _ProgramProcess:
 def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
     """Run the program on each task, until the parent closes the stream: the child's loop."""
     program: Program | None = None
+    pid = os.getpid()
     for line in stream:
         request = json.loads(line)
         task, client = Task(**request["task"]), ClientSettings(**request["client"])
@@ -189,8 +207,9 @@ def serve(stream: TextIO, name: str, options: Mapping[str, object]) -> None:
             write_log(None, full_traceback(error))
             answer = {"error": describe_error(error, called=called)}
             program = None
+        end_fork_of(pid)
         with suppress(BrokenPipeError):
-            stream.write(json.dumps(answer) + "\n")
+            stream.write(json.dumps({**answer, "number": request["number"]}) + "\n")
             stream.flush()
 
 

@@ -9,6 +9,7 @@ environments are listed in the caller's process.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,12 @@ from typing import Any
 
 from envs.base import Task, task_to_json
 from envs.errors import EnvironmentFailed, describe_exit, full_traceback, log_hint, write_log
-from envs.hosting.child_process import ChildProcess, prepare_child, read_options
+from envs.hosting.child_process import (
+    ChildProcess,
+    end_fork_of,
+    prepare_child,
+    read_options,
+)
 from envs.registry import is_program
 from envs.validation import check_constructor, list_tasks, planned_tasks
 
@@ -120,6 +126,7 @@ def main() -> None:
     """Run the child. Arguments: socket, name, creating, log, descriptors of options and dump."""
     descriptor, name, creating, log, options, dump = sys.argv[1:7]
     prepare_child(dump)
+    pid = os.getpid()
     try:
         splits = _list_here(
             name, read_options(options), creating=json.loads(creating), log=Path(log)
@@ -128,5 +135,6 @@ def main() -> None:
     except EnvironmentFailed as error:
         fields = {"failed": str(error), "may_work_elsewhere": error.may_work_elsewhere}
         answer = json.dumps(fields).encode()
+    end_fork_of(pid)
     with Connection(int(descriptor)) as connection, suppress(BrokenPipeError):
         connection.send_bytes(answer)

@@ -10,15 +10,16 @@ The outer list has a list for each query. Without `return_scores` it holds bare 
 from __future__ import annotations
 
 import asyncio
-import json
 
 import aiohttp
 
+from bounded_json import read_value
 from envs.hosting.http_requests import read_bounded
 from envs.search.corpus import Hit, Passage
 
 REQUEST_TIMEOUT_S = 30.0  # of one answer
 MAX_ANSWER_BYTES = 16 * 2**20  # unpacked; an answer of 1000 passages has a megabyte or two
+MAX_ANSWER_VALUES = 2**18  # in it; 1000 passages have some 4000
 # Pauses before another attempt if there is no connection. A server starts in this time.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -50,7 +51,7 @@ async def ask_server(url: str, query: str, *, topk: int) -> list[Hit]:
             return hits
 
 
-async def _post(url: str, body: dict[str, object]) -> str:
+async def _post(url: str, body: dict[str, object]) -> bytes:
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     try:
         # A session for each request, because `Environment.close` cannot wait for one to end.
@@ -67,7 +68,7 @@ async def _post(url: str, body: dict[str, object]) -> str:
             "need more cores"
         ) from None
     if response.status != 200:
-        beginning = " ".join(answer[:200].split())
+        beginning = " ".join(answer[:200].decode(errors="replace").split())
         raise ValueError(
             f"the retrieval server at {url} answered {response.status}: {beginning}; its log may "
             "say why"
@@ -75,18 +76,18 @@ async def _post(url: str, body: dict[str, object]) -> str:
     return answer
 
 
-async def _read(url: str, response: aiohttp.ClientResponse) -> str:
+async def _read(url: str, response: aiohttp.ClientResponse) -> bytes:
     try:
-        return (await read_bounded(response, max_bytes=MAX_ANSWER_BYTES)).decode()
-    except ValueError as error:  # too long, or no UTF-8
+        return await read_bounded(response, max_bytes=MAX_ANSWER_BYTES)
+    except ValueError as error:
         raise ValueError(
             f"the retrieval server at {url} gave no readable answer: {error}"
         ) from None
 
 
-def _parse_hits(url: str, answer: str) -> list[Hit]:
+def _parse_hits(url: str, answer: bytes) -> list[Hit]:
     try:
-        (found,) = json.loads(answer)["result"]
+        (found,) = read_value(answer, most=MAX_ANSWER_VALUES)["result"]
         return [
             Hit(
                 passage=Passage(
@@ -97,9 +98,10 @@ def _parse_hits(url: str, answer: str) -> list[Hit]:
             )
             for item in found
         ]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        beginning = answer[:120].decode(errors="replace")
         raise ValueError(
-            f"the retrieval server at {url} answered {answer[:120]!r}, not Search-R1's "
+            f"the retrieval server at {url} answered {beginning!r}, not Search-R1's "
             '{"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}; docs/search.md '
             "has the protocol"
         ) from None

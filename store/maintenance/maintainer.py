@@ -17,7 +17,8 @@ from store.maintenance.compact import CompactionPolicy, merges
 from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 
 COMPONENT = "maintainer"
-# Orphans were written before the catalog was opened, so there is no hurry.
+# Orphans were written before the catalog was opened, so there is no hurry. A file is committed or
+# given up in this time: a worker waits for a storage and for a coordinator by minutes.
 ORPHANS_EVERY_S = 600.0
 # Backups of the catalog of a run whose files are in a remote storage. A backup reads the whole
 # catalog, so the pause is BACKUP_PAUSE times as long as the backup took.
@@ -70,6 +71,7 @@ class Maintainer:
         self._failure: BaseException | None = None
         self._left_out: frozenset[str] = frozenset()
         self._foreign: tuple[str, ...] = ()
+        self._uncommitted: dict[str, int] = {}  # at the last look for orphans
         self._orphans_at = self._backup_at = time.monotonic()
         # the kind of failure and its error, from the first failure until the first success
         self._waits_for: tuple[str, str] | None = None
@@ -115,7 +117,11 @@ class Maintainer:
         sweep_retired(self.catalog, self.layout, window_s=self.settings.snapshot_window_s)
         if time.monotonic() >= self._orphans_at:
             self._foreign = sweep_orphans(
-                self.catalog, self.layout, opened_us=self._opened_us, named=self._foreign
+                self.catalog,
+                self.layout,
+                opened_us=self._opened_us,
+                named=self._foreign,
+                seen=self._uncommitted,
             )
             self._orphans_at = time.monotonic() + ORPHANS_EVERY_S
         if unavailable is not None:

@@ -8,7 +8,9 @@ the group available again.
 A retired file goes when the snapshot window has passed and neither a pinned reader nor the manifest
 shows it. In a remote storage it stays while the newest backup of the catalog names it. An orphan
 was written and never committed. One from before this owner opened the catalog belongs to an older
-epoch, so it can never be committed. Files that this code would not have written are left alone.
+epoch, so it can never be committed. Its time is that of the storage's clock, which may be hours
+behind. So while workers write, a file goes only if it was there at the look before, too. Files that
+this code would not have written are left alone.
 """
 
 from __future__ import annotations
@@ -90,26 +92,38 @@ def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tu
 
 
 def sweep_orphans(
-    catalog: Catalog, layout: RunLayout, *, opened_us: int, named: Collection[str]
+    catalog: Catalog,
+    layout: RunLayout,
+    *,
+    opened_us: int,
+    named: Collection[str],
+    seen: dict[str, int] | None,
 ) -> tuple[str, ...]:
     """Remove orphans and unfinished writes that are past the grace.
 
     `opened_us` is the time when the owner opened the catalog; younger files stay. Return the files
     beneath segments/ that no run writes. Each becomes an event unless it is in `named`.
+
+    `seen` has what was found at the look before, longer ago than a commit takes, and gets what is
+    found now: only a file that is in both goes. None: no worker writes.
     """
     before_us = min(opened_us, now_us() - round(ORPHAN_GRACE_S * US_PER_S))
-    known = catalog.known_paths()
-    files = layout.storage.files(layout.relative(layout.segments))
-    unknown = [file for file in files if file.path not in known]
-    foreign = tuple(file.path for file in unknown if not SEGMENT_PATH.fullmatch(file.path))
-    orphans = [
-        file.path for file in unknown if file.modified_us < before_us and file.path not in foreign
-    ]
+    files = list(layout.storage.files(layout.relative(layout.segments)))
+    known = catalog.known_paths()  # after the list, which a commit may come in between
+    unknown = {file.path: file.modified_us for file in files if file.path not in known}
+    foreign = tuple(path for path in unknown if not SEGMENT_PATH.fullmatch(path))
+    uncommitted = {path: at_us for path, at_us in unknown.items() if path not in foreign}
+    writes = {path: found.st_mtime_ns // 1_000 for path, found in unfinished_writes(layout)}
+    before = {**uncommitted, **writes} if seen is None else dict(seen)
+    orphans, unfinished = (
+        [path for path, at_us in some.items() if at_us < before_us and before.get(path) == at_us]
+        for some in (uncommitted, writes)
+    )
+    if seen is not None:
+        seen.clear()
+        seen.update({**uncommitted, **writes})
     for path in orphans:
         layout.storage.remove(path)
-    unfinished = [
-        path for path, seen in unfinished_writes(layout) if seen.st_mtime_ns // 1_000 < before_us
-    ]
     for path in unfinished:
         remove(layout.root / path, root=layout.root)
     removed = [*orphans, *unfinished]

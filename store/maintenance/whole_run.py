@@ -77,7 +77,7 @@ def compact_run(
         if layout.info.storage_uri is not None:
             catalog.back_up()
         removed = sweep_retired(catalog, layout, window_s=snapshot_window_s)
-        foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=())
+        foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=None)
         export(catalog, layout)
         after = catalog.live_segments()
     return Compacted(

@@ -181,6 +181,22 @@ def test_a_member_that_fails_for_good_does_not_take_the_finished_ones_along() ->
     assert asyncio.run(play()).commits == [[1]]
 
 
+def test_a_member_that_its_own_code_cancels_ends_the_group_with_a_reason() -> None:
+    """The attack: the group stayed leased, and the worker began another one, without end."""
+
+    async def play() -> Table:
+        table = Table()
+        task = await begun(table, 2)
+        table.end(0)
+        table.ends[1].cancel()
+        await task
+        return table
+
+    table = asyncio.run(play())
+    assert table.commits == [[0]] and table.unfinished == [(1, "group_failed")]
+    assert table.abandoned == ["task 't': its own code cancelled the task in which it was played"]
+
+
 def test_a_spare_takes_the_place_of_the_slowest_which_is_given_up() -> None:
     async def play() -> Table:
         table = Table()

@@ -80,6 +80,20 @@ class Odd:
     def returns_less(self, client): return Outcome(reward=-1.7e307, won=False)
     def scores_much(self, client): return Outcome(reward=1.0, won=False, task_score=1e308)
     def returns_a_word(self, client): return Outcome(reward=1.0, won="maybe")
+    def forks(self, client):
+        # The fork comes back from here, too: late, and with a reward of its own.
+        is_fork = os.fork() == 0
+        if is_fork: time.sleep(0.5)
+        else: ask(client)
+        return Outcome(reward=100.0 if is_fork else 1.0, won=is_fork)
+    def writes_to_the_socket(self, client):
+        self.win(client)
+        os.write(int(sys.argv[1]), json.dumps({"outcome": {"reward": 100.0, "won": True}, "number": 9}).encode() + b"\\n")
+        time.sleep(60)
+    def sleeps_longer(self, client):
+        time.sleep(1.5)
+        ask(client)
+        return Outcome(reward=2.0, won=False)
     def hangs(self, client):
         child = subprocess.Popen(["sleep", "60"])
         ask(client, str(child.pid))
@@ -211,6 +225,25 @@ def test_a_failure_names_program_and_task_and_the_next_task_is_played(odd: str) 
     assert playing(odd, body, policy=TextPolicy(["7"])).won
 
 
+def test_a_fork_that_comes_back_from_a_program_answers_for_nobody(odd: str) -> None:
+    """The attack: the fork's outcome was that of the next task, which was recorded as won."""
+
+    async def body(play: Play) -> list[Trajectory]:
+        return [await play(task("forks")), await play(task("sleeps_longer"))]
+
+    played = playing(odd, body, policy=TextPolicy(["7"]))
+    assert [(one.won, one.episode_return) for one in played] == [(False, 10.0), (False, 20.0)]
+
+
+def test_what_is_no_answer_to_the_task_ends_the_process_and_not_the_worker(odd: str) -> None:
+    async def body(play: Play) -> Trajectory:
+        with pytest.raises(EnvironmentDied, match="sent something else than an answer and was kil"):
+            await play(task("writes_to_the_socket"))
+        return await play(task("win"))
+
+    assert playing(odd, body, policy=TextPolicy(["7"])).episode_return == 10.0
+
+
 def test_a_program_that_hangs_is_killed_with_what_it_started(odd: str) -> None:
     policy = TextPolicy(["7"])
 
@@ -218,7 +251,7 @@ def test_a_program_that_hangs_is_killed_with_what_it_started(odd: str) -> None:
         await play(task("win"))  # its process is up: a start may take longer than 2 s
         with pytest.raises(
             EnvironmentDied,
-            match="task train/hangs had not ended after 2 s and was killed, at .*:50 in hangs",
+            match="task train/hangs had not ended after 2 s and was killed, at .*:64 in hangs",
         ):
             await play(task("hangs"), episode_timeout_s=2.0)
         wait_until_gone(spoken_number(policy))

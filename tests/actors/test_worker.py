@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.worker import Worker
+from envs import EnvironmentStuckError
 
 
 def test_a_heartbeat_says_how_long_the_oldest_wait_has_lasted(
@@ -28,3 +29,16 @@ def test_a_heartbeat_says_how_long_the_oldest_wait_has_lasted(
         asyncio.run(worker._send_heartbeats())
     reason = "environment: reset of task 'a'"
     assert reported == [(reason, 7.0), (reason, 5.5), (None, 0.0)]
+
+
+def test_an_environment_that_cannot_be_cancelled_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("actors.worker.HEARTBEAT_EVERY_S", 0.0)
+    answers = iter([None, None, "step 'go' of task train/7"])
+    worker = object.__new__(Worker)
+    worker.name = "worker-0"
+    worker.episodes = SimpleNamespace(stuck=lambda: next(answers))  # type: ignore[assignment]
+    with pytest.raises(EnvironmentStuckError, match="^step 'go' of task train/7 goes on though"):
+        asyncio.run(worker._watch_episodes())
+    assert "worker-0: step 'go' of task train/7 goes on" in capsys.readouterr().out

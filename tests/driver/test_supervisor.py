@@ -27,6 +27,7 @@ from driver.errors import ComponentFailed, Stopped
 from driver.health import LOOKS
 from driver.processes import LEARNER, ManagedProcess
 from driver.supervisor import Supervisor
+from envs import EnvironmentStuckError
 from learner import RankError
 from tests.support.processes import PATIENCE_S
 from tests.support.supervisor_samples import (
@@ -88,6 +89,11 @@ def test_without_a_coordinator_nobody_else_is_to_blame(
             "worker-0",
             as_ray_passes_it_on(ExceptionGroup("", [PromptStuckError("it loops")])),
             "worker-0 hangs: it loops",
+        ),
+        (
+            "worker-0",
+            as_ray_passes_it_on(ExceptionGroup("", [EnvironmentStuckError("it goes on")])),
+            "worker-0 hangs: it goes on",
         ),
         ("worker-0", as_ray_passes_it_on(EngineMemoryError("no room")), "lost its engine: no room"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -9,8 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from envs import OptionsError, Transition, environment_class, list_tasks
+from envs import OptionsError, Task, Transition, environment_class, list_tasks
 from envs.adapters.from_gymnasium import GymnasiumEnv
 
 LAKE: dict[str, object] = {
@@ -363,3 +366,30 @@ def test_what_cannot_be_adapted_is_said_in_one_line(
     with pytest.raises(ValueError, match=complaint) as caught:
         GymnasiumEnv(LAKE | changes).reset(GymnasiumEnv.tasks("train", LAKE)[0])
     assert "\n" not in str(caught.value)
+
+
+def test_an_openenv_server_leads_its_client_to_no_other_server() -> None:
+    """The attack: a redirect made a worker send a GET to a machine that only it could reach."""
+    visited: list[str] = []
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{request.url.port}/elsewhere?drop=all")
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        visited.append(request.path_qs)
+        return web.Response()
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_get("/ws", redirect)
+        app.router.add_get("/elsewhere", elsewhere)
+        async with TestServer(app) as server:
+            options = {**SEEDED["openenv"], "url": str(server.make_url("/")), **SEEDS}
+            env = environment_class("openenv")(options)
+            with pytest.raises(RuntimeError, match="redirect, which is not followed"):
+                await env.reset(Task(id="a", env_name="openenv", split="train", seed=0))
+            env.close()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(play())
+    assert not visited

@@ -703,6 +703,57 @@ def test_a_server_that_sends_the_client_elsewhere_does_not_get_it_to_take_the_ke
     assert not seen
 
 
+def test_an_error_of_a_server_is_one_printable_line_of_the_log(tmp_path: Path) -> None:
+    """The attack: a line feed in it made a line of its own, as if the worker had written it."""
+    error = "no\x1b[2J\n2026-01-01 00:00:00 worker-0: all is well"
+    body = json.dumps({"error": error}).encode()
+    head = f"HTTP/1.1 500 Error\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    log = tmp_path / "a.log"
+
+    async def play(options: dict[str, object]) -> None:
+        pool = EnvironmentPool("remote", options, processes=1, answer_timeout_s=20.0, log=log)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(KeyRoom.tasks("train", {})[0])
+        finally:
+            pool.close()
+
+    with (
+        Raw(head.encode() + body) as server,
+        pytest.raises(EnvironmentDied, match=r"no.\[2J 2026-01-01 00:00:00 worker-0: all is well"),
+    ):
+        asyncio.run(play(server.options))
+    assert "\x1b" not in log.read_text()
+    assert not [line for line in log.read_text().splitlines() if line.startswith("2026-01-01")]
+
+
+def test_a_server_that_sets_cookies_without_end_is_sent_none() -> None:
+    sent: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        sent.append(request.headers.get("Cookie", ""))
+        verb = request.match_info["verb"]
+        response = web.json_response({"id": "1"} if verb == "create" else {"text": "here"})
+        response.set_cookie(f"c{len(sent)}", "x" * 2000)
+        return response
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_post("/{verb}", answer)
+        runner = await http_server.listen(app, "127.0.0.1", 0)
+        # aiohttp keeps no cookies of a bare address
+        env = RemoteEnv({"url": f"http://localhost:{runner.addresses[0][1]}"})
+        try:
+            for _ in range(3):
+                await env.reset(KeyRoom.tasks("train", {})[0])
+            env.close()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(play())
+    assert len(sent) >= 4 and not any(sent)
+
+
 @pytest.mark.parametrize("status", ["200 OK", "500 Error"])
 def test_an_answer_of_many_values_is_not_parsed(status: str) -> None:
     body = b"[" + b"[]," * (MAX_ANSWER_VALUES // 2) + b"[]]"

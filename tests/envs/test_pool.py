@@ -20,6 +20,7 @@ from envs import (
     EnvironmentDied,
     EnvironmentPool,
     Observation,
+    Task,
     Transition,
     environment_class,
     list_tasks,
@@ -194,7 +195,8 @@ def test_a_task_that_is_there_twice_is_refused(
 
 
 MOODY = """
-import asyncio, time
+import asyncio, os, time
+import numpy as np
 from envs import Observation, Task, Transition
 ANSWERS = {"nothing": None, "a dict": {"reward": 1.0}, "a class": Transition}
 BAD_REWARDS = {"nan": float("nan"), "1e150": 1e150, "1e308": 1e308, "-1.7e307": -1.7e307, "digits": 10**5000}
@@ -214,6 +216,8 @@ class Moody:
         return Observation(text=task.id)
     def step(self, action):
         if action == "sleep": time.sleep(3600)
+        if action == "fork" and os.fork() == 0: return transition(reward=100.0, won=True)
+        if action == "fork": time.sleep(0.3)
         if action == "unpicklable": return transition(reward=lambda: 1.0)
         if action in BAD_REWARDS: return transition(reward=BAD_REWARDS[action])
         if action == "flag": return transition(won="yes")
@@ -224,10 +228,27 @@ class Moody:
         if action in ANSWERS: return ANSWERS[action]
         return transition(observation=Observation(text=self.task.id, actions=["a", "b"]), reward=1)
     def close(self): pass
+class Mute(Exception):
+    def __str__(self): raise KeyError("no words")
+class Base(BaseException): pass
 class Awaited(Moody):
-    async def reset(self, task): return Moody.reset(self, task)
+    frame = np.zeros((2, 2, 3), np.uint8)
+    async def reset(self, task):
+        Moody.reset(self, task)
+        task.data["mine"] = "written"
+        self.frame[:] = 1
+        return Observation(text=task.id, images=(self.frame,))
     async def step(self, action):
         if action == "sleep": await asyncio.sleep(3600)
+        if action == "draw": self.frame[:] = 2
+        if action == "mute": raise Mute()
+        if action == "base": raise Base("odd")
+        if action == "exit": raise GeneratorExit
+        if action == "long": raise RuntimeError("x\\n" * 2_000_000)
+        if action == "cancelled": raise asyncio.CancelledError
+        while action == "stays":
+            try: await asyncio.sleep(0.05)
+            except asyncio.CancelledError: pass
         return Moody.step(self, action)
 """
 
@@ -355,10 +376,93 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
     hung, fine = asyncio.run(play())
     said = (
         rf"did not answer step 'sleep' of task train/m-train-0 within {SOON_S:g} s, "
-        "at .*moody_world.py:35 in step"
+        "at .*moody_world.py:46 in step"
     )
     assert re.search(said, str(hung))
     assert fine.reward == 1.0  # type: ignore[attr-defined]
+
+
+def test_a_fork_that_comes_back_from_an_environment_answers_for_nobody(moody: str) -> None:
+    async def play() -> list[Transition]:
+        pool = EnvironmentPool(moody, OPTIONS, processes=1, answer_timeout_s=20.0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(list_tasks(moody, OPTIONS)["train"][0])
+                return [await environment.step("fork"), await environment.step("go")]
+        finally:
+            pool.close()
+
+    assert [(step.reward, step.won) for step in asyncio.run(play())] == [(1.0, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("mute", "Mute: it has no message, for its __str__ raises KeyError, at .*moody_world.py"),
+        ("base", "Base: odd, at .*moody_world.py"),
+        ("exit", "GeneratorExit, at .*moody_world.py"),
+        ("long", "RuntimeError: x x x"),
+        ("cancelled", "CancelledError, at .*moody_world.py"),
+    ],
+)
+def test_whatever_an_awaited_one_raises_fails_its_episode_alone(
+    moody: str, action: str, words: str
+) -> None:
+    """Nobody cancelled an episode that raises CancelledError: its group was played without end."""
+
+    async def play() -> EnvironmentDied:
+        pool = EnvironmentPool(
+            moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=20.0
+        )
+        async with pool.environment() as environment:
+            await environment.reset(list_tasks(moody, OPTIONS)["train"][0])
+            with pytest.raises(EnvironmentDied, match=words) as failed:
+                await environment.step(action)
+        pool.close()
+        return failed.value
+
+    error = asyncio.run(play())
+    assert error.at_fault and len(str(error)) < 1000
+
+
+def test_an_awaited_one_changes_neither_what_was_seen_nor_the_task(moody: str) -> None:
+    async def play() -> tuple[Observation, Task]:
+        pool = EnvironmentPool(
+            moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=20.0
+        )
+        task = list_tasks(moody, OPTIONS)["train"][0]
+        async with pool.environment() as environment:
+            seen = await environment.reset(task)
+            await environment.step("draw")
+        pool.close()
+        return seen, task
+
+    seen, task = asyncio.run(play())
+    assert (seen.images[0] == 1).all(), "the step drew into the image that the policy had seen"
+    assert task.data == {}
+
+
+def test_an_awaited_one_that_cannot_be_cancelled_is_named(
+    moody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envs.hosting.pool.STUCK_AFTER_S", 0.1)
+
+    async def play() -> list[str | None]:
+        pool = EnvironmentPool(
+            moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=0.1
+        )
+        async with pool.environment() as environment:
+            await environment.reset(list_tasks(moody, OPTIONS)["train"][0])
+            # not awaited again: nothing but the end of the event loop's process ends it
+            step = asyncio.ensure_future(environment.step("stays"))
+            named = [pool.stuck()]
+            while pool.stuck() is None:
+                await asyncio.sleep(0.01)
+            assert not step.done()
+            return [*named, pool.stuck()]
+
+    loop = asyncio.new_event_loop()  # `asyncio.run` would wait for the step
+    assert loop.run_until_complete(play()) == [None, "step 'stays' of task train/m-train-0"]
 
 
 @pytest.mark.parametrize("field", ["text", "objective", "anchor", "actions"])

@@ -27,7 +27,7 @@ from envs import EnvironmentDied, EnvironmentFailed, EnvironmentPool, try_enviro
 from envs.hosting import http_requests as http_server
 from envs.search import client
 from envs.search import server as search_server
-from envs.search.client import ask_server
+from envs.search.client import MAX_ANSWER_VALUES, ask_server
 from envs.search.corpus import MAX_QUERY_CHARACTERS, Corpus, Passage, bm25_corpus
 from envs.search.server import application, load
 from envs.search.world import show_passages
@@ -434,6 +434,21 @@ def test_a_compressed_answer_that_unpacks_to_gigabytes_is_given_up() -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 256 * 2**20
+
+
+def test_an_answer_of_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: 16 MiB of empty lists took 0.4 GiB and seconds of the worker's event loop."""
+    monkeypatch.setattr("bounded_json.json.loads", lambda text: pytest.fail("it was parsed"))
+
+    async def say(request: web.Request) -> web.Response:
+        return web.Response(text='{"result": [' + "[]," * MAX_ANSWER_VALUES + "[]]}")
+
+    async def ask() -> None:
+        async with theirs(say) as server:
+            with pytest.raises(ValueError, match="not Search-R1's"):
+                await ask_server(url_of(server), "x", topk=3)
+
+    asyncio.run(ask())
 
 
 def test_a_server_that_sends_the_client_elsewhere_is_not_followed() -> None:

@@ -11,6 +11,7 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -41,6 +42,7 @@ from store.maintenance.compact import choose, file_limit, in_group_order
 from store.maintenance.sweep import ORPHAN_GRACE_S, expire_old, sweep_orphans, sweep_retired
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin
+from store.storage import LocalStorage, StoredFile
 from tests.support.program import gigpo
 from tests.support.run_views import connect
 from tests.support.store_runs import compact_once
@@ -493,7 +495,7 @@ def test_files_are_forgotten_before_they_are_removed(
     with pytest.raises(StoreError, match="for 15 minutes"):
         steps(layout, as_of=early)
     age(*layout.segments.glob("w0/*.parquet"))
-    assert sweep_orphans(catalog, layout, opened_us=now_us(), named=()) == ()
+    assert sweep_orphans(catalog, layout, opened_us=now_us(), named=(), seen=None) == ()
     assert not list(layout.segments.glob("w0/*.parquet"))
 
 
@@ -638,18 +640,56 @@ def test_orphans_and_unfinished_writes_go_after_the_grace(
     opened_us = now_us() + 1_000_000
     names = tuple(sorted(layout.relative(path) for path in foreign))
     # younger than the grace
-    assert tuple(sorted(sweep_orphans(catalog, layout, opened_us=opened_us, named=()))) == names
+    assert (
+        tuple(sorted(sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=None)))
+        == names
+    )
     assert orphan.exists() and all(path.exists() for path in unfinished)
     age(committed, orphan, *unfinished, *foreign)
     opened_long_ago = now_us() - round(2 * ORPHAN_GRACE_S * 1e6)
-    sweep_orphans(catalog, layout, opened_us=opened_long_ago, named=names)
+    sweep_orphans(catalog, layout, opened_us=opened_long_ago, named=names, seen=None)
     assert orphan.exists()  # written under this owner: its worker may still commit it
-    sweep_orphans(catalog, layout, opened_us=opened_us, named=names)
+    sweep_orphans(catalog, layout, opened_us=opened_us, named=names, seen=None)
     assert not orphan.exists() and not any(path.exists() for path in unfinished)
     assert committed.exists() and all(path.exists() for path in foreign)
     said = events(layout, catalog, "sweep")
     assert [what for what, _ in said] == ["foreign", "removed"]  # each once
     assert all(name in said[0][1] for name in names) and said[1][1].startswith("4 files")
+
+
+def test_a_clock_of_the_storage_that_is_behind_loses_nothing(
+    layout: RunLayout, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a file that was committed while the sweep listed was removed as an orphan."""
+    opened_us = now_us()
+    play_and_train(layout, catalog, 1)
+    files = LocalStorage.files
+    group = open_train_group(catalog, None)
+    trajectories = [make_trajectory(group, member) for member in group.missing]
+    behind_us = 3 * round(ORPHAN_GRACE_S * 1e6)
+    committed: list[str] = []
+
+    def written_meanwhile(storage: LocalStorage, directory: str) -> Iterator[StoredFile]:
+        if not committed:
+            segment = write_segment(layout, trajectories, worker="w0", epoch=catalog.epoch)
+            catalog.commit(segment, epoch=catalog.epoch)
+            committed.append(segment.path)
+        for file in files(storage, directory):
+            yield replace(file, modified_us=file.modified_us - behind_us)
+
+    monkeypatch.setattr(LocalStorage, "files", written_meanwhile)
+    seen: dict[str, int] = {}
+    sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=seen)
+    assert (layout.root / committed[0]).exists()
+    # written, and not committed yet: the time of its storage says that it is an old one
+    later = open_train_group(catalog, None)
+    written = write_segment(
+        layout, [make_trajectory(later, 0)], worker="w0", epoch=catalog.epoch
+    ).path
+    sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=seen)
+    assert (layout.root / written).exists()
+    sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=seen)
+    assert not (layout.root / written).exists(), "nobody commits it any more"
 
 
 # The maintainer and the command.
