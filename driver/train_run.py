@@ -56,6 +56,7 @@ from store import (
     RunLayout,
     check_fork,
     is_published,
+    keep_compiled_code,
     open_storage,
     publish_directory,
     trust,
@@ -168,6 +169,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     `fork_of` is the RUN@STEP that a new run begins from. Raises UserError.
     """
     console = screen.console
+    keep_compiled_code()
     config = with_model(config, console)
     if fork_of:
         resume.make_fork(fork_of, config)

@@ -4,8 +4,9 @@ from .data.training_rows import check_train_on as check_train_on
 from .distributed.private_ray import RAY_HIDES_GPUS as RAY_HIDES_GPUS
 from .distributed.private_ray import make_ray_directory as make_ray_directory
 from .distributed.private_ray import on_the_loopback as on_the_loopback
-from .distributed.private_ray import ray_token as ray_token
+from .distributed.private_ray import ray_secrets as ray_secrets
 from .distributed.private_ray import remove_ray_directories as remove_ray_directories
+from .distributed.private_ray import same_imports as same_imports
 from .distributed.private_ray import started_ticks as started_ticks
 from .interface import LEARNER_STEP as LEARNER_STEP
 from .interface import BadUpdatesError as BadUpdatesError

@@ -36,8 +36,9 @@ from learner.distributed.private_ray import (
     RAY_HIDES_GPUS,
     make_ray_directory,
     on_the_loopback,
-    ray_token,
+    ray_secrets,
     remove_ray_directories,
+    same_imports,
 )
 from learner.explain import Explanation, explain, left_out_lines, table
 from learner.publishing.export import base_model
@@ -296,7 +297,7 @@ def _private_ray(run: Path) -> Iterator[None]:
     directory = make_ray_directory(run)
     os.environ.update(RAY_HIDES_GPUS)
     try:
-        with ray_token(directory):
+        with ray_secrets(directory):
             try:
                 with on_the_loopback() as given:
                     ray.init(
@@ -305,6 +306,7 @@ def _private_ray(run: Path) -> Iterator[None]:
                         log_to_driver=False,
                         logging_level="error",
                         configure_logging=False,
+                        job_config=same_imports(),
                         _temp_dir=str(directory / "ray"),  # Ray makes it writable for everybody
                         **given,
                     )
