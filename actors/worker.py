@@ -50,7 +50,7 @@ from envs import (
     is_program,
     write_log,
 )
-from store import RunLayout, keep_private, local_model
+from store import RunLayout, keep_compiled_code, keep_private, local_model
 
 HEARTBEAT_EVERY_S = 0.5  # between two reports to the thread that sends them
 LOOP_TIMEOUT_S = 10.0  # an event loop that stands still for longer counts as silent
@@ -72,6 +72,7 @@ class Worker:
     def __init__(self, setup: WorkerSetup, coordinator: ActorHandle) -> None:
         # Until the worker has started: collections take a fifth of the time of its imports.
         gc.disable()
+        keep_compiled_code()
         config = setup.config
         if holds_secrets(config):
             keep_private(Path(config.run_dir))

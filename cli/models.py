@@ -62,8 +62,9 @@ def export_model(
     _check_and_trust(run, trusts=trust)
 
     import learner
-    from store import RunLayout
+    from store import RunLayout, keep_compiled_code
 
+    keep_compiled_code()
     layout = RunLayout.open(run)
     try:
         if destination.exists():
@@ -110,6 +111,9 @@ def replay(
     """
     _check_and_trust(run, trusts=trust)
 
+    from store import keep_compiled_code
+
+    keep_compiled_code()
     from learner import replay_steps
 
     try:

@@ -23,7 +23,13 @@ from actors import ENGINE_SOCKETS
 from configs import ConfigError
 from driver.interrupt import hold_interrupts
 from driver.run_lock import RUN_MARK
-from learner import RAY_HIDES_GPUS, make_ray_directory, on_the_loopback, own_imports, ray_token
+from learner import (
+    RAY_HIDES_GPUS,
+    make_ray_directory,
+    on_the_loopback,
+    own_imports,
+    ray_secrets,
+)
 from usage_statistics import usage_statistics_off
 
 # Processes that Ray starts beside the two it needs: the scaler of a cloud's machines, the reader of
@@ -46,7 +52,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
 
     A private cluster starts `processes` worker processes at once, before anything asks for them.
     It has a directory that no other user can enter, with Ray's and vLLM's sockets. Its ports are on
-    the loopback only, and answer to a token of its own.
+    the loopback only, and answer to a token and a certificate of its own.
 
     All its processes carry RUN_MARK, by which `run_lock.py` knows them. A process that asks for no
     GPU sees none. Raises ConfigError if the cluster cannot be joined.
@@ -63,14 +69,14 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     # By default Ray starts only as many processes at once as there are cores.
     os.environ.update(variables | {"RAY_worker_maximum_startup_concurrency": str(processes)})
     directory = None
-    token = ExitStack()
+    secrets = ExitStack()
     try:
         # A Ray that is left half started prints pages of errors.
         with hold_interrupts(), _ray_without_extras(), on_the_loopback() as given:
             # Made before Ray starts, because that may be interrupted.
             directory = make_ray_directory(Path(run_dir))
             os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its own
-            token.enter_context(ray_token(directory))
+            secrets.enter_context(ray_secrets(directory))
             ray.init(
                 num_cpus=processes,  # so many start beforehand; no process of a run asks for CPUs
                 include_dashboard=False,
@@ -86,7 +92,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     finally:
         with hold_interrupts():
             ray.shutdown()  # half a clean-up would leave processes and files
-            token.close()
+            secrets.close()
             os.environ.pop(ENGINE_SOCKETS, None)
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)

@@ -55,6 +55,7 @@ from store import (
     check_unowned,
     files_digest,
     is_published,
+    keep_compiled_code,
     open_run,
     parse_run_step,
     trust,
@@ -110,6 +111,7 @@ def evaluate(
         show_missing([*missing, *try_tasks(config, console)], console)
         return
     check_writable(config)
+    keep_compiled_code()
     if overrides:
         _evaluate_in_new_run(config, weights, console=console)
     elif not is_evaluated(config):

@@ -60,8 +60,8 @@ def check_engine_arguments(config: Config) -> None:
 def check_run_dir(config: Config) -> None:
     """Check that run_dir is a run, can be made, or is empty.
 
-    Raises ConfigError; StoreError for a stranger's run that is not trusted, and for a link in a
-    directory that is no run yet.
+    Raises ConfigError, also for an empty directory of another user; StoreError for a stranger's run
+    that is not trusted, and for a link in a directory that is no run yet.
     """
     root = Path(config.run_dir)
     try:
@@ -88,6 +88,13 @@ def check_run_dir(config: Config) -> None:
                 f"({', '.join(others[:3])}); give a directory of its own, e.g. run_dir=runs/mine"
             )
         RunLayout.check_no_links_in(root)
+        # Root is spared: a directory that a container mounts belongs to a user outside.
+        if (owner := root.stat().st_uid) not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise ConfigError(
+                f"run_dir={config.run_dir!r} belongs to another user (uid {owner}), who could "
+                "exchange what the run keeps in it; give a directory of your own, e.g. "
+                "run_dir=runs/mine"
+            )
 
 
 def check_writable(config: Config) -> None:

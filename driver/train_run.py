@@ -57,6 +57,7 @@ from store import (
     RunLayout,
     check_fork,
     is_published,
+    keep_compiled_code,
     open_storage,
     publish_directory,
     trust,
@@ -171,6 +172,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     `fork_of` is the RUN@STEP that a new run begins from. Raises UserError.
     """
     console = screen.console
+    keep_compiled_code()
     config = with_model(config, console)
     if fork_of:
         resume.make_fork(fork_of, config)

@@ -88,7 +88,7 @@ def _find_class(name: str) -> type:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the border to a user's own code
         if isinstance(error, ModuleNotFoundError) and _contains(str(error.name), module_name):
-            how = "run from its folder, install it or put it on PYTHONPATH"
+            how = "put its folder into PYTHONPATH, or install it"
             raise ValueError(f"environment {name!r}: no module {error.name!r}; {how}") from None
         reason = describe_error(error, called=None)
         raise ValueError(

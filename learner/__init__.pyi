@@ -5,7 +5,7 @@ from .distributed.private_ray import RAY_HIDES_GPUS as RAY_HIDES_GPUS
 from .distributed.private_ray import make_ray_directory as make_ray_directory
 from .distributed.private_ray import on_the_loopback as on_the_loopback
 from .distributed.private_ray import own_imports as own_imports
-from .distributed.private_ray import ray_token as ray_token
+from .distributed.private_ray import ray_secrets as ray_secrets
 from .distributed.private_ray import remove_ray_directories as remove_ray_directories
 from .distributed.private_ray import started_ticks as started_ticks
 from .interface import LEARNER_STEP as LEARNER_STEP

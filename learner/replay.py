@@ -37,7 +37,7 @@ from learner.distributed.private_ray import (
     make_ray_directory,
     on_the_loopback,
     own_imports,
-    ray_token,
+    ray_secrets,
     remove_ray_directories,
 )
 from learner.explain import Explanation, explain, left_out_lines, table
@@ -297,7 +297,7 @@ def _private_ray(run: Path) -> Iterator[None]:
     directory = make_ray_directory(run)
     os.environ.update(RAY_HIDES_GPUS)
     try:
-        with ray_token(directory):
+        with ray_secrets(directory):
             try:
                 with on_the_loopback() as given:
                     ray.init(

@@ -16,6 +16,7 @@ maintenance/         compaction, retention, fsck, repair, rebuild
 exchange/            data sets, offline groups, and forks: trajectories from run to run; and a run
                      that goes on from its storage when its disk is lost (bring.py)
 untrusted/           files and settings that a stranger may have written
+user_cache.py        this user's cache, which nobody else may enter
 storage.py           the files of a run in a local directory or an object store
 remote_directory.py  weights and checkpoints in an object store
 primary_directory.py the one directory that goes on with a run whose files are elsewhere

@@ -96,7 +96,6 @@ from .reading.lineage import trained_step as trained_step
 from .reading.manifest import export as export
 from .reading.manifest import read_manifest as read_manifest
 from .reading.mirror import fetch_run as fetch_run
-from .reading.mirror import own_cache as own_cache
 from .reading.open_sql import write_open_sql as write_open_sql
 from .reading.reader import Reader as Reader
 from .reading.reader import SqlTimeout as SqlTimeout
@@ -138,6 +137,9 @@ from .untrusted.signatures import sign_run as sign_run
 from .untrusted.trust import check_trusted as check_trusted
 from .untrusted.trust import is_trusted as is_trusted
 from .untrusted.trust import trust as trust
+from .user_cache import COMPILED as COMPILED
+from .user_cache import keep_compiled_code as keep_compiled_code
+from .user_cache import own_cache as own_cache
 from .weight_files import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from .weight_files import TensorEntry as TensorEntry
 from .weight_files import WeightFileError as WeightFileError

@@ -27,7 +27,7 @@ from typing import Any
 
 from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers, parallel_sizes
 from printable import did_you_mean
-from store import own_cache, weight_files
+from store import COMPILED, own_cache, weight_files
 from usage_statistics import usage_statistics_off
 
 # directory of the sockets that connect a worker with its engine; needs a short path
@@ -40,9 +40,6 @@ PROCESS_SEPARATOR = "|"  # between the lists of cores of an engine's processes
 BYTES_PER_THREAD = 40_000_000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
-# torch loads what is in this directory as code. Its default has a name in /tmp that another user
-# can take first.
-COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 LIBRARIES = "LD_LIBRARY_PATH"
 NO_FOLDER = "/nonexistent"  # Debian keeps this name free
 PRELOADED = "actors.inference.fork_server_preload"  # the server imports it before it serves
@@ -136,7 +133,7 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
     if actors.batch_invariant:
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if actors.gpus_per_worker:
-        # Also if it is set: torch sets it to its default in a process that imports it.
+        # Also where this process could keep torch's default.
         return variables | {COMPILED: str(own_cache("compiled"))}
     cores = engine_cores(actors.cpu_cores)
     return variables | {

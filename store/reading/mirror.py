@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
-from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
@@ -40,14 +39,13 @@ from store.untrusted.file_access import (
     MAX_MANIFEST_BYTES,
     MAX_OPEN_SQL_BYTES,
     MAX_TEXT_BYTES,
-    is_directory,
     is_file,
     open_file,
     status,
 )
 from store.untrusted.limited_process import in_limited_process
 from store.untrusted.memory_limit import allowed_bytes
-from store.untrusted.signatures import user_directory
+from store.user_cache import own_cache
 
 PARALLEL = 8  # requests, which mostly wait for the network
 TRIES = 3  # a manifest may be replaced, and its files be removed, while they are fetched
@@ -127,29 +125,6 @@ def cache_of(run_id: str, uri: str, *, kind: str) -> Path:
     """
     digest = blake2b(uri.encode(errors="surrogatepass"), digest_size=URI_DIGEST_BYTES).hexdigest()
     return own_cache(kind, f"{run_id}-{digest}")
-
-
-def own_cache(*names: str) -> Path:
-    """Return the directory of these names in this user's cache, made if it is not there.
-
-    Nobody else may enter it. Raises StoreError for a link and for another user's directory.
-    """
-    ours = user_directory("XDG_CACHE_HOME", default=".cache")
-    directory = ours.joinpath(*names)
-    try:
-        ours.parent.mkdir(parents=True, exist_ok=True)
-        for made in accumulate(names, Path.joinpath, initial=ours):
-            made.mkdir(mode=0o700, exist_ok=True)
-            is_ours = is_directory(made, root=ours.parent)
-            if not is_ours or made.stat().st_uid != os.geteuid():
-                raise StoreError(
-                    f"{made} is a link or another user's; remove it, or set XDG_CACHE_HOME"
-                )
-    except OSError as error:
-        raise StoreError(
-            f"cannot make {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
-        ) from error
-    return directory
 
 
 def _make_copy(copy: RunLayout) -> None:

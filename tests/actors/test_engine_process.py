@@ -12,7 +12,7 @@ import pytest
 
 from actors.inference import engine_process
 from configs import ActorsConfig
-from store import StoreError
+from store import COMPILED, StoreError
 
 # What torch asks before it reads compiled code, in a process that imports it as an engine does.
 PLACES = """
@@ -36,7 +36,7 @@ def test_an_engine_reads_no_compiled_code_that_somebody_else_can_write(
     planted = tmp_path / "tmp" / f"torchinductor_{getpass.getuser()}"
     planted.mkdir(parents=True)
     # as torch leaves it in a worker that imported it
-    monkeypatch.setenv(engine_process.COMPILED, str(planted))
+    monkeypatch.setenv(COMPILED, str(planted))
     variables = engine_process.engine_environment(actors, tmp_path, tmp_path / "engine.log")
     done = subprocess.run(
         [sys.executable, "-c", PLACES],

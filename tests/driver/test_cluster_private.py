@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import ssl
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 import ray
@@ -21,7 +23,7 @@ from actors import ENGINE_SOCKETS
 from driver.cluster import DRIVER_DIRECTORY, cpus_of_a_process, ray_cluster
 from driver.errors import ComponentFailed, describe_cause
 from driver.processes import why_unplaced
-from driver.run_lock import RUN_MARK, has_mark
+from driver.run_lock import RUN_MARK, has_ended, has_mark
 from driver.supervisor import Supervisor
 from learner import RAY_HIDES_GPUS
 from tests.support.processes import PATIENCE_S, children
@@ -98,9 +100,34 @@ def test_a_neighbour_gets_no_answer_from_ray(cluster: None) -> None:
     assert wrong in ("AuthenticationError", "RpcError", "GetTimeoutError"), wrong
     path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert path.stat().st_mode & 0o777 == 0o600
-    assert asks_ray(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=path.read_text()).startswith("["), (
-        "the attack itself works"
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": path.read_text()}
+    assert asks_ray(**token).startswith("["), "the attack itself works"
+    without = asks_ray(**token, RAY_USE_TLS="0")
+    assert without in ("RpcError", "GetTimeoutError"), (
+        f"with a token, and no certificate: {without}"
     )
+
+
+def test_a_neighbour_cannot_end_ray_and_take_its_place(cluster: None) -> None:
+    """The attack: one `RaySyncer.StartSync` without a header ended the GCS and freed its port.
+
+    Whoever took the port was sent the token by every process that was left, and could have the
+    raylet start programs with it.
+    """
+    (gcs,) = children("gcs_server", recursive=True)
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    certificate = ssl.get_server_certificate((host, int(port))).encode()
+    for channel in (
+        grpc.insecure_channel(address),
+        grpc.secure_channel(address, grpc.ssl_channel_credentials(certificate)),
+    ):
+        call = channel.stream_stream("/ray.rpc.syncer.RaySyncer/StartSync")
+        with channel, pytest.raises(grpc.RpcError) as refused:
+            next(call(iter([b""]), timeout=PATIENCE_S))
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "failed to connect" in refused.value.details(), "not one byte of it is read"
+    assert not has_ended(gcs) and ray.cluster_resources()
 
 
 def test_no_other_machine_reaches_a_port_of_ray(cluster: None) -> None:

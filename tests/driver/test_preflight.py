@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import time
 from dataclasses import replace
@@ -337,6 +338,21 @@ def test_a_directory_with_links_does_not_become_a_run(
     assert f"run/{link} is a symbolic link" in capsys.readouterr().err
     assert [file.read_text() for file in files] == ["mine", "mine"], "unread and unchanged"
     assert len(list(own.iterdir())) == len(files)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_an_empty_directory_of_another_user_does_not_become_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They could put links into it while the run writes there."""
+    run = tmp_path / "run"
+    run.mkdir()
+    os.chown(run, 65534, 65534)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert main(["train", KEY_ROOM, f"run_dir={run}", "--dry-run"]) == 2
+    assert "belongs to another user (uid 65534)" in capsys.readouterr().err
+    os.chown(run, 0, 0)
+    assert main(["train", KEY_ROOM, f"run_dir={run}", "--dry-run"]) == 0, "a mounted directory"
 
 
 def test_a_dry_run_looks_at_the_run_that_is_there(

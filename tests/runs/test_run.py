@@ -4,6 +4,7 @@ interrupted, and killed.
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import shutil
@@ -95,17 +96,32 @@ def rows(run: Path, sql: str) -> list[tuple]:
         return connection.sql(sql).fetchall()
 
 
+def plant_as_a_neighbour(temporary: Path, shared: Path) -> None:
+    """Do what another user can in two directories that are open to all: no run may care.
+
+    torch would make a directory of this name. Ray, vLLM and multiprocessing would import from the
+    current directory first.
+    """
+    (temporary / f"torchinductor_{getpass.getuser()}").touch()
+    shared.mkdir(exist_ok=True)
+    for name in ("blake3", "deepspeed", "multiprocessing", "psutil", "torch", "vllm"):
+        (shared / f"{name}.py").write_text("raise ImportError('a neighbour ran this')")
+
+
 def start(run: Path, *overrides: str) -> subprocess.Popen[str]:
     config = run.parent / "key_room.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(CONFIG)
-    command = [sys.executable, "-m", "cli", "train", str(config), f"run_dir={run}", *overrides]
-    temporary = run.parent / "tmp"
+    # -P: as the program `gigpo`, which imports nothing from the current directory
+    command = [sys.executable, "-P", "-m", "cli", "train", str(config), f"run_dir={run}"]
+    temporary, shared = run.parent / "tmp", run.parent / "shared"
     temporary.mkdir(exist_ok=True)
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary)}
+    plant_as_a_neighbour(temporary, shared)
+    variables = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, **variables}
     return subprocess.Popen(
-        command,
-        cwd=ROOT,
+        [*command, *overrides],
+        cwd=shared,
         env=environ,
         text=True,
         stdout=subprocess.PIPE,

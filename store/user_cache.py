@@ -1,0 +1,53 @@
+"""This user's cache: directories that nobody else may enter.
+
+directory = own_cache("runs", "a1b2")    # ~/.cache/async-gigpo/runs/a1b2
+keep_compiled_code()                     # before anything imports transformers or vLLM
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+
+from store.errors import StoreError
+from store.untrusted.file_access import is_directory
+from store.untrusted.signatures import user_directory
+
+# torch loads what is in this directory as code. Its default has a name in /tmp that another user
+# can take first, and torch makes it when transformers or vLLM import it.
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def own_cache(*names: str) -> Path:
+    """Return the directory of these names in this user's cache, made if it is not there.
+
+    Nobody else may enter it. Raises StoreError for a link and for another user's directory.
+    """
+    ours = user_directory("XDG_CACHE_HOME", default=".cache")
+    directory = ours.joinpath(*names)
+    try:
+        ours.parent.mkdir(parents=True, exist_ok=True)
+        for made in accumulate(names, Path.joinpath, initial=ours):
+            made.mkdir(mode=0o700, exist_ok=True)
+            is_ours = is_directory(made, root=ours.parent)
+            if not is_ours or made.stat().st_uid != os.geteuid():
+                raise StoreError(
+                    f"{made} is a link or another user's; remove it, or set XDG_CACHE_HOME"
+                )
+    except OSError as error:
+        raise StoreError(
+            f"cannot make {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
+        ) from error
+    return directory
+
+
+def keep_compiled_code() -> None:
+    """Have torch keep code in this user's cache, in this process and those that it starts.
+
+    A value that is there is replaced: torch sets its default in a process that imports it, for all
+    processes after it. A user without a cache keeps the default.
+    """
+    with suppress(StoreError):
+        os.environ[COMPILED] = str(own_cache("compiled"))
