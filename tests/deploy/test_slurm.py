@@ -174,6 +174,7 @@ def test_slurm_is_asked_to_requeue_and_to_signal_the_shell_in_time() -> None:
         "gpus-per-node",
         "cpus-per-task",
         "mem",
+        "exclusive",
         "time",
         "output",
         "open-mode",
