@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import configs
 from configs import Config
-from store import RunLayout, check_trusted, limited_memory, trust
+from store import check_trusted, is_lost, limited_memory, trust
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,9 @@ def load_config(file: str, overrides: Sequence[str], *, trusts: bool) -> GivenCo
 
 
 def _runs_around(path: Path) -> list[Path]:
-    """Return the run in whose directory the file lies; of a link, also that of what it leads to."""
-    folders = dict.fromkeys((path.parent, path.resolve().parent))
-    return [folder for folder in folders if RunLayout.exists(folder)]
+    """Return the runs in which the file lies, however deep; of a link, also those of its end.
+
+    Whoever made a run says what its run.json is: a link, or nothing beside its other files.
+    """
+    folders = dict.fromkeys((*path.absolute().parents, *path.resolve().parents))
+    return [each for each in folders if os.path.lexists(each / "run.json") or is_lost(each)]

@@ -78,6 +78,7 @@ from .maintenance.compact import CompactionPolicy as CompactionPolicy
 from .maintenance.finding import Finding as Finding
 from .maintenance.maintainer import Maintainer as Maintainer
 from .maintenance.maintainer import MaintainerSettings as MaintainerSettings
+from .maintenance.rebuild import is_lost as is_lost
 from .maintenance.whole_run import Compacted as Compacted
 from .maintenance.whole_run import check_run as check_run
 from .maintenance.whole_run import compact_run as compact_run

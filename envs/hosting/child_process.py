@@ -131,8 +131,8 @@ class ChildProcess:
 def end_fork_of(pid: int) -> None:
     """End this process at once unless it has this pid.
 
-    The author's code may fork, and both processes may return from it. The fork has the same socket:
-    its answer would count as that of the other, or as that to the next request.
+    The author's code may fork, and both processes may return from it. The fork has the same
+    sockets: its answer would count as that of the other, or as that to the next request.
     """
     if os.getpid() != pid:
         os._exit(0)

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
@@ -49,6 +51,7 @@ from envs.hosting.answers import (
     prepared,
     task_of,
 )
+from envs.hosting.child_process import end_fork_of
 from envs.hosting.environment_process import EnvironmentProcess, close_safely
 from envs.hosting.kept_answers import AnswerKeeper
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
@@ -258,6 +261,7 @@ class _EventLoopHost:
         self._env_name = env_name
         self._options = options
         self._answer_timeout_s = answer_timeout_s
+        self._pid = os.getpid()
         self._environments: dict[int, Any] = {}
         self._tasks: dict[int, Task] = {}  # task of each environment's newest reset
         self._ends_by: dict[int, tuple[float, str]] = {}  # time.monotonic() and name of a call
@@ -303,6 +307,7 @@ class _EventLoopHost:
                 at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
             ) from error
         finally:
+            end_fork_of(self._pid)
             self._pending.end(environment_id)
             del self._ends_by[environment_id]
 
@@ -326,7 +331,8 @@ def _comes_from_outside(error: BaseException, episode: asyncio.Task[Any] | None)
     if isinstance(error, GeneratorExit):  # a coroutine that nobody awaits any more is closed
         with suppress(RuntimeError):  # the event loop has ended
             return asyncio.current_task() is not episode
-    return isinstance(error, KeyboardInterrupt | GeneratorExit)
+    # Ctrl-C is heard by the main thread only; a worker plays in another one.
+    return isinstance(error, KeyboardInterrupt) and current_thread() is main_thread()
 
 
 def _copied(argument: object) -> object:

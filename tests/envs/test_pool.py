@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,6 +245,7 @@ class Awaited(Moody):
         if action == "mute": raise Mute()
         if action == "base": raise Base("odd")
         if action == "exit": raise GeneratorExit
+        if action == "interrupt": raise KeyboardInterrupt
         if action == "long": raise RuntimeError("x\\n" * 2_000_000)
         if action == "cancelled": raise asyncio.CancelledError
         while action == "stays":
@@ -382,9 +384,13 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
     assert fine.reward == 1.0  # type: ignore[attr-defined]
 
 
-def test_a_fork_that_comes_back_from_an_environment_answers_for_nobody(moody: str) -> None:
+@pytest.mark.parametrize("kind", ["Moody", "Awaited"])
+def test_a_fork_that_comes_back_from_an_environment_answers_for_nobody(
+    moody: str, kind: str
+) -> None:
     async def play() -> list[Transition]:
-        pool = EnvironmentPool(moody, OPTIONS, processes=1, answer_timeout_s=20.0)
+        name = moody.replace("Moody", kind)
+        pool = EnvironmentPool(name, OPTIONS, processes=1, answer_timeout_s=20.0)
         try:
             async with pool.environment() as environment:
                 await environment.reset(list_tasks(moody, OPTIONS)["train"][0])
@@ -401,6 +407,7 @@ def test_a_fork_that_comes_back_from_an_environment_answers_for_nobody(moody: st
         ("mute", "Mute: it has no message, for its __str__ raises KeyError, at .*moody_world.py"),
         ("base", "Base: odd, at .*moody_world.py"),
         ("exit", "GeneratorExit, at .*moody_world.py"),
+        ("interrupt", "KeyboardInterrupt, at .*moody_world.py"),
         ("long", "RuntimeError: x x x"),
         ("cancelled", "CancelledError, at .*moody_world.py"),
     ],
@@ -421,7 +428,8 @@ def test_whatever_an_awaited_one_raises_fails_its_episode_alone(
         pool.close()
         return failed.value
 
-    error = asyncio.run(play())
+    with ThreadPoolExecutor() as worker:  # Ctrl-C comes to the main thread
+        error = worker.submit(asyncio.run, play()).result()
     assert error.at_fault and len(str(error)) < 1000
 
 

@@ -142,6 +142,34 @@ def test_a_config_that_leads_to_a_strangers_is_a_strangers(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize(
+    ("run_json", "folder"), [("as it was", "extra/deep"), ("a link", "."), ("lost", ".")]
+)
+def test_a_config_anywhere_in_a_strangers_run_is_a_strangers(
+    strangers: Path,
+    mark: Path,
+    tmp_path: Path,
+    run_json: str,
+    folder: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: a secret was sent, as only `RUN/config.yaml` beside a `run.json` counted."""
+    (strangers / folder).mkdir(parents=True, exist_ok=True)
+    given = strangers / folder / "other.yaml"
+    shutil.copy(strangers / "config.yaml", given)
+    if run_json != "as it was":
+        kept = tmp_path / "kept.json"
+        (strangers / "run.json").rename(kept)
+        if run_json == "a link":
+            (strangers / "run.json").symlink_to(kept)
+    command = ["train", str(given), f"run_dir={tmp_path / 'new'}", "--dry-run"]
+    assert main(command) == 2
+    assert str(strangers) in capsys.readouterr().err
+    if run_json != "as it was":
+        assert main([*command, "--trust"]) == 2, "nobody can sign what is no run"
+    assert not mark.exists()
+
+
 def test_a_strangers_config_is_followed_once_it_is_trusted(
     strangers: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
