@@ -19,6 +19,7 @@ from driver.cluster import available_gpus, gpus_of_this_machine, is_joined
 from store import (
     MADE_BEFORE_RUN_JSON,
     RunLayout,
+    check_own_directory,
     check_trusted,
     check_unowned,
     keep_private,
@@ -60,8 +61,8 @@ def check_engine_arguments(config: Config) -> None:
 def check_run_dir(config: Config) -> None:
     """Check that run_dir is a run, can be made, or is empty.
 
-    Raises ConfigError, also for an empty directory of another user; StoreError for a stranger's run
-    that is not trusted, and for a link in a directory that is no run yet.
+    Raises ConfigError; StoreError for a stranger's run that is not trusted, and for a directory
+    that is no run yet and is another user's or has links.
     """
     root = Path(config.run_dir)
     try:
@@ -88,13 +89,7 @@ def check_run_dir(config: Config) -> None:
                 f"({', '.join(others[:3])}); give a directory of its own, e.g. run_dir=runs/mine"
             )
         RunLayout.check_no_links_in(root)
-        # Root is spared: a directory that a container mounts belongs to a user outside.
-        if (owner := root.stat().st_uid) not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise ConfigError(
-                f"run_dir={config.run_dir!r} belongs to another user (uid {owner}), who could "
-                "exchange what the run keeps in it; give a directory of your own, e.g. "
-                "run_dir=runs/mine"
-            )
+        check_own_directory(root)
 
 
 def check_writable(config: Config) -> None:

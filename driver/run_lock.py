@@ -21,7 +21,15 @@ import psutil
 import store
 from driver.interrupt import hold_interrupts
 from learner import remove_ray_directories, started_ticks
-from store import DRIVER_FILE, STOPPING_FILE, WANTED_WORKERS_FILE, StoreError, read_run_file
+from store import (
+    DRIVER_FILE,
+    STOPPING_FILE,
+    WANTED_WORKERS_FILE,
+    StoreError,
+    check_own_directory,
+    is_trusted,
+    read_run_file,
+)
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
 KILLED_WITHIN_S = 10.0  # for killed processes to be gone
@@ -73,13 +81,16 @@ def hides_its_files(driver: Driver) -> bool:
 def driving(run: Path) -> Iterator[int]:
     """Drive a run alone. Yields the number of leftover processes that were removed first.
 
-    Raises StoreError if another process drives it, or if the directory cannot be made.
+    Raises StoreError if another process drives it, and if the directory cannot be made, or is
+    another user's and no run that this one made or trusts.
     """
     check_idle(run, instead="choose another run_dir")
     n_removed = remove_leftovers(run)
     is_new = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
+        if not is_trusted(run):
+            check_own_directory(run)  # again: it may have been made since the settings were checked
         for left in (WANTED_WORKERS_FILE, STOPPING_FILE):
             (run / left).unlink(missing_ok=True)
     except OSError as error:

@@ -124,6 +124,7 @@ from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment
 from .storage import open_storage as open_storage
 from .storage import split_uri as split_uri
+from .untrusted.file_access import check_own_directory as check_own_directory
 from .untrusted.file_access import is_directory as is_directory
 from .untrusted.file_access import open_file as open_file
 from .untrusted.json_values import entries as entries

@@ -42,6 +42,7 @@ from store.storage import Storage, open_storage
 from store.untrusted.file_access import (
     MAX_OPEN_SQL_BYTES,
     MAX_TEXT_BYTES,
+    check_own_directory,
 )
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.memory_limit import limited_memory
@@ -121,8 +122,9 @@ def _bring(
     """Make the directory of `layout`, which is locked, and remove it if that fails."""
     root = layout.root
     is_new = not root.exists()
-    _empty(root)
     make_directory(root, beneath=root)
+    check_own_directory(root)
+    _empty(root)
     (root / UNFINISHED_BRING).touch()
     try:
         _write_small_files(layout, files)

@@ -44,7 +44,14 @@ from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
 from store.run_json import parse_run_json
 from store.storage import open_storage
-from store.untrusted.file_access import is_directory, is_file, open_file, opened_parent, walk
+from store.untrusted.file_access import (
+    check_own_directory,
+    is_directory,
+    is_file,
+    open_file,
+    opened_parent,
+    walk,
+)
 from store.untrusted.signatures import made_by_this_user
 
 UNFINISHED = ".unfinished"
@@ -111,6 +118,7 @@ def fork(
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
     if os.path.lexists(unfinished):
+        check_own_directory(unfinished)
         forked_from = f"{source.info.run_id}@{learner_step}"
         if _is_complete(unfinished, forked_from=forked_from, config_yaml=config_yaml):
             _put_in_place(unfinished, root)
@@ -127,6 +135,7 @@ def fork(
         _put_in_place(unfinished, root)
     except BaseException as error:
         with suppress(OSError, StoreError):
+            check_own_directory(unfinished)
             _remove(unfinished)
         raise_if_interrupted(error)
         if isinstance(error, sqlite3.Error) and is_damage(error):
@@ -150,6 +159,7 @@ def _fill(
 ) -> None:
     """Make the new run in the directory `unfinished`. It is on disk at the end."""
     make_directory(unfinished, beneath=unfinished.parent)
+    check_own_directory(unfinished)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
     # run.json, and synced with the directories that `create` makes.
     (unfinished / UNFINISHED_FORK).touch()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from store.errors import UnsafePathError
+from store.errors import StoreError, UnsafePathError
 from store.hashing import HASH_BYTES
 
 # Bound of run.json, config.yaml and driver.json. A run has some kilobytes. Decoded JSON takes 30
@@ -35,6 +35,25 @@ MAX_OPEN_SQL_BYTES = 1 << 20  # the views, and the macros of a run
 MAX_DEPTH = 16
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def check_own_directory(path: Path) -> None:
+    """Raise StoreError for a directory, or a link to one, of another user.
+
+    They could exchange what is in it, and links would lead what is written and removed there to
+    other files. In a directory for all with a sticky bit, such as /tmp, nobody else can exchange
+    one of ours. Call it after the directory was made: somebody else may have made it just before.
+    Root's are spared, as a directory that a container mounts belongs to a user outside.
+    """
+    owners = [path.lstat().st_uid]
+    with suppress(FileNotFoundError):  # a link that leads nowhere
+        owners.append(path.stat().st_uid)
+    owner = next((each for each in owners if each not in (os.geteuid(), 0)), None)
+    if owner is not None and os.geteuid() != 0:
+        raise StoreError(
+            f"{path} belongs to another user (uid {owner}), who could exchange what a run keeps "
+            "there; give a directory of your own"
+        )
 
 
 def open_directory(path: Path, *, root: Path) -> int:

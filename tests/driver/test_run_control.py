@@ -121,6 +121,24 @@ def test_one_process_drives_a_run_at_a_time(
     assert other.is_running()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: it was made between the check of run_dir and this, and got links later."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    os.chown(run, 65534, 65534)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with (
+        pytest.raises(StoreError, match=r"run belongs to another user \(uid 65534\)"),
+        driving(run),
+    ):
+        pass
+    assert [path.name for path in run.iterdir()] == ["run.json"]
+
+
 def test_a_copy_of_a_run_that_is_driven_is_driven_by_nobody(
     tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
 ) -> None:

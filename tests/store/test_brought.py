@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import resource
 import shutil
@@ -379,6 +380,25 @@ def test_a_killed_call_begins_again_and_nothing_else_is_removed(
     with pytest.raises(StoreError, match=r"has other things in it \(mine.txt\)"):
         bring_run(uri_of(lost), tmp_path / "full", trusts=False)
     assert (tmp_path / "full" / "mine.txt").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_run_is_not_brought_into_a_directory_of_another_user(
+    lost: RunLayout, tmp_path: Path, is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a link to the user's files came in its place while what was in it was removed."""
+    root = tmp_path / "theirs"
+    root.mkdir()
+    if is_begun:
+        (root / UNFINISHED_BRING).touch()
+        (root / "precious").touch()
+    before = sorted(root.iterdir())
+    os.chown(root, 65534, 65534)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(StoreError, match=r"theirs belongs to another user \(uid 65534\)"):
+        bring_run(uri_of(lost), root, trusts=False)
+    assert sorted(root.iterdir()) == before
 
 
 def test_a_copy_of_a_storage_is_not_taken_for_the_run(lost: RunLayout, tmp_path: Path) -> None:

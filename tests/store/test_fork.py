@@ -4,6 +4,7 @@ then.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -289,6 +290,45 @@ def test_a_fork_removes_nothing_that_no_fork_left(what: str, run: Life, tmp_path
     assert "\n" not in str(refused.value)
     assert fingerprint(tmp_path) == before
     assert place.is_symlink() == (what == "a link")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_fork_removes_nothing_in_a_directory_of_another_user(
+    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the neighbour put a link to the user's files in its place during the removal.
+
+    A FIFO as run.json made the fork wait for ever.
+    """
+    place = tmp_path / "fork.unfinished"
+    place.mkdir()
+    (place / "fork.unfinished").touch()
+    (place / "precious").write_text("precious")
+    os.mkfifo(place / "run.json")
+    os.chown(place, 65534, 65534)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(StoreError, match=r"fork\.unfinished belongs to another user \(uid 65534\)"):
+        fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    assert (place / "precious").exists() and not (tmp_path / "fork").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_fork_that_a_neighbour_gets_ahead_of_removes_nothing(
+    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He makes the directory just after the fork saw that none is there."""
+    place = tmp_path / "fork.unfinished"
+
+    def make_first(directory: Path, *, beneath: Path) -> None:
+        directory.mkdir()
+        (directory / "precious").write_text("precious")
+        os.chown(directory, 65534, 65534)
+
+    monkeypatch.setattr("store.exchange.fork.make_directory", make_first)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(StoreError, match="belongs to another user"):
+        fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    assert [path.name for path in place.iterdir()] == ["precious"]
 
 
 def test_a_fork_replaces_what_a_killed_one_left(run: Life, tmp_path: Path) -> None:
