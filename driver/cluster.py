@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import ENGINE_SOCKETS
 from configs import ConfigError
+from driver.errors import ComponentFailed
 from driver.interrupt import hold_interrupts
 from driver.run_lock import RUN_MARK
 from learner import (
@@ -40,6 +41,7 @@ DRIVER_DIRECTORY = "ASYNC_GIGPO_DIRECTORY"  # working directory of the driver
 # default, 20, the error that no cluster answers would come after 12 minutes.
 JOIN_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
 FEW_ATTEMPTS = "2"
+NOT_IN_TIME = "timed out during startup"  # in Ray's error, a bare Exception; the 30 s are fixed
 AUTHENTICATION_HINT = (
     "set RAY_AUTH_MODE=token on every node and for this command, and give each the cluster's "
     "token, as RAY_AUTH_TOKEN or in ~/.ray/auth_token"
@@ -55,7 +57,8 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
     the loopback only, and answer to a token and a certificate of its own.
 
     All its processes carry RUN_MARK, by which `run_lock.py` knows them. A process that asks for no
-    GPU sees none. Raises ConfigError if the cluster cannot be joined.
+    GPU sees none. Raises ConfigError if the cluster cannot be joined, and ComponentFailed if a
+    private one does not start in Ray's time.
     """
     variables = {RUN_MARK: str(Path(run_dir).resolve())} | RAY_HIDES_GPUS
     variables |= usage_statistics_off(os.environ)  # processes on other nodes do not inherit them
@@ -77,7 +80,7 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
             directory = make_ray_directory(Path(run_dir))
             os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its own
             secrets.enter_context(ray_secrets(directory))
-            ray.init(
+            _start(
                 num_cpus=processes,  # so many start beforehand; no process of a run asks for CPUs
                 include_dashboard=False,
                 log_to_driver=False,
@@ -96,6 +99,18 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
             os.environ.pop(ENGINE_SOCKETS, None)
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start(**settings: Any) -> None:
+    try:
+        ray.init(**settings)
+    except Exception as error:
+        if NOT_IN_TIME not in str(error):
+            raise
+        raise ComponentFailed(
+            "Ray did not start within its 30 s: other programs keep this machine busy; give the "
+            "same command again"
+        ) from error
 
 
 def on_the_drivers_node() -> NodeAffinitySchedulingStrategy:

@@ -1,4 +1,4 @@
-"""Test that the cause of an error is found in another process's error."""
+"""Test that the cause of an error is found, also in another process's error."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError
 
 import configs
 from actors.prompting.prompt import PromptForm
 from configs import PromptConfig
 from coordinator import Coordinator
-from driver.errors import DIED, cause_of, describe_cause
+from driver.cluster import ray_cluster
+from driver.errors import DIED, ComponentFailed, cause_of, describe_cause
 from envs import log_hint
 from store import Catalog, RunLayout
 from tests.support.supervisor_samples import as_ray_passes_it_on, of_init, raised_by
@@ -99,3 +101,19 @@ def test_a_log_that_is_not_there_is_not_named(tmp_path: Path) -> None:
     assert log_hint(tmp_path / "a.log") == ""
     (tmp_path / "a.log").write_text("")
     assert log_hint(tmp_path / "a.log") == f"; log: {tmp_path / 'a.log'}"
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine. Ray's own error was shown with a page of its traceback."""
+
+    def start(**settings: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray, "init", start)
+    with (
+        pytest.raises(ComponentFailed, match="same command again"),
+        ray_cluster(str(tmp_path), processes=1),
+    ):
+        pass
