@@ -130,6 +130,7 @@ def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
     run.mkdir()
     (run / "run.json").write_text("{}")
     os.chown(run, 65534, 65534)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the session's key is root's
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with (
         pytest.raises(StoreError, match=r"run belongs to another user \(uid 65534\)"),

@@ -234,6 +234,7 @@ class Mute(Exception):
 class Base(BaseException): pass
 class Awaited(Moody):
     frame = np.zeros((2, 2, 3), np.uint8)
+    stays = True
     async def reset(self, task):
         Moody.reset(self, task)
         task.data["mine"] = "written"
@@ -248,7 +249,7 @@ class Awaited(Moody):
         if action == "interrupt": raise KeyboardInterrupt
         if action == "long": raise RuntimeError("x\\n" * 2_000_000)
         if action == "cancelled": raise asyncio.CancelledError
-        while action == "stays":
+        while action == "stays" and self.stays:
             try: await asyncio.sleep(0.05)
             except asyncio.CancelledError: pass
         return Moody.step(self, action)
@@ -378,7 +379,7 @@ def test_an_awaited_one_that_hangs_costs_only_its_own_episode(moody: str) -> Non
     hung, fine = asyncio.run(play())
     said = (
         rf"did not answer step 'sleep' of task train/m-train-0 within {SOON_S:g} s, "
-        "at .*moody_world.py:46 in step"
+        "at .*moody_world.py:47 in step"
     )
     assert re.search(said, str(hung))
     assert fine.reward == 1.0  # type: ignore[attr-defined]
@@ -454,23 +455,24 @@ def test_an_awaited_one_that_cannot_be_cancelled_is_named(
     moody: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envs.hosting.pool.STUCK_AFTER_S", 0.1)
+    name = moody.replace("Moody", "Awaited")
 
     async def play() -> list[str | None]:
-        pool = EnvironmentPool(
-            moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=0.1
-        )
+        pool = EnvironmentPool(name, OPTIONS, processes=1, answer_timeout_s=0.1)
         async with pool.environment() as environment:
             await environment.reset(list_tasks(moody, OPTIONS)["train"][0])
-            # not awaited again: nothing but the end of the event loop's process ends it
             step = asyncio.ensure_future(environment.step("stays"))
             named = [pool.stuck()]
             while pool.stuck() is None:
                 await asyncio.sleep(0.01)
             assert not step.done()
+            named.append(pool.stuck())
+            # A coroutine that is left is closed in the middle of whatever test runs then.
+            monkeypatch.setattr(environment_class(name), "stays", False)
+            await step
             return [*named, pool.stuck()]
 
-    loop = asyncio.new_event_loop()  # `asyncio.run` would wait for the step
-    assert loop.run_until_complete(play()) == [None, "step 'stays' of task train/m-train-0"]
+    assert asyncio.run(play()) == [None, "step 'stays' of task train/m-train-0", None]
 
 
 @pytest.mark.parametrize("field", ["text", "objective", "anchor", "actions"])
