@@ -137,13 +137,13 @@ def write_log(log: Path | None, text: str) -> None:
     if len(text) > MAX_LOGGED_CHARACTERS:
         half = MAX_LOGGED_CHARACTERS // 2
         text = f"{text[:half]}\n...\n{text[-half:]}"
-    stamped = printable(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n", lines=True)
+    stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n"
     if log is None:
         print(printable(stamped, lines=True), end="", flush=True)
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", errors="backslashreplace") as file:
-        file.write(stamped)
+        file.write(printable(stamped, lines=True))
 
 
 def log_hint(log: Path | None) -> str:

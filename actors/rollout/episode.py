@@ -238,9 +238,9 @@ async def _make_prompt(
     except ValueError as error:
         why = f"{label}: {error}"
         # The run's start tries one observation. An environment may show other images at any step.
-        raise (
-            EnvironmentDied(why, at_fault=True) if observation.images else ValueError(why)
-        ) from error
+        if observation.images:
+            raise EnvironmentDied(why, at_fault=True) from error
+        raise ValueError(why) from error
 
 
 async def _take_step(

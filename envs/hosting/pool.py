@@ -26,7 +26,7 @@ import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -329,8 +329,10 @@ def _comes_from_outside(error: BaseException, episode: asyncio.Task[Any] | None)
     if isinstance(error, asyncio.CancelledError):
         return episode is None or episode.cancelling() > 0
     if isinstance(error, GeneratorExit):  # a coroutine that nobody awaits any more is closed
-        with suppress(RuntimeError):  # the event loop has ended
+        try:
             return asyncio.current_task() is not episode
+        except RuntimeError:  # the event loop has ended
+            return True
     # Ctrl-C is heard by the main thread only; a worker plays in another one.
     return isinstance(error, KeyboardInterrupt) and current_thread() is main_thread()
 

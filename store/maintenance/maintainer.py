@@ -17,8 +17,8 @@ from store.maintenance.compact import CompactionPolicy, merges
 from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 
 COMPONENT = "maintainer"
-# Orphans were written before the catalog was opened, so there is no hurry. A file is committed or
-# given up in this time: a worker waits for a storage and for a coordinator by minutes.
+# Orphans were written before the catalog was opened, so there is no hurry. It is longer than the
+# minutes within which a worker commits a file or gives it up: see `seen` of sweep_orphans.
 ORPHANS_EVERY_S = 600.0
 # Backups of the catalog of a run whose files are in a remote storage. A backup reads the whole
 # catalog, so the pause is BACKUP_PAUSE times as long as the backup took.

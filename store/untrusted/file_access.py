@@ -43,13 +43,15 @@ def check_own_directory(path: Path) -> None:
     They could exchange what is in it, and links would lead what is written and removed there to
     other files. In a directory for all with a sticky bit, such as /tmp, nobody else can exchange
     one of ours. Call it after the directory was made: somebody else may have made it just before.
-    Root's are spared, as a directory that a container mounts belongs to a user outside.
+    Root's directories pass. So does everything for root: a directory that a container mounts
+    belongs to a user outside.
     """
+    me = os.geteuid()
     owners = [path.lstat().st_uid]
     with suppress(FileNotFoundError):  # a link that leads nowhere
         owners.append(path.stat().st_uid)
-    owner = next((each for each in owners if each not in (os.geteuid(), 0)), None)
-    if owner is not None and os.geteuid() != 0:
+    owner = next((each for each in owners if each not in (me, 0)), None)
+    if owner is not None and me != 0:
         raise StoreError(
             f"{path} belongs to another user (uid {owner}), who could exchange what a run keeps "
             "there; give a directory of your own"

@@ -434,6 +434,26 @@ def test_whatever_an_awaited_one_raises_fails_its_episode_alone(
     assert error.at_fault and len(str(error)) < 1000
 
 
+def test_an_awaited_one_that_is_left_behind_ends_without_an_error(moody: str) -> None:
+    """Its event loop has ended, so nobody would hear the error, and another test showed it."""
+
+    async def begin() -> asyncio.Task[Transition]:
+        pool = EnvironmentPool(
+            moody.replace("Moody", "Awaited"), OPTIONS, processes=1, answer_timeout_s=20.0
+        )
+        async with pool.environment() as environment:
+            await environment.reset(list_tasks(moody, OPTIONS)["train"][0])
+            step = asyncio.ensure_future(environment.step("sleep"))
+            while not pool.oldest():
+                await asyncio.sleep(0.01)
+            return step
+
+    step = asyncio.new_event_loop().run_until_complete(begin())
+    coroutine = step.get_coro()
+    assert coroutine is not None
+    coroutine.close()  # raises what comes out of it in place of GeneratorExit
+
+
 def test_an_awaited_one_changes_neither_what_was_seen_nor_the_task(moody: str) -> None:
     async def play() -> tuple[Observation, Task]:
         pool = EnvironmentPool(
