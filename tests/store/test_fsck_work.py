@@ -135,7 +135,8 @@ def test_the_files_are_listed_as_often_however_many_are_gone(
     list_files = LocalStorage.files
 
     def files(storage: LocalStorage, directory: str) -> Iterator[StoredFile]:
-        listings.append(directory)
+        if storage.root == layout.root:  # a thread of an earlier test may look at its own run
+            listings.append(directory)
         return list_files(storage, directory)
 
     monkeypatch.setattr(LocalStorage, "files", files)
