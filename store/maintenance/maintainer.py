@@ -14,11 +14,11 @@ from store.clock import now_us
 from store.errors import FencedError, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.maintenance.compact import CompactionPolicy, merges
-from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
+from store.maintenance.sweep import OrphanLook, expire_old, sweep_orphans, sweep_retired
 
 COMPONENT = "maintainer"
 # Orphans were written before the catalog was opened, so there is no hurry. It is longer than the
-# minutes within which a worker commits a file or gives it up: see `seen` of sweep_orphans.
+# minutes within which a worker commits a file or gives it up: see `before` of sweep_orphans.
 ORPHANS_EVERY_S = 600.0
 # Backups of the catalog of a run whose files are in a remote storage. A backup reads the whole
 # catalog, so the pause is BACKUP_PAUSE times as long as the backup took.
@@ -70,8 +70,7 @@ class Maintainer:
         self._thread = threading.Thread(target=self._run, name=COMPONENT, daemon=True)
         self._failure: BaseException | None = None
         self._left_out: frozenset[str] = frozenset()
-        self._foreign: tuple[str, ...] = ()
-        self._uncommitted: dict[str, int] = {}  # at the last look for orphans
+        self._orphan_look = OrphanLook()
         self._orphans_at = self._backup_at = time.monotonic()
         # the kind of failure and its error, from the first failure until the first success
         self._waits_for: tuple[str, str] | None = None
@@ -116,12 +115,8 @@ class Maintainer:
         expire_old(self.catalog, self.layout, keep_days=keep_days, keep_versions=keep_versions)
         sweep_retired(self.catalog, self.layout, window_s=self.settings.snapshot_window_s)
         if time.monotonic() >= self._orphans_at:
-            self._foreign = sweep_orphans(
-                self.catalog,
-                self.layout,
-                opened_us=self._opened_us,
-                named=self._foreign,
-                seen=self._uncommitted,
+            self._orphan_look = sweep_orphans(
+                self.catalog, self.layout, opened_us=self._opened_us, before=self._orphan_look
             )
             self._orphans_at = time.monotonic() + ORPHANS_EVERY_S
         if unavailable is not None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from store.atomic_write import TEMPORARY_SUFFIX
 from store.catalog.catalog import Catalog
@@ -91,21 +92,23 @@ def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tu
     return tuple(retired.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class OrphanLook:
+    """What one look for orphans found."""
+
+    foreign: tuple[str, ...] = ()  # files beneath segments/ that no run writes
+    # what no commit names, and when it was written, in microseconds by the clock of its storage
+    uncommitted: Mapping[str, int] = field(default_factory=dict)
+
+
 def sweep_orphans(
-    catalog: Catalog,
-    layout: RunLayout,
-    *,
-    opened_us: int,
-    named: Collection[str],
-    seen: dict[str, int] | None,
-) -> tuple[str, ...]:
+    catalog: Catalog, layout: RunLayout, *, opened_us: int, before: OrphanLook | None
+) -> OrphanLook:
     """Remove orphans and unfinished writes that are past the grace.
 
-    `opened_us` is the time when the owner opened the catalog; younger files stay. Return the files
-    beneath segments/ that no run writes. Each becomes an event unless it is in `named`.
-
-    `seen` has what was found at the look before, longer ago than a commit takes, and gets what is
-    found now: only a file that is in both goes. None: no worker writes.
+    `opened_us` is the time when the owner opened the catalog; younger files stay. `before` is the
+    last look, longer ago than a commit takes: only what was uncommitted then too goes. Give None if
+    no worker writes. Each foreign file becomes an event, unless `before` has it.
     """
     before_us = min(opened_us, now_us() - round(ORPHAN_GRACE_S * US_PER_S))
     files = list(layout.storage.files(layout.relative(layout.segments)))
@@ -113,24 +116,22 @@ def sweep_orphans(
     unknown = {file.path: file.modified_us for file in files if file.path not in known}
     foreign = tuple(path for path in unknown if not SEGMENT_PATH.fullmatch(path))
     uncommitted = {path: at_us for path, at_us in unknown.items() if path not in foreign}
-    writes = {path: found.st_mtime_ns // 1_000 for path, found in unfinished_writes(layout)}
-    before = {**uncommitted, **writes} if seen is None else dict(seen)
+    writes = {path: seen.st_mtime_ns // 1_000 for path, seen in unfinished_writes(layout)}
+    found = OrphanLook(foreign=foreign, uncommitted={**uncommitted, **writes})
+    stayed = (found if before is None else before).uncommitted
     orphans, unfinished = (
-        [path for path, at_us in some.items() if at_us < before_us and before.get(path) == at_us]
+        [path for path, at_us in some.items() if at_us < before_us and stayed.get(path) == at_us]
         for some in (uncommitted, writes)
     )
-    if seen is not None:
-        seen.clear()
-        seen.update({**uncommitted, **writes})
     for path in orphans:
         layout.storage.remove(path)
     for path in unfinished:
         remove(layout.root / path, root=layout.root)
     removed = [*orphans, *unfinished]
     _log(catalog, what="removed", paths=removed, kind="files that were never committed")
-    new = [path for path in foreign if path not in named]
+    new = [path for path in foreign if before is None or path not in before.foreign]
     _log(catalog, what="foreign", paths=new, kind="files left alone, not ours")
-    return foreign
+    return found
 
 
 def unfinished_writes(layout: RunLayout) -> Iterator[tuple[str, os.stat_result]]:

@@ -77,7 +77,7 @@ def compact_run(
         if layout.info.storage_uri is not None:
             catalog.back_up()
         removed = sweep_retired(catalog, layout, window_s=snapshot_window_s)
-        foreign = sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=None)
+        look = sweep_orphans(catalog, layout, opened_us=opened_us, before=None)
         export(catalog, layout)
         after = catalog.live_segments()
     return Compacted(
@@ -86,7 +86,7 @@ def compact_run(
         n_expired=len(expired),
         n_removed=len(removed),
         left_out=sorted(left_out),
-        foreign=foreign,
+        foreign=look.foreign,
     )
 
 

@@ -233,7 +233,7 @@ def keep_up(layout: RunLayout, catalog: Catalog, diary: Diary, *, opened_us: int
     if layout.info.storage_uri is not None:  # nor the newest backup
         catalog.back_up()
     sweep.sweep_retired(catalog, layout, window_s=0.0)
-    sweep.sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=None)
+    sweep.sweep_orphans(catalog, layout, opened_us=opened_us, before=None)
     diary.done("sweep")
 
 

@@ -39,7 +39,13 @@ from store import (
 )
 from store.maintenance import maintainer as maintainer_module
 from store.maintenance.compact import choose, file_limit, in_group_order
-from store.maintenance.sweep import ORPHAN_GRACE_S, expire_old, sweep_orphans, sweep_retired
+from store.maintenance.sweep import (
+    ORPHAN_GRACE_S,
+    OrphanLook,
+    expire_old,
+    sweep_orphans,
+    sweep_retired,
+)
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin
 from store.storage import LocalStorage, StoredFile
@@ -495,7 +501,7 @@ def test_files_are_forgotten_before_they_are_removed(
     with pytest.raises(StoreError, match="for 15 minutes"):
         steps(layout, as_of=early)
     age(*layout.segments.glob("w0/*.parquet"))
-    assert sweep_orphans(catalog, layout, opened_us=now_us(), named=(), seen=None) == ()
+    assert sweep_orphans(catalog, layout, opened_us=now_us(), before=None).foreign == ()
     assert not list(layout.segments.glob("w0/*.parquet"))
 
 
@@ -640,16 +646,15 @@ def test_orphans_and_unfinished_writes_go_after_the_grace(
     opened_us = now_us() + 1_000_000
     names = tuple(sorted(layout.relative(path) for path in foreign))
     # younger than the grace
-    assert (
-        tuple(sorted(sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=None)))
-        == names
-    )
+    look = sweep_orphans(catalog, layout, opened_us=opened_us, before=None)
+    assert tuple(sorted(look.foreign)) == names
     assert orphan.exists() and all(path.exists() for path in unfinished)
     age(committed, orphan, *unfinished, *foreign)
     opened_long_ago = now_us() - round(2 * ORPHAN_GRACE_S * 1e6)
-    sweep_orphans(catalog, layout, opened_us=opened_long_ago, named=names, seen=None)
-    assert orphan.exists()  # written under this owner: its worker may still commit it
-    sweep_orphans(catalog, layout, opened_us=opened_us, named=names, seen=None)
+    for _ in range(2):  # the first sees the new times
+        look = sweep_orphans(catalog, layout, opened_us=opened_long_ago, before=look)
+        assert orphan.exists()  # written under this owner: its worker may still commit it
+    sweep_orphans(catalog, layout, opened_us=opened_us, before=look)
     assert not orphan.exists() and not any(path.exists() for path in unfinished)
     assert committed.exists() and all(path.exists() for path in foreign)
     said = events(layout, catalog, "sweep")
@@ -678,17 +683,16 @@ def test_a_clock_of_the_storage_that_is_behind_loses_nothing(
             yield replace(file, modified_us=file.modified_us - behind_us)
 
     monkeypatch.setattr(LocalStorage, "files", written_meanwhile)
-    seen: dict[str, int] = {}
-    sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=seen)
+    look = sweep_orphans(catalog, layout, opened_us=opened_us, before=OrphanLook())
     assert (layout.root / committed[0]).exists()
     # written, and not committed yet: the time of its storage says that it is an old one
     later = open_train_group(catalog, None)
     written = write_segment(
         layout, [make_trajectory(later, 0)], worker="w0", epoch=catalog.epoch
     ).path
-    sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=seen)
+    look = sweep_orphans(catalog, layout, opened_us=opened_us, before=look)
     assert (layout.root / written).exists()
-    sweep_orphans(catalog, layout, opened_us=opened_us, named=(), seen=seen)
+    sweep_orphans(catalog, layout, opened_us=opened_us, before=look)
     assert not (layout.root / written).exists(), "nobody commits it any more"
 
 

@@ -361,7 +361,7 @@ def test_a_file_that_is_put_back_is_kept_and_its_trajectories_count_again(
         with Catalog.open(layout) as catalog:
             repair(catalog, layout, findings=check(layout, level=CONTENTS))
             rewrite_anew(layout.root / path, kept)
-            sweep_orphans(catalog, layout, opened_us=2**62, named=(), seen=None)
+            sweep_orphans(catalog, layout, opened_us=2**62, before=None)
             (finding,) = check(layout, level=CONTENTS)
             assert (finding.what, finding.subject) == ("segment_returned", path)
             repair(catalog, layout, findings=[finding])

@@ -402,9 +402,7 @@ class StoreMachine(RuleBasedStateMachine):
                 export(self.catalog, self.layout)
             else:
                 sweep_retired(self.catalog, self.layout, window_s=0)
-                sweep_orphans(
-                    self.catalog, self.layout, opened_us=self.run.opened_us, named=(), seen=None
-                )
+                sweep_orphans(self.catalog, self.layout, opened_us=self.run.opened_us, before=None)
             self.each_trajectory_is_read_once_as_it_was_first_committed()
 
     def expire(self, *, keep_versions: int) -> None:

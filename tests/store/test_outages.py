@@ -215,7 +215,7 @@ def test_files_that_go_while_they_are_looked_at_are_no_error(
 
     with Catalog.open(layout) as catalog:
         monkeypatch.setattr(os, "scandir", listed_and_gone)
-        assert sweep_orphans(catalog, layout, opened_us=now_us(), named=(), seen=None) == ()
+        assert sweep_orphans(catalog, layout, opened_us=now_us(), before=None).foreign == ()
     assert layout.relative(going) not in {file.path for file in layout.storage.files("segments")}
 
 
