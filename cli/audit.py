@@ -101,9 +101,7 @@ def audit(
         say(f"{len(rows)} rows in {output}")
     if plot is not None:
         drawing = plot_settings(rows, describe_settings(named))
-        write_new_file(
-            "--plot", plot, write=lambda file: file.write_text(drawing, encoding="utf-8"), run=run
-        )
+        write_new_file("--plot", plot, write=lambda file: file.write(drawing.encode()), run=run)
         say(f"a plot in {plot}")
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from store import StoreError
+
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def check_new_file(option: str, file: Path | None, *, run: Path) -> None:
@@ -24,19 +28,30 @@ def check_new_file(option: str, file: Path | None, *, run: Path) -> None:
         raise StoreError(f"{option} {file}: there is no directory {file.parent}; make it first")
 
 
-def write_new_file(option: str, file: Path, *, write: Callable[[Path], object], run: Path) -> None:
-    """Call `write` with another name, then rename the file: it is absent or whole."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+def write_new_file(
+    option: str, file: Path, *, write: Callable[[BinaryIO], object], run: Path
+) -> None:
+    """Let `write` fill a file of another name, then rename it: it is absent or whole.
+
+    The directory may be /tmp, where other users make files too. So the file is new, and it is
+    written by its descriptor: no link that they put there leads to a file of the user's.
+    """
+    unfinished = f".{file.name}.{secrets.token_hex(8)}.tmp"
     try:
-        write(unfinished)
-        with unfinished.open("rb") as written:
-            os.fsync(written.fileno())  # else a power cut could leave the name without the bytes
-        check_new_file(option, file, run=run)  # the work may have taken an hour
-        unfinished.rename(file)
+        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            new = os.open(unfinished, NEW_FILE, 0o666, dir_fd=directory)
+            with open(new, "wb") as written:
+                write(written)
+                written.flush()
+                os.fsync(new)  # else a power cut could leave the name without the bytes
+            check_new_file(option, file, run=run)  # the work may have taken an hour
+            os.rename(unfinished, file.name, src_dir_fd=directory, dst_dir_fd=directory)
+        finally:
+            with suppress(OSError):
+                os.unlink(unfinished, dir_fd=directory)
+            os.close(directory)
     except OSError as error:
         raise StoreError(
             f"{option} {file} could not be written: {error}; free space, or name another file"
         ) from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -110,6 +111,7 @@ def sql(
     return 0
 
 
-def _write(table: pa.Table, file: Path, *, format: str) -> None:
-    with file.open("w", newline="", encoding="utf-8") as out:
-        WRITERS[format](table, out)
+def _write(table: pa.Table, file: BinaryIO, *, format: str) -> None:
+    out = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    WRITERS[format](table, out)
+    out.detach()  # it flushes, and leaves the file open

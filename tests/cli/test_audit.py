@@ -6,6 +6,7 @@ import functools
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 from xml.etree import ElementTree
 
 import pyarrow as pa
@@ -475,9 +476,9 @@ def test_an_output_is_whole_or_absent(
     """
     file, write = tmp_path / "rows.parquet", pq.write_table
 
-    def half(table: pa.Table, where: Path, **options: str) -> None:
+    def half(table: pa.Table, where: BinaryIO, **options: str) -> None:
         write(table, where, **options)
-        os.truncate(where, where.stat().st_size // 2)
+        where.truncate(where.tell() // 2)
         assert not file.exists(), "a process that is killed here leaves no file of that name"
         raise OSError(28, "No space left on device")
 
@@ -496,9 +497,44 @@ def test_an_output_of_another_process_meanwhile_is_not_written_over(
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(StoreError, match="mine exists; name another file"):
         write_new_file(
-            "--output", tmp_path / "mine", write=lambda file: file.write_text("theirs"), run=run
+            "--output", tmp_path / "mine", write=lambda file: file.write(b"theirs"), run=run
         )
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("command", ["sql", "audit"])
+def test_an_output_is_written_through_no_link_that_was_there_before(
+    run: Path, tmp_path: Path, command: str
+) -> None:
+    """The attack: who reads the process id puts a link under the name of the unfinished file."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    names = [f".rows.parquet.{os.getpid()}.tmp", ".rows.parquet.tmp", "rows.parquet.tmp"]
+    for name in names:
+        (tmp_path / name).symlink_to(precious)
+    words = ["SELECT 1 AS a", "--format", "parquet"] if command == "sql" else []
+    file = tmp_path / "rows.parquet"
+    assert main([command, str(run), *words, "--output", str(file)]) == 0
+    assert precious.read_text() == "mine" and not file.is_symlink()
+    assert len(pq.read_table(file)) == (1 if command == "sql" else 35)
+    assert {path.name for path in tmp_path.iterdir()} == {"precious", "rows.parquet", *names}
+
+
+def test_an_output_is_written_through_no_link_that_comes_while_it_is_written(
+    run: Path, tmp_path: Path
+) -> None:
+    precious, directory = tmp_path / "precious", tmp_path / "shared"
+    directory.mkdir()
+    precious.write_text("mine")
+
+    def exchanged(file: BinaryIO) -> None:
+        (unfinished,) = directory.iterdir()
+        unfinished.unlink()
+        unfinished.symlink_to(precious)
+        file.write(b"rows")
+
+    write_new_file("--output", directory / "rows", write=exchanged, run=run)
+    assert precious.read_text() == "mine"
 
 
 def test_steps_by_the_size_of_their_anchor_group(
