@@ -33,6 +33,8 @@ from store import (
     WANTED_WORKERS_FILE,
     RunLayout,
     StoreError,
+    check_own_directory,
+    is_trusted,
     read_run_file,
     write_atomically,
 )
@@ -80,8 +82,10 @@ def status(run: Path, console: Console) -> None:
 def stop(run: Path, console: Console) -> None:
     """End the run in order, and remove what is left of it.
 
-    Raises StoreError if its driver is another machine's or another user's, or does not end.
+    Raises StoreError if its driver is another machine's or another user's, or does not end, and for
+    another user's directory that this one does not trust.
     """
+    _check_not_exchanged(run)
     driver = driver_of(run)
     if driver is None:
         RunLayout.open(run)  # raises for a directory that is no run
@@ -112,8 +116,10 @@ def stop(run: Path, console: Console) -> None:
 def ask_for_workers(run: Path, n_workers: int) -> None:
     """Ask the run's driver for a number of workers.
 
-    Raises StoreError if there is no run or nobody drives it, ConfigError if it has no workers.
+    Raises StoreError if there is no run or nobody drives it, and for another user's directory that
+    this one does not trust; ConfigError if it has no workers.
     """
+    _check_not_exchanged(run)
     if RunLayout.exists(run):
         config = configs.from_yaml(RunLayout.open(run).info.config_yaml)
         if configs.is_offline(config):
@@ -148,6 +154,15 @@ def say_stopping(run: Path, text: str) -> None:
 def clear_stopping(run: Path) -> None:
     """Remove the stopping line of the cloning, so that the training can be stopped in turn."""
     (run / STOPPING_FILE).unlink(missing_ok=True)
+
+
+def _check_not_exchanged(run: Path) -> None:
+    """Raise StoreError for an untrusted directory of another user.
+
+    While a command looks, they could put a link to another run, or to any file, in its place.
+    """
+    if not is_trusted(run):
+        check_own_directory(run, instead="ask that user to do it")
 
 
 def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) -> None:

@@ -210,7 +210,7 @@ def _writes(pid: int, path: Path) -> bool:
 
     Raises OSError if it has ended or is another user's.
     """
-    wanted = path.stat()
+    wanted = path.lstat()  # a link to /dev/null would make a driver of almost any process
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             found = descriptor.stat()  # of the file behind the link

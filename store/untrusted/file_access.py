@@ -37,25 +37,33 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def check_own_directory(path: Path) -> None:
+def check_own_directory(path: Path, *, instead: str = "give a directory of your own") -> None:
     """Raise StoreError for a directory, or a link to one, of another user.
 
     They could exchange what is in it, and links would lead what is written and removed there to
     other files. In a directory for all with a sticky bit, such as /tmp, nobody else can exchange
-    one of ours. Call it after the directory was made: somebody else may have made it just before.
-    Root's directories pass. So does everything for root: a directory that a container mounts
-    belongs to a user outside.
+    one of ours. A parent of it that lies in a directory for all is looked at in the same way, as
+    anybody could have made it: /tmp/ours of /tmp/ours/run. Call it after the directory was made:
+    somebody else may have made it just before. Root's directories pass. So does everything for
+    root: a directory that a container mounts belongs to a user outside.
     """
     me = os.geteuid()
-    owners = [path.lstat().st_uid]
-    with suppress(FileNotFoundError):  # a link that leads nowhere
-        owners.append(path.stat().st_uid)
-    owner = next((each for each in owners if each not in (me, 0)), None)
-    if owner is not None and me != 0:
-        raise StoreError(
-            f"{path} belongs to another user (uid {owner}), who could exchange what a run keeps "
-            "there; give a directory of your own"
-        )
+    if me == 0:
+        return
+    ways = (path.absolute(), path.resolve())  # a link may lie in the way
+    for directory in dict.fromkeys(each for way in ways for each in (way, *way.parents)):
+        if directory not in ways and not _is_for_all(directory.parent):
+            continue
+        owners = []
+        with suppress(FileNotFoundError):  # not made yet, or a link that leads nowhere
+            owners.append(directory.lstat().st_uid)
+            owners.append(directory.stat().st_uid)
+        owner = next((each for each in owners if each not in (me, 0)), None)
+        if owner is not None:
+            raise StoreError(
+                f"{directory} belongs to another user (uid {owner}), who could exchange what a run "
+                f"keeps there; {instead}"
+            )
 
 
 def open_directory(path: Path, *, root: Path) -> int:
@@ -280,6 +288,13 @@ def _check_no_null(name: str) -> None:
     if "\0" in name:
         text = f"{name!r} has a null byte in it; no run names such a file"
         raise UnsafePathError(errno.EINVAL, text)
+
+
+def _is_for_all(directory: Path) -> bool:
+    """Return whether everybody may make files in a directory. False if it is not there."""
+    with suppress(FileNotFoundError):
+        return bool(directory.stat().st_mode & stat.S_IWOTH)
+    return False
 
 
 def _has_kind(path: Path, *, root: Path, is_kind: Callable[[int], bool]) -> bool:

@@ -140,6 +140,66 @@ def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
     assert [path.name for path in run.iterdir()] == ["run.json"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_nobody_drives_a_run_beneath_a_directory_that_another_user_made_in_one_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: they read run_dir=/tmp/new/run in the command line, and make /tmp/new."""
+    for_all, run = tmp_path / "for_all", tmp_path / "for_all" / "new" / "run"
+    run.parent.mkdir(parents=True)
+    for_all.chmod(0o1777)
+    os.chown(run.parent, 65534, 65534)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the session's key is root's
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with (
+        pytest.raises(StoreError, match=r"new belongs to another user \(uid 65534\)"),
+        driving(run),
+    ):
+        pass
+    assert not (run / DRIVER_FILE).exists()
+    (tmp_path / "link").symlink_to(run.parent)
+    with (
+        pytest.raises(StoreError, match="belongs to another user"),
+        driving(tmp_path / "link" / "a"),
+    ):
+        pass
+    for_all.chmod(0o755)  # a folder that a colleague made where not everybody may
+    with driving(run):
+        assert (run / DRIVER_FILE).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    """The attack: they exchange it with a link to another run while `gigpo stop` looks."""
+    run = tmp_path / "run"
+    RunLayout.create(run, config_yaml="")
+    worker = sleep_with(run, sleepers)
+    os.chown(run, 65534, 65534)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the session's key is root's
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    for ask in (lambda: runs.stop(run, Console()), lambda: runs.ask_for_workers(run, 3)):
+        with pytest.raises(StoreError, match=r"uid 65534\).*; ask that user to do it"):
+            ask()
+    assert worker.poll() is None
+
+
+def test_a_link_in_place_of_driver_json_makes_no_process_the_driver(
+    tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    """The attack: a process whose output goes to /dev/null was ended as the driver of a run."""
+    run = tmp_path / "run"
+    run.mkdir()
+    other = sleep_with(None, sleepers)
+    ticks = started_ticks(other.pid)
+    (run / DRIVER_FILE).write_text(driven_by(other.pid, ticks, run=run))
+    driver = driver_of(run)
+    (run / DRIVER_FILE).unlink()
+    (run / DRIVER_FILE).symlink_to("/dev/null")
+    assert driver is not None and driver.process() is None
+
+
 def test_a_copy_of_a_run_that_is_driven_is_driven_by_nobody(
     tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
