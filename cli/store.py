@@ -230,6 +230,7 @@ def fetch(uri: str, destination: Path) -> None:
     """Copy a run from an object store, for reading.
 
     URI is the run's store.uri. DIR is a new directory or an earlier copy, which then catches up.
+    Only you may enter a new one, as the run's settings may hold a secret.
     DuckDB's open.sql, the Python reader and `gigpo sql` work on the copy. Credentials come from the
     environment.
     """

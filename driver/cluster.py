@@ -69,6 +69,8 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a run on a busy machine
+    # gRPC writes a line on the terminal and in every log for each connection that a stranger opens.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # By default Ray starts only as many processes at once as there are cores.
     os.environ.update(variables | {"RAY_worker_maximum_startup_concurrency": str(processes)})
     directory = None

@@ -301,7 +301,7 @@ def _play(config: Config, console: Console, *, in_new_run: bool) -> None:
     run = Path(config.run_dir)
     # Without model.path a server plays, and no process reads this directory.
     model_path = config.model.path or str(run / BASE_POLICY)
-    with run_lock.driving(run), ExitStack() as ray:
+    with run_lock.driving(run, private=configs.holds_secrets(config)), ExitStack() as ray:
         with said_while(lambda: "starting Ray", console.print):
             processes = n_processes(config, learns=False)
             ray.enter_context(ray_cluster(config.run_dir, processes=processes))

@@ -91,10 +91,18 @@ def bring(
     store.open_storage(uri)  # refuses a scheme before anything is said
     if not store.is_brought(uri, root):
         say(f"bringing {uri} to {root}")
-        report = store.bring_run(uri, root, trusts=trusts)
+        report = store.bring_run(uri, root, trusts=trusts, is_secret=_is_secret)
         for line in (*report.recovered, *(f"lost: {line}" for line in report.lost)):
             say(line)
     return root, others
+
+
+def _is_secret(config_yaml: str) -> bool:
+    """Return whether nobody else may read a run with these settings, which may be untrusted."""
+    try:
+        return configs.holds_secrets(configs.from_yaml(config_yaml))
+    except ConfigError:
+        return True  # nobody knows
 
 
 def directory_of(uri: str, overrides: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
@@ -229,6 +237,7 @@ def make_fork(source: str, config: Config) -> None:
             learner_step=learner_step,
             config_yaml=configs.as_yaml(config),
             storage_uri=config.store.uri or None,
+            private=configs.holds_secrets(config),
         )
     layout = RunLayout.open(root)
     with Catalog.open(layout) as catalog:

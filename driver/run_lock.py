@@ -28,6 +28,7 @@ from store import (
     StoreError,
     check_own_directory,
     is_trusted,
+    keep_private,
     read_run_file,
 )
 
@@ -78,11 +79,12 @@ def hides_its_files(driver: Driver) -> bool:
 
 
 @contextlib.contextmanager
-def driving(run: Path) -> Iterator[int]:
+def driving(run: Path, *, private: bool = False) -> Iterator[int]:
     """Drive a run alone. Yields the number of leftover processes that were removed first.
 
-    Raises StoreError if another process drives it, and if the directory cannot be made, or is
-    another user's and no run that this one made or trusts.
+    If `private`, nobody else may enter its directory, from the first file in it. Raises StoreError
+    if another process drives it, and if the directory cannot be made, or is another user's and no
+    run that this one made or trusts.
     """
     check_idle(run, instead="choose another run_dir")
     n_removed = remove_leftovers(run)
@@ -91,6 +93,8 @@ def driving(run: Path) -> Iterator[int]:
         run.mkdir(parents=True, exist_ok=True)
         if not is_trusted(run):
             check_own_directory(run)  # again: it may have been made since the settings were checked
+        if private:
+            keep_private(run)
         for left in (WANTED_WORKERS_FILE, STOPPING_FILE):
             (run / left).unlink(missing_ok=True)
     except OSError as error:

@@ -180,7 +180,7 @@ def train(config: Config, screen: Screen, *, fork_of: str = "") -> None:
     offline_sources.check_vocabularies(config)
     check_writable(config)
     run = Path(config.run_dir)
-    with run_lock.driving(run) as n_leftovers:
+    with run_lock.driving(run, private=configs.holds_secrets(config)) as n_leftovers:
         if n_leftovers:
             console.print(f"removed {n_leftovers} processes that an earlier start of {run} left")
         check_same_run(config)

@@ -130,6 +130,10 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if private := os.environ.get(ENGINE_SOCKETS):
+        # vLLM's processes meet at a file there, also if there is only one. Who can open it can lock
+        # it, and keep the engine from starting.
+        variables["TMPDIR"] = private
     if actors.batch_invariant:
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if actors.gpus_per_worker:

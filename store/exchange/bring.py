@@ -18,12 +18,18 @@ import fcntl
 import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from store import primary_directory
-from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
+from store.atomic_write import (
+    READ_ONLY,
+    READ_WRITE,
+    keep_private,
+    make_directory,
+    write_atomically,
+)
 from store.errors import FormatError, LockedError, StoreError
 from store.layout import (
     BASE_POLICY,
@@ -68,10 +74,13 @@ def is_uri(location: str) -> bool:
     return "://" in location
 
 
-def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
+def bring_run(
+    uri: str, root: Path, *, trusts: bool, is_secret: Callable[[str], bool] = lambda _: True
+) -> Report:
     """Make the directory `root`, in which the run at `uri` goes on. Say what was recovered.
 
-    `root` must be empty, or not there. `trusts` counts the run as this user's. Raises StoreError,
+    `root` must be empty, or not there. `trusts` counts the run as this user's. Nobody else may
+    enter the directory if `is_secret` says so of the run's settings. Raises StoreError,
     for a stranger's run too; nothing is left at `root` then, and the run stays where it was, if the
     storage still answers. Raises LockedError while another process brings a run to `root`.
     """
@@ -82,7 +91,7 @@ def bring_run(uri: str, root: Path, *, trusts: bool) -> Report:
         )
     layout = RunLayout(root=root.absolute(), info=_info(uri, files[RUN_JSON]))
     with _alone(layout.root):
-        return _bring(open_storage(uri), layout, files, trusts=trusts)
+        return _bring(open_storage(uri), layout, files, trusts=trusts, is_secret=is_secret)
 
 
 @contextmanager
@@ -117,13 +126,23 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _bring(
-    storage: Storage, layout: RunLayout, files: Mapping[str, bytes], *, trusts: bool
+    storage: Storage,
+    layout: RunLayout,
+    files: Mapping[str, bytes],
+    *,
+    trusts: bool,
+    is_secret: Callable[[str], bool],
 ) -> Report:
     """Make the directory of `layout`, which is locked, and remove it if that fails."""
     root = layout.root
     is_new = not root.exists()
     make_directory(root, beneath=root)
     check_own_directory(root)
+    with limited_memory([root]):  # a stranger's settings
+        newest = files.get(CONFIG_FILE, b"").decode(errors="replace")
+        is_private = any(is_secret(text) for text in (newest, layout.info.config_yaml) if text)
+    if is_private:
+        keep_private(root)
     _empty(root)
     (root / UNFINISHED_BRING).touch()
     try:

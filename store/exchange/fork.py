@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
-from store.atomic_write import make_directory, sync_directory
+from store.atomic_write import keep_private, make_directory, sync_directory
 from store.catalog.database import (
     Transaction,
     check_pages,
@@ -107,9 +107,11 @@ def fork(
     learner_step: int,
     config_yaml: str,
     storage_uri: str | None = None,
+    private: bool = False,
 ) -> RunLayout:
     """Make the new run at `root`, where nothing may be, with its files at `storage_uri` if given.
 
+    If `private`, nobody else may enter its directory, from the first file in it.
     It has the weights of the checkpoint's version only if the other run still has them. Raises
     StoreError if it cannot be made, naming the checkpoints that there are.
     """
@@ -131,6 +133,7 @@ def fork(
             learner_step=learner_step,
             config_yaml=config_yaml,
             storage_uri=storage_uri,
+            private=private,
         )
         _put_in_place(unfinished, root)
     except BaseException as error:
@@ -156,10 +159,13 @@ def _fill(
     learner_step: int,
     config_yaml: str,
     storage_uri: str | None,
+    private: bool,
 ) -> None:
     """Make the new run in the directory `unfinished`. It is on disk at the end."""
     make_directory(unfinished, beneath=unfinished.parent)
     check_own_directory(unfinished)
+    if private:
+        keep_private(unfinished)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
     # run.json, and synced with the directories that `create` makes.
     (unfinished / UNFINISHED_FORK).touch()

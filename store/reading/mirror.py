@@ -23,7 +23,13 @@ from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
-from store.atomic_write import READ_ONLY, READ_WRITE, make_directory, write_atomically
+from store.atomic_write import (
+    READ_ONLY,
+    READ_WRITE,
+    keep_private,
+    make_directory,
+    write_atomically,
+)
 from store.catalog.database import check_consent
 from store.catalog.snapshot import read_as_of
 from store.errors import DigestError, FormatError, StoreError
@@ -81,6 +87,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
 def fetch_run(uri: str, dest: Path) -> RunLayout:
     """Make or update a readable copy of the run whose storage is at `uri`. It has no catalog.
 
+    Nobody else may enter a new copy, as the run's settings may hold a secret.
     Raises StoreError if `dest` holds something else, or the run itself.
     """
     in_limited_process(_fetch_run, uri, dest, at_most_bytes=allowed_bytes())
@@ -104,6 +111,7 @@ def _fetch_run(uri: str, dest: Path) -> None:
         if dest.exists() and any(dest.iterdir()):
             raise StoreError(f"{dest} is not empty and no copy of a run; choose a new directory")
         make_directory(layout.root, beneath=layout.root)
+        keep_private(layout.root)  # its settings may hold a secret
         _make_copy(layout)
     elif RunLayout.open(dest).info != info or status(layout.catalog, root=layout.root) is not None:
         raise StoreError(

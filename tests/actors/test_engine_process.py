@@ -63,6 +63,20 @@ def test_an_engine_does_not_start_with_a_cache_of_somebody_else(
         engine_process.engine_environment(actors, tmp_path, tmp_path / "engine.log")
 
 
+def test_an_engine_keeps_its_temporary_files_where_only_this_user_can_enter(
+    actors: ActorsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: who locks the file at which vLLM's processes meet keeps the engine waiting."""
+    monkeypatch.setenv(engine_process.ENGINE_SOCKETS, str(tmp_path / "private"))
+    (tmp_path / "model.safetensors").touch()
+    for settings in (actors, ActorsConfig()):
+        monkeypatch.setattr(
+            engine_process, "_is_cpu_build", lambda on=settings: not on.gpus_per_worker
+        )
+        variables = engine_process.engine_environment(settings, tmp_path, tmp_path / "engine.log")
+        assert variables["TMPDIR"] == str(tmp_path / "private")
+
+
 # As a worker: Python's first folder is that of the script, and OpenCV is among what vLLM imports.
 STARTS_PROGRAMS = """
 import multiprocessing, os, subprocess

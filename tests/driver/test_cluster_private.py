@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import socket
 import ssl
 import subprocess
 import sys
@@ -107,6 +109,22 @@ def test_a_neighbour_gets_no_answer_from_ray(cluster: None) -> None:
     assert without in ("RpcError", "GetTimeoutError"), (
         f"with a token, and no certificate: {without}"
     )
+
+
+def test_a_stranger_who_connects_to_ray_writes_no_line(
+    cluster: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: 56,000 connections put as many lines on the terminal, and into every log."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            connection.settimeout(PATIENCE_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b"", "it was refused, and so looked at"
+    logs = Path(os.environ[ENGINE_SOCKETS]).rglob("*.*")
+    said = "".join(path.read_text(errors="replace") for path in logs if path.is_file())
+    assert said and "Handshake failed" not in said + capfd.readouterr().err
 
 
 def test_a_neighbour_cannot_end_ray_and_take_its_place(cluster: None) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import configs
+import store
 from configs import ConfigError
 from driver import resume
-from store import RunLayout
+from store import RunLayout, StoreError
 from tests.runs.test_run import rows
 from tests.support.fault_runs import ROOT, untrained_model
 from tests.support.killed_runs import (
@@ -40,6 +42,25 @@ def test_a_fork_has_the_other_runs_settings_but_for_those_given(
         [f"run_dir={tmp_path / 'b'}", "algorithm.omega=0.5", "learner.learning_rate=0.5"],
     )
     assert (config.seed, config.run_dir, config.algorithm.omega) == (5, str(tmp_path / "b"), 0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"api_key": "hunter2"}])
+def test_a_fork_whose_settings_hold_a_secret_is_private(
+    source: Path, options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+
+    def fork(*_: object, private: bool, **__: object) -> None:
+        made.append(private)
+        raise StoreError("far enough")
+
+    monkeypatch.setattr(store, "fork", fork)
+    monkeypatch.setattr(resume, "source_of_fork", lambda _: (RunLayout.open(source), 4))
+    config = resume.load_fork(f"{source}@4", [f"run_dir={tmp_path / 'b'}"])
+    config = replace(config, env=replace(config.env, options=options))
+    with pytest.raises(StoreError, match="far enough"):
+        resume.make_fork(f"{source}@4", config)
+    assert made == [bool(options)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -202,6 +203,11 @@ def test_a_run_is_brought_from_its_uri_with_its_settings(
     elsewhere = ["run_dir=another/place", *given]
     assert resume.bring(uri, elsewhere, trusts=False, say=said.append)[0] == Path("another/place")
     assert resume.load(Path("another/place"), []).seed == 5
+    assert stat.S_IMODE(Path("another/place").stat().st_mode) == 0o755
+    secret = replace(config.env, options={"api_key": "hunter2"})
+    resume.remember(replace(config, env=secret, run_dir="another/place"))
+    assert resume.bring(uri, ["run_dir=kept"], trusts=False, say=said.append)[0] == Path("kept")
+    assert stat.S_IMODE(Path("kept").stat().st_mode) == 0o700, "its settings hold a secret now"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -166,6 +167,16 @@ def test_nobody_drives_a_run_beneath_a_directory_that_another_user_made_in_one_f
     for_all.chmod(0o755)  # a folder that a colleague made where not everybody may
     with driving(run):
         assert (run / DRIVER_FILE).exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_nobody_else_enters_the_directory_of_a_private_run(tmp_path: Path, is_there: bool) -> None:
+    """The attack: what an environment said, with a key in it, was read in logs/."""
+    run = tmp_path / "run"
+    if is_there:
+        run.mkdir()
+    with driving(run, private=True):
+        assert stat.S_IMODE(run.stat().st_mode) == 0o700
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")

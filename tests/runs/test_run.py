@@ -389,6 +389,9 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
     committed = trajectory_uids(run)
     assert committed
     run_lock.remove_leftovers(run)  # Ray ends them too, some seconds later
+    # Another user who locked the file at which vLLM's processes meet would keep the engine waiting.
+    meets = [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("vllm")]
+    assert meets == [], "it is in the directory that only this user can enter"
     trained_by_then = trained_step(run)
     moved.parent.mkdir()
     shutil.copytree(run, moved)

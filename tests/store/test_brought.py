@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import stat
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,7 @@ from store.run_json import parse_run_json
 from store.storage import MAX_FILE_BYTES, LocalStorage
 from store.untrusted.file_access import MAX_TEXT_BYTES
 from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED
+from tests.support.file_modes import modes_at_each_write
 from tests.support.store_runs import MERGE_TWO
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -399,6 +401,23 @@ def test_a_run_is_not_brought_into_a_directory_of_another_user(
     with pytest.raises(StoreError, match=r"theirs belongs to another user \(uid 65534\)"):
         bring_run(uri_of(lost), root, trusts=False)
     assert sorted(root.iterdir()) == before
+
+
+@pytest.mark.parametrize("secret", ["newest", "first", ""])
+def test_nobody_else_enters_a_brought_run_with_a_secret_from_its_first_file(
+    lost: RunLayout, tmp_path: Path, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the key in config.yaml was read until the run had started."""
+    root = tmp_path / "new"
+    texts = {"newest": "a: 2\n", "first": "a: 1\n"}
+    (lost.root / "config.yaml").write_text(texts["newest"])
+    sign_run(lost.root)
+    for name in ("config.yaml", "signed.json"):
+        lost.storage.write(name, (lost.root / name).read_bytes())
+    modes = modes_at_each_write(lambda: [root], monkeypatch)
+    bring_run(uri_of(lost), root, trusts=False, is_secret=lambda text: text == texts.get(secret))
+    assert len(modes) > 1
+    assert {*modes, stat.S_IMODE(root.stat().st_mode)} == {0o700 if secret else 0o755}
 
 
 def test_a_copy_of_a_storage_is_not_taken_for_the_run(lost: RunLayout, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from store import (
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from tests.crash.commands import make_forkable_run
+from tests.support.file_modes import modes_at_each_write
 from tests.support.run_views import connect
 from tests.support.store_damage import ask, mounted
 from tests.support.store_runs import compact_once, fingerprint
@@ -329,6 +331,18 @@ def test_a_fork_that_a_neighbour_gets_ahead_of_removes_nothing(
     with pytest.raises(StoreError, match="belongs to another user"):
         fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     assert [path.name for path in place.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_nobody_else_enters_a_private_fork_from_its_first_file(
+    run: Life, tmp_path: Path, private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the key in run.json was read while the fork was made."""
+    root = tmp_path / "fork"
+    modes = modes_at_each_write(lambda: [root, tmp_path / "fork.unfinished"], monkeypatch)
+    fork(run.layout, root, learner_step=2, config_yaml="", private=private)
+    assert len(modes) > 1
+    assert {*modes, stat.S_IMODE(root.stat().st_mode)} == {0o700 if private else 0o755}
 
 
 def test_a_fork_replaces_what_a_killed_one_left(run: Life, tmp_path: Path) -> None:

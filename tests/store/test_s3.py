@@ -155,6 +155,7 @@ def test_another_machine_fetches_a_copy_and_catches_up(server: Server, tmp_path:
     layout = make_run(tmp_path / "run", server.uri("fetched"))
     copy = tmp_path / "elsewhere/copy"
     assert main(["fetch", server.uri("fetched"), str(copy)]) == 0
+    assert copy.stat().st_mode & 0o777 == 0o700, "its settings may hold a secret"
     shutil.move(layout.root, tmp_path / "hidden")  # nothing of the run's own directory is needed
     assert count(copy) == [12, 4, 2]
     shutil.move(tmp_path / "hidden", layout.root)
