@@ -94,7 +94,7 @@ def sweep_retired(catalog: Catalog, layout: RunLayout, *, window_s: float) -> tu
 
 @dataclass(frozen=True, kw_only=True)
 class OrphanLook:
-    """What one look for orphans found."""
+    """Files that one look for orphans found."""
 
     foreign: tuple[str, ...] = ()  # files beneath segments/ that no run writes
     # what no commit names, and when it was written, in microseconds by the clock of its storage
