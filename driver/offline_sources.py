@@ -120,7 +120,7 @@ def _sources(
 ) -> list[OfflineSource]:
     sources = []
     for text in config.source:
-        source = parse_source(text)
+        source = replace(parse_source(text), max_tokens=configs.max_model_tokens(config))
         if _is_chats(text):
             rows = partial(
                 _chat_rows, Path(source.location), config, console, model_path=model_path

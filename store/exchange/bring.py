@@ -18,6 +18,7 @@ import fcntl
 import functools
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,6 +66,7 @@ SMALL_FILES = {
     VIEWS: MAX_OPEN_SQL_BYTES,
 }
 LOCK_ENDING = ".bring.lock"
+NOT_OUR_LOCK = "remove it, or give run_dir=NEW in a directory of your own"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 OF_A_FILE_SYSTEM = "lost+found"  # may be in a directory that is the root of one
 
@@ -96,16 +98,32 @@ def bring_run(
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Hold the lock of whoever brings a run to `root`: a file beside it. Raises LockedError."""
+    """Hold the lock of whoever brings a run to `root`: a file beside it. Raises LockedError.
+
+    Raises StoreError for a file that is not this user's: somebody else may hold its lock for ever,
+    and in a directory for all, such as /tmp, nobody but its owner can remove it.
+    """
     make_directory(root.parent, beneath=root.parent)
     path = root.parent / f".{root.name}{LOCK_ENDING}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno not in NOT_WRITABLE:
-            raise StoreError(f"{path} cannot be locked: {error.strerror}; remove it") from error
+        # With fs.protected_regular Linux refuses to open somebody else's file in /tmp.
+        if error.errno not in NOT_WRITABLE or os.path.lexists(path):
+            raise StoreError(
+                f"{path} cannot be locked: {error.strerror}; {NOT_OUR_LOCK}"
+            ) from error
         yield  # `root` is a mounted volume, beside which nothing can be written
         return
+    status = os.fstat(descriptor)
+    # As for directories, everything passes for root, and root's files do for everybody.
+    is_theirs = os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0)
+    if is_theirs or not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        whose = (
+            f"belongs to another user (uid {status.st_uid})" if is_theirs else "is no ordinary file"
+        )
+        raise StoreError(f"{path}, the lock of {root}, {whose}; {NOT_OUR_LOCK}")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The last holder removes the file: a lock on a removed one excludes nobody.

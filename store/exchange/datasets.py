@@ -202,10 +202,12 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
 
     Trajectories that the run has stay as they are, so a second import changes nothing. In the run
     that the dataset came from, lost trajectories come back. Raises LockedError if the run has an
-    owner, DigestError or FormatError if the dataset was changed.
+    owner; DigestError or FormatError, before anything is imported, if no run wrote the dataset.
     """
     storage, layout = open_storage(str(source)), RunLayout.open(run)
     dataset = read_dataset(storage)
+    for name, table in part_tables(storage, dataset):
+        segment_rows.check_importable(table, name=name)
     with Catalog.open(layout) as catalog:
         reports = [
             import_rows(

@@ -100,6 +100,8 @@ class OfflineSource:
     # makes the rows of a location that this package cannot read; called only if they are needed
     rows: Callable[[], OfflineRows] | None = None
     n_tokens: int | None = None  # the model's, whose ids begin at 0; None: not known
+    # of a prompt and its response together, which a learner step computes at once; None: any
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,9 +173,17 @@ def take_sources(
 
 
 def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
-    """Raise the errors that `take_sources` raises before it takes anything."""
+    """Raise the errors that `take_sources` raises before it takes anything.
+
+    All rows of datasets and chats are looked at. Those of runs are when they are imported.
+    """
     with ExitStack() as opened:
-        in_order([_select(source, opened) for source in sources], order=order)
+        selections = [_select(source, opened) for source in sources]
+        in_order(selections, order=order)
+        for selection in selections:
+            for table in _rows(selection) if selection.is_dataset else ():
+                check_tokens(table, name=_name(selection), source=selection.source)
+                segment_rows.check_importable(table, name=_name(selection))
 
 
 def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
@@ -358,25 +368,32 @@ def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
     return whole, len(groups) - len(whole)
 
 
-def check_tokens(table: pa.Table, *, name: str, n_tokens: int | None) -> None:
-    """Raise FormatError for rows that a learner whose model has `n_tokens` cannot train on."""
+def check_tokens(table: pa.Table, *, name: str, source: OfflineSource) -> None:
+    """Raise FormatError for rows of a source that the learner of its model cannot train on."""
     segment_rows.check_trainable(table, name=name)
     largest = segment_rows.largest_token(table)
-    if n_tokens is not None and largest >= n_tokens:
+    if source.n_tokens is not None and largest >= source.n_tokens:
         raise FormatError(
-            f"{name} has the token id {largest}, and the model knows {n_tokens} tokens; use a "
-            "source that was played with the same model"
+            f"{name} has the token id {largest}, and the model knows {source.n_tokens} tokens; use "
+            "a source that was played with the same model"
+        )
+    longest, step = segment_rows.longest_step(table)
+    if source.max_tokens is not None and longest > source.max_tokens:
+        raise FormatError(
+            f"{name}: {step} has {longest:,} tokens, prompt and response together, more than the "
+            f"{source.max_tokens:,} of prompt.max_prompt_tokens + actors.max_response_tokens; "
+            "raise them in a new run_dir, or leave its group out"
         )
 
 
 def _import(catalog: Catalog, layout: RunLayout, *, selection: _Selection) -> None:
     """Import all rows of the selected groups that are not here yet."""
-    uids = selection.groups["group_uid"].combine_chunks()
-    sizes = dict(zip(uids.to_pylist(), selection.groups["size"].to_pylist(), strict=True))
-    for table in selection.tables:
-        for piece in _pieces(table.filter(pc.is_in(table["group_uid"], value_set=uids))):
-            name = f"source {selection.source.location} (run {selection.run_id})"
-            check_tokens(piece, name=name, n_tokens=selection.source.n_tokens)
+    uids = selection.groups["group_uid"].to_pylist()
+    sizes = dict(zip(uids, selection.groups["size"].to_pylist(), strict=True))
+    name = _name(selection)
+    for table in _rows(selection):
+        for piece in _pieces(table):
+            check_tokens(piece, name=name, source=selection.source)
             import_rows(
                 catalog,
                 layout,
@@ -386,6 +403,17 @@ def _import(catalog: Catalog, layout: RunLayout, *, selection: _Selection) -> No
                 worker=WORKER,
                 name=name,
             )
+
+
+def _name(selection: _Selection) -> str:
+    return f"source {selection.source.location} (run {selection.run_id})"
+
+
+def _rows(selection: _Selection) -> Iterator[pa.Table]:
+    """Yield the rows of the selected groups, once."""
+    uids = selection.groups["group_uid"].combine_chunks()
+    for table in selection.tables:
+        yield table.filter(pc.is_in(table["group_uid"], value_set=uids))
 
 
 def _pieces(table: pa.Table) -> Iterator[pa.Table]:

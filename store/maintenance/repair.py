@@ -189,7 +189,10 @@ def _correct(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
 def _take_back(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
     """Let a file that was put back by hand count again, if it is what was committed."""
     data = _whole(layout, path)
-    held = None if data is None else open_rows(data, path=layout.root / path)
+    try:
+        held = None if data is None else open_rows(data, path=layout.root / path)
+    except FormatError:  # as committed, but no segment: it was set aside for that before
+        held = None
     if held is None or not layout.info.wrote(held.run_id) or malformed(held.table):
         quarantined = quarantine(layout, path)
         return f"{path}: what was put back is not what was committed; moved to {quarantined}"

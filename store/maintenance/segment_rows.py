@@ -14,7 +14,7 @@ from printable import one_line
 from row_bounds import MAX_CHARACTERS, MAX_REWARD
 from store.errors import FormatError
 from store.hashing import state_hash
-from store.records import uid_text
+from store.records import CHANNELS, uid_text
 from store.segments import TrajectoryMeta, decode
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
@@ -181,10 +181,11 @@ def check_importable(table: pa.Table, *, name: str) -> None:
     _check_times(table, name=name)
     for column, most in MAX_CHARACTERS.items():
         _check_length(table, column, most=most, name=name)
+    _check_images(table, name=name)
     n_ids, n_logprobs = (
         pc.list_value_length(table[column]) for column in ("response_ids", "response_logprobs")
     )
-    if not _all(pc.or_(pc.equal(n_ids, n_logprobs), pc.equal(n_logprobs, 0))):
+    if not _all(pc.equal(n_ids, n_logprobs)):
         raise FormatError(
             f"{name} has a row whose response_ids and response_logprobs differ in number; "
             f"{LOOK_AT_IT}"
@@ -204,6 +205,19 @@ def check_trainable(table: pa.Table, *, name: str) -> None:
                 f"{name} has a row without {column}, so nothing can be trained from it; leave its "
                 "trajectories out"
             )
+
+
+def longest_step(table: pa.Table) -> tuple[int, str]:
+    """Return the tokens of the longest step, prompt and response together, and the step's name."""
+    n_tokens = pc.add(
+        *(pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids"))
+    )
+    longest = pc.max(n_tokens).as_py()
+    if longest is None:  # no rows
+        return 0, ""
+    row = pc.index(n_tokens, longest).as_py()
+    step, traj_uid = (table[name][row].as_py() for name in ("step_index", "traj_uid"))
+    return longest, f"step {step} of trajectory {uid_text(traj_uid)}"
 
 
 def largest_token(table: pa.Table) -> int:
@@ -246,6 +260,22 @@ def _check_times(table: pa.Table, *, name: str) -> None:
     if len(wrong):
         raise FormatError(
             f"{name} has t_start={wrong[0].as_py()} us, outside of the years 1970 to 2262; "
+            f"{LOOK_AT_IT}"
+        )
+
+
+def _check_images(table: pa.Table, *, name: str) -> None:
+    """Raise FormatError for an image whose pixels are not those of its height and width."""
+    images = pc.list_flatten(table["images"])
+    height, width, pixels = (
+        pc.struct_field(images, field) for field in ("height", "width", "pixels")
+    )
+    n_pixels = pc.multiply(height.cast(pa.int64()), width.cast(pa.int64()))
+    n_bytes = pc.multiply(n_pixels, CHANNELS)
+    has_sides = pc.and_(pc.greater(height, 0), pc.greater(width, 0))
+    if not _all(pc.and_(has_sides, pc.equal(n_bytes, pc.binary_length(pixels).cast(pa.int64())))):
+        raise FormatError(
+            f"{name} has an image whose pixels are not height x width x {CHANNELS} bytes; "
             f"{LOOK_AT_IT}"
         )
 

@@ -3,7 +3,7 @@
     table = read_table(pa.BufferReader(data), n_bytes=data.size, name=path)
 
 The footer is not trusted: pages say how many values they stand for. Rows are decoded a few at a
-time, and counted as they come.
+time, and counted as they come. Arrow does not look whether texts are UTF-8; they are checked here.
 """
 
 from __future__ import annotations
@@ -55,14 +55,18 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
 
     With `verify`, the checksum of each page is compared as it is read. Arrow's errors pass through.
     """
-    file = pq.ParquetFile(
-        source,
-        page_checksum_verification=verify,
-        thrift_string_size_limit=max(n_bytes, 1),
-        thrift_container_size_limit=min(MIN_ELEMENTS + n_bytes // ELEMENT_BYTES, MAX_ELEMENTS),
-    )
+    try:
+        file = pq.ParquetFile(
+            source,
+            page_checksum_verification=verify,
+            thrift_string_size_limit=max(n_bytes, 1),
+            thrift_container_size_limit=min(MIN_ELEMENTS + n_bytes // ELEMENT_BYTES, MAX_ELEMENTS),
+        )
+        kinds = [str(kind) for kind in file.schema_arrow.types]  # with the names of their fields
+    except UnicodeDecodeError as error:
+        raise _not_ours(f"{name} has a column whose name is no UTF-8") from error
     # Arrow would repeat its values only after they were counted.
-    if any("dictionary<" in str(kind) for kind in file.schema_arrow.types):
+    if any("dictionary<" in kind for kind in kinds):
         raise _not_ours(f"{name} has a column of coded values")
     # A null of such a type takes no byte in the file, and all of its bytes when it is decoded. An
     # extension type hides its storage.
@@ -93,8 +97,20 @@ def read_table(
 ) -> pa.Table:
     """Decode the columns (all if None) of a file that `open_parquet` opened from `source`.
 
-    Raises FormatError if they are larger than any run wrote. Arrow's errors pass through.
+    Raises FormatError if they are larger than any run wrote, or hold a text that is no UTF-8.
+    Arrow's errors pass through.
     """
+    table = _decoded(file, source, n_bytes=n_bytes, name=name, columns=columns)
+    for number, field in enumerate(table.schema):
+        if _has_texts(field.type):
+            _check_texts(table.column(number), column=field.name, name=name)
+    return table
+
+
+def _decoded(
+    file: pq.ParquetFile, source: Any, *, n_bytes: int, name: object, columns: Sequence[str] | None
+) -> pa.Table:
+    """Decode within the bounds of `read_table`. The texts may be no UTF-8."""
     at_most = MAX_DECODED_BYTES + MAX_RATIO * n_bytes
     too_large = f"{name} stands for more than {at_most:,} bytes in {n_bytes:,}"
     chosen = None if columns is None else list(columns)
@@ -119,6 +135,45 @@ def read_table(
             raise _not_ours(too_large)
         batches.append(batch)
     return pa.Table.from_batches(batches)
+
+
+def _has_texts(kind: pa.DataType) -> bool:
+    """Return whether a type, or one in it, is a text."""
+    if pa.types.is_nested(kind):
+        return any(_has_texts(kind.field(n).type) for n in range(kind.num_fields))
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _check_texts(values: pa.ChunkedArray, *, column: str, name: object) -> None:
+    """Raise FormatError, which names the first row, if a text is no UTF-8.
+
+    Whatever reads such a text later would fail: DuckDB, Python, the query of a whole run.
+    """
+    if _is_valid(values):
+        return
+    row, end = 0, len(values)  # the rows before `row` are valid, those before `end` are not
+    while end - row > 1:
+        middle = (row + end) // 2
+        is_later = all(map(_has_valid_texts, values.slice(row, middle - row).chunks))
+        row, end = (middle, end) if is_later else (row, middle)
+    raise _not_ours(f"{name} has a {column} that is no UTF-8 in row {row}, counted from 0")
+
+
+def _is_valid(values: pa.Array | pa.ChunkedArray) -> bool:
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _has_valid_texts(values: pa.Array) -> bool:
+    """Return whether the texts of a slice are valid. Arrow would check all values of its lists."""
+    if pa.types.is_struct(values.type):
+        return all(map(_has_valid_texts, values.flatten()))
+    if pa.types.is_nested(values.type):
+        return _has_valid_texts(values.flatten())
+    return _is_valid(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

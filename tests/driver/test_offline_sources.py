@@ -21,19 +21,24 @@ from driver import preflight
 from learner import make_tiny_model, train_tokenizer
 from printable import UserError
 from store import (
+    Group,
     RunLayout,
     StoreError,
     VersionRecord,
     check_trusted,
     open_run,
+    to_table,
     trust,
+    uid_text,
     write_open_sql,
 )
 from store.exchange.datasets import export_selection
 from tests.support.chat_server import chat_server
 from tests.support.engine_samples import make_base
 from tests.support.fast_directory import fast_directory
+from tests.support.forged_dataset import write_dataset
 from tests.support.learner_loop import make_config, open_coordinator, play
+from tests.support.store_samples import make_trajectory
 from tests.support.teacher_server import echoed, teacher_server
 
 
@@ -94,6 +99,36 @@ def test_a_dry_run_refuses_what_no_run_could_train_on(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
     assert main(["train", key_room, *asked, f"source={tmp_path / 'played'}@won"]) == 0
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dataset_with_a_prompt_longer_than_the_context_makes_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: one learner step of 300,000 tokens did not end. Chats are cut, other rows not."""
+    group = Group.imported(group_uid=bytes(16), task_id="t", size=1)
+    played = replace(make_trajectory(group, 0, n_steps=1), split="train")
+    long = replace(played, steps=(replace(played.steps[0], prompt_ids=(5,) * 300_000),))
+    place = write_dataset(tmp_path / "long", to_table([long]), run_id="e" * 32, size=1)
+    command = [
+        "train",
+        str(Path(configs.__file__).with_name("key_room.yaml")),
+        "--dry-run",
+        "offline.share=1",
+        f"run_dir={tmp_path / 'new'}",
+        f"source={place}",
+        f"model.path={make_base(tmp_path / 'base')}",
+        "prompt.max_prompt_tokens=64",
+        "actors.max_response_tokens=16",
+    ]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"error: source {place} (run {'e' * 32}): step 0 of trajectory "
+        f"{uid_text(played.traj_uid)} has 300,002 tokens, prompt and response together, more than "
+        "the 80 of prompt.max_prompt_tokens + actors.max_response_tokens; raise them in a new "
+        "run_dir, or leave its group out"
+    )
     assert not (tmp_path / "new").exists()
 
 

@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import stat
+import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -627,6 +629,89 @@ def test_two_processes_bring_a_run_to_one_directory_once(lost: RunLayout, tmp_pa
     assert is_brought(uri, root)
     assert check(RunLayout.open(root), level=CONTENTS) == []
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def strangers_file(path: Path) -> None:
+    path.touch()
+    path.chmod(0o666)
+
+
+def strangers_private_file(path: Path) -> None:
+    path.touch(0o600)
+
+
+def strangers_fifo(path: Path) -> None:
+    os.mkfifo(path)
+    path.chmod(0o666)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("make", [strangers_file, strangers_fifo])
+def test_a_lock_of_another_user_is_refused_before_anything_is_brought(
+    lost: RunLayout,
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: in /tmp the run was brought whole, and then the lock could not be removed."""
+    shutil.rmtree(lost.root)
+    (tmp_path / "elsewhere").mkdir()
+    lock = tmp_path / "elsewhere" / f".run{bring.LOCK_ENDING}"
+    make(lock)
+    os.chown(lock, 65534, 65534)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(StoreError, match=rf"^{lock}.* \(uid 65534\); remove it, or give run_dir="):
+        bring_run(uri_of(lost), tmp_path / "elsewhere" / "run", trusts=False)
+    assert list((tmp_path / "elsewhere").iterdir()) == [lock]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize(
+    "make", [strangers_file, strangers_private_file, strangers_fifo, Path.mkdir, None]
+)
+@pytest.mark.parametrize("mode", [0o1777, 0o755])
+def test_another_user_cannot_take_the_lock_away(
+    make: Callable[[Path], None] | None, mode: int
+) -> None:
+    """Linux may refuse to open somebody else's file in /tmp: no reason to go on without a lock.
+
+    A directory in which the user can write nothing has no locks, as before.
+    """
+    with tempfile.TemporaryDirectory() as shared:  # other users cannot enter pytest's directory
+        root = Path(shared) / "run"
+        lock = Path(shared) / f".run{bring.LOCK_ENDING}"
+        if make is not None:
+            make(lock)
+            os.chown(lock, 65534, 65534)
+        os.chown(shared, 65534, 65534)
+        Path(shared).chmod(mode)
+        said = lock_as_user(1234, root)
+        if make is None:
+            assert said == "held"
+        else:
+            assert re.fullmatch(rf"{lock}[^\n]*; {re.escape(bring.NOT_OUR_LOCK)}", said), said
+        assert lock.exists() == (make is not None)
+
+
+def lock_as_user(user: int, root: Path) -> str:
+    """Hold the lock of `root` for a moment, in a process of this user. Return its error."""
+    spawning = multiprocessing.get_context("fork")
+    said = spawning.Queue()
+
+    def hold() -> None:
+        os.seteuid(user)
+        try:
+            with bring._alone(root):
+                pass
+            said.put("held")
+        except (StoreError, OSError) as error:
+            said.put(str(error))
+
+    child = spawning.Process(target=hold)
+    child.start()
+    answer = said.get(timeout=60)
+    child.join()
+    return str(answer)
 
 
 def test_a_directory_is_locked_while_a_run_is_brought_to_it(

@@ -42,7 +42,12 @@ from store.catalog.batches import release
 from store.catalog.groups import insert_trajectories
 from store.catalog.imported_groups import has_offline_groups, rounds
 from store.exchange.datasets import export_selection, import_selection
-from store.exchange.offline_import import TakenSource, parse_source, take_sources
+from store.exchange.offline_import import (
+    TakenSource,
+    find_sources,
+    parse_source,
+    take_sources,
+)
 from store.hashing import uid
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
@@ -643,18 +648,27 @@ def test_a_mixed_batch_is_told_afterwards_as_it_was_claimed(
     assert trained_step(target, 2).batch.groups == batch.groups
 
 
-def forged_source(dest: Path, column: str, value: Any) -> Path:
+def forged_source(
+    dest: Path, column: str, value: Any, *, size: int = 2, split: str = "train"
+) -> Path:
     """Write a dataset of one group of two, of whose second row a column has another value."""
     group_uid = uid("e" * 32, "train", 0, None)
     group = Group.imported(group_uid=group_uid, task_id="t", size=2)
-    played = [replace(make_trajectory(group, member), split="train") for member in range(2)]
+    played = [replace(make_trajectory(group, member), split=split) for member in range(2)]
     table = to_table(played)
     index = table.schema.get_field_index(column)
     values = table[column].to_pylist()
     values[1] = value
     field = table.schema.field(index)
     table = table.set_column(index, field, pa.array(values, field.type))
-    return write_dataset(dest, table, run_id="e" * 32, size=2)
+    return write_dataset(dest, table, run_id="e" * 32, size=size)
+
+
+PIXELS = bytes(2 * 3 * 3)  # of an image of 2 x 3
+
+
+def image(height: int | None, width: int | None, pixels: bytes | None = PIXELS) -> dict[str, Any]:
+    return {"height": height, "width": width, "pixels": pixels}
 
 
 @pytest.mark.parametrize(
@@ -677,16 +691,72 @@ def forged_source(dest: Path, column: str, value: Any) -> Path:
         ("version_max", 2**62, "version_max="),
         ("task_id", "another", "more than one task_id"),
         ("group_uid", bytes(16), "are not steps 0..1|more than one group_uid"),
+        ("response_logprobs", [], "differ in number"),
+        ("prompt_ids", [5] * 300_000, "step 1 of trajectory .* has 300,002 tokens, .*the 50 of "),
+        ("prompt_ids", [5] * 49, "has 51 tokens, prompt and response together, more than the 50"),
+        ("images", [image(2, 3), image(3, 3)], "an image whose pixels are not height x width x 3"),
+        ("images", [image(-2, -3)], "an image whose pixels are not"),
+        ("images", [image(0, 3, b"")], "an image whose pixels are not"),
+        ("images", [image(2**31 - 1, 2**31 - 1)], "an image whose pixels are not"),
+        ("images", [image(2, None)], "an image whose pixels are not"),
+        ("images", [image(2, 3, None)], "an image whose pixels are not"),
+        ("images", [None], "null in images"),
     ],
 )
 def test_rows_that_no_learner_can_take_are_refused(
     tmp_path: Path, target: RunLayout, column: str, value: Any, words: str
 ) -> None:
-    """Name the source and the value, before a row is imported."""
+    """Name the source and the value, before a run is made and before a row is imported."""
     place = forged_source(tmp_path / "forged", column, value)
-    source = replace(parse_source(str(place)), n_tokens=100)
-    with pytest.raises(StoreError, match=words):
-        take_sources(target.root, [source], order="")
+    source = replace(parse_source(str(place)), n_tokens=100, max_tokens=50)
+    for take in (
+        lambda: find_sources([source], order=""),
+        lambda: take_sources(target.root, [source], order=""),
+    ):
+        with pytest.raises(StoreError, match=words):
+            take()
     with closing(sqlite3.connect(target.catalog)) as catalog:
         query = "SELECT count(*) FROM grp WHERE split = 'imported'"
         assert catalog.execute(query).fetchone() == (0,)
+
+
+def test_rows_of_just_that_length_are_taken(tmp_path: Path, target: RunLayout) -> None:
+    place = forged_source(tmp_path / "forged", "prompt_ids", [5] * 48)
+    source = replace(parse_source(str(place)), max_tokens=50)
+    find_sources([source], order="")
+    assert take_sources(target.root, [source], order="")[0].n_groups == 1
+
+
+def test_groups_that_are_not_taken_may_have_rows_of_any_length(
+    tmp_path: Path, source: RunLayout, target: RunLayout
+) -> None:
+    """Held-out groups and groups that lack trajectories are not trained on."""
+    export_selection(source.root, tmp_path / "honest", where=None, as_of=None)
+    long = [5] * 300_000
+    forged_source(tmp_path / "held-out", "prompt_ids", long, split="heldout")
+    forged_source(tmp_path / "half", "prompt_ids", long, size=3)
+    names = ("honest", "held-out", "half")
+    given = [replace(parse_source(str(tmp_path / name)), max_tokens=50) for name in names]
+    find_sources(given, order="")
+    taken = take_sources(target.root, given, order="")
+    assert [one.n_groups for one in taken] == [3, 0, 0]
+
+
+def test_a_long_row_of_a_run_is_refused_before_its_groups_are_taken(
+    source: RunLayout, target: RunLayout
+) -> None:
+    """Its rows are read when they are imported. The longest are 5 tokens."""
+    for most, is_taken in ((4, False), (5, True)):
+        given = replace(parse_source(str(source.root)), max_tokens=most)
+        find_sources([given], order="")
+        if is_taken:
+            take_sources(target.root, [given], order="")
+        else:
+            with pytest.raises(StoreError, match="has 5 tokens, .* more than the 4 of prompt.max"):
+                take_sources(target.root, [given], order="")
+        with Catalog.open(target) as catalog:
+            assert catalog.has_offline_groups() is is_taken
+    short = "group_uid NOT IN (SELECT group_uid FROM steps WHERE len(prompt_ids) + "
+    shorter = replace(given, where=short + "len(response_ids) > 4)")
+    with pytest.raises(StoreError, match="no whole training group is selected"):
+        find_sources([shorter], order="")

@@ -12,28 +12,32 @@ from store.hashing import file_digest
 from store.segments import encode
 
 
-def write_dataset(dest: Path, table: pa.Table, *, run_id: str, size: int) -> Path:
-    """Write the rows, all of groups of this size, as `gigpo export` does. Return `dest`."""
-    data = encode(table, metadata={"run_id": run_id, "worker": "export", "epoch": "0"})
+def write_dataset(dest: Path, *tables: pa.Table, run_id: str, size: int) -> Path:
+    """Write the rows, all of groups of this size, as `gigpo export` does: a file for each table.
+
+    Return `dest`.
+    """
     (dest / "data").mkdir(parents=True)
-    (dest / "data/part-00000.parquet").write_bytes(memoryview(data))
-    part = {
-        "path": "data/part-00000.parquet",
-        "digest": file_digest(data),
-        "n_bytes": len(data),
-        "n_steps": table.num_rows,
-    }
+    parts = []
+    for number, table in enumerate(tables):
+        data = encode(table, metadata={"run_id": run_id, "worker": "export", "epoch": "0"})
+        path = f"data/part-{number:05d}.parquet"
+        (dest / path).write_bytes(memoryview(data))
+        digest = file_digest(data)
+        part = {"path": path, "digest": digest, "n_bytes": len(data), "n_steps": table.num_rows}
+        parts.append(part)
+    rows = pa.concat_tables(tables)
     content = {
         "format": FORMAT,
         "run_id": run_id,
         "lsn": 1,
         "where": None,
         "created_us": 1,
-        "n_trajectories": len(set(table["traj_uid"].to_pylist())),
-        "n_steps": table.num_rows,
-        "groups": {group_uid.hex(): size for group_uid in set(table["group_uid"].to_pylist())},
+        "n_trajectories": len(set(rows["traj_uid"].to_pylist())),
+        "n_steps": rows.num_rows,
+        "groups": {group_uid.hex(): size for group_uid in set(rows["group_uid"].to_pylist())},
         "uids": "binary",
-        "parts": [part],
+        "parts": parts,
     }
     (dest / "dataset.json").write_text(json.dumps(content))
     return dest
