@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from numbers import Real
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from envs.base import Environment, Observation, Outcome, Program, Task, Transition
-from envs.errors import EnvironmentFailed
+from envs.errors import EnvironmentFailed, plain_text
 from envs.options import SPLITS, Options
 from envs.registry import environment_class, is_program, program_class
 from row_bounds import MAX_NAME_CHARACTERS, MAX_OBSERVATION_CHARACTERS, MAX_REWARD, MAX_SEED
@@ -54,7 +55,7 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
     make = _load_class(name)
     try:
         splits = {
-            split: _checked_tasks(make.tasks(split, Options(options)), split=split)
+            split: checked_tasks(make.tasks(split, Options(options)), split=split)
             for split in SPLITS
         }
     except (Exception, SystemExit) as error:  # the border to a user's own code
@@ -80,7 +81,7 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
     return splits
 
 
-def _checked_tasks(answer: object, *, split: str) -> Sequence[Task]:
+def checked_tasks(answer: object, *, split: str) -> Sequence[Task]:
     """Return the tasks that `tasks(split, options)` returned. Raises TypeError, ValueError."""
     if isinstance(answer, str | Mapping) or not hasattr(answer, "__iter__"):
         raise TypeError(
@@ -97,7 +98,7 @@ def _checked_tasks(answer: object, *, split: str) -> Sequence[Task]:
         if fault:
             raise TypeError(f"tasks({split!r}) has {fault}")
         for text in (task.id, task.env_name, *task.data.values()):
-            _check_encodable(text, method=f"tasks({split!r})")
+            _check_encodable(plain_text(text), method=f"tasks({split!r})")
     return cast(Sequence[Task], tasks)
 
 
@@ -107,9 +108,9 @@ def _fault_of_task(task: Task, *, split: str, index: int) -> str:
         value = getattr(task, name)
         if not isinstance(value, str):
             return f"a task with {name}={value!r} at index {index}; it must be text"
-        if len(value) > MAX_NAME_CHARACTERS:
+        if (n_characters := len(plain_text(value))) > MAX_NAME_CHARACTERS:
             return (
-                f"a task whose {name} has {len(value):,} characters at index {index}; at most "
+                f"a task whose {name} has {n_characters:,} characters at index {index}; at most "
                 f"{MAX_NAME_CHARACTERS:,} can be kept, use a short name"
             )
     if task.split != split:
@@ -130,62 +131,81 @@ def _fault_of_task(task: Task, *, split: str, index: int) -> str:
 
 
 def checked_answer(method: str, answer: object) -> Observation | Transition:
-    """Return the answer of `reset` or `step` with Python's own numbers in place of numpy's.
+    """Return the answer of `reset` or `step`, made anew of Python's own texts, numbers and tuples.
 
-    Raises TypeError or ValueError for a malformed one.
+    A subclass of them may answer a check and its later users differently, and a number of numpy's
+    is none for Arrow. Raises TypeError or ValueError for a malformed answer.
     """
     if method == "reset":
         return _checked_observation(answer, method)
     if not isinstance(answer, Transition):
         raise TypeError(f"step returned {_shown(answer)}; it must return a Transition")
-    if isinstance(answer.reward, bool) or not _is_bounded(answer.reward):
-        raise ValueError(f"step returned reward={_brief(answer.reward)}; {_MUST_BE}")
-    flags = {}
-    for name in ("terminated", "truncated", "won", "valid"):
-        flag = getattr(answer, name)
-        if flag not in (True, False):
-            raise TypeError(f"step returned {name}={_brief(flag)}; it must be True or False")
-        flags[name] = bool(flag)
-    return replace(
-        answer,
+    reward = answer.reward
+    if isinstance(reward, bool):
+        raise ValueError(f"step returned reward={reward}; {_MUST_BE}")
+    return Transition(
         observation=_checked_observation(answer.observation, method),
-        reward=float(answer.reward),
+        reward=_checked_number(reward, name="reward", method=method),
+        terminated=_checked_flag(answer.terminated, name="terminated", method=method),
+        truncated=_checked_flag(answer.truncated, name="truncated", method=method),
+        won=_checked_flag(answer.won, name="won", method=method),
+        valid=_checked_flag(answer.valid, name="valid", method=method),
         task_score=_checked_score(answer.task_score, method),
-        **flags,
     )
 
 
 def checked_outcome(answer: object) -> Outcome:
-    """Return the answer of a program's `run` with Python's own numbers in place of numpy's.
+    """Return the answer of a program's `run`, made anew of Python's own numbers.
 
     Raises TypeError or ValueError for a malformed one.
     """
     if not isinstance(answer, Outcome):
         raise TypeError(f"run returned {type(answer).__name__}; it must return an envs.Outcome")
-    if not _is_bounded(answer.reward):
-        raise ValueError(f"run returned reward={_brief(answer.reward)}; {_MUST_BE}")
-    if answer.won not in (True, False):
-        raise TypeError(f"run returned won={_brief(answer.won)}; it must be True or False")
     return Outcome(
-        reward=float(answer.reward),
-        won=bool(answer.won),
+        reward=_checked_number(answer.reward, name="reward", method="run"),
+        won=_checked_flag(answer.won, name="won", method="run"),
         task_score=_checked_score(answer.task_score, "run"),
     )
 
 
-def _checked_score(score: float | None, method: str) -> float | None:
+def checked_actions(listed: Iterable[object], method: str) -> tuple[str, ...]:
+    """Return the actions that a method listed, as Python's own texts. Raises TypeError, ValueError.
+
+    They may have any length.
+    """
+    actions = tuple(islice(listed, MAX_ACTIONS + 1))
+    if len(actions) > MAX_ACTIONS:
+        raise ValueError(
+            f"{method} returned more than {MAX_ACTIONS} actions; return those that matter"
+        )
+    if isinstance(listed, str) or not all(isinstance(action, str) for action in actions):
+        raise TypeError(
+            f"{method} returned actions={_brief(listed)}; they must be a tuple of texts or None"
+        )
+    return tuple(map(plain_text, cast(tuple[str, ...], actions)))
+
+
+def _checked_flag(flag: object, *, name: str, method: str) -> bool:
+    if flag not in (True, False):
+        raise TypeError(f"{method} returned {name}={_brief(flag)}; it must be True or False")
+    return bool(flag)
+
+
+def _checked_score(score: object, method: str) -> float | None:
     if score is None:
         return None
-    if not _is_bounded(score):
-        raise ValueError(f"{method} returned task_score={_brief(score)}; {_MUST_BE}, or None")
-    return float(score)
+    return _checked_number(score, name="task_score", method=method)
 
 
-def _is_bounded(value: object) -> bool:
-    """Return whether a value is a number within MAX_REWARD; no NaN is."""
-    if not isinstance(value, Real):
-        return False
-    return bool(-MAX_REWARD <= value <= MAX_REWARD)  # type: ignore[operator]
+def _checked_number(value: object, *, name: str, method: str) -> float:
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= MAX_REWARD:  # so that NaN is refused too
+        or_none = ", or None" if name == "task_score" else ""
+        raise ValueError(f"{method} returned {name}={_brief(value)}; {_MUST_BE}{or_none}")
+    return number
 
 
 def _brief(value: object) -> str:
@@ -200,45 +220,47 @@ def _brief(value: object) -> str:
 def _checked_observation(answer: object, method: str) -> Observation:
     if not isinstance(answer, Observation):
         raise TypeError(f"{method} returned {_shown(answer)}; it must return an Observation")
-    if not isinstance(answer.text, str) or not isinstance(answer.objective, str):
+    text, objective, listed = answer.text, answer.objective, answer.actions
+    if not isinstance(text, str) or not isinstance(objective, str):
         raise TypeError(
             f"{method} returned an Observation whose text or objective is no str: {_shown(answer)}"
         )
-    for name in ("anchor", "demonstrated"):
-        value = getattr(answer, name)
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{method} returned {name}={_brief(value)}; it must be text or None")
-    _check_images(answer.images, method)
-    texts = (answer.text, answer.objective, answer.anchor or "", answer.demonstrated or "")
+    seen = Observation(
+        text=plain_text(text),
+        objective=plain_text(objective),
+        anchor=_text_or_none(answer.anchor, name="anchor", method=method),
+        actions=None if listed is None else checked_actions(listed, method),
+        demonstrated=_text_or_none(answer.demonstrated, name="demonstrated", method=method),
+        images=_checked_images(answer.images, method),
+    )
+    texts = (seen.text, seen.objective, seen.anchor or "", seen.demonstrated or "")
     _check_texts(texts, method)
-    if answer.actions is None:
-        return answer
-    actions = tuple(islice(answer.actions, MAX_ACTIONS + 1))
-    if len(actions) > MAX_ACTIONS:
-        raise ValueError(
-            f"{method} returned an Observation with more than {MAX_ACTIONS} actions; return those "
-            "that matter"
-        )
-    if isinstance(answer.actions, str) or not all(isinstance(action, str) for action in actions):
-        raise TypeError(
-            f"{method} returned actions={_brief(answer.actions)}; they must be a tuple of texts or "
-            "None"
-        )
-    _check_texts(actions, method)
-    return replace(answer, actions=actions)
+    _check_texts(seen.actions or (), method)
+    return seen
 
 
-def _check_images(images: object, method: str) -> None:
-    """Raise TypeError unless they are a tuple of uint8 arrays [height, width, 3]."""
+def _text_or_none(value: object, *, name: str, method: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{method} returned {name}={_brief(value)}; it must be text or None")
+    return None if value is None else plain_text(value)
+
+
+def _checked_images(images: object, method: str) -> tuple[NDArray[np.uint8], ...]:
+    """Return the images as plain arrays, uint8 [height, width, 3]. Raises TypeError for others."""
     if not isinstance(images, tuple):
         raise TypeError(
             f"{method} returned images of type {type(images).__name__}; they must be a tuple of "
             "arrays"
         )
-    for image in images:
-        fault = _fault_of_image(image)
+    checked = []
+    for image in tuple.__iter__(images):
+        # A subclass, such as a masked array, may answer with other pixels than it has.
+        plain = np.asarray(image) if isinstance(image, np.ndarray) else image
+        fault = _fault_of_image(plain)
         if fault:
             raise TypeError(f"{method} returned an image {fault}")
+        checked.append(cast(NDArray[np.uint8], plain))
+    return tuple(checked)
 
 
 def _fault_of_image(image: object) -> str:

@@ -38,7 +38,12 @@ async def _sample(config: Config, log: Path | None) -> list[str]:
     texts: list[str] = []
     draw = random.Random(config.seed)
     pool = EnvironmentPool(
-        env.name, env.options, processes=1, answer_timeout_s=env.answer_timeout_s, log=log
+        env.name,
+        env.options,
+        processes=1,
+        answer_timeout_s=env.answer_timeout_s,
+        log=log,
+        isolated=True,  # the driver calls this
     )
     try:
         for task in list_tasks(env.name, env.options)["train"][:MAX_SAMPLED_TASKS]:

@@ -84,7 +84,7 @@ class EpisodeRules:
     def stored_reward(self, reward: float) -> float:
         """Return the reward to store. Raises EnvironmentDied if it is above MAX_REWARD in size."""
         stored = reward * self.win_reward
-        if abs(stored) > MAX_REWARD:
+        if not abs(stored) <= MAX_REWARD:  # so that NaN is refused too
             raise EnvironmentDied(
                 f"reward {reward:g} times env.win_reward={self.win_reward:g} is above "
                 f"{MAX_REWARD:g} in size; scale it down in the environment, or set "

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.base import Observation, Task, Transition
-from envs.validation import checked_answer
+from envs.errors import plain_text
+from envs.validation import checked_actions, checked_answer
 
 KEY_BYTES = 16
 
@@ -93,11 +94,14 @@ def _understood(environment: Any) -> Understood | None:
     actions, otherwise = answer
     checked = checked_answer("step", otherwise)
     assert isinstance(checked, Transition)
-    return Understood(actions=tuple(actions), otherwise=checked)
+    return Understood(actions=checked_actions(actions, "understood"), otherwise=checked)
 
 
 def _optional(environment: Any, method: str, types: tuple[type, ...]) -> Any:
-    """Return the answer of a method that an environment may have; None without it."""
+    """Return the answer of a method that an environment may have; None without it.
+
+    A text or bytes are Python's own, not a subclass.
+    """
     ask: Callable[[], object] | None = getattr(environment, method, None)
     if ask is None:
         return None
@@ -105,4 +109,6 @@ def _optional(environment: Any, method: str, types: tuple[type, ...]) -> Any:
     if not isinstance(answer, types):
         names = " or ".join(kind.__name__ for kind in types)
         raise TypeError(f"{method} returned {type(answer).__name__}; it must return {names}")
-    return answer
+    if isinstance(answer, bytes):
+        return bytes.__getitem__(answer, slice(None))
+    return plain_text(answer) if isinstance(answer, str) else answer

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from envs.errors import where_crashed
+from envs.errors import open_log, where_crashed
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Waits until the parent's end of the pipe closes, then kills its own process group. It is a shell,
@@ -64,11 +64,9 @@ class ChildProcess:
         project = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([project, *map(os.path.abspath, sys.path)])
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process has ended
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
         with (
             tempfile.TemporaryFile() as options_file,
-            log.open("ab") if log is not None else nullcontext() as output,
+            open_log(log) or nullcontext() as output,
         ):
             options_file.write(json.dumps(dict(options)).encode())
             options_file.seek(0)

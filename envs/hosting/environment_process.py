@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import os
 import pickle
@@ -17,9 +18,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from envs.base import Environment, Task
 from envs.errors import (
@@ -40,7 +42,6 @@ from envs.hosting.child_process import (
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.options import Options
 from envs.registry import environment_class
-from printable import printable
 
 # for a process to import its environment and make the first object of it: some engines are slow
 START_TIMEOUT_S = 300.0
@@ -55,6 +56,8 @@ SHORT, LONG = struct.Struct("!i"), struct.Struct("!Q")
 STARTED = -1  # stands for a request's number in the message of a process that is ready
 # with `python -m` all classes would exist twice
 CHILD_CODE = "from envs.hosting.environment_process import main; main()"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,26 +216,31 @@ class EnvironmentProcess:
                 self._set_deadline()
         except EOFError:
             self._fail_all()
-        except Exception as error:  # noqa: BLE001 - a process border: the message is malformed
-            write_log(self._log, full_traceback(error))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a process border: malformed
             reason = describe_error(error, called=None)
-            self._fail_all(f"sent something else than an answer ({reason}) and was killed")
+            self._fail_all(
+                f"sent something else than an answer ({reason}) and was killed",
+                details=full_traceback(error),
+            )
 
     def _resolve(self, request: _Request, result: bytes, error: str | None) -> None:
+        details = ""
         if error is None:
             try:
                 request.answer.set_result(pickle.loads(result))
                 return
-            except Exception as unreadable:  # noqa: BLE001 - unpickling runs the author's classes
-                write_log(self._log, full_traceback(unreadable))
+            except (Exception, SystemExit) as unreadable:  # noqa: BLE001 - the author's classes
+                details = full_traceback(unreadable)
                 error = f"its answer cannot be read here: {describe_error(unreadable, called=None)}"
         message = f"environment {self._env_name!r} failed in {request.description}: {error}"
         request.answer.set_exception(EnvironmentDied(message + log_hint(self._log), at_fault=True))
+        if details:  # the child has logged its own error
+            write_log(self._log, details)
 
-    def _fail_all(self, fault: str = "") -> None:
+    def _fail_all(self, fault: str = "", *, details: str = "") -> None:
         """End the process and fail all requests. Only the first is at fault: it was being answered.
 
-        `fault` says why the process is killed; "" if it has ended.
+        `fault` says why the process is killed; "" if it has ended. `details` are for the log.
         """
         if self._ready.done():
             failing: list[asyncio.Future[Any]] = []
@@ -249,12 +257,12 @@ class EnvironmentProcess:
             fault = f"ended with {describe_exit(process.end(patience_s=EXIT_TIMEOUT_S))}"
         where = f"in {doing}{process.crash_place()}"
         message = f"environment process {process.pid} of {self._env_name!r} {fault}, {where}"
-        write_log(self._log, f"{message}\n{process.dump()}")
-        message += log_hint(self._log)
-        for index, future in enumerate(failing):
+        said = message + log_hint(self._log)
+        for index, future in enumerate(failing):  # before the log, whose disk may be slow
             self._pending.end(future)
             if not future.done():
-                future.set_exception(EnvironmentDied(message, at_fault=index == 0))
+                future.set_exception(EnvironmentDied(said, at_fault=index == 0))
+        write_log(self._log, "\n".join(filter(None, (message, details, process.dump()))))
 
     def _detach(self) -> ChildProcess:
         """Return the process, which is not used any more. The next request starts another."""
@@ -318,22 +326,73 @@ class MessageStream:
         return message
 
 
-def close_safely(environment: Environment) -> None:
-    """Close an environment, and print its error if it raises one: it may be broken already."""
+def close_safely(environment: Environment, *, log: Path | None) -> None:
+    """Close an environment, and log its error if it raises one: it may be broken already.
+
+    Any error is its own, also one that would end this process.
+    """
     try:
         environment.close()
-    except Exception as error:  # noqa: BLE001 - the border to a user's own code
-        print(printable(full_traceback(error), lines=True), end="", file=sys.stderr, flush=True)
+    except BaseException as error:  # noqa: BLE001 - the border to a user's own code
+        write_log(log, full_traceback(error))
+
+
+class _Caller:
+    """Call the code of an environment: on an event loop of this process if it has coroutines."""
+
+    def __init__(self, env_name: str) -> None:
+        self._env_name = env_name
+        self._runner = asyncio.Runner()  # makes a loop when it is first needed
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Return `work()`, which may make an environment or close one."""
+        if not self._has_coroutines:
+            return work()
+
+        async def on_loop() -> T:
+            return work()
+
+        return self._runner.run(on_loop())
+
+    def answer(self, method: Callable[[object], Any], argument: object) -> object:
+        """Return the answer of `reset` or `step`."""
+        if not self._has_coroutines:
+            return method(argument)
+
+        async def on_loop() -> object:
+            return await method(argument)
+
+        return self._runner.run(on_loop())
+
+    def close(self) -> None:
+        self._runner.close()
+
+    @cached_property
+    def _has_coroutines(self) -> bool:
+        return has_coroutines(environment_class(self._env_name))
+
+
+def has_coroutines(make: type[Environment]) -> bool:
+    """Return whether the methods of a class are awaited on an event loop."""
+    return inspect.iscoroutinefunction(make.step)
 
 
 def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str, object]) -> None:
     """Answer requests until the parent closes the connection: the child's loop."""
     pid = os.getpid()
+    caller = _Caller(env_name)
     environments: dict[int, Environment] = {}
     unused: list[Environment] = []  # the first object, until a request needs it
+
+    def make_environment() -> Environment:
+        return environment_class(env_name)(Options(options))
+
+    def close(environment: Environment) -> None:
+        caller.call(lambda: close_safely(environment, log=None))
+
     # The first request makes an object too, and is told the error.
     with contextlib.suppress(Exception, SystemExit):
-        unused.append(environment_class(env_name)(Options(options)))
+        unused.append(caller.call(make_environment))
     end_fork_of(pid)
     connection.send((STARTED, pickle.dumps(None), None))
     while True:
@@ -342,26 +401,25 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
         except (EOFError, ConnectionResetError):
             break
         answer: tuple[int, bytes | None, str | None]
-        called: Callable[..., object] | None = None
+        called: Callable[..., Any] | None = None
         try:
             if environment_id not in environments:
                 if unused:
                     environments[environment_id] = unused.pop()
                 else:
-                    make = environment_class(env_name)
-                    called = make.__init__
-                    environments[environment_id] = make(Options(options))
+                    called = environment_class(env_name).__init__
+                    environments[environment_id] = caller.call(make_environment)
             environment = environments[environment_id]
             called = getattr(environment, method)
             argument = prepared(environment, pickle.loads(pickled_argument))
-            result = answer_of(environment, method, called(argument))
+            result = answer_of(environment, method, caller.answer(called, argument))
             # The result is pickled by itself: if the parent cannot read it, only this request
             # fails.
             answer = (number, pickle.dumps(result), None)
         except BaseException as error:  # noqa: BLE001 - a process border: the parent is told
             write_log(None, full_traceback(error))
             if environment_id in environments:
-                close_safely(environments.pop(environment_id))
+                close(environments.pop(environment_id))
             answer = (number, None, describe_error(error, called=called))
         end_fork_of(pid)
         try:
@@ -369,7 +427,8 @@ def serve(connection: Connection[Any, Any], env_name: str, options: Mapping[str,
         except (BrokenPipeError, ConnectionResetError):
             break
     for environment in (*environments.values(), *unused):
-        close_safely(environment)
+        close(environment)
+    caller.close()
 
 
 def main() -> None:

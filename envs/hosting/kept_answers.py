@@ -36,7 +36,7 @@ import numpy as np
 
 from bounded_json import read_value
 from envs.base import KeptAnswers, Observation, Task, Transition
-from envs.errors import describe_error, write_log
+from envs.errors import EnvironmentDied, describe_error, write_log
 from envs.hosting.answers import Understood
 from envs.hosting.pending import PendingOperations, run_in_thread
 from envs.options import Options
@@ -196,10 +196,19 @@ class AnswerKeeper:
         self._keeps = False
         self.note(f"are not used: {fault}")
 
+    def _described(self, task: Task) -> KeptAnswers | None:
+        """Return what the class says of its answers. Raises EnvironmentDied if it raises."""
+        try:
+            kept: KeptAnswers | None = self._make.kept_answers(  # type: ignore[attr-defined]
+                Options(self._options), task
+            )
+        except BaseException as error:  # noqa: BLE001 - the border to a user's own code
+            # SystemExit would end the event loop that waits for this thread.
+            raise EnvironmentDied(describe_error(error, called=None), at_fault=True) from None
+        return kept
+
     def _open(self, task: Task) -> AnswerFile | None:
-        kept: KeptAnswers | None = self._make.kept_answers(  # type: ignore[attr-defined]
-            Options(self._options), task
-        )
+        kept = self._described(task)
         if kept is None:
             return None
         identity = _digest((self._env_name, _code(self._make), task.id, *kept.decided_by))

@@ -16,13 +16,13 @@ new.
 
 An environment that raises or returns nonsense is closed, which fails its own episode. A process
 that hangs is killed, which fails all episodes in it. An environment whose `reset` and `step` are
-coroutines waits for somebody else, such as a server: it lives on the event loop itself.
+coroutines waits for somebody else, such as a server: it lives on the event loop itself, unless the
+pool is isolated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ from envs.hosting.answers import (
     task_of,
 )
 from envs.hosting.child_process import end_fork_of
-from envs.hosting.environment_process import EnvironmentProcess, close_safely
+from envs.hosting.environment_process import EnvironmentProcess, close_safely, has_coroutines
 from envs.hosting.kept_answers import AnswerKeeper
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
 from envs.hosting.transition_cache import (
@@ -110,6 +110,9 @@ class EnvironmentPool:
 
     Processes start when they are first needed, one after the other. The output of environments, and
     the traceback of every error, goes to `log`, or to this process's output.
+
+    `isolated`: no environment lives in this process, also none of coroutines. A driver must not be
+    ended by one, nor led to another working directory.
     """
 
     def __init__(
@@ -120,13 +123,14 @@ class EnvironmentPool:
         processes: int,
         answer_timeout_s: float,
         log: Path | None = None,
+        isolated: bool = False,
     ) -> None:
         self._hosts: list[_Host]
         self._pending = PendingOperations()
         shared: dict[str, Any] = {"answer_timeout_s": answer_timeout_s, "log": log}
         shared["pending"] = self._pending
         make = environment_class(env_name)
-        if inspect.iscoroutinefunction(make.step):
+        if has_coroutines(make) and not isolated:
             self._hosts = [_EventLoopHost(env_name, options, **shared)]
         else:
             shared["starting"] = asyncio.Lock()
@@ -229,7 +233,12 @@ def try_environment(
 
     async def reset_once() -> Observation:
         pool = EnvironmentPool(
-            name, options, processes=1, answer_timeout_s=answer_timeout_s, log=log
+            name,
+            options,
+            processes=1,
+            answer_timeout_s=answer_timeout_s,
+            log=log,
+            isolated=True,
         )
         try:
             async with pool.environment() as environment:
@@ -240,8 +249,7 @@ def try_environment(
     try:
         return None if is_program(name) else asyncio.run(reset_once())
     except Exception as error:  # the border to a user's own code
-        is_described = isinstance(error, EnvironmentDied)
-        reason = str(error) if is_described else f"{type(error).__name__}: {error}"
+        reason = describe_error(error, called=None)
         text = f"env.name={name} does not start with task {task.split}/{task.id}: {reason}"
         raise EnvironmentFailed(" ".join(text.split())) from error
 
@@ -293,18 +301,18 @@ class _EventLoopHost:
             write_log(self._log, full_traceback(error))
             request = request_of_task(method, argument, self._tasks[environment_id])
             # a TimeoutError may also be the environment's own
-            if isinstance(error, TimeoutError) and deadline.expired():
+            if issubclass(type(error), TimeoutError) and deadline.expired():
                 # the cancelled call's stack ends where it waited
-                place = where_raised(error.__cause__ or error, called=called)
+                cause = error.__cause__
+                place = where_raised(error if cause is None else cause, called=called)
                 fault = f"did not answer {request} within {self._answer_timeout_s:g} s"
                 fault += f", at {place}" if place else ""
-            elif isinstance(error, EnvironmentDied):  # a server's error, which has a place already
-                fault = f"failed in {request}: {error}"
             else:
                 fault = f"failed in {request}: {describe_error(error, called=called)}"
             raise EnvironmentDied(
                 f"environment {self._env_name!r} {fault}{log_hint(self._log)}",
-                at_fault=getattr(error, "at_fault", True),  # a server may say that it is not
+                # a server may say that it is not
+                at_fault=not (type(error) is EnvironmentDied and error.at_fault is False),
             ) from error
         finally:
             end_fork_of(self._pid)
@@ -321,20 +329,21 @@ class _EventLoopHost:
 
     def _drop(self, environment_id: int) -> None:
         if environment_id in self._environments:
-            close_safely(self._environments.pop(environment_id))
+            close_safely(self._environments.pop(environment_id), log=self._log)
 
 
 def _comes_from_outside(error: BaseException, episode: asyncio.Task[Any] | None) -> bool:
     """Return whether somebody ends the episode. An environment may raise the same by itself."""
-    if isinstance(error, asyncio.CancelledError):
+    kind = type(error)  # a class may lie to `isinstance`
+    if issubclass(kind, asyncio.CancelledError):
         return episode is None or episode.cancelling() > 0
-    if isinstance(error, GeneratorExit):  # a coroutine that nobody awaits any more is closed
+    if issubclass(kind, GeneratorExit):  # a coroutine that nobody awaits any more is closed
         try:
             return asyncio.current_task() is not episode
         except RuntimeError:  # the event loop has ended
             return True
     # Ctrl-C is heard by the main thread only; a worker plays in another one.
-    return isinstance(error, KeyboardInterrupt) and current_thread() is main_thread()
+    return issubclass(kind, KeyboardInterrupt) and current_thread() is main_thread()
 
 
 def _copied(argument: object) -> object:

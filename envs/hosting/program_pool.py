@@ -93,7 +93,11 @@ class ProgramPool:
             raise EnvironmentDied(
                 f"{running} failed: {answer['error']}{log_hint(self.log)}", at_fault=True
             )
-        return Outcome(**answer["outcome"])
+        try:  # again: the program may have written to the same socket
+            return checked_outcome(Outcome(**answer["outcome"]))
+        except (TypeError, ValueError, KeyError) as error:
+            reason = describe_error(error, called=None)
+            raise EnvironmentDied(f"{running} sent no outcome: {reason}", at_fault=True) from None
 
     def _died(self, reason: str, process: _ProgramProcess) -> EnvironmentDied:
         """Log the end of a process and return its error."""

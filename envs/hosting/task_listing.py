@@ -27,7 +27,7 @@ from envs.hosting.child_process import (
     read_options,
 )
 from envs.registry import is_program
-from envs.validation import check_constructor, list_tasks, planned_tasks
+from envs.validation import check_constructor, checked_tasks, list_tasks, planned_tasks
 
 # with `python -m` all classes would exist twice
 CHILD_CODE = "from envs.hosting.task_listing import main; main()"
@@ -118,7 +118,8 @@ def _decode_splits(splits: Any) -> Splits | None:
         return None
     decoded: Splits = {}
     for split, tasks in splits.items():
-        decoded[split] = [Task(**fields) for fields in tasks]
+        # Again, for in the child a text may have lied about itself.
+        decoded[split] = checked_tasks([Task(**fields) for fields in tasks], split=split)
     return decoded
 
 

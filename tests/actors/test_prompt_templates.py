@@ -203,6 +203,28 @@ def test_texts_to_make_a_tokenizer_from_are_messages_with_their_answers(style: s
     assert any(text.count("\n> ") == 3 for text in texts) == (style == "window")
 
 
+WANDERING = """
+import os
+from envs import Observation
+from envs.key_room import KeyRoomEnv
+class Wandering(KeyRoomEnv):
+    async def reset(self, task):
+        os.chdir("/")
+        return KeyRoomEnv.reset(self, task)
+    async def step(self, action): return KeyRoomEnv.step(self, action)
+"""
+
+
+def test_an_environment_that_is_sampled_leads_the_driver_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandering_world.py").write_text(WANDERING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = replace(Config(), env=EnvConfig(name="wandering_world:Wandering"))
+    assert sample_chats(config) and Path.cwd() == tmp_path
+
+
 def aliases() -> str:
     """Write ten aliases in ten aliases, eight times over: 400 bytes for a hundred million values."""
     parts = ["&a [x,x,x,x,x,x,x,x,x,x]"]

@@ -511,5 +511,5 @@ def test_a_list_of_actions_has_an_end_though_each_is_empty(monkeypatch: pytest.M
     monkeypatch.setattr(check, "MAX_ACTIONS", 10)
     kept = check.checked_answer("reset", Observation(text="", actions=("",) * 10))
     assert isinstance(kept, Observation) and kept.actions == ("",) * 10
-    with pytest.raises(ValueError, match="an Observation with more than 10 actions"):
+    with pytest.raises(ValueError, match="reset returned more than 10 actions"):
         check.checked_answer("reset", Observation(text="", actions=("",) * 11))

@@ -47,6 +47,13 @@ class Strange:
             import pickle
             answer = pickle.dumps((77, b"", None))
             send(len(answer).to_bytes(4, "big") + answer)
+        if action == "foreign":
+            import pickle
+            dumps = pickle.dumps
+            def once(answer):
+                pickle.dumps = dumps
+                return dumps(Word("a word"))
+            pickle.dumps = once
         text = Word("a word") if action == "word" else "a text"
         return Transition(
             observation=Observation(text=text),
@@ -70,8 +77,8 @@ NO_ANSWER = r"sent something else than an answer \({}.*\) and was killed, in ste
     ("action", "why"),
     [
         (
-            "word",
-            "in step 'word' of task train/one: its answer cannot be read here: "
+            "foreign",
+            "in step 'foreign' of task train/one: its answer cannot be read here: "
             "ModuleNotFoundError: .*'only_there'",
         ),
         ("garbage", NO_ANSWER.format("UnpicklingError: ")),
@@ -101,6 +108,20 @@ def test_an_answer_that_cannot_be_read_is_the_error_of_its_request(
 
     assert asyncio.run(play()) == "a text"
     assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_a_text_that_only_the_author_can_unpickle_arrives_as_a_plain_one(strange: str) -> None:
+    async def play() -> str:
+        pool = EnvironmentPool(strange, {}, processes=1, answer_timeout_s=60.0)
+        try:
+            async with pool.environment() as environment:
+                await environment.reset(TASK)
+                return (await environment.step("word")).observation.text
+        finally:
+            pool.close()
+
+    text = asyncio.run(play())
+    assert (text, type(text)) == ("a word", str)
 
 
 def test_tasks_that_only_the_author_can_unpickle_are_listed(strange: str, tmp_path: Path) -> None:
