@@ -19,7 +19,7 @@ from store.clock import now_us
 from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
-from store.storage import LocalStorage, Storage, open_storage
+from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.signatures import SIGNED, sign_run, state_directory
@@ -340,6 +340,7 @@ class RunLayout:
                 "its own, or go on with that one: gigpo train --resume "
                 f"{shell_word(uri)}"
             )
+        make_place(self.storage)
         primary_directory.take(self.root, self.storage)
         self.storage.write("run.json", run_json)
 

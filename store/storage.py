@@ -130,6 +130,13 @@ def open_storage(where: str) -> Storage:
     return RemoteStorage(where)
 
 
+def make_place(storage: Storage) -> None:
+    """Make the directory of a storage that is one. Raises StoreError if it is another user's."""
+    if isinstance(storage, LocalStorage):
+        make_directory(storage.root, beneath=storage.root)
+        beneath.check_own_directory(storage.root)
+
+
 class LocalStorage:
     """Files in the run directory or another one. No path leads out of it, also by no link."""
 

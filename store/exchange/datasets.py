@@ -21,6 +21,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from store.atomic_write import READ_ONLY, make_directory, write_atomically
 from store.catalog.catalog import Catalog
 from store.catalog.records import IMPORTED, Group
 from store.clock import now_us
@@ -34,10 +35,13 @@ from store.reading.reader import Reader, open_run
 from store.records import UID_TYPE, uid_text
 from store.run_json import FORMAT, check_format, checked_run_id
 from store.segments import decode, encode, write_rows
-from store.storage import Storage, open_storage
+from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import json_values
 from store.untrusted.bounded_parquet import open_parquet, read_table
 from store.untrusted.file_access import open_file
+from store.untrusted.limited_process import in_limited_process
+from store.untrusted.memory_limit import allowed_bytes
+from store.user_cache import own_cache
 
 DATASET_JSON = "dataset.json"
 MAX_DATASET_JSON_BYTES = 64 << 20  # a group takes 40; as many as a million
@@ -163,6 +167,7 @@ def export_selection(
         tables = selected_rows(reader, uids)
         if text_uids:
             tables = map(_with_text_uids, tables)
+        make_place(storage)
         parts = tuple(_write_parts(layout, storage, tables=tables))
     written = sum(part.n_steps for part in parts)
     if written != n_steps:
@@ -204,8 +209,8 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
     that the dataset came from, lost trajectories come back. Raises LockedError if the run has an
     owner; DigestError or FormatError, before anything is imported, if no run wrote the dataset.
     """
-    storage, layout = open_storage(str(source)), RunLayout.open(run)
-    dataset = read_dataset(storage)
+    layout = RunLayout.open(run)
+    storage, dataset = open_dataset(str(source))
     for name, table in part_tables(storage, dataset):
         segment_rows.check_importable(table, name=name)
     with Catalog.open(layout) as catalog:
@@ -350,6 +355,38 @@ def _in_large_tables(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
+def open_dataset(location: str) -> tuple[Storage, Dataset]:
+    """Return where the files of a dataset are on this machine, and what its dataset.json says.
+
+    That of a URI is fetched to this user's cache, once. Raises FormatError for a dataset that no
+    run can take in, DigestError if a file was changed.
+    """
+    here = in_limited_process(_at_hand, location, at_most_bytes=allowed_bytes())
+    storage = open_storage(here)
+    return storage, read_dataset(storage)
+
+
+def _at_hand(location: str) -> str:
+    """Return the directory of a dataset: `location`, or a copy of what is at that URI."""
+    storage = open_storage(location)
+    if isinstance(storage, LocalStorage):
+        return location
+    dataset = read_dataset(storage)
+    content = json.dumps(dataclasses.asdict(dataset), indent=1).encode()
+    copy = own_cache("datasets", file_digest(content))
+    held = LocalStorage(copy)
+    if held.exists(DATASET_JSON):
+        return str(copy)
+    for part in dataset.parts:
+        path = copy / part.path
+        data = storage.read(part.path, at_most=part.n_bytes)
+        _check_unchanged(part, data, name=storage.locate(part.path))
+        make_directory(path.parent, beneath=copy)
+        write_atomically(path, data, mode=READ_ONLY, beneath=copy)
+    write_atomically(copy / DATASET_JSON, content, mode=READ_ONLY, beneath=copy)
+    return str(copy)
+
+
 def read_dataset(storage: Storage) -> Dataset:
     """Read dataset.json. Raises FormatError for a dataset that no run can take in."""
     name = storage.locate(DATASET_JSON)
@@ -406,11 +443,15 @@ def part_tables(storage: Storage, dataset: Dataset) -> Iterator[tuple[str, pa.Ta
     """
     for part in dataset.parts:
         name, data = storage.locate(part.path), storage.read(part.path)
-        if file_digest(data) != part.digest:
-            raise DigestError(
-                f"{name} is not the file that was exported; copy it again, or export again"
-            )
+        _check_unchanged(part, data, name=name)
         yield name, decode(data, path=name)
+
+
+def _check_unchanged(part: DatasetFile, data: pa.Buffer, *, name: str) -> None:
+    if file_digest(data) != part.digest:
+        raise DigestError(
+            f"{name} is not the file that was exported; copy it again, or export again"
+        )
 
 
 def _with_text_uids(table: pa.Table) -> pa.Table:

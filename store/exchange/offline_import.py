@@ -33,8 +33,8 @@ from store.exchange.datasets import (
     DATASET_JSON,
     SELECT_TIMEOUT_S,
     import_rows,
+    open_dataset,
     part_tables,
-    read_dataset,
     selected_rows,
     trajectories_where,
 )
@@ -44,7 +44,7 @@ from store.maintenance.compact import in_group_order
 from store.reading.manifest import export
 from store.reading.reader import open_run
 from store.records import UID_TYPE
-from store.storage import Storage, open_storage
+from store.storage import open_storage
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 
 WORKER = "offline"  # the directory of their segments
@@ -247,7 +247,7 @@ def _select(source: OfflineSource, opened: ExitStack) -> _Selection:
             f"source {source.location!r} does not exist, or is neither a run directory nor one "
             "that `gigpo export` wrote, nor a file of chats (.jsonl or .parquet)"
         )
-    return _select_of_dataset(source, open_storage(source.location))
+    return _select_of_dataset(source)
 
 
 def _is_dataset(location: str) -> bool:
@@ -292,13 +292,13 @@ def _select_of_run(source: OfflineSource, theirs: RunLayout, *, opened: ExitStac
     )
 
 
-def _select_of_dataset(source: OfflineSource, storage: Storage) -> _Selection:
+def _select_of_dataset(source: OfflineSource) -> _Selection:
     if source.where is not None:
         raise StoreError(
             f"source {source.location}@{source.where}: a dataset has no SQL; "
             "select when it is exported, by --where"
         )
-    dataset = read_dataset(storage)
+    storage, dataset = open_dataset(source.location)
     return _selected(
         source,
         _groups_of(table for _, table in part_tables(storage, dataset)),

@@ -5,6 +5,7 @@ with it.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -40,17 +41,20 @@ from store.hashing import uid
 from store.maintenance import segment_rows
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
+from store.reading.mirror import fetch_run
 from store.reading.reader import open_run
 from tests.support.forged_dataset import write_dataset
 from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 
-def make_run(root: Path, *, n_groups: int = 3, missing: int = 0) -> RunLayout:
+def make_run(
+    root: Path, *, n_groups: int = 3, missing: int = 0, uri: str | None = None
+) -> RunLayout:
     """Groups of two, one segment each; of the last one `missing` members are not played. Members
     with even numbers won.
     """
-    layout = RunLayout.create(root, config_yaml="a: 1\n")
+    layout = RunLayout.create(root, config_yaml="a: 1\n", storage_uri=uri)
     with Catalog.open(layout) as catalog:
         write_open_sql(layout, macros=(), max_staleness=4)
         for number in range(n_groups):
@@ -95,6 +99,35 @@ def test_an_export_is_the_stored_rows_of_whole_trajectories(tmp_path: Path) -> N
     assert written["run_id"] == layout.info.run_id
     assert written["where"] == "won AND version_min >= 1"
     assert str(tmp_path / "out") in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_nothing_is_exported_or_fetched_into_a_place_of_another_user(
+    tmp_path: Path, is_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: their link to an empty directory became one to another run of the user's.
+
+    Fetching removed the segments there, and exporting wrote over a README.md.
+    """
+    layout = make_run(tmp_path / "run")
+    make_run(tmp_path / "stored", uri=(tmp_path / "storage").as_uri())
+    place, empty = tmp_path / "place", tmp_path / "empty"
+    empty.mkdir()
+    if is_link:
+        place.symlink_to(empty)
+    else:
+        place.mkdir()
+    os.chown(place, 65534, 65534, follow_symlinks=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    before = place.lstat()
+    with pytest.raises(StoreError, match=r"place belongs to another user \(uid 65534\)"):
+        export_selection(layout.root, place, where=None, as_of=None)
+    with pytest.raises(StoreError, match=r"place belongs to another user \(uid 65534\)"):
+        fetch_run((tmp_path / "storage").as_uri(), place)
+    with pytest.raises(StoreError, match=r"place belongs to another user \(uid 65534\)"):
+        RunLayout.create(tmp_path / "new", config_yaml="", storage_uri=place.as_uri())
+    assert (place.lstat(), list(place.iterdir())) == (before, [])
 
 
 def test_a_condition_may_use_trajectories_groups_and_the_views(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ import re, resource, sys
 from pathlib import Path
 from cli.__main__ import main
 from store import layout
-from store.exchange import bring, offline_import
+from store.exchange import bring, datasets, offline_import
 from store.untrusted import memory_limit
+from tests.support import impatient
+datasets._at_hand = impatient.fetch_dataset_soon
 for module in (layout, bring, offline_import):
     module.SMALL_BYTES = {limit}
 memory_limit.SHARE_OF_FREE_MEMORY, memory_limit.LEAST_BYTES = 0, {limit}
@@ -85,6 +87,16 @@ def test_an_answer_without_an_end_is_one_line_and_takes_no_more_than_the_limit(
 
     assert re.search(says, line) and "check the URI, and who answers there" in line
     assert all(int(kib) < LIBRARIES_KIB for kib in done.stdout.split()[-2:])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dataset_that_drips_ends_the_command_and_not_only_its_wait(tmp_path: Path) -> None:
+    """The attack: the error was said, and then Arrow's threads kept the process for days."""
+    with endless_server("drip") as uri:
+        done = command(COMMANDS["source"], uri=uri, to=tmp_path / "new")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "cannot read" in line and "dataset.json" in line
     assert not (tmp_path / "new").exists()
 
 

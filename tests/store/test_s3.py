@@ -228,6 +228,13 @@ def test_a_dataset_may_be_in_a_bucket(server: Server, tmp_path: Path) -> None:
     export_selection(source.root, server.uri("dataset"), where="won", as_of=None)
     assert import_selection(target.root, server.uri("dataset")).n_trajectories == 2
     assert count(target.root) == [12, 4, 3]
+    again = import_selection(target.root, server.uri("dataset"))  # of the copy in the cache
+    assert (again.n_trajectories, again.n_known) == (0, 2)
+    export_selection(source.root, server.uri("changed"), where=None, as_of=None)
+    (part,) = [path for path in server.objects("changed") if path.endswith(".parquet")]
+    storage.open_storage(server.uri("changed")).write(part, b"other bytes")
+    with pytest.raises(DigestError, match=f"s3://{BUCKET}/changed/{part}"):
+        import_selection(target.root, server.uri("changed"))
     with pytest.raises(StoreError, match="in the run"):
         export_selection(source.root, server.uri("source/dataset"), where=None, as_of=None)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-Kind = Literal["body", "pages", "file", "list"]
+Kind = Literal["body", "pages", "file", "list", "drip"]
 LONG_KEY = "segments/" + 900 * "k"
 N_PAGES = 100  # of a list that has an end
+DRIPPED_BYTES, DROP_S = 1_000_000, 0.25  # of a file that comes in drops of a few bytes
 
 
 def _page(*, more: bool, number: int = 0, key: str = LONG_KEY) -> bytes:
@@ -45,9 +47,13 @@ class _Handler(socketserver.StreamRequestHandler):
                 self._answer(request, kind=self.server.kind)  # type: ignore[attr-defined]
 
     def _answer(self, request: bytes, *, kind: Kind) -> None:
-        if request.startswith(b"HEAD"):
+        if kind == "drip" and b"dataset.json" in request:
+            self._drip(is_asked_whole=request.startswith(b"GET"))
+        elif request.startswith(b"HEAD"):
             status = b"200 OK" if kind == "file" else b"404 Not Found"
             self.wfile.write(b"HTTP/1.1 %b\r\nContent-Length: 100\r\n\r\n" % status)
+        elif kind == "drip":
+            self._send(b"")
         elif kind == "pages":
             self._send(PAGE)
         elif kind == "list":
@@ -58,6 +64,14 @@ class _Handler(socketserver.StreamRequestHandler):
             self.wfile.write(CHUNKED + _chunk(_page(more=False)))
             while True:
                 self.wfile.write(BODY)
+
+    def _drip(self, *, is_asked_whole: bool) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n"
+        head += b"Last-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\n\r\n"
+        self.wfile.write(head % DRIPPED_BYTES)
+        while is_asked_whole:
+            self.wfile.write(16 * b"x")
+            time.sleep(DROP_S)
 
     def _send(self, body: bytes) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n"
@@ -74,7 +88,8 @@ def endless_server(kind: Kind) -> Iterator[str]:
     """Give the URI of a run on a server of lists without an end, or of one with 100,000 files.
 
     `body` is one list without an end, `pages` lists that each name a next one, `file` a file that
-    is longer than its head says, and `list` is whole.
+    is longer than its head says, and `list` is whole. `drip` is a dataset that comes slower than
+    anybody can wait.
     """
     with _Server(("127.0.0.1", 0), _Handler) as server:
         server.kind = kind  # type: ignore[attr-defined]
