@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import os
 import re
 import shlex
 import sys
@@ -138,6 +139,22 @@ def say(text: str) -> None:
 def fail(error: object) -> None:
     """Print an error in one line of at most SHOWN_CHARACTERS: it may quote a text of any length."""
     print(printable(f"error: {one_line(error)[:SHOWN_CHARACTERS]}"), file=sys.stderr)
+
+
+def open_missing_streams() -> None:
+    """Let standard streams that were closed at the start of this process lead nowhere.
+
+    Libraries write to them without a look, and children inherit their numbers.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        try:
+            os.fstat(descriptor)  # a library may have opened another file under the number
+        except OSError:
+            os.dup2(nowhere, descriptor)
+        setattr(sys, name, open(nowhere, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def protect_terminal() -> None:

@@ -29,7 +29,7 @@ from cli.store import compact, export, fetch, fsck, import_, rebuild
 from cli.study import study
 from cli.train import train
 from cli.view import view
-from printable import UserError, fail, printable, protect_terminal
+from printable import UserError, fail, open_missing_streams, printable, protect_terminal
 from usage_statistics import usage_statistics_off
 
 EXIT_ERROR = 2  # as click's own for wrong usage
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     if arguments is None:
         arguments = sys.argv[1:]
+        open_missing_streams()
         protect_terminal()
         gc.set_threshold(COLLECTED_AT)
     os.environ.update(usage_statistics_off(os.environ))  # commands import the libraries later

@@ -109,7 +109,9 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
         try:
             yield n_removed
         finally:
-            with hold_interrupts():  # half a clean-up would leave processes and files
+            # Half a clean-up would leave processes and files. A disk that fails has raised its own
+            # error already, and a driver.json of an ended process harms nobody.
+            with hold_interrupts(), contextlib.suppress(OSError):
                 # An environment may have started processes that no component knows.
                 remove_leftovers(run)
                 for mine in (DRIVER_FILE, STOPPING_FILE):

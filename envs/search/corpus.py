@@ -10,6 +10,7 @@ import functools
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,15 +117,23 @@ def check_file(path: Path, *, kind: str) -> Path:
 
 def json_lines(path: Path, *, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file. Raises ValueError, in one line, for a line that is none."""
-    with _open_text(check_file(path, kind=kind)) as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
-                raise ValueError(f"{kind} {path} line {number} is not a JSON object: {line[:60]!r}")
-            yield row
+    for number, line in enumerate(_lines(check_file(path, kind=kind), kind=kind), start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{kind} {path} line {number} is not a JSON object: {line[:60]!r}")
+        yield row
+
+
+def _lines(path: Path, *, kind: str) -> Iterator[str]:
+    try:
+        with _open_text(path) as lines:
+            yield from lines
+    # cut short or damaged, or no text
+    except (EOFError, OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{kind} {path} cannot be read: {error}; get the file again") from error
 
 
 def _open_text(path: Path) -> IO[str]:

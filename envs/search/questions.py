@@ -119,14 +119,18 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     if path.suffix != ".parquet":
         yield from json_lines(path, kind="questions")
         return
+    import pyarrow as pa
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(check_file(path, kind="questions")) as file:
-        names = [name for name in COLUMNS if name in file.schema_arrow.names]
-        if "question" in names and "prompt" in names:
-            names.remove("prompt")  # long, and needed only for the question
-        for batch in file.iter_batches(columns=names):
-            yield from batch.to_pylist()
+    try:
+        with pyarrow.parquet.ParquetFile(check_file(path, kind="questions")) as file:
+            names = [name for name in COLUMNS if name in file.schema_arrow.names]
+            if "question" in names and "prompt" in names:
+                names.remove("prompt")  # long, and needed only for the question
+            for batch in file.iter_batches(columns=names):
+                yield from batch.to_pylist()
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise ValueError(f"questions {path} cannot be read: {error}; get it again") from error
 
 
 def _question(row: Mapping[str, Any]) -> Question:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 import pytest
 
 from cli.__main__ import SECTIONS, main
+from tests.support.store_runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_ROOM = str(ROOT / "configs" / "key_room.yaml")
@@ -122,6 +124,17 @@ def test_a_mistake_names_the_fix_in_one_line(
     assert main(["train", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line and line.endswith("see gigpo train --help")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_changes_no_answer(tmp_path: Path, closed: str) -> None:
+    """fsck of a whole run ended with status 1, because its output could not be flushed."""
+    make_run(tmp_path / "run")
+    command = shlex.join([sys.executable, "-m", "cli", "fsck", str(tmp_path / "run")])
+    done = subprocess.run(
+        f"{command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_shell_completes_commands_and_options() -> None:

@@ -310,6 +310,26 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert not list(run.iterdir())
 
 
+def test_a_disk_that_fails_at_the_end_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that became read-only said driver.json, and not what had failed on it."""
+    run = tmp_path / "run"
+
+    def read_only(path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    def fail() -> None:
+        monkeypatch.setattr(Path, "unlink", read_only)
+        raise StoreError("the cause")
+
+    with pytest.raises(StoreError, match="the cause"), driving(run):
+        fail()
+    monkeypatch.undo()
+    with driving(run):  # what is left is of an ended process
+        pass
+
+
 def test_only_the_ray_directories_of_the_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     mine, others = make_ray_directory(tmp_path / "run"), make_ray_directory(tmp_path / "run2")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +241,19 @@ def test_a_bad_row_is_named_in_one_line(
     good = {"source": "nq", "qid": "test_1", "question": "q", "golden_answers": ["a"]}
     with pytest.raises(ValueError, match=complaint) as refusal:
         read_questions((write_lines(tmp_path / "q.jsonl", [good, row]),))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["bad.jsonl.xz", "bad.jsonl.gz", "bad.jsonl", "bad.parquet"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, name: str, is_cut: bool) -> None:
+    """zlib's and LZMA's errors are neither ValueError nor OSError, and name no file."""
+    rows = [{"source": "nq", "qid": str(n), "question": "q"} for n in range(200)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    made = {".xz": lzma.compress, ".gz": gzip.compress}.get(Path(name).suffix, bytes)(lines)
+    (tmp_path / name).write_bytes(made[:60] if is_cut else made[:50] + b"\xff" * 40)
+    with pytest.raises(ValueError, match=f"questions .*{name}") as refusal:
+        read_questions((tmp_path / name,))
     assert "\n" not in str(refusal.value)
 
 
