@@ -144,16 +144,15 @@ def fail(error: object) -> None:
 def open_missing_streams() -> None:
     """Let standard streams that were closed at the start of this process lead nowhere.
 
-    Libraries write to them without a look, and children inherit their numbers.
+    Libraries write to them without a look. A child that inherited none would open its first file
+    under the number of its output. A number that a library has taken meanwhile is left alone.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        try:
-            os.fstat(descriptor)  # a library may have opened another file under the number
-        except OSError:
-            os.dup2(nowhere, descriptor)
+        nowhere = os.open(os.devnull, os.O_RDWR)  # under the lowest free number
+        if nowhere == descriptor:
+            os.set_inheritable(nowhere, True)
         setattr(sys, name, open(nowhere, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 

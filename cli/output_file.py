@@ -45,8 +45,14 @@ def write_new_file(
                 write(written)
                 written.flush()
                 os.fsync(new)  # else a power cut could leave the name without the bytes
-            check_new_file(option, file, run=run)  # the work may have taken an hour
-            os.rename(unfinished, file.name, src_dir_fd=directory, dst_dir_fd=directory)
+                check_new_file(option, file, run=run)  # the work may have taken an hour
+                os.rename(unfinished, file.name, src_dir_fd=directory, dst_dir_fd=directory)
+                found = os.stat(file.name, dir_fd=directory, follow_symlinks=False)
+                if not os.path.samestat(found, os.fstat(new)):
+                    raise StoreError(
+                        f"{option} {file}: another user put something else in its place while it "
+                        "was written; name a file in a directory of your own"
+                    )
         finally:
             with suppress(OSError):
                 os.unlink(unfinished, dir_fd=directory)

@@ -46,6 +46,11 @@ def missing_packages(name: str) -> str | None:
     return f"env.name={name} needs {' and '.join(missing)}: pip install {package}"
 
 
+def is_users_class(name: str) -> bool:
+    """Return whether a name is a `module:Class`, and so may be of code that nobody here knows."""
+    return ":" in name
+
+
 def environment_class(name: str) -> type[Environment]:
     """Return the class of a registered name or `module:Class`. Raises ValueError."""
     return _class_with(
@@ -75,7 +80,7 @@ def _class_with(name: str, methods: Sequence[str], *, hint: str) -> Any:
 
 
 def _find_class(name: str) -> type:
-    target = name if ":" in name else ENVIRONMENTS.get(name)
+    target = name if is_users_class(name) else ENVIRONMENTS.get(name)
     if target is None:
         nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""

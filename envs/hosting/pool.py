@@ -63,7 +63,7 @@ from envs.hosting.transition_cache import (
     TransitionCache,
 )
 from envs.options import Options
-from envs.registry import environment_class, is_program
+from envs.registry import environment_class, is_program, is_users_class
 
 STUCK_AFTER_S = 10.0  # for a cancelled coroutine to end
 
@@ -111,8 +111,8 @@ class EnvironmentPool:
     Processes start when they are first needed, one after the other. The output of environments, and
     the traceback of every error, goes to `log`, or to this process's output.
 
-    `isolated`: no environment lives in this process, also none of coroutines. A driver must not be
-    ended by one, nor led to another working directory.
+    `isolated`: no method of a user's environment is called in this process, also none that is a
+    coroutine. A driver must not be ended by one, nor led to another working directory.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class EnvironmentPool:
             ]
         self._objects = _Objects(self._hosts)
         deterministic = is_deterministic(make)
-        keeper = AnswerKeeper(env_name, options, pending=self._pending, log=log)
+        keeper = None
+        # The keeper calls the class in this process. Our own classes do no harm in it.
+        if deterministic and (not isolated or not is_users_class(env_name)):
+            keeper = AnswerKeeper(env_name, options, pending=self._pending, log=log)
         self._cache = TransitionCache(
-            env_name,
-            deterministic=deterministic,
-            max_bytes=MAX_BYTES,
-            keeper=keeper if deterministic else None,
+            env_name, deterministic=deterministic, max_bytes=MAX_BYTES, keeper=keeper
         )
 
     @asynccontextmanager

@@ -26,7 +26,7 @@ from envs.hosting.child_process import (
     prepare_child,
     read_options,
 )
-from envs.registry import is_program
+from envs.registry import is_program, is_users_class
 from envs.validation import check_constructor, checked_tasks, list_tasks, planned_tasks
 
 # with `python -m` all classes would exist twice
@@ -44,7 +44,7 @@ def list_tasks_in_child(
     `creating`: a run starts now, so missing task files are created, and a program's class is tried.
     Without it the answer is None if listing would create files.
     """
-    if ":" in name:
+    if is_users_class(name):
         return _list_in_child(name, options, creating=creating, log=log)
     return _list_here(name, options, creating=creating, log=log)
 

@@ -533,7 +533,8 @@ def test_an_output_is_written_through_no_link_that_comes_while_it_is_written(
         unfinished.symlink_to(precious)
         file.write(b"rows")
 
-    write_new_file("--output", directory / "rows", write=exchanged, run=run)
+    with pytest.raises(StoreError, match="rows: another user put something else in its place"):
+        write_new_file("--output", directory / "rows", write=exchanged, run=run)
     assert precious.read_text() == "mine"
 
 

@@ -115,6 +115,11 @@ class Driven(Awaited):
         asyncio.get_running_loop()
         if self.task_id == "an exit in close": sys.exit(0)
 
+class Keeps(Hostile):
+    deterministic = True
+    @staticmethod
+    def kept_answers(options, task): os.chdir("/")
+
 class Forger:
     "Sends the outcome of a task by itself."
     def __init__(self, options): self.outcome = options["outcome"]
@@ -320,6 +325,17 @@ def test_what_an_environment_does_to_its_process_it_does_not_to_a_driver(
     finally:
         os.chdir(directory)
         os.umask(umask)
+
+
+def test_a_driver_does_not_ask_an_environment_which_answers_it_keeps(tmp_path: Path) -> None:
+    directory = os.getcwd()
+    try:
+        try_environment(
+            "hostile_world:Keeps", {}, TASK, answer_timeout_s=SOON_S, log=tmp_path / "w.log"
+        )
+        assert os.getcwd() == directory
+    finally:
+        os.chdir(directory)
 
 
 def test_an_environment_that_exits_or_hangs_in_a_driver_is_one_line(tmp_path: Path) -> None:

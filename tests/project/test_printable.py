@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -296,6 +297,20 @@ def test_a_traceback_of_an_error_that_nobody_catches_is_harmless() -> None:
     )
     assert ended.returncode == 1 and "KeyError" in ended.stderr
     assert_harmless(ended.stderr)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_child_of_a_process_without_streams_opens_no_file_under_their_numbers(
+    tmp_path: Path, closed: str
+) -> None:
+    child = "import sys; sys.exit(open(sys.argv[1], 'w').fileno())"
+    parent = (
+        "import printable, subprocess, sys; printable.open_missing_streams(); "
+        f"sys.exit(subprocess.call([sys.executable, '-c', {child!r}, sys.argv[1]]))"
+    )
+    command = shlex.join([sys.executable, "-c", parent, str(tmp_path / "file")])
+    done = subprocess.run(f"{command} {closed}", shell=True, cwd=ROOT, check=False)
+    assert done.returncode > 2, "the number that the child's file has"
 
 
 def test_emoji_and_scripts_that_need_joiners_stay() -> None:
