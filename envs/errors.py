@@ -60,7 +60,7 @@ class EnvironmentDied(RuntimeError):
         self.at_fault = at_fault
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Python pickles an exception by its positional arguments alone, and `at_fault` is none.
+        # Python pickles only the positional arguments of an exception.
         return partial(EnvironmentDied, at_fault=self.at_fault), (str(self),)
 
 

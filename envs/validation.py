@@ -134,7 +134,7 @@ def checked_answer(method: str, answer: object) -> Observation | Transition:
     """Return the answer of `reset` or `step`, made anew of Python's own texts, numbers and tuples.
 
     A subclass of them may answer a check and its later users differently, and a number of numpy's
-    is none for Arrow. Raises TypeError or ValueError for a malformed answer.
+    is no number for Arrow. Raises TypeError or ValueError for a malformed answer.
     """
     if method == "reset":
         return _checked_observation(answer, method)

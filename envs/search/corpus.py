@@ -116,7 +116,7 @@ def check_file(path: Path, *, kind: str) -> Path:
 
 
 def json_lines(path: Path, *, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file. Raises ValueError, in one line, for a line that is none."""
+    """Yield the objects of a file. Raises ValueError, in one line, for a line without one."""
     for number, line in enumerate(_lines(check_file(path, kind=kind), kind=kind), start=1):
         try:
             row = json.loads(line)

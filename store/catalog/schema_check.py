@@ -120,7 +120,9 @@ def _check_meta(connection: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError("malformed table meta: it has more than one row")
         for name, is_sound in zip(CELLS_OF_META, cells, strict=True):
             if not is_sound:
-                raise sqlite3.DatabaseError(f"malformed table meta: its {name} is none")
+                raise sqlite3.DatabaseError(
+                    f"malformed table meta: its {name} has a wrong type or size"
+                )
 
 
 def _is_known(key: Key, sql: bytes | None) -> bool:

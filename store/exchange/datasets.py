@@ -361,12 +361,12 @@ def open_dataset(location: str) -> tuple[Storage, Dataset]:
     That of a URI is fetched to this user's cache, once. Raises FormatError for a dataset that no
     run can take in, DigestError if a file was changed.
     """
-    here = in_limited_process(_at_hand, location, at_most_bytes=allowed_bytes())
+    here = in_limited_process(_local_copy, location, at_most_bytes=allowed_bytes())
     storage = open_storage(here)
     return storage, read_dataset(storage)
 
 
-def _at_hand(location: str) -> str:
+def _local_copy(location: str) -> str:
     """Return the directory of a dataset: `location`, or a copy of what is at that URI."""
     storage = open_storage(location)
     if isinstance(storage, LocalStorage):

@@ -397,7 +397,9 @@ def _check_numbers(source: RunLayout, row: sqlite3.Row, names: Sequence[str]) ->
     """Raise FormatError for a cell that a STRICT table would refuse: the file was edited."""
     wrong = [name for name in names if not isinstance(row[name], int)]
     if wrong:
-        raise _unreadable(source, sqlite3.DatabaseError(f"malformed row: its {wrong[0]} is none"))
+        raise _unreadable(
+            source, sqlite3.DatabaseError(f"malformed row: its {wrong[0]} is no whole number")
+        )
 
 
 def _link_files(source: RunLayout, layout: RunLayout, *, learner_step: int, version: int) -> None:

@@ -22,7 +22,7 @@ from store import layout
 from store.exchange import bring, datasets, offline_import
 from store.untrusted import memory_limit
 from tests.support import impatient
-datasets._at_hand = impatient.fetch_dataset_soon
+datasets._local_copy = impatient.fetch_dataset_soon
 for module in (layout, bring, offline_import):
     module.SMALL_BYTES = {limit}
 memory_limit.SHARE_OF_FREE_MEMORY, memory_limit.LEAST_BYTES = 0, {limit}

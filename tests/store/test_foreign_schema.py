@@ -454,7 +454,10 @@ def test_a_cell_of_meta_that_counts_nothing_is_one_line(
     plant(layout, *WRONG_CELLS[cell])
     (finding,) = check(layout, level=CONTENTS)
     column, _ = WRONG_CELLS[cell]
-    assert finding.what == "catalog_damaged" and f"its {column} is none" in finding.detail
+    assert (
+        finding.what == "catalog_damaged"
+        and f"its {column} has a wrong type or size" in finding.detail
+    )
     run = str(layout.root)
     dest = str(layout.root.with_name("dataset"))
     for arguments in (["compact", run], ["fsck", "--repair", run], ["export", run, dest]):
@@ -483,7 +486,7 @@ def test_a_cell_that_numbers_no_checkpoint_is_one_line_for_a_fork(
 ) -> None:
     layout.checkpoint_dir(1).mkdir()
     plant(layout, column, value, table=table)
-    with pytest.raises(FormatError, match=f"malformed row: its {column} is none"):
+    with pytest.raises(FormatError, match=f"malformed row: its {column} is no whole number"):
         fork(layout, layout.root.with_name("forked"), learner_step=1, config_yaml="")
     assert not layout.root.with_name("forked").exists()
 

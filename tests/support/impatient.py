@@ -5,7 +5,7 @@ from __future__ import annotations
 from store import storage
 from store.exchange import datasets
 
-fetch_dataset = datasets._at_hand
+fetch_dataset = datasets._local_copy
 
 
 def fetch_dataset_soon(location: str) -> str:
