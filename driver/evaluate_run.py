@@ -93,6 +93,7 @@ def evaluate(
     `trusts` counts the run as made by this user. `dry_run` only shows the settings that differ from
     the defaults (all of them if `all_settings`), and what is missing here. Raises UserError.
     """
+    keep_compiled_code()  # the weights' names come from the learner's package
     if trusts:
         _trust(weights, overrides)
     config = new_run_settings(weights, overrides) if overrides else own_run_settings(weights)
@@ -111,7 +112,6 @@ def evaluate(
         show_missing([*missing, *try_tasks(config, console)], console)
         return
     check_writable(config)
-    keep_compiled_code()
     if overrides:
         _evaluate_in_new_run(config, weights, console=console)
     elif not is_evaluated(config):
@@ -216,6 +216,7 @@ def _evaluate_in_new_run(config: Config, weights: str, *, console: Console) -> N
         ) from None
     if is_evaluated(config):
         return
+    run_lock.make_run_directory(Path(config.run_dir), private=configs.holds_secrets(config))
     if not is_config(weights) and not config.endpoint.url:
         run, step = parse_run_step(weights)
         _copy_weights(run, step, model=Path(config.model.path))

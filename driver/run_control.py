@@ -157,12 +157,11 @@ def clear_stopping(run: Path) -> None:
 
 
 def _check_not_exchanged(run: Path) -> None:
-    """Raise StoreError for an untrusted directory of another user.
+    """Raise StoreError for a link of another user, or their directory unless it is trusted.
 
     While a command looks, they could put a link to another run, or to any file, in its place.
     """
-    if not is_trusted(run):
-        check_own_directory(run, instead="ask that user to do it")
+    check_own_directory(run, trusted=is_trusted(run), instead="ask that user to do it")
 
 
 def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) -> None:

@@ -87,20 +87,11 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
     run that this one made or trusts.
     """
     check_idle(run, instead="choose another run_dir")
-    n_removed = remove_leftovers(run)
     is_new = not run.exists()
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        if not is_trusted(run):
-            check_own_directory(run)  # again: it may have been made since the settings were checked
-        if private:
-            keep_private(run)
-        for left in (WANTED_WORKERS_FILE, STOPPING_FILE):
-            (run / left).unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"cannot make the run directory {run}: {error.strerror}; give another run_dir"
-        ) from error
+    make_run_directory(run, private=private)
+    n_removed = remove_leftovers(run)
+    for left in (WANTED_WORKERS_FILE, STOPPING_FILE):
+        (run / left).unlink(missing_ok=True)
     me, ticks = os.getpid(), started_ticks(os.getpid())
     assert ticks is not None
     driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), run=str(run.resolve()))
@@ -119,6 +110,23 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
                 if is_new:
                     with contextlib.suppress(OSError):  # not empty: the run has begun
                         run.rmdir()
+
+
+def make_run_directory(run: Path, *, private: bool) -> None:
+    """Make the directory of a run, unless it is there. If `private`, nobody else may enter it.
+
+    Raises StoreError if it cannot be made, or is another user's, who may have made it since the
+    settings were checked.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"cannot make the run directory {run}: {error.strerror}; give another run_dir"
+        ) from error
+    check_own_directory(run, trusted=is_trusted(run))
+    if private:
+        keep_private(run)
 
 
 def check_idle(run: Path, *, instead: str) -> None:

@@ -37,27 +37,36 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def check_own_directory(path: Path, *, instead: str = "give a directory of your own") -> None:
+def check_own_directory(
+    path: Path, *, trusted: bool = False, instead: str = "give a directory of your own"
+) -> None:
     """Raise StoreError for a directory, or a link to one, of another user.
 
     They could exchange what is in it, and links would lead what is written and removed there to
     other files. In a directory for all with a sticky bit, such as /tmp, nobody else can exchange
     one of ours. A parent of it that lies in a directory for all is looked at in the same way, as
-    anybody could have made it: /tmp/ours of /tmp/ours/run. Call it after the directory was made:
-    somebody else may have made it just before. Root's directories pass. So does everything for
-    root: a directory that a container mounts belongs to a user outside.
+    anybody could have made it: /tmp/ours of /tmp/ours/run. The directory of a run that is
+    `trusted` may be another user's, but not a link of theirs: it can lead elsewhere a moment later.
+
+    Call it after the directory was made: somebody else may have made it just before. Root's
+    directories pass. So does everything for root: a directory that a container mounts belongs to a
+    user outside.
     """
     me = os.geteuid()
     if me == 0:
         return
     ways = (path.absolute(), path.resolve())  # a link may lie in the way
     for directory in dict.fromkeys(each for way in ways for each in (way, *way.parents)):
-        if directory not in ways and not _is_for_all(directory.parent):
+        is_itself = directory in ways
+        if not is_itself and not _is_for_all(directory.parent):
             continue
         owners = []
         with suppress(FileNotFoundError):  # not made yet, or a link that leads nowhere
-            owners.append(directory.lstat().st_uid)
-            owners.append(directory.stat().st_uid)
+            found = directory.lstat()
+            if stat.S_ISLNK(found.st_mode) or not (is_itself and trusted):
+                owners.append(found.st_uid)
+            if not (is_itself and trusted):
+                owners.append(directory.stat().st_uid)
         owner = next((each for each in owners if each not in (me, 0)), None)
         if owner is not None:
             raise StoreError(

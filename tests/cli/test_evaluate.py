@@ -8,6 +8,7 @@ import json
 import math
 import os
 import socket
+import stat
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -32,7 +33,7 @@ from analysis.evaluation_stats import (
 from cli.__main__ import main
 from configs import Config, ConfigError
 from coordinator import Coordinator
-from driver import resume, run_lock
+from driver import evaluate_run, resume, run_lock
 from driver.evaluate_run import (
     is_evaluated,
     model_as_version_zero,
@@ -276,6 +277,43 @@ def test_other_weights_are_not_taken_for_those_that_were_evaluated(
         match=r"was made by another config \(model.path: .*step000003' -> .*step000004'",
     ):
         check_same_run(asked(4))
+
+
+@pytest.mark.parametrize("place", ["private", "another user's"])
+def test_where_the_weights_are_copied_to_is_this_users_before(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attacks: the weights and a log with a key were read while the evaluation began, and an
+    evaluation in /tmp/new/run was led by links to other files of the user's.
+    """
+    new = tmp_path / "new"
+    if place == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a directory to another user")
+        tmp_path.chmod(0o1777)
+        new.mkdir()
+        os.chown(new, 65534, 65534)
+        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+        monkeypatch.setattr(run_lock, "is_trusted", lambda _: False)
+    modes: list[int] = []
+
+    def copy(*_: object, model: Path) -> None:
+        modes.append(stat.S_IMODE(model.parent.stat().st_mode))
+        raise StoreError("far enough")
+
+    monkeypatch.setattr(evaluate_run, "_copy_weights", copy)
+    config = Config(run_dir=str(new / "run"))
+    config = replace(
+        config,
+        env=replace(config.env, options={"api_key": "hunter2"}),
+        model=replace(config.model, path=str(new / "run" / "model")),
+    )
+    with pytest.raises(StoreError) as refused:
+        evaluate_run._evaluate_in_new_run(config, "a@1", console=Console())
+    if place == "private":
+        assert modes == [0o700] and str(refused.value) == "far enough"
+    else:
+        assert modes == [] and "new belongs to another user (uid 65534)" in str(refused.value)
 
 
 def test_weights_inside_the_directory_are_linked_so_that_it_can_be_moved(

@@ -169,6 +169,29 @@ def test_nobody_drives_a_run_beneath_a_directory_that_another_user_made_in_one_f
         assert (run / DRIVER_FILE).exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+def test_a_run_of_ours_behind_a_link_of_another_user_is_neither_driven_nor_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the link led to a run of the user's, and to another place after the check."""
+    run, link = tmp_path / "run", tmp_path / "link"
+    RunLayout.create(run, config_yaml="")
+    link.symlink_to(run)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    for module in (run_lock, runs):
+        monkeypatch.setattr(module, "is_trusted", lambda _: True)
+    with driving(link):
+        assert (run / DRIVER_FILE).exists(), "a link of root's"
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(StoreError, match=r"link belongs to another user"), driving(link):
+        pass
+    with pytest.raises(StoreError, match=r"link belongs to another user"):
+        runs.stop(link, Console())
+    os.chown(run, 65534, 65534)
+    with driving(run):
+        assert (run / DRIVER_FILE).exists(), "a run that this user trusts"
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_nobody_else_enters_the_directory_of_a_private_run(tmp_path: Path, is_there: bool) -> None:
     """The attack: what an environment said, with a key in it, was read in logs/."""
