@@ -35,6 +35,7 @@ MIN_ELEMENTS, ELEMENT_BYTES = 1000, 8
 MAX_ELEMENTS = 1_000_000  # Arrow's own limit
 # Bytes that Arrow keeps for each value of a list: the value, and two levels while it decodes.
 LIST_VALUE_BYTES = 8 + 4
+ARRAY_BYTES = 512  # of the objects around the values of one column in a batch
 FIXED_BYTES = 32
 
 
@@ -72,9 +73,9 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
     # extension type hides its storage.
     if any(_has_wide_nulls(kind) for kind in file.schema_arrow.types):
         raise _not_ours(f"{name} has a column of values of one large size, or an extension type")
-    n_rows = file.metadata.num_rows
-    if not 0 <= n_rows <= MAX_ROWS + n_bytes:
-        raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
+    for n_rows in (file.metadata.num_rows, sum(_rows_of_groups(file))):
+        if not 0 <= n_rows <= MAX_ROWS + n_bytes:
+            raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
     return file
 
 
@@ -115,7 +116,7 @@ def _decoded(
     too_large = f"{name} stands for more than {at_most:,} bytes in {n_bytes:,}"
     chosen = None if columns is None else list(columns)
     try:
-        chunks = list(_chunks(file, source, columns=chosen))
+        chunks = list(_chunks(file, source, n_bytes=n_bytes, columns=chosen))
     except PageError as error:
         raise _not_ours(f"{name} is damaged: {error}") from error
     for chunk in chunks:
@@ -130,7 +131,7 @@ def _decoded(
         return file.read(columns=chosen, use_threads=False)
     decoded, batches = 0, []
     for batch in file.iter_batches(batch_rows, columns=chosen, use_threads=False):
-        decoded += batch.nbytes
+        decoded += batch.nbytes + ARRAY_BYTES * batch.num_columns
         if decoded > at_most:
             raise _not_ours(too_large)
         batches.append(batch)
@@ -190,9 +191,13 @@ class _Chunk:
 
 
 def _chunks(
-    file: pq.ParquetFile, source: Any, *, columns: Sequence[str] | None
+    file: pq.ParquetFile, source: Any, *, n_bytes: int, columns: Sequence[str] | None
 ) -> Iterator[_Chunk]:
-    """Yield the sizes of the columns, as their pages tell them. Raises PageError."""
+    """Yield the sizes of the columns, as their pages tell them. Raises PageError.
+
+    Columns that share their pages would be looked through again for each.
+    """
+    left_bytes = n_bytes
     for row_group, n_rows in enumerate(_rows_of_groups(file)):
         metadata = file.metadata.row_group(row_group)
         for number in range(metadata.num_columns):
@@ -200,6 +205,9 @@ def _chunks(
             path = column.path_in_schema
             if columns is not None and path.split(".")[0] not in columns:
                 continue
+            left_bytes -= column.total_compressed_size
+            if left_bytes < 0:
+                raise PageError("its columns together are longer than the file")
             # A chunk without rows may have no pages.
             pages = list(column_pages(source, column)) if n_rows else []
             n_values = sum(page.n_values for page in pages if not page.is_dictionary)
@@ -263,9 +271,8 @@ def _repeated_bytes(chunk: _Chunk, source: Any) -> int:
     n_bytes = 0
     source.seek(0)
     file = pq.ParquetFile(source, read_dictionary=[chunk.path])
-    table = file.read_row_group(
-        chunk.row_group, columns=[chunk.path.split(".")[0]], use_threads=False
-    )
+    # Only this leaf: a sibling in the same structure may repeat its texts as well.
+    table = file.read_row_group(chunk.row_group, columns=[chunk.path], use_threads=False)
     for values in _leaves(table.column(0), chunk.path.split(".")[-1]):
         if pa.types.is_dictionary(values.type):
             lengths = pc.binary_length(values.dictionary).take(values.indices)

@@ -34,7 +34,7 @@ from store.segments import SegmentMeta, decode
 from store.storage import LocalStorage
 from store.untrusted import bounded_parquet
 from store.untrusted.bounded_parquet import open_parquet, read_table
-from tests.store.test_parquet_pages import varint
+from tests.support.parquet_maker import UNKNOWN_TYPE, column_chunk, page, parquet, varint
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
 LIMIT_BYTES = 5 * 2**30  # of private memory, half of what the files below stand for
@@ -274,6 +274,65 @@ def test_a_page_behind_the_end_of_its_column_is_not_decoded() -> None:
     assert read_all(pa.py_buffer(data)).equals(table)
     with pytest.raises(FormatError, match="the footer says 10,000 values .*, its pages 0"):
         read_all(pa.py_buffer(changed))
+
+
+def test_pages_that_row_groups_share_are_not_looked_through_again_for_each() -> None:
+    """The attack: 374 KB with 100,000 pages in 10,000 groups would have taken seven minutes."""
+    body = page(n_values=1, data=bytes(4)) + 100 * page(n_values=0, data=b"")
+    chunk = column_chunk(["a"], n_values=1, at=4, n_bytes=len(body))
+    once = parquet(body, columns=[("a", None)], row_groups=[([chunk], 1)])
+    assert read_all(pa.py_buffer(once))["a"].to_pylist() == [0]
+    shared = parquet(body, columns=[("a", None)], row_groups=1000 * [([chunk], 1)])
+    with pytest.raises(FormatError, match="its columns together are longer than the file"):
+        read_all(pa.py_buffer(shared))
+
+
+@pytest.mark.parametrize("n_said", [1, None])
+def test_rows_of_nulls_that_take_no_byte_are_not_decoded(n_said: int | None) -> None:
+    """The attack: 6 KB stand for 430,000 million rows, of which the footer says one."""
+    n_values = 2**31 - 1
+    levels = varint(n_values << 1) + b"\0"  # one run: all of them are null
+    body = 3 * page(n_values=n_values, data=len(levels).to_bytes(4, "little") + levels)
+    chunk = column_chunk(["a"], n_values=3 * n_values, at=4, n_bytes=len(body))
+    data = parquet(
+        body, columns=[("a", UNKNOWN_TYPE)], row_groups=[([chunk], 3 * n_values)], n_rows=n_said
+    )
+    with pytest.raises(FormatError, match=r"6,442,450,941 rows in \d+ bytes"):
+        read_all(pa.py_buffer(data))
+
+
+def test_small_batches_count_with_the_objects_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: a large dictionary makes each row a batch. Its objects took 10 GB, uncounted."""
+    monkeypatch.setattr(bounded_parquet, "BATCH_BYTES", 1)
+    n_rows = 5000
+    table = pa.table({f"c{number}": pa.nulls(n_rows, pa.string()) for number in range(30)})
+    table = table.append_column("text", pa.array(["x", "y"] * (n_rows // 2)))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    data = sink.getvalue()
+    assert read_all(data).num_rows == n_rows
+    monkeypatch.setattr(bounded_parquet, "MAX_DECODED_BYTES", 1 << 20)
+    with pytest.raises(FormatError, match="stands for more than"):
+        read_all(data)
+
+
+def test_texts_of_a_structure_are_counted_one_after_the_other() -> None:
+    """The attack: while one field of 593 bytes was counted, its sibling took gigabytes."""
+    n_values, text = 3000, pa.array(["x" * 1_000_000])
+    indices = pa.array([0] * n_values, pa.int32())
+    fields = [pa.DictionaryArray.from_arrays(indices, text) for _ in range(2)]
+    values = pa.StructArray.from_arrays(fields, ["a", "b"])
+    table = pa.table({"l": pa.ListArray.from_arrays(pa.array([0, n_values], pa.int32()), values)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", store_schema=False)
+    usual, pool = pa.default_memory_pool(), pa.system_memory_pool()  # no other test takes from it
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(FormatError, match="stands for more than"):
+            read_all(sink.getvalue())
+    finally:
+        pa.set_memory_pool(usual)
+    assert pool.max_memory() < 500 << 20
 
 
 def test_texts_that_repeat_the_one_before_are_not_decoded(tmp_path: Path) -> None:

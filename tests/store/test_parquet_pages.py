@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.untrusted.parquet_pages import PageError, column_pages
+from tests.support.parquet_maker import varint
 
 TABLE = pa.table(
     {
@@ -80,14 +81,6 @@ def header(*fields: tuple[int, int, int]) -> bytes:
     for field, kind, value in fields:
         data += bytes([kind]) + varint(2 * field) + varint(2 * value)
     return data
-
-
-def varint(value: int) -> bytes:
-    data = b""
-    while value > 0x7F:
-        data += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return data + bytes([value])
 
 
 class Chunk:
