@@ -47,6 +47,8 @@ def check_own_directory(
     one of ours. A parent of it that lies in a directory for all is looked at in the same way, as
     anybody could have made it: /tmp/ours of /tmp/ours/run. The directory of a run that is
     `trusted` may be another user's, but not a link of theirs: it can lead elsewhere a moment later.
+    Nor may it lie in a directory for all, where they can put a link to a trusted run in its place
+    while the trust is looked at.
 
     Call it after the directory was made: somebody else may have made it just before. Root's
     directories pass. So does everything for root: a directory that a container mounts belongs to a
@@ -57,15 +59,16 @@ def check_own_directory(
         return
     ways = (path.absolute(), path.resolve())  # a link may lie in the way
     for directory in dict.fromkeys(each for way in ways for each in (way, *way.parents)):
-        is_itself = directory in ways
-        if not is_itself and not _is_for_all(directory.parent):
+        is_for_all = _is_for_all(directory.parent)
+        if directory not in ways and not is_for_all:
             continue
+        is_excused = directory in ways and trusted and not is_for_all
         owners = []
         with suppress(FileNotFoundError):  # not made yet, or a link that leads nowhere
             found = directory.lstat()
-            if stat.S_ISLNK(found.st_mode) or not (is_itself and trusted):
+            if stat.S_ISLNK(found.st_mode) or not is_excused:
                 owners.append(found.st_uid)
-            if not (is_itself and trusted):
+            if not is_excused:
                 owners.append(directory.stat().st_uid)
         owner = next((each for each in owners if each not in (me, 0)), None)
         if owner is not None:

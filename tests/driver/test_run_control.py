@@ -190,6 +190,12 @@ def test_a_run_of_ours_behind_a_link_of_another_user_is_neither_driven_nor_stopp
     os.chown(run, 65534, 65534)
     with driving(run):
         assert (run / DRIVER_FILE).exists(), "a run that this user trusts"
+    # The attack: a link to such a run, exchanged with a directory of theirs while it was looked at.
+    tmp_path.chmod(0o1777)
+    with pytest.raises(StoreError, match=r"run belongs to another user"), driving(run):
+        pass
+    with pytest.raises(StoreError, match=r"run belongs to another user"):
+        runs.stop(run, Console())
 
 
 @pytest.mark.parametrize("is_there", [True, False])
