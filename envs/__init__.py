@@ -5,7 +5,9 @@
     registry.py    find a class by name
     options.py     check an environment's options
     validation.py  check an environment before a run, and everything that it returns
-    errors.py      errors of environments, described in one line
+    errors.py      the errors of environments
+    error_texts.py  any error in one line, with its place in the author's file
+    logs.py        logs that cost no episode if they cannot be written
     hosting/       child processes, pools, remembered answers, an HTTP server and its guards
     adapters/      environments of other packages, and of a server
     textworld/, alfworld/, webshop/, search/, sokoban.py

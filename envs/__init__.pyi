@@ -11,8 +11,6 @@ from .base import own_task as own_task
 from .errors import EnvironmentDied as EnvironmentDied
 from .errors import EnvironmentFailed as EnvironmentFailed
 from .errors import EnvironmentStuckError as EnvironmentStuckError
-from .errors import log_hint as log_hint
-from .errors import write_log as write_log
 from .hosting.http_requests import MALFORMED_REQUEST as MALFORMED_REQUEST
 from .hosting.http_requests import GuardedSite as GuardedSite
 from .hosting.http_requests import server_logger as server_logger
@@ -23,6 +21,8 @@ from .hosting.pool import PooledEnvironment as PooledEnvironment
 from .hosting.pool import try_environment as try_environment
 from .hosting.program_pool import ProgramPool as ProgramPool
 from .hosting.task_listing import list_tasks_in_child as list_tasks_in_child
+from .logs import log_hint as log_hint
+from .logs import write_log as write_log
 from .options import OptionsError as OptionsError
 from .registry import ENVIRONMENTS as ENVIRONMENTS
 from .registry import environment_class as environment_class

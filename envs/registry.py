@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from envs.base import Environment, Program
-from envs.errors import describe_error
+from envs.error_texts import describe_error
 
 # To add an environment, write one file in this package and one line here. Classes are named and not
 # imported, so that an engine loads only when it is used.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from numbers import Real
 from typing import cast
@@ -13,14 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import Environment, Observation, Outcome, Program, Task, Transition
-from envs.errors import EnvironmentFailed, plain_text
-from envs.options import SPLITS, Options
+from envs.error_texts import describe_error, full_message, plain_text
+from envs.errors import EnvironmentFailed
+from envs.options import SPLITS, Options, OptionsError
 from envs.registry import environment_class, is_program, program_class
 from row_bounds import MAX_NAME_CHARACTERS, MAX_OBSERVATION_CHARACTERS, MAX_REWARD, MAX_SEED
 
 MAX_CHARACTERS = MAX_OBSERVATION_CHARACTERS  # of one observation
 MAX_ACTIONS = 1_000_000  # an empty action has no characters to count, and takes memory all the same
 SHOWN_CHARACTERS = 80  # of a wrong value in an error
+# Errors of files, packages and servers that another machine may have. All others are mistakes in
+# the code or the config.
+MACHINE_ERRORS = (OSError, ImportError, ValueError)
 COLOURS = 3  # red, green, blue
 _MUST_BE = f"it must be a finite number, at most {MAX_REWARD:g} in size"
 
@@ -43,7 +47,7 @@ def check_constructor(name: str, options: Mapping[str, object]) -> None:
         make(Options(options))
     except (Exception, SystemExit) as error:  # the border to a user's own code
         context = f"env.name={name}: it cannot be made"
-        raise EnvironmentFailed.because(context, error, called=make.__init__) from error
+        raise _failure(context, error, called=make.__init__) from error
 
 
 def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[Task]]:
@@ -60,7 +64,7 @@ def list_tasks(name: str, options: Mapping[str, object]) -> dict[str, Sequence[T
         }
     except (Exception, SystemExit) as error:  # the border to a user's own code
         context = f"env.name={name}: listing its tasks failed"
-        raise EnvironmentFailed.because(context, error, called=make.tasks) from error
+        raise _failure(context, error, called=make.tasks) from error
     for split, tasks in splits.items():
         if not tasks:
             raise EnvironmentFailed(
@@ -296,6 +300,18 @@ def _check_encodable(text: str, *, method: str) -> None:
 
 def _shown(answer: object) -> str:
     return f"{type(answer).__name__} {_brief(answer)}"
+
+
+def _failure(
+    context: str, error: BaseException, *, called: Callable[..., object]
+) -> EnvironmentFailed:
+    """Return the failure for an environment's own error, raised by the method `called`."""
+    kind = type(error)  # a class may lie to `isinstance`
+    is_option = issubclass(kind, OptionsError)
+    text = full_message(error) if is_option else describe_error(error, called=called)
+    failed = EnvironmentFailed(f"{context}: {text}")
+    failed.may_work_elsewhere = issubclass(kind, MACHINE_ERRORS) and not is_option
+    return failed
 
 
 def _load_class(name: str) -> type[Environment] | type[Program]:

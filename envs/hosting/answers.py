@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.base import Observation, Task, Transition
-from envs.errors import plain_text
+from envs.error_texts import plain_text
 from envs.validation import checked_actions, checked_answer
 
 KEY_BYTES = 16

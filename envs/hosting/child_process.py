@@ -29,7 +29,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from envs.errors import open_log, where_crashed
+from envs.error_texts import where_crashed
+from envs.logs import open_log
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Waits until the parent's end of the pipe closes, then kills its own process group. It is a shell,

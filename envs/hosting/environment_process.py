@@ -24,14 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envs.base import Environment, Task
-from envs.errors import (
-    EnvironmentDied,
-    describe_error,
-    describe_exit,
-    full_traceback,
-    log_hint,
-    write_log,
-)
+from envs.error_texts import describe_error, describe_exit, full_traceback
+from envs.errors import EnvironmentDied
 from envs.hosting.answers import Answer, answer_of, prepared, task_of
 from envs.hosting.child_process import (
     ChildProcess,
@@ -40,6 +34,7 @@ from envs.hosting.child_process import (
     read_options,
 )
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
+from envs.logs import log_hint, write_log
 from envs.options import Options
 from envs.registry import environment_class
 

@@ -27,7 +27,8 @@ from aiohttp import web
 
 from envs.adapters.http_client import KEY_VARIABLE, key_from, observation_to_json
 from envs.base import Task, task_to_json
-from envs.errors import EnvironmentDied, EnvironmentFailed, full_traceback, write_log
+from envs.error_texts import full_traceback
+from envs.errors import EnvironmentDied, EnvironmentFailed
 from envs.hosting.http_requests import (
     MAX_BODY_BYTES,
     Handler,
@@ -37,6 +38,7 @@ from envs.hosting.http_requests import (
     read_json,
 )
 from envs.hosting.pool import EnvironmentPool, PooledEnvironment
+from envs.logs import write_log
 from envs.registry import is_program
 from envs.validation import list_tasks
 from printable import ArgumentParser, fail, printable, protect_terminal

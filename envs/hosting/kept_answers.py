@@ -36,9 +36,11 @@ import numpy as np
 
 from bounded_json import read_value
 from envs.base import KeptAnswers, Observation, Task, Transition
-from envs.errors import EnvironmentDied, describe_error, write_log
+from envs.error_texts import describe_error
+from envs.errors import EnvironmentDied
 from envs.hosting.answers import Understood
 from envs.hosting.pending import PendingOperations, run_in_thread
+from envs.logs import write_log
 from envs.options import Options
 from envs.registry import environment_class
 from envs.validation import checked_answer

@@ -34,15 +34,8 @@ from threading import current_thread, main_thread
 from typing import Any, Protocol, cast
 
 from envs.base import Observation, Task, Transition
-from envs.errors import (
-    EnvironmentDied,
-    EnvironmentFailed,
-    describe_error,
-    full_traceback,
-    log_hint,
-    where_raised,
-    write_log,
-)
+from envs.error_texts import describe_error, full_traceback, where_raised
+from envs.errors import EnvironmentDied, EnvironmentFailed
 from envs.hosting.answers import (
     Answer,
     StepFrom,
@@ -62,6 +55,7 @@ from envs.hosting.transition_cache import (
     EnvironmentObject,
     TransitionCache,
 )
+from envs.logs import log_hint, write_log
 from envs.options import Options
 from envs.registry import environment_class, is_program, is_users_class
 
@@ -280,8 +274,8 @@ class _EventLoopHost:
         if (task := task_of(argument)) is not None:
             self._tasks[environment_id] = task
         latest = time.monotonic() + self._answer_timeout_s + STUCK_AFTER_S
-        name = request_of_task(method, argument, self._tasks[environment_id])
-        self._ends_by[environment_id] = (latest, name)
+        request = request_of_task(method, argument, self._tasks[environment_id])
+        self._ends_by[environment_id] = (latest, request)
         deadline, episode = asyncio.timeout(self._answer_timeout_s), asyncio.current_task()
         called: Callable[..., Any] | None = None
         try:
@@ -299,25 +293,36 @@ class _EventLoopHost:
             if _comes_from_outside(error, episode):
                 raise
             write_log(self._log, full_traceback(error))
-            request = request_of_task(method, argument, self._tasks[environment_id])
-            # a TimeoutError may also be the environment's own
-            if issubclass(type(error), TimeoutError) and deadline.expired():
-                # the cancelled call's stack ends where it waited
-                cause = error.__cause__
-                place = where_raised(error if cause is None else cause, called=called)
-                fault = f"did not answer {request} within {self._answer_timeout_s:g} s"
-                fault += f", at {place}" if place else ""
-            else:
-                fault = f"failed in {request}: {describe_error(error, called=called)}"
-            raise EnvironmentDied(
-                f"environment {self._env_name!r} {fault}{log_hint(self._log)}",
-                # a server may say that it is not
-                at_fault=not (type(error) is EnvironmentDied and error.at_fault is False),
-            ) from error
+            is_late = deadline.expired()
+            raise self._death(error, request=request, called=called, is_late=is_late) from error
         finally:
             end_fork_of(self._pid)
             self._pending.end(environment_id)
             del self._ends_by[environment_id]
+
+    def _death(
+        self,
+        error: BaseException,
+        *,
+        request: str,
+        called: Callable[..., Any] | None,
+        is_late: bool,
+    ) -> EnvironmentDied:
+        """Return the episode's failure for an error of its environment."""
+        # A TimeoutError may also be the environment's own.
+        if is_late and issubclass(type(error), TimeoutError):
+            # The cancelled call's stack ends where it waited.
+            cause = error.__cause__
+            place = where_raised(error if cause is None else cause, called=called)
+            fault = f"did not answer {request} within {self._answer_timeout_s:g} s"
+            fault += f", at {place}" if place else ""
+        else:
+            fault = f"failed in {request}: {describe_error(error, called=called)}"
+        return EnvironmentDied(
+            f"environment {self._env_name!r} {fault}{log_hint(self._log)}",
+            # A server may say that it is not.
+            at_fault=not (type(error) is EnvironmentDied and error.at_fault is False),
+        )
 
     def stuck(self) -> str | None:
         now_s = time.monotonic()

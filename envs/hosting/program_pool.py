@@ -24,14 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from envs.base import ClientSettings, Outcome, Program, Task, task_to_json
-from envs.errors import (
-    EnvironmentDied,
-    describe_error,
-    describe_exit,
-    full_traceback,
-    log_hint,
-    write_log,
-)
+from envs.error_texts import describe_error, describe_exit, full_traceback
+from envs.errors import EnvironmentDied
 from envs.hosting.child_process import (
     ChildProcess,
     end_fork_of,
@@ -39,6 +33,7 @@ from envs.hosting.child_process import (
     read_options,
 )
 from envs.hosting.pending import PendingOperations
+from envs.logs import log_hint, write_log
 from envs.options import Options
 from envs.registry import program_class
 from envs.validation import checked_outcome

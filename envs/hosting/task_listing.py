@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from envs.base import Task, task_to_json
-from envs.errors import EnvironmentFailed, describe_exit, full_traceback, log_hint, write_log
+from envs.error_texts import describe_exit, full_traceback
+from envs.errors import EnvironmentFailed
 from envs.hosting.child_process import (
     ChildProcess,
     end_fork_of,
     prepare_child,
     read_options,
 )
+from envs.logs import log_hint, write_log
 from envs.registry import is_program, is_users_class
 from envs.validation import check_constructor, checked_tasks, list_tasks, planned_tasks
 

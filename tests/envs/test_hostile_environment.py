@@ -34,7 +34,7 @@ from envs import (
     try_environment,
     write_log,
 )
-from envs.errors import MAX_LOGGED_CHARACTERS, describe_error, full_traceback
+from envs.error_texts import MAX_TRACEBACK_CHARACTERS, describe_error, full_traceback
 from envs.hosting.answers import KEY_BYTES, answer_of
 from envs.validation import checked_answer, checked_outcome
 
@@ -261,7 +261,7 @@ def test_an_error_that_cannot_be_told_costs_its_episode(kind: str, tmp_path: Pat
 
 
 def test_a_cause_or_a_note_beyond_measure_is_left_out_of_the_traceback() -> None:
-    huge = "x" * (3 * MAX_LOGGED_CHARACTERS)
+    huge = "x" * (3 * MAX_TRACEBACK_CHARACTERS)
     noted, grouped = RuntimeError("short"), ExceptionGroup("short", [ValueError(huge)])
     noted.add_note(huge)
     caused = RuntimeError("short")
