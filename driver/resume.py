@@ -33,16 +33,19 @@ from store import (
     CONFIG_FILE,
     OUTSIDE_FILE,
     READ_WRITE,
+    RUN_JSON,
     SIGNED,
     Catalog,
     RunLayout,
     StoreError,
-    check_trusted,
+    decoded,
     made_by_this_user,
     parse_object,
+    parse_run_json,
     parse_run_step,
     read_run_file,
     sign_run,
+    trusted_texts,
     write_atomically,
 )
 
@@ -65,18 +68,22 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     trusted.
     """
     with store.limited_memory([run]):  # an error quotes the settings of a stranger's run
-        layout = RunLayout.open(run)
-        check_trusted(run)
+        RunLayout.open(run)
+        texts = trusted_texts(run)
     root, _ = configs.split_run_dir(overrides)
     if root is not None:
         raise ConfigError(
             f"--resume {run} goes on in that directory; leave run_dir= out, and move the directory "
             "if you like"
         )
-    try:
-        text, name = read_run_file(run, CONFIG_FILE), str(run / CONFIG_FILE)
-    except FileNotFoundError:  # the first start was killed before it wrote the file
-        text, name = layout.info.config_yaml, f"the config in {layout.run_json}"
+    config_path = run / CONFIG_FILE
+    # Its files are not read again: somebody else may have put another run in its place since.
+    if CONFIG_FILE in texts:
+        text, name = decoded(texts[CONFIG_FILE], path=config_path), str(config_path)
+    else:  # the first start was killed before it wrote the file
+        name = str(run / RUN_JSON)
+        text = parse_run_json(texts[RUN_JSON], name=name).config_yaml
+        name = f"the config in {name}"
     return replace(configs.load_saved(text, overrides, name=name), run_dir=str(run))
 
 

@@ -71,6 +71,7 @@ from .layout import REPORT_FILE as REPORT_FILE
 from .layout import STOPPING_FILE as STOPPING_FILE
 from .layout import WANTED_WORKERS_FILE as WANTED_WORKERS_FILE
 from .layout import RunLayout as RunLayout
+from .layout import decoded as decoded
 from .layout import parse_run_step as parse_run_step
 from .layout import read_run_file as read_run_file
 from .maintenance.compact import COMPACTION_POLICY as COMPACTION_POLICY
@@ -117,6 +118,7 @@ from .remote_directory import prune_published as prune_published
 from .remote_directory import publish_directory as publish_directory
 from .remote_directory import remove_copy as remove_copy
 from .run_json import FORMAT as FORMAT
+from .run_json import parse_run_json as parse_run_json
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
 from .segments import read_segment as read_segment
@@ -133,12 +135,14 @@ from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
 from .untrusted.memory_limit import limited_memory as limited_memory
+from .untrusted.signatures import RUN_JSON as RUN_JSON
 from .untrusted.signatures import SIGNED as SIGNED
 from .untrusted.signatures import made_by_this_user as made_by_this_user
 from .untrusted.signatures import sign_run as sign_run
 from .untrusted.trust import check_trusted as check_trusted
 from .untrusted.trust import is_trusted as is_trusted
 from .untrusted.trust import trust as trust
+from .untrusted.trust import trusted_texts as trusted_texts
 from .user_cache import COMPILED as COMPILED
 from .user_cache import keep_compiled_code as keep_compiled_code
 from .user_cache import own_cache as own_cache

@@ -45,11 +45,18 @@ def read_run_file(run: Path, name: str) -> str:
     """
     path = run.absolute() / name
     try:
-        return beneath.read_text(path, root=run.absolute())
+        data = beneath.read_bytes(path, root=run.absolute(), at_most=beneath.MAX_TEXT_BYTES)
     except (UnsafePathError, FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+    return decoded(data, path=path)
+
+
+def decoded(data: bytes, *, path: Path) -> str:
+    """Return the text of a file that was read from `path`. Raises StoreError if it is no text."""
+    try:
+        return data.decode()
     except UnicodeDecodeError as error:
         raise StoreError(
             f"{path} is no text ({error.reason}); restore it from a backup, or remove it"

@@ -17,7 +17,6 @@ import errno
 import fcntl
 import functools
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -50,6 +49,8 @@ from store.untrusted.file_access import (
     MAX_OPEN_SQL_BYTES,
     MAX_TEXT_BYTES,
     check_own_directory,
+    remove,
+    remove_tree,
 )
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.memory_limit import limited_memory
@@ -301,8 +302,6 @@ def _empty(root: Path) -> None:
             f"{root} has other things in it ({names}); give an empty directory: run_dir=NEW"
         )
     for path in there:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path != marker:
-            path.unlink()
-    marker.unlink(missing_ok=True)
+        if path != marker:
+            remove_tree(path, root=root)
+    remove(marker, root=root)

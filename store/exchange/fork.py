@@ -48,8 +48,11 @@ from store.untrusted.file_access import (
     check_own_directory,
     is_directory,
     is_file,
+    names,
     open_file,
     opened_parent,
+    remove,
+    remove_tree,
     walk,
 )
 from store.untrusted.signatures import made_by_this_user
@@ -120,6 +123,8 @@ def fork(
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)
     if os.path.lexists(unfinished):
+        if unfinished.is_symlink() or not unfinished.is_dir():
+            raise _in_the_way(unfinished)
         check_own_directory(unfinished)
         forked_from = f"{source.info.run_id}@{learner_step}"
         if _is_complete(unfinished, forked_from=forked_from, config_yaml=config_yaml):
@@ -235,12 +240,9 @@ def _put_in_place(unfinished: Path, root: Path) -> None:
 
 
 def _remove_leftover(unfinished: Path) -> None:
-    """Remove the directory of a killed fork. Raises StoreError for any other directory or file."""
+    """Remove the directory of a killed fork. Raises StoreError for any other directory."""
     try:
-        is_directory_here = unfinished.is_dir() and not unfinished.is_symlink()
-        is_ours = is_directory_here and (
-            (unfinished / UNFINISHED_FORK).is_file() or not any(unfinished.iterdir())
-        )
+        is_ours = (unfinished / UNFINISHED_FORK).is_file() or not any(unfinished.iterdir())
         if is_ours:
             _remove(unfinished)
     except OSError as error:
@@ -249,10 +251,14 @@ def _remove_leftover(unfinished: Path) -> None:
             "remove it, then retry"
         ) from error
     if not is_ours:
-        raise StoreError(
-            f"{unfinished} is in the way, and no unfinished fork; "
-            "move it, or choose another directory for the new run"
-        )
+        raise _in_the_way(unfinished)
+
+
+def _in_the_way(unfinished: Path) -> StoreError:
+    return StoreError(
+        f"{unfinished} is in the way, and no unfinished fork; "
+        "move it, or choose another directory for the new run"
+    )
 
 
 def _remove(unfinished: Path) -> None:
@@ -260,14 +266,11 @@ def _remove(unfinished: Path) -> None:
 
     Raises OSError, StoreError.
     """
-    marker = unfinished / UNFINISHED_FORK
     _remove_stored(unfinished)
-    for path in unfinished.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path != marker:
-            path.unlink()
-    marker.unlink(missing_ok=True)
+    for name in names(unfinished, root=unfinished):
+        if name != UNFINISHED_FORK:
+            remove_tree(unfinished / name, root=unfinished)
+    remove(unfinished / UNFINISHED_FORK, root=unfinished)
     unfinished.rmdir()
 
 

@@ -108,13 +108,11 @@ def _fetch_run(uri: str, dest: Path) -> None:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
     info = dataclasses.replace(content, storage_uri=None)
     layout = RunLayout(root=dest.absolute(), info=info)
-    if os.path.lexists(dest):
-        check_own_directory(dest)
+    make_directory(layout.root, beneath=layout.root)
+    check_own_directory(layout.root)
     if not RunLayout.exists(dest):
-        if dest.exists() and any(dest.iterdir()):
+        if any(dest.iterdir()):
             raise StoreError(f"{dest} is not empty and no copy of a run; choose a new directory")
-        make_directory(layout.root, beneath=layout.root)
-        check_own_directory(layout.root)
         keep_private(layout.root)  # its settings may hold a secret
         _make_copy(layout)
     elif RunLayout.open(dest).info != info or status(layout.catalog, root=layout.root) is not None:

@@ -73,7 +73,8 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
     # extension type hides its storage.
     if any(_has_wide_nulls(kind) for kind in file.schema_arrow.types):
         raise _not_ours(f"{name} has a column of values of one large size, or an extension type")
-    for n_rows in (file.metadata.num_rows, sum(_rows_of_groups(file))):
+    rows_of_groups = _rows_of_groups(file)
+    for n_rows in (file.metadata.num_rows, sum(rows_of_groups), *rows_of_groups):
         if not 0 <= n_rows <= MAX_ROWS + n_bytes:
             raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
     return file

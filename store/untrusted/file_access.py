@@ -19,6 +19,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from store.errors import StoreError, UnsafePathError
@@ -33,49 +34,141 @@ MAX_MANIFEST_BYTES = 16 << 20
 MAX_OPEN_SQL_BYTES = 1 << 20  # the views, and the macros of a run
 # Levels below a directory that is walked. A run has three; a user's files in logs/ may have more.
 MAX_DEPTH = 16
+MAX_LINKS = 40  # on the way to a directory; Linux follows as many
+# Systems that do not have O_PATH open no link, so none is followed there.
+_ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """A directory, or a link, through which a path leads."""
+
+    path: Path
+    is_link: bool
+    owner: int
+    is_in_one_for_all: bool  # everybody may make files in the directory that has it
+
+    @property
+    def is_another_users(self) -> bool:
+        """Root's are not. For root none is: what a container mounts has an owner outside."""
+        me = os.geteuid()
+        return me != 0 and self.owner not in (me, 0)
+
+
 def check_own_directory(
-    path: Path, *, trusted: bool = False, instead: str = "give a directory of your own"
+    path: Path,
+    *,
+    trusted: bool = False,
+    is_made: bool = True,
+    instead: str = "give a directory of your own",
 ) -> None:
-    """Raise StoreError for a directory, or a link to one, of another user.
+    """Raise StoreError for a directory of another user, or one behind a link of theirs.
 
     They could exchange what is in it, and links would lead what is written and removed there to
     other files. In a directory for all with a sticky bit, such as /tmp, nobody else can exchange
-    one of ours. A parent of it that lies in a directory for all is looked at in the same way, as
-    anybody could have made it: /tmp/ours of /tmp/ours/run. The directory of a run that is
-    `trusted` may be another user's, but not a link of theirs: it can lead elsewhere a moment later.
-    Nor may it lie in a directory for all, where they can put a link to a trusted run in its place
-    while the trust is looked at.
+    one of ours, so what lies there on the way must be ours: /tmp/ours of /tmp/ours/run. The
+    directory of a run that is `trusted` may be another user's, unless it lies in a directory for
+    all, where they could put a link to a trusted run in its place while the trust is looked at.
 
-    Call it after the directory was made: somebody else may have made it just before. Root's
-    directories pass. So does everything for root: a directory that a container mounts belongs to a
-    user outside.
+    Call it after the directory was made: somebody else may have made it just before. From then on
+    nobody else can exchange it. If not `is_made`, it may be absent, and only what is on the way is
+    looked at; the next call must come before anything is written or removed there. Root's
+    directories pass. So does everything for root.
     """
-    me = os.geteuid()
-    if me == 0:
-        return
-    ways = (path.absolute(), path.resolve())  # a link may lie in the way
-    for directory in dict.fromkeys(each for way in ways for each in (way, *way.parents)):
-        is_for_all = _is_for_all(directory.parent)
-        if directory not in ways and not is_for_all:
-            continue
-        is_excused = directory in ways and trusted and not is_for_all
-        owners = []
-        with suppress(FileNotFoundError):  # not made yet, or a link that leads nowhere
-            found = directory.lstat()
-            if stat.S_ISLNK(found.st_mode) or not is_excused:
-                owners.append(found.st_uid)
-            if not is_excused:
-                owners.append(directory.stat().st_uid)
-        owner = next((each for each in owners if each not in (me, 0)), None)
-        if owner is not None:
+    entries, descriptor = _walk_to(path)
+    if descriptor is not None:
+        os.close(descriptor)
+    for entry in entries:
+        is_it = descriptor is not None and entry is entries[-1]
+        must_be_ours = entry.is_link or entry.is_in_one_for_all or (is_it and not trusted)
+        if must_be_ours and entry.is_another_users:
             raise StoreError(
-                f"{directory} belongs to another user (uid {owner}), who could exchange what a run "
-                f"keeps there; {instead}"
+                f"{entry.path} belongs to another user (uid {entry.owner}), who could exchange "
+                f"what a run keeps there; {instead}"
             )
+    if is_made and descriptor is None:
+        # Not passed over: another user's may be there a moment later.
+        raise StoreError(f"{path} is not there (any more), or no directory; {instead}")
+
+
+@contextmanager
+def opened_by_own_links(path: Path) -> Iterator[tuple[int, Path]]:
+    """Give the descriptor of a directory, and its path without links.
+
+    Raises UnsafePathError for a link of another user, anywhere on the way: they could lead it
+    elsewhere between two looks. Root's links pass. So does everything for root.
+    """
+    entries, descriptor = _walk_to(path)
+    if descriptor is None:
+        raise FileNotFoundError(errno.ENOENT, "no directory is there", str(path))
+    try:
+        for entry in entries:
+            if entry.is_link and entry.is_another_users:
+                text = f"{entry.path} is a link of another user (uid {entry.owner})"
+                raise UnsafePathError(
+                    errno.ELOOP, f"{text}, who can lead it elsewhere; give the path behind it"
+                )
+        yield descriptor, entries[-1].path if entries else Path("/")
+    finally:
+        os.close(descriptor)
+
+
+def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
+    """Go to a directory one name after the other, as the system does.
+
+    Return what lies on the way, and a descriptor of the directory, which the caller closes; None if
+    no directory is there. Each name is looked up in the very directory that was looked at before,
+    so nobody can exchange one meanwhile.
+    """
+    with suppress(OSError):
+        os.stat(path)  # mounts what is mounted at its first use, which O_PATH does not
+    entries: list[_Entry] = []
+    names, n_links = list(reversed(path.absolute().parts)), 0
+    place, here = Path("/"), os.open("/", _ON_THE_WAY)
+    try:
+        while names:
+            name = names.pop()
+            below = os.open(name, _ON_THE_WAY | os.O_NOFOLLOW, dir_fd=here)
+            try:
+                entry = _entry_of(below, name=name, directory=here, place=place)
+                target = os.readlink("", dir_fd=below) if entry.is_link else ""
+            except BaseException:
+                os.close(below)
+                raise
+            if name != "/":  # where the path, or the target of a link, begins
+                entries.append(entry)
+            if entry.is_link:
+                names += reversed(Path(target).parts)
+                n_links += 1
+                os.close(below)
+            else:
+                os.close(here)
+                place, here = entry.path, below
+            if n_links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if stat.S_ISDIR(os.fstat(here).st_mode):
+            return entries, here
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # the rest is to be made, or a link leads nowhere
+    except BaseException:
+        os.close(here)
+        raise
+    os.close(here)
+    return entries, None
+
+
+def _entry_of(descriptor: int, *, name: str, directory: int, place: Path) -> _Entry:
+    """Describe what was opened by its name in a directory, which lies at `place`."""
+    found = os.fstat(descriptor)
+    above = os.stat("..", dir_fd=descriptor) if name == ".." else os.fstat(directory)
+    return _Entry(
+        path=place.parent if name == ".." else place / name,
+        is_link=stat.S_ISLNK(found.st_mode),
+        owner=found.st_uid,
+        is_in_one_for_all=bool(above.st_mode & stat.S_IWOTH),
+    )
 
 
 def open_directory(path: Path, *, root: Path) -> int:
@@ -140,7 +233,13 @@ def open_file_in(
 
 def read_bytes(path: Path, *, root: Path, at_most: int) -> bytes:
     """Return the content of a regular file. Raises UnsafePathError beyond `at_most` bytes."""
-    with open(open_file(path, root=root), "rb") as file:
+    with opened_parent(path, root=root) as (directory, name):
+        return read_bytes_in(directory, name, path=path, at_most=at_most)
+
+
+def read_bytes_in(directory: int, name: str, *, path: Path, at_most: int) -> bytes:
+    """Return the content of a regular file of an open directory, which errors name `path`."""
+    with open(open_file_in(directory, name, path=path), "rb") as file:
         _check_size(file.fileno(), path, at_most=at_most)
         return file.read()
 
@@ -300,13 +399,6 @@ def _check_no_null(name: str) -> None:
     if "\0" in name:
         text = f"{name!r} has a null byte in it; no run names such a file"
         raise UnsafePathError(errno.EINVAL, text)
-
-
-def _is_for_all(directory: Path) -> bool:
-    """Return whether everybody may make files in a directory. False if it is not there."""
-    with suppress(FileNotFoundError):
-        return bool(directory.stat().st_mode & stat.S_IWOTH)
-    return False
 
 
 def _has_kind(path: Path, *, root: Path, is_kind: Callable[[int], bool]) -> bool:

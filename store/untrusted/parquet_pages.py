@@ -83,7 +83,13 @@ def _page_at(source: Any, at: int) -> tuple[Page, int]:
         if fields[kinds[0]].get(ENCODING[kinds[0]]) == DELTA_BYTE_ARRAY:
             raise PageError("a page has the encoding DELTA_BYTE_ARRAY")
         n_bytes, stored_bytes = sizes
-        page = Page(is_dictionary=kinds[0] == DICTIONARY_PAGE, n_bytes=n_bytes, n_values=n_values)
+        # Arrow takes the bytes of a page that is not compressed as they are, whatever the header
+        # says of their number.
+        page = Page(
+            is_dictionary=kinds[0] == DICTIONARY_PAGE,
+            n_bytes=max(n_bytes, stored_bytes),
+            n_values=n_values,
+        )
         return page, length + stored_bytes
     raise PageError(f"there is no page at byte {at:,}")
 

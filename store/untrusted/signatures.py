@@ -2,6 +2,7 @@
 
     sign_run(run)                      # by the process that makes a run, or trusts one
     made_by_this_user(run)             # True, also for a copy, and after a move
+    signed_texts(run)                  # its settings: the very bytes that were looked at
 
 The owner of a file proves nothing, because a run that was unpacked belongs to the user who unpacked
 it. So each user has a key of 32 random bytes that nobody else can read. RUN/signed.json holds an
@@ -18,12 +19,13 @@ import os
 import re
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from store.atomic_write import PRIVATE, write_atomically
 from store.errors import StoreError, UnsafePathError
 from store.untrusted import json_values
-from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
+from store.untrusted.file_access import MAX_TEXT_BYTES, opened_by_own_links, read_bytes_in
 
 SIGNED = "signed.json"
 RUN_JSON, CONFIG = "run.json", "config.yaml"
@@ -51,15 +53,24 @@ def made_by_this_user(run: Path) -> bool:
 
     These are run.json and config.yaml. Raises StoreError if others can read the user's key.
     """
+    return signed_texts(run) is not None
+
+
+def signed_texts(run: Path) -> dict[str, bytes] | None:
+    """Return run.json, and config.yaml if it is there, if this user signed these very bytes.
+
+    None if not, and for a run behind a link of another user. Raises as `made_by_this_user`.
+    """
     key = _key()
     if key is None:
-        return False
-    run = run.absolute()
+        return None
     try:
-        signed, texts = _signed(run), _texts(run)
+        with opened_by_own_links(run) as (directory, place):
+            signed, texts = _signed(directory, place), texts_in(directory, place)
     except OSError:  # also for a link
-        return False
-    return all(_signature(key, name=name, text=text) in signed for name, text in texts)
+        return None
+    is_signed = all(_signature(key, name=name, text=text) in signed for name, text in texts.items())
+    return texts if is_signed else None
 
 
 def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None = None) -> bool:
@@ -70,27 +81,29 @@ def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None =
     key = _key() or _new_key()
     if key is None:
         return False
-    run = run.absolute()
     try:
-        texts = _texts(run) if run_json is None else [(RUN_JSON, run_json)]
+        with opened_by_own_links(run) as (directory, place):
+            texts = texts_in(directory, place) if run_json is None else {RUN_JSON: run_json}
+            signed = _signed(directory, place)
     except UnsafePathError:
         raise
     except OSError as error:
         raise StoreError(
             f"cannot sign {run}: {error.strerror}; it is no run, or cannot be read"
         ) from error
+    new = [_signature(key, name=name, text=text) for name, text in texts.items()]
     if config is not None:
-        texts.append((CONFIG, config))
-    new = [_signature(key, name=name, text=text) for name, text in texts]
-    old = [signature for signature in _signed(run) if signature not in new]
-    _write(run, old + new)
+        new.append(_signature(key, name=CONFIG, text=config))
+    old = [signature for signature in signed if signature not in new]
+    _write(place, old + new)
     return True
 
 
 def add_signatures(run: Path, signed: bytes) -> None:
     """Add the signatures of another signed.json of this run. Raises StoreError."""
-    ours = _signed(run)
-    _write(run, [*(one for one in _parsed(signed) if one not in ours), *ours])
+    with opened_by_own_links(run) as (directory, place):
+        ours = _signed(directory, place)
+    _write(place, [*(one for one in _parsed(signed) if one not in ours), *ours])
 
 
 def _write(run: Path, signatures: list[str]) -> None:
@@ -99,21 +112,30 @@ def _write(run: Path, signatures: list[str]) -> None:
     write_atomically(run / SIGNED, content.encode(), mode=PRIVATE, beneath=run)
 
 
-def _texts(run: Path) -> list[tuple[str, bytes]]:
-    """Return the names and texts that a signature is of: run.json, and config.yaml if there."""
-    names = [RUN_JSON] if status(run / CONFIG, root=run) is None else [RUN_JSON, CONFIG]
-    return [(name, read_bytes(run / name, root=run, at_most=MAX_TEXT_BYTES)) for name in names]
+def texts_in(directory: int, place: Path) -> dict[str, bytes]:
+    """Return the texts that a signature is of: run.json, and config.yaml if it is there.
+
+    `directory` is open, and lies at `place`. Raises OSError, UnsafePathError for a link.
+    """
+    texts = {RUN_JSON: _read(directory, place / RUN_JSON, at_most=MAX_TEXT_BYTES)}
+    with suppress(FileNotFoundError):
+        texts[CONFIG] = _read(directory, place / CONFIG, at_most=MAX_TEXT_BYTES)
+    return texts
 
 
 def _signature(key: bytes, *, name: str, text: bytes) -> str:
     return hmac.new(key, f"async-gigpo {name}\0".encode() + text, hashlib.sha256).hexdigest()
 
 
-def _signed(run: Path) -> list[str]:
+def _signed(directory: int, place: Path) -> list[str]:
     try:
-        return _parsed(read_bytes(run / SIGNED, root=run, at_most=MAX_SIGNED_BYTES))
+        return _parsed(_read(directory, place / SIGNED, at_most=MAX_SIGNED_BYTES))
     except FileNotFoundError:
         return []
+
+
+def _read(directory: int, path: Path, *, at_most: int) -> bytes:
+    return read_bytes_in(directory, path.name, path=path, at_most=at_most)
 
 
 def _parsed(signed: bytes) -> list[str]:

@@ -1,6 +1,7 @@
 """Follow the settings of a run only if this user made or trusts it.
 
     check_trusted(run)      # before a class, model or server that its settings name is used
+    trusted_texts(run)      # the same, and the very settings that were looked at
     trust(run)              # for --trust: from now on the run counts as one of this user's
 
 The settings of a run name Python classes, directories, servers and storage. A program that only
@@ -16,9 +17,9 @@ from pathlib import Path
 
 from store.errors import FormatError, StoreError, UnsafePathError
 from store.untrusted import json_values
-from store.untrusted.file_access import is_file, read_text
+from store.untrusted.file_access import is_file, opened_by_own_links, read_text
 from store.untrusted.settings_text import parse_settings_text, setting
-from store.untrusted.signatures import CONFIG, RUN_JSON, made_by_this_user, sign_run
+from store.untrusted.signatures import CONFIG, RUN_JSON, sign_run, signed_texts, texts_in
 
 # Settings that name something outside the run, and what the program does with it.
 FOLLOWED = {
@@ -57,18 +58,32 @@ def trust(run: Path) -> None:
     except OSError:  # on read-only media, or in another user's run
         is_signed = False
     if not is_signed:
-        _trusted_now.add(run.resolve())
+        with opened_by_own_links(run) as (_, place):
+            _trusted_now.add(place)
 
 
 def is_trusted(run: Path) -> bool:
     """Return whether this user made or trusts the run. Raises StoreError for a key others know."""
-    return run.resolve() in _trusted_now or made_by_this_user(run)
+    return _trusted_texts(run) is not None
 
 
 def check_trusted(run: Path) -> None:
     """Raise StoreError, naming what its settings do, unless this user made or trusts the run."""
-    if is_trusted(run):
-        return
+    trusted_texts(run)
+
+
+def trusted_texts(run: Path) -> Mapping[str, bytes]:
+    """Return run.json, and config.yaml if it is there, of a run that this user made or trusts.
+
+    Who follows its settings must follow these: a file that is read later may be another one. Raises
+    StoreError, naming what the settings do, for a stranger's run, and UnsafePathError for one
+    behind a link of another user.
+    """
+    texts = _trusted_texts(run)
+    if texts is not None:
+        return texts
+    with suppress(FileNotFoundError), opened_by_own_links(run):
+        pass  # raises for a link, which --trust would not help
     found = _settings(run)
     named = [f"{does} {value}" for key, does in FOLLOWED.items() for value in _values(found, key)]
     does = f"this {'; '.join(named)}" if named else "what its settings name is imported and loaded"
@@ -76,6 +91,13 @@ def check_trusted(run: Path) -> None:
         f"{run} was not made by you on this machine, and its settings may run any code: {does}. "
         "Add --trust, once, if you know who made it"
     )
+
+
+def _trusted_texts(run: Path) -> dict[str, bytes] | None:
+    with suppress(OSError), opened_by_own_links(run) as (directory, place):
+        if place in _trusted_now:
+            return texts_in(directory, place)
+    return signed_texts(run)
 
 
 def _values(texts: list[dict[str, object]], key: str) -> list[str]:

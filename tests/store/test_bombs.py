@@ -34,6 +34,7 @@ from store.segments import SegmentMeta, decode
 from store.storage import LocalStorage
 from store.untrusted import bounded_parquet
 from store.untrusted.bounded_parquet import open_parquet, read_table
+from store.untrusted.parquet_pages import column_pages
 from tests.support.parquet_maker import UNKNOWN_TYPE, column_chunk, page, parquet, varint
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -274,6 +275,36 @@ def test_a_page_behind_the_end_of_its_column_is_not_decoded() -> None:
     assert read_all(pa.py_buffer(data)).equals(table)
     with pytest.raises(FormatError, match="the footer says 10,000 values .*, its pages 0"):
         read_all(pa.py_buffer(changed))
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_page_that_is_not_compressed_has_the_bytes_that_are_there(is_list: bool) -> None:
+    """The attack: its header said that it had none, and its text was repeated without a count."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 500), pa.array(["x" * 4_000_000]))
+    table = pa.table({"text": texts})
+    if is_list:
+        table = pa.table({"text": pa.ListArray.from_arrays(pa.array([0, 500]), texts)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        compression="none",
+        store_schema=False,
+        write_statistics=False,
+        dictionary_pagesize_limit=1 << 30,
+    )
+    data = bytearray(sink.getvalue().to_pybytes())
+    column = pq.ParquetFile(pa.BufferReader(bytes(data))).metadata.row_group(0).column(0)
+    # The header begins with the fields 1 and 2, the page's kind and its uncompressed size.
+    at = data.index(b"\x15", column.dictionary_page_offset + 1) + 1
+    while data[at] & 0x80:
+        data[at] = 0x80
+        at += 1
+    data[at] = 0
+    (dictionary, *_) = column_pages(pa.BufferReader(bytes(data)), column)
+    assert dictionary.n_bytes > 4_000_000
+    with pytest.raises(FormatError, match="stands for more than"):
+        read_all(pa.py_buffer(bytes(data)))
 
 
 def test_pages_that_row_groups_share_are_not_looked_through_again_for_each() -> None:

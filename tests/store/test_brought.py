@@ -31,7 +31,6 @@ from store import (
     VersionRecord,
     bring_catalog,
     bring_run,
-    check_trusted,
     export,
     fork,
     is_brought,
@@ -44,6 +43,7 @@ from store import (
     run_at,
     sign_run,
     trust,
+    trusted_texts,
     write_open_sql,
     write_segment,
 )
@@ -517,13 +517,13 @@ def test_of_a_strangers_run_at_a_uri_only_small_files_are_fetched_unasked(
         read[path] = at_most
         return plain(self, path, at_most=at_most)
 
-    def checked(run: Path) -> None:
+    def checked(run: Path) -> object:
         limits.append(resource.getrlimit(resource.RLIMIT_DATA))
-        check_trusted(run)
+        return trusted_texts(run)
 
     monkeypatch.setattr(LocalStorage, "read", noted)
-    for module in ("store.exchange.bring", "driver.resume"):
-        monkeypatch.setattr(f"{module}.check_trusted", checked)
+    for name in ("store.exchange.bring.check_trusted", "driver.resume.trusted_texts"):
+        monkeypatch.setattr(name, checked)
     new = f"run_dir={tmp_path / 'new'}"
     for asked in (["--fork", f"{uri_of(lost)}@1", "--dry-run"], ["--resume", uri_of(lost)]):
         assert main(["train", *asked, new]) == 2

@@ -30,6 +30,7 @@ from store import (
     RunLayout,
     StoreError,
     VersionRecord,
+    check_own_directory,
     export,
     to_table,
     write_open_sql,
@@ -128,6 +129,31 @@ def test_nothing_is_exported_or_fetched_into_a_place_of_another_user(
     with pytest.raises(StoreError, match=r"place belongs to another user \(uid 65534\)"):
         RunLayout.create(tmp_path / "new", config_yaml="", storage_uri=place.as_uri())
     assert (place.lstat(), list(place.iterdir())) == (before, [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_copy_of_another_user_that_was_away_while_it_was_looked_at_is_not_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a link took its place after the look, and files of another run were removed."""
+    make_run(tmp_path / "stored", uri=(tmp_path / "storage").as_uri())
+    uri, place, aside = (tmp_path / "storage").as_uri(), tmp_path / "place", tmp_path / "aside"
+    fetch_run(uri, place)
+    (place / "open.sql").unlink()
+    os.chown(place, 65534, 65534)
+
+    def look(path: Path) -> None:
+        place.rename(aside)
+        try:
+            check_own_directory(path)
+        finally:
+            aside.rename(place)
+
+    monkeypatch.setattr("store.reading.mirror.check_own_directory", look)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(StoreError, match=r"place is not there \(any more\)"):
+        fetch_run(uri, place)
+    assert not (place / "open.sql").exists()
 
 
 def test_a_condition_may_use_trajectories_groups_and_the_views(tmp_path: Path) -> None:

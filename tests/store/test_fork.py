@@ -20,6 +20,7 @@ from store import (
     StoreError,
     VersionRecord,
     check_fork,
+    check_own_directory,
     export,
     fork,
     write_open_sql,
@@ -331,6 +332,31 @@ def test_a_fork_that_a_neighbour_gets_ahead_of_removes_nothing(
     with pytest.raises(StoreError, match="belongs to another user"):
         fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     assert [path.name for path in place.iterdir()] == ["precious"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_fork_removes_nothing_in_a_directory_that_was_away_while_it_was_looked_at(
+    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack emptied a directory of the user, through a link that came after the look."""
+    place, aside = tmp_path / "fork.unfinished", tmp_path / "aside"
+    place.mkdir()
+    (place / "fork.unfinished").touch()
+    (place / "precious").write_text("precious")
+    os.chown(place, 65534, 65534)
+
+    def look(path: Path) -> None:
+        place.rename(aside)
+        try:
+            check_own_directory(path)
+        finally:
+            aside.rename(place)
+
+    monkeypatch.setattr("store.exchange.fork.check_own_directory", look)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(StoreError, match=r"fork\.unfinished is not there \(any more\)"):
+        fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    assert (place / "precious").exists() and not (tmp_path / "fork").exists()
 
 
 @pytest.mark.parametrize("private", [True, False])

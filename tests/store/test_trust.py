@@ -21,10 +21,20 @@ import store.untrusted.trust
 from cli.__main__ import main
 from configs import ConfigError
 from driver import resume
-from store import FormatError, RunLayout, StoreError, check_trusted, made_by_this_user, trust
+from store import (
+    FormatError,
+    RunLayout,
+    StoreError,
+    check_trusted,
+    is_trusted,
+    made_by_this_user,
+    trust,
+    trusted_texts,
+)
 from store.untrusted import settings_text
 from store.untrusted import trust as trust_module
 from store.untrusted.settings_text import parse_settings_text
+from store.untrusted.signatures import state_directory
 from store.untrusted.trust import FOLLOWED
 
 if TYPE_CHECKING:
@@ -113,6 +123,42 @@ def test_nothing_that_a_strangers_run_names_is_imported(
     assert "imports the environment 'payload_of_a_run:Env'" in error
     assert error.endswith("Add --trust, once, if you know who made it\n")
     assert not mark.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+def test_a_run_of_this_user_behind_a_link_of_another_one_is_not_trusted(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the link led to it while the signature was looked at, and then to their run."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    trust(mine)
+    os.chown(state_directory() / "key", 1234, 1234)
+    (tmp_path / "theirs").symlink_to(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    behind = tmp_path / "theirs" / "run"
+    assert is_trusted(behind), "a link of root's"
+    os.chown(tmp_path / "theirs", 65534, 65534, follow_symlinks=False)
+    assert is_trusted(mine) and not is_trusted(behind) and not made_by_this_user(behind)
+    for look in (check_trusted, trust):
+        with pytest.raises(StoreError, match=r"theirs is a link of another user.*behind it"):
+            look(behind)
+
+
+def test_the_settings_that_are_followed_are_those_whose_signature_was_looked_at(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: another run was in its place between the look and the reading."""
+    recorded = resume.load(mine, [])
+
+    def exchanged(run: Path) -> object:
+        texts = trusted_texts(run)
+        for name in ("config.yaml", "run.json"):
+            (run / name).chmod(0o644)
+            (run / name).write_text("{env: {name: 'another:Env'}}")
+        return texts
+
+    monkeypatch.setattr(resume, "trusted_texts", exchanged)
+    assert resume.load(mine, []) == recorded
 
 
 def test_what_was_trusted_once_is_not_asked_about_again(

@@ -1,0 +1,88 @@
+"""A path leads through no link of another user, and what is written to is this user's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from store import StoreError, check_own_directory
+from store.errors import UnsafePathError
+from store.untrusted.file_access import opened_by_own_links
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give directories and links to another user"
+)
+ANOTHER = 65534
+
+
+@pytest.fixture(autouse=True)
+def ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks are for an ordinary user; what root made counts as theirs."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+
+
+def give(path: Path) -> None:
+    os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
+
+
+def test_what_is_not_there_is_refused_where_it_was_made(tmp_path: Path) -> None:
+    """The attack: the directory was away while it was looked at, and another user's after it."""
+    with pytest.raises(StoreError, match=r"run is not there \(any more\)"):
+        check_own_directory(tmp_path / "run")
+    check_own_directory(tmp_path / "run", is_made=False)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link", "file/run"):
+        with pytest.raises(StoreError, match="is not there"):
+            check_own_directory(tmp_path / name)
+    (tmp_path / "run").mkdir()
+    check_own_directory(tmp_path / "run")
+    check_own_directory(tmp_path / "run" / ".." / "run" / "..")
+
+
+def test_a_link_of_another_user_is_refused_wherever_it_lies(tmp_path: Path) -> None:
+    """The attack: `runs`, the user's own link, led to one of theirs with the name of a purged disk."""
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    (tmp_path / "theirs").symlink_to("disk")
+    (tmp_path / "runs").symlink_to("theirs")
+    run = tmp_path / "runs" / "run"
+    check_own_directory(run)
+    with opened_by_own_links(run) as (directory, place):
+        assert place == tmp_path / "disk" / "run"
+        assert os.path.samestat(os.fstat(directory), place.stat())
+    give(tmp_path / "theirs")
+    for path in (run, tmp_path / "disk" / ".." / "runs" / "run"):
+        with pytest.raises(StoreError, match=r"theirs belongs to another user \(uid 65534\)"):
+            check_own_directory(path, trusted=True)
+        with (
+            pytest.raises(UnsafePathError, match="theirs is a link of another user"),
+            opened_by_own_links(path),
+        ):
+            pass
+    check_own_directory(tmp_path / "disk" / "run")
+    with opened_by_own_links(tmp_path / "disk" / "run"):
+        pass
+
+
+def test_links_without_end_are_an_error_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="Too many levels"):
+        check_own_directory(tmp_path / "a")
+
+
+def test_descriptors_are_closed(tmp_path: Path) -> None:
+    (tmp_path / "theirs").symlink_to(tmp_path)
+    give(tmp_path / "theirs")
+    before = len(os.listdir("/proc/self/fd"))
+    check_own_directory(tmp_path)
+    for name in ("theirs", "nothing"):
+        with pytest.raises(StoreError):
+            check_own_directory(tmp_path / name)
+    with pytest.raises(FileNotFoundError), opened_by_own_links(tmp_path / "nothing"):
+        pass
+    with pytest.raises(UnsafePathError), opened_by_own_links(tmp_path / "theirs"):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before
