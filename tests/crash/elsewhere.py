@@ -25,6 +25,7 @@ from tests.crash.checks import broken_promises, end_state, read_diary, train_on
 # where in a request the owner is killed: it never arrives, or its answer does not
 BEFORE, AFTER = "before", "after"
 NEVER = 0
+ENDED_BEFORE = "it ended before"  # the point at which it was to be killed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +184,7 @@ def lose_disk_at_request(
     root, diary = _place(directory, f"lost-{number}-{when}")
     killed = tracer.run("tests.crash.elsewhere:live", root, diary, uri, number, when)
     if killed.status != -signal.SIGKILL:
-        return f"it was not killed: {killed.error or killed.status}"
+        return killed.error or ENDED_BEFORE
     shutil.rmtree(root)
     if not any(line.get("done") == "create" for line in read_diary(diary)):
         return ""  # there may be no run yet
@@ -206,7 +207,7 @@ def _place(directory: Path, name: str) -> tuple[Path, Path]:
 
 def _tried_again(directory: Path, uri: str, root: Path, diary: Path, killed: tracer.Trace) -> str:
     if killed.status != -signal.SIGKILL:
-        return f"it was not killed: {killed.error or killed.status}"
+        return killed.error or ENDED_BEFORE
     again = tracer.run("tests.crash.elsewhere:live", root, diary, uri, NEVER, BEFORE)
     if again.status != 0:
         return f"the retry failed: {again.error or again.status}"

@@ -308,6 +308,7 @@ def test_segments_may_be_on_a_shared_filesystem(tmp_path: Path) -> None:
 # How often an owner is killed. Of the owner that keeps its disk, half of them are at requests and
 # half at changes of the catalog. `make test-crash`: 240.
 KILLS = int(os.environ.get("STORE_S3_KILLS", "2"))
+MOST_LATE = 0.02
 
 
 def test_an_owner_that_is_killed_loses_and_doubles_nothing(server: Server) -> None:
@@ -328,7 +329,7 @@ def test_an_owner_that_is_killed_loses_and_doubles_nothing(server: Server) -> No
             kills[f"call {number}"] = pool.submit(elsewhere.kill_at_call, directory, uri, number)
         bad = {at: broken for at, kill in kills.items() if (broken := kill.result())}
     print(f"{len(kills)} kills at {calls}: {len(bad)} bad")
-    assert bad == {}
+    _check_none_but_late(bad)
 
 
 def test_a_killed_owner_whose_disk_is_lost_goes_on_from_the_bucket(server: Server) -> None:
@@ -350,4 +351,13 @@ def test_a_killed_owner_whose_disk_is_lost_goes_on_from_the_bucket(server: Serve
             )
         bad = {at: broken for at, kill in kills.items() if (broken := kill.result())}
     print(f"{len(kills)} lost disks at {calls}: {len(bad)} bad")
-    assert bad == {}
+    _check_none_but_late(bad)
+
+
+def _check_none_but_late(bad: dict[str, str]) -> None:
+    """Check that no kill did harm. One life has a few calls less than another, so the last points
+    may lie behind its end.
+    """
+    late = [at for at, broken in bad.items() if broken == elsewhere.ENDED_BEFORE]
+    assert bad.keys() == set(late)
+    assert len(late) <= KILLS * MOST_LATE
