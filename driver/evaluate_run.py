@@ -208,6 +208,8 @@ def _evaluate_in_new_run(config: Config, weights: str, *, console: Console) -> N
     """Evaluate in the directory of `config`, and make it if it is not there."""
     if is_config(weights):
         config = with_model(config, console)
+    # First: another user may have put an evaluation of theirs there since run_dir was checked.
+    run_lock.make_run_directory(Path(config.run_dir), private=configs.holds_secrets(config))
     try:
         check_same_run(config)
     except ConfigError as error:
@@ -216,7 +218,6 @@ def _evaluate_in_new_run(config: Config, weights: str, *, console: Console) -> N
         ) from None
     if is_evaluated(config):
         return
-    run_lock.make_run_directory(Path(config.run_dir), private=configs.holds_secrets(config))
     if not is_config(weights) and not config.endpoint.url:
         run, step = parse_run_step(weights)
         _copy_weights(run, step, model=Path(config.model.path))

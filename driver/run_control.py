@@ -33,8 +33,7 @@ from store import (
     WANTED_WORKERS_FILE,
     RunLayout,
     StoreError,
-    check_own_directory,
-    is_trusted,
+    check_own_run,
     read_run_file,
     write_atomically,
 )
@@ -161,7 +160,7 @@ def _check_not_exchanged(run: Path) -> None:
 
     While a command looks, they could put a link to another run, or to any file, in its place.
     """
-    check_own_directory(run, trusted=is_trusted(run), instead="ask that user to do it")
+    check_own_run(run, instead="ask that user to do it")
 
 
 def _show_store(run: Path, *, driven: str, is_driven: bool, console: Console) -> None:

@@ -26,8 +26,7 @@ from store import (
     STOPPING_FILE,
     WANTED_WORKERS_FILE,
     StoreError,
-    check_own_directory,
-    is_trusted,
+    check_own_run,
     keep_private,
     read_run_file,
 )
@@ -124,7 +123,7 @@ def make_run_directory(run: Path, *, private: bool) -> None:
         raise StoreError(
             f"cannot make the run directory {run}: {error.strerror}; give another run_dir"
         ) from error
-    check_own_directory(run, trusted=is_trusted(run))
+    check_own_run(run, instead="give a directory of your own")
     if private:
         keep_private(run)
 

@@ -43,6 +43,7 @@ from store import (
     REPORT_FILE,
     Reader,
     StoreError,
+    check_own_run,
     open_file,
     open_run,
     write_atomically,
@@ -118,6 +119,8 @@ def write(run: Path, *, output: Path | None, as_of: int | None, overwrites: bool
     with open_run(run, as_of=as_of, warn=False) as reader:
         text = compose(reader, name=str(run))
     _check_place(path, run=run.absolute(), overwrites=overwrites)  # the queries took a while
+    if output is None:
+        check_own_run(run, instead="write the report elsewhere: --output FILE")
     data = text.encode(errors="backslashreplace")
     write_atomically(path, data, mode=READ_WRITE, beneath=path.parent)
     return path

@@ -23,6 +23,7 @@ from store.storage import split_uri
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
+from store.untrusted.trust import check_own_run
 
 DAMAGED_PAGES = "*** in database"  # begins what SQLite says of pages, not of cells
 COUNTS = Path(__file__).with_name("group_counts.sql")  # only for the owner's connection
@@ -468,8 +469,11 @@ def _names_another_file(journal: BinaryIO) -> bool:
 def take_lock(layout: RunLayout) -> int:
     """Take the lock of the catalog's owner and return its descriptor.
 
-    Raises LockedError naming the process that has it.
+    Raises LockedError naming the process that has it, and StoreError for another user's directory.
+    They could exchange it while the owner opens one file after the other, and so lead what it
+    writes and removes to another run.
     """
+    check_own_run(layout.root)
     path = layout.catalog_lock
     try:
         flags = os.O_RDWR | os.O_CREAT

@@ -58,6 +58,7 @@ from store.untrusted.file_access import (
     read_bytes,
     status,
 )
+from store.untrusted.trust import check_own_run
 
 COMPONENT = "rebuild"
 RUN_JSON_COPY = "backup/run.json"
@@ -428,6 +429,7 @@ def rebuild_run_json(root: Path) -> list[str]:
             "put a backup of run.json back"
         ) from error
     layout = RunLayout(root=root, info=info)
+    check_own_run(root)
     if status(layout.run_json, root=root) is not None:
         quarantine(layout, layout.run_json.name)
     write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)

@@ -18,6 +18,7 @@ from store.maintenance.repair import REPAIRED_WARNINGS, repair
 from store.maintenance.sweep import expire_old, sweep_orphans, sweep_retired
 from store.reading import open_sql
 from store.reading.manifest import export
+from store.untrusted.trust import check_own_run
 
 
 def check_run(run: Path, *, quick: bool) -> list[Finding]:
@@ -27,7 +28,9 @@ def check_run(run: Path, *, quick: bool) -> list[Finding]:
 
 def move_open_sql(run: Path) -> bool:
     """Write the run's present directory into its open.sql; return whether it named another one."""
-    return open_sql.move(RunLayout.open(run))
+    layout = RunLayout.open(run)
+    check_own_run(layout.root)
+    return open_sql.move(layout)
 
 
 def needs_repair(findings: Sequence[Finding]) -> bool:

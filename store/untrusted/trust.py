@@ -2,6 +2,7 @@
 
     check_trusted(run)      # before a class, model or server that its settings name is used
     trusted_texts(run)      # the same, and the very settings that were looked at
+    check_own_run(run)      # before anything in it is written or removed
     trust(run)              # for --trust: from now on the run counts as one of this user's
 
 The settings of a run name Python classes, directories, servers and storage. A program that only
@@ -17,7 +18,12 @@ from pathlib import Path
 
 from store.errors import FormatError, StoreError, UnsafePathError
 from store.untrusted import json_values
-from store.untrusted.file_access import is_file, opened_by_own_links, read_text
+from store.untrusted.file_access import (
+    check_own_directory,
+    is_file,
+    opened_by_own_links,
+    read_text,
+)
 from store.untrusted.settings_text import parse_settings_text, setting
 from store.untrusted.signatures import CONFIG, RUN_JSON, sign_run, signed_texts, texts_in
 
@@ -70,6 +76,14 @@ def is_trusted(run: Path) -> bool:
 def check_trusted(run: Path) -> None:
     """Raise StoreError, naming what its settings do, unless this user made or trusts the run."""
     trusted_texts(run)
+
+
+def check_own_run(run: Path, *, instead: str = "copy it to a directory of yours") -> None:
+    """Raise StoreError unless the run's directory is this user's, or the run is trusted.
+
+    Call it before anything is written or removed there, see `check_own_directory`.
+    """
+    check_own_directory(run, trusted=is_trusted(run), instead=instead)
 
 
 def trusted_texts(run: Path) -> Mapping[str, bytes]:

@@ -294,7 +294,9 @@ def test_where_the_weights_are_copied_to_is_this_users_before(
         new.mkdir()
         os.chown(new, 65534, 65534)
         monkeypatch.setattr(os, "geteuid", lambda: 1234)
-        monkeypatch.setattr(run_lock, "is_trusted", lambda _: False)
+        monkeypatch.setattr("store.untrusted.trust.is_trusted", lambda _: False)
+        # An evaluation of theirs, which came after run_dir was checked, was shown as this one.
+        monkeypatch.setattr(evaluate_run, "is_evaluated", lambda _: True)
     modes: list[int] = []
 
     def copy(*_: object, model: Path) -> None:

@@ -7,9 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from store import StoreError, check_own_directory
+from cli.__main__ import main
+from learner.files.atomic_directory import new_directory
+from store import (
+    Catalog,
+    RunLayout,
+    StoreError,
+    check_own_directory,
+    export,
+    export_selection,
+    write_open_sql,
+)
 from store.errors import UnsafePathError
 from store.untrusted.file_access import opened_by_own_links
+from tests.support.store_runs import fingerprint
+from tests.support.store_samples import open_train_group, play
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can give directories and links to another user"
@@ -71,6 +83,52 @@ def test_links_without_end_are_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="Too many levels"):
         check_own_directory(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["compact {run}", "fsck --repair {run}", "rebuild --force {run}", "import {run} {data}"],
+)
+def test_no_command_writes_into_a_run_in_another_users_directory(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: they exchanged it with a link to a run of the user, whose files were removed."""
+    run, data = tmp_path / "run", tmp_path / "data"
+    with monkeypatch.context() as by_root:
+        by_root.setattr(os, "geteuid", lambda: 0)
+        layout = RunLayout.create(run, config_yaml="")
+        with Catalog.open(layout) as catalog:
+            write_open_sql(layout, macros=(), max_staleness=4)
+            play(layout, catalog, open_train_group(catalog, 0))
+            export(catalog, layout)
+        export_selection(run, data, where=None, as_of=None)
+    give(run)
+    if command.startswith("fsck"):
+        next(layout.segments.rglob("*.parquet")).unlink()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the key is root's
+    before = fingerprint(run)
+    assert main(command.format(run=run, data=data).split()) == 2
+    assert "run belongs to another user (uid 65534)" in capsys.readouterr().err
+    assert fingerprint(run) == before
+    monkeypatch.setattr("store.untrusted.trust.is_trusted", lambda _: True)
+    assert main(command.format(run=run, data=data).split()) in (0, 1), capsys.readouterr().err
+    assert fingerprint(run) != before
+
+
+def test_a_model_is_written_beneath_no_directory_that_another_user_made_meanwhile(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "for_all" / "theirs").mkdir(parents=True)
+    (tmp_path / "for_all").chmod(0o1777)
+    give(tmp_path / "for_all" / "theirs")
+    with (
+        pytest.raises(StoreError, match="theirs belongs to another user"),
+        new_directory(tmp_path / "for_all" / "theirs" / "model"),
+    ):
+        pytest.fail("it was made")
 
 
 def test_descriptors_are_closed(tmp_path: Path) -> None:
