@@ -62,13 +62,16 @@ def export_model(
     _check_and_trust(run, trusts=trust)
 
     import learner
-    from store import RunLayout, keep_compiled_code
+    from store import RunLayout, check_own_directory, keep_compiled_code
 
     keep_compiled_code()
     layout = RunLayout.open(run)
     try:
         if destination.exists():
             raise UserError(f"{destination} exists; choose another directory, or remove it")
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        # It may be another user's, but nothing on the way in a directory for all, nor a link.
+        check_own_directory(destination.parent, trusted=True)
         if adapter and version is not None:
             record = learner.find_version(layout, version)
             digest = learner.export_adapter_version(layout, record, dest=destination)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from store import StoreError
+from store import StoreError, opened_by_own_links
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -34,12 +34,12 @@ def write_new_file(
     """Let `write` fill a file of another name, then rename it: it is absent or whole.
 
     The directory may be /tmp, where other users make files too. So the file is new, and it is
-    written by its descriptor: no link that they put there leads to a file of the user's.
+    written by its descriptor: no link that they put there leads to a file of the user's. A link of
+    theirs on the way is refused.
     """
     unfinished = f".{file.name}.{secrets.token_hex(8)}.tmp"
     try:
-        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened_by_own_links(file.parent) as (directory, _), _removed(unfinished, directory):
             new = os.open(unfinished, NEW_FILE, 0o666, dir_fd=directory)
             with open(new, "wb") as written:
                 write(written)
@@ -53,11 +53,17 @@ def write_new_file(
                         f"{option} {file}: another user put something else in its place while it "
                         "was written; name a file in a directory of your own"
                     )
-        finally:
-            with suppress(OSError):
-                os.unlink(unfinished, dir_fd=directory)
-            os.close(directory)
     except OSError as error:
         raise StoreError(
             f"{option} {file} could not be written: {error}; free space, or name another file"
         ) from error
+
+
+@contextmanager
+def _removed(name: str, directory: int) -> Iterator[None]:
+    """Remove a file of an open directory at the end, if it is still there."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=directory)

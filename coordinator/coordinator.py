@@ -109,7 +109,9 @@ class Coordinator:
     def __init__(self, config: Config, *, learns: bool) -> None:
         self.config, self.learns = config, learns
         self.layout = RunLayout.open(Path(config.run_dir))
-        self.catalog = Catalog.open(self.layout)
+        # The driver has looked at the directory. Of a run that it trusts but cannot sign, because
+        # another user did, no other process knows that.
+        self.catalog = Catalog.open(self.layout, place_is_checked=True)
         # Now: workers may play for minutes before the learner has its model and asks.
         self._found = self.catalog.found_at_start()
         self.tasks = TaskQueue(config, learns=learns)

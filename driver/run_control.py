@@ -160,6 +160,8 @@ def _check_not_exchanged(run: Path) -> None:
 
     While a command looks, they could put a link to another run, or to any file, in its place.
     """
+    if not run.exists():
+        RunLayout.open(run)  # says so
     check_own_run(run, instead="ask that user to do it")
 
 

@@ -11,6 +11,7 @@ from .atomic_write import READ_WRITE as READ_WRITE
 from .atomic_write import keep_private as keep_private
 from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
+from .atomic_write import write_atomically_in as write_atomically_in
 from .catalog.catalog import Catalog as Catalog
 from .catalog.database import check_unowned as check_unowned
 from .catalog.records import EXTRA_OF as EXTRA_OF
@@ -129,6 +130,7 @@ from .storage import split_uri as split_uri
 from .untrusted.file_access import check_own_directory as check_own_directory
 from .untrusted.file_access import is_directory as is_directory
 from .untrusted.file_access import open_file as open_file
+from .untrusted.file_access import opened_by_own_links as opened_by_own_links
 from .untrusted.json_values import entries as entries
 from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from store.errors import StoreError, UnsafePathError
@@ -31,6 +31,18 @@ def write_atomically(path: Path, data: bytes | memoryview, *, mode: int, beneath
     _write_aside(path, data, mode=mode, beneath=beneath, show=_replace)
 
 
+def write_atomically_in(
+    directory: int, name: str, data: bytes | memoryview, *, mode: int, path: Path
+) -> None:
+    """Do as `write_atomically` in an open directory. Errors name `path`."""
+    with _named(path):
+        opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+        try:  # one of O_PATH cannot be synced
+            _write_aside_in(opened, name, data, mode=mode, show=_replace)
+        finally:
+            os.close(opened)
+
+
 def write_once(path: Path, data: bytes | memoryview, *, mode: int, beneath: Path) -> None:
     """Write `data` aside, then link it to `path`. Raises FileExistsError if the name is taken.
 
@@ -52,22 +64,34 @@ def _link_then_unlink(aside: str, final: str, directory: int) -> None:
 def _write_aside(
     path: Path, data: bytes | memoryview, *, mode: int, beneath: Path, show: Show
 ) -> None:
+    with _named(path), opened_parent(path, root=beneath) as (directory, name):
+        _write_aside_in(directory, name, data, mode=mode, show=show)
+
+
+def _write_aside_in(
+    directory: int, name: str, data: bytes | memoryview, *, mode: int, show: Show
+) -> None:
+    # The dot and the suffix hide it from *.parquet globs. The ids keep writers apart.
+    aside = f".{name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}"
     try:
-        with opened_parent(path, root=beneath) as (directory, name):
-            # The dot and the suffix hide it from *.parquet globs. The ids keep writers apart.
-            aside = f".{name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}"
-            try:
-                with open(_new_file(aside, directory, mode=mode), "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                show(aside, name, directory)
-                _sync(directory)
-            except BaseException:
-                # Where nothing can be written, nothing can be removed either.
-                with suppress(OSError):
-                    os.unlink(aside, dir_fd=directory)
-                raise
+        with open(_new_file(aside, directory, mode=mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        show(aside, name, directory)
+        _sync(directory)
+    except BaseException:
+        # Where nothing can be written, nothing can be removed either.
+        with suppress(OSError):
+            os.unlink(aside, dir_fd=directory)
+        raise
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Make a StoreError that names `path` of an error of the system."""
+    try:
+        yield
     except (FileExistsError, UnsafePathError):
         raise
     except OSError as error:

@@ -137,6 +137,16 @@ def make_place(storage: Storage) -> None:
         beneath.check_own_directory(storage.root)
 
 
+def check_place(storage: Storage) -> None:
+    """Raise StoreError for the directory of a storage that another user could exchange.
+
+    It was this user's when the run was made, and may have been lost since: what lies in /tmp goes
+    with a restart, and its name can be taken.
+    """
+    if isinstance(storage, LocalStorage):
+        beneath.check_own_directory(storage.root, trusted=True, instead="put a backup back")
+
+
 class LocalStorage:
     """Files in the run directory or another one. No path leads out of it, also by no link."""
 

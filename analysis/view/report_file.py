@@ -46,7 +46,8 @@ from store import (
     check_own_run,
     open_file,
     open_run,
-    write_atomically,
+    opened_by_own_links,
+    write_atomically_in,
 )
 
 MAX_BYTES = 5_000_000  # of a report
@@ -118,11 +119,13 @@ def write(run: Path, *, output: Path | None, as_of: int | None, overwrites: bool
     _check_place(path, run=run.absolute(), overwrites=overwrites)
     with open_run(run, as_of=as_of, warn=False) as reader:
         text = compose(reader, name=str(run))
-    _check_place(path, run=run.absolute(), overwrites=overwrites)  # the queries took a while
     if output is None:
         check_own_run(run, instead="write the report elsewhere: --output FILE")
     data = text.encode(errors="backslashreplace")
-    write_atomically(path, data, mode=READ_WRITE, beneath=path.parent)
+    # The queries took a while. No link of another user leads to what is replaced.
+    with opened_by_own_links(path.parent) as (directory, _):
+        _check_place(path, run=run.absolute(), overwrites=overwrites)
+        write_atomically_in(directory, path.name, data, mode=READ_WRITE, path=path)
     return path
 
 

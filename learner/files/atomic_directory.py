@@ -26,8 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from store import check_own_directory
-
 UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
 
 
@@ -53,14 +51,13 @@ def new_directory(dest: Path) -> Iterator[Path]:
     """Yield a directory to fill. One rename gives it its name after all its files are on disk.
 
     Nothing beside it is replaced or removed: the unfinished directory has a name of its own, and is
-    removed on every failure. Raises FileExistsError if `dest` exists, OSError naming `dest` if the
-    disk fails, and StoreError for a place of another user.
+    removed on every failure. Raises FileExistsError if `dest` exists, and OSError naming `dest` if
+    the disk fails.
     """
     unique = f"{os.getpid()}-{secrets.token_hex(8)}"
     unfinished = dest.with_name(f".{dest.name}.{unique}{UNFINISHED_SUFFIX}")
     with names_the_disk(dest):
         unfinished.mkdir(parents=True)
-        check_own_directory(unfinished)  # somebody else may have made a parent just before
         try:
             yield unfinished
             _sync_files(unfinished)

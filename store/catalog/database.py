@@ -19,7 +19,7 @@ from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.hashing import valid_text
 from store.layout import RunLayout
-from store.storage import split_uri
+from store.storage import check_place, split_uri
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
@@ -128,14 +128,14 @@ def one_transaction(
 class Database:
     """The SQLite file that this process owns. Opening it fences the owner before."""
 
-    def __init__(self, layout: RunLayout) -> None:
+    def __init__(self, layout: RunLayout, *, place_is_checked: bool) -> None:
         self._path = layout.catalog
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
         self._open: Transaction | None = None  # the transaction that is under way
         # Set when the disk has failed: commits behind a gap in the log would be lost with it.
         self._lost: StoreError | None = None
-        self._lock_fd = take_lock(layout)
+        self._lock_fd = take_lock(layout, place_is_checked=place_is_checked)
         try:
             check_owner(layout)
             _check_not_lost(layout)
@@ -417,6 +417,7 @@ def check_owner(layout: RunLayout) -> None:
     was brought to another directory.
     """
     layout.check_no_links()
+    check_place(layout.storage)
     if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
         raise StoreError(
             f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "
@@ -466,14 +467,15 @@ def _names_another_file(journal: BinaryIO) -> bool:
     return journal.read() == _JOURNAL_MAGIC
 
 
-def take_lock(layout: RunLayout) -> int:
+def take_lock(layout: RunLayout, *, place_is_checked: bool = False) -> int:
     """Take the lock of the catalog's owner and return its descriptor.
 
     Raises LockedError naming the process that has it, and StoreError for another user's directory.
     They could exchange it while the owner opens one file after the other, and so lead what it
-    writes and removes to another run.
+    writes and removes to another run. A caller that has looked at the place says so.
     """
-    check_own_run(layout.root)
+    if not place_is_checked:
+        check_own_run(layout.root)
     path = layout.catalog_lock
     try:
         flags = os.O_RDWR | os.O_CREAT

@@ -76,7 +76,8 @@ def signed_texts(run: Path) -> dict[str, bytes] | None:
 def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None = None) -> bool:
     """Sign run.json, config.yaml, and texts that are about to become the one or the other.
 
-    Return False if this user can have no key. Raises StoreError.
+    Return False if this user can have no key. Raises StoreError; OSError if another user signed the
+    run, who alone can read and write its signed.json.
     """
     key = _key() or _new_key()
     if key is None:
@@ -84,7 +85,6 @@ def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None =
     try:
         with opened_by_own_links(run) as (directory, place):
             texts = texts_in(directory, place) if run_json is None else {RUN_JSON: run_json}
-            signed = _signed(directory, place)
     except UnsafePathError:
         raise
     except OSError as error:
@@ -94,7 +94,8 @@ def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None =
     new = [_signature(key, name=name, text=text) for name, text in texts.items()]
     if config is not None:
         new.append(_signature(key, name=CONFIG, text=config))
-    old = [signature for signature in signed if signature not in new]
+    with opened_by_own_links(place) as (directory, _):
+        old = [signature for signature in _signed(directory, place) if signature not in new]
     _write(place, old + new)
     return True
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from cli.__main__ import main
-from learner.files.atomic_directory import new_directory
 from store import (
     Catalog,
     RunLayout,
@@ -16,9 +16,12 @@ from store import (
     check_own_directory,
     export,
     export_selection,
+    is_trusted,
+    trust,
     write_open_sql,
 )
 from store.errors import UnsafePathError
+from store.untrusted import signatures
 from store.untrusted.file_access import opened_by_own_links
 from tests.support.store_runs import fingerprint
 from tests.support.store_samples import open_train_group, play
@@ -118,17 +121,89 @@ def test_no_command_writes_into_a_run_in_another_users_directory(
     assert fingerprint(run) != before
 
 
-def test_a_model_is_written_beneath_no_directory_that_another_user_made_meanwhile(
-    tmp_path: Path,
+def test_a_run_that_another_user_signed_can_be_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "for_all" / "theirs").mkdir(parents=True)
-    (tmp_path / "for_all").chmod(0o1777)
-    give(tmp_path / "for_all" / "theirs")
-    with (
-        pytest.raises(StoreError, match="theirs belongs to another user"),
-        new_directory(tmp_path / "for_all" / "theirs" / "model"),
-    ):
-        pytest.fail("it was made")
+    """Only they can read its signed.json. The driver then knows of the trust, and nobody else."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as by_root:
+        by_root.setattr(os, "geteuid", lambda: 0)
+        layout = RunLayout.create(run, config_yaml="")
+    give(run)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(signatures, "_key", lambda: bytes(32))
+    read = signatures.read_bytes_in
+
+    def refused(directory: int, name: str, *, path: Path, at_most: int) -> bytes:
+        if name == "signed.json":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(directory, name, path=path, at_most=at_most)
+
+    monkeypatch.setattr(signatures, "read_bytes_in", refused)
+    assert not is_trusted(run)
+    trust(run)
+    assert is_trusted(run)
+    with Catalog.open(layout):
+        pass
+    monkeypatch.setattr("store.untrusted.trust._trusted_now", set())  # in the coordinator's process
+    with pytest.raises(StoreError, match="run belongs to another user"):
+        Catalog.open(layout)
+    with Catalog.open(layout, place_is_checked=True):
+        pass
+
+
+@pytest.mark.parametrize("command", ["report --output", "sql --output"])
+def test_no_output_goes_through_a_link_of_another_user(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: a directory of theirs became a link before the report was renamed there."""
+    (tmp_path / "web").mkdir()
+    (tmp_path / "out").symlink_to("web")
+    with monkeypatch.context() as by_root:
+        by_root.setattr(os, "geteuid", lambda: 0)
+        run = RunLayout.create(tmp_path / "run", config_yaml="")
+        with Catalog.open(run) as catalog:
+            write_open_sql(run, macros=(), max_staleness=4)
+            export(catalog, run)
+    name, option = command.split()
+    words = [name, str(run.root), *(["SELECT 1 AS one"] if name == "sql" else [])]
+    words += [option, str(tmp_path / "out" / "made.csv")]
+    give(tmp_path / "out")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert main(words) == 2
+    assert "out is a link of another user (uid 65534)" in capsys.readouterr().err
+    assert not list((tmp_path / "web").iterdir())
+    os.chown(tmp_path / "out", 0, 0, follow_symlinks=False)
+    assert main(words) == 0, capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "web").iterdir()] == ["made.csv"]
+
+
+def test_a_storage_whose_place_another_user_took_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: a storage in a directory for all was lost. In its place came a copy, and during a
+    compaction a link to the storage of another run, whose segments were removed.
+    """
+    for_all = tmp_path / "for_all"
+    for_all.mkdir()
+    for_all.chmod(0o1777)
+    storage = for_all / "storage"
+    with monkeypatch.context() as by_root:
+        by_root.setattr(os, "geteuid", lambda: 0)
+        run = RunLayout.create(tmp_path / "run", config_yaml="", storage_uri=storage.as_uri())
+        with Catalog.open(run) as catalog:
+            write_open_sql(run, macros=(), max_staleness=4)
+            export(catalog, run)
+    give(storage)
+    monkeypatch.setattr("store.catalog.database.made_by_this_user", lambda _: True)
+    before = fingerprint(storage)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert main(["compact", str(run.root)]) == 2
+    assert "storage belongs to another user (uid 65534)" in capsys.readouterr().err
+    assert fingerprint(storage) == before
 
 
 def test_descriptors_are_closed(tmp_path: Path) -> None:
