@@ -92,7 +92,7 @@ def check_run_dir(config: Config) -> None:
         RunLayout.check_no_links_in(root)
         check_own_directory(root)
     else:
-        check_own_directory(root, is_made=False)
+        check_own_directory(root, is_made=False)  # what is on the way
 
 
 def check_writable(config: Config) -> None:

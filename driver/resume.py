@@ -81,9 +81,9 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     if CONFIG_FILE in texts:
         text, name = decoded(texts[CONFIG_FILE], path=config_path), str(config_path)
     else:  # the first start was killed before it wrote the file
-        name = str(run / RUN_JSON)
-        text = parse_run_json(texts[RUN_JSON], name=name).config_yaml
-        name = f"the config in {name}"
+        run_json = run / RUN_JSON
+        text = parse_run_json(texts[RUN_JSON], name=str(run_json)).config_yaml
+        name = f"the config in {run_json}"
     return replace(configs.load_saved(text, overrides, name=name), run_dir=str(run))
 
 
