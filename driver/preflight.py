@@ -80,7 +80,7 @@ def check_run_dir(config: Config) -> None:
     if RunLayout.exists(root):
         with limited_memory([root]):  # an error quotes the settings of a stranger's run
             check_trusted(root)
-        check_own_directory(root, trusted=True)
+        check_own_directory(root, may_be_anothers=True)
     elif there is root:
         expected = (".", *MADE_BEFORE_RUN_JSON)
         others = sorted(path.name for path in root.iterdir() if not path.name.startswith(expected))

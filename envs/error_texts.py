@@ -21,7 +21,7 @@ from typing import Any
 from envs.errors import EnvironmentDied
 
 MAX_CHARACTERS = 500  # of an error's own message; the log has more of it
-SHOWN_PARTS = 4  # of so much text they are taken: white space goes
+SHOWN_PARTS = 4  # times MAX_CHARACTERS are read of a message, as white space is taken out of it
 MAX_PLACE_CHARACTERS = 5000  # of "FILE:LINE in FUNCTION"; a path has at most 4096
 MAX_TRACEBACK_CHARACTERS = 1_000_000
 MAX_LINKED = 1000  # errors that one traceback may have: causes, contexts, members of groups

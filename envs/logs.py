@@ -48,7 +48,7 @@ def _append(log: Path | None, text: str) -> None:
 def open_log(log: Path | None) -> IO[bytes] | None:
     """Open a log for a process to append to. Return None, for the output of this one, without it.
 
-    A log that cannot be opened is as none.
+    If the log cannot be opened, return None too, and say so once on standard error.
     """
     if log is None:
         return None

@@ -131,20 +131,22 @@ def open_storage(where: str) -> Storage:
 
 
 def make_place(storage: Storage) -> None:
-    """Make the directory of a storage that is one. Raises StoreError if it is another user's."""
+    """Make the directory of a `file://` storage. Raises StoreError if it is another user's."""
     if isinstance(storage, LocalStorage):
         make_directory(storage.root, beneath=storage.root)
         beneath.check_own_directory(storage.root)
 
 
-def check_place(storage: Storage) -> None:
+def check_own_storage(storage: Storage) -> None:
     """Raise StoreError for the directory of a storage that another user could exchange.
 
     It was this user's when the run was made, and may have been lost since: what lies in /tmp goes
     with a restart, and its name can be taken.
     """
     if isinstance(storage, LocalStorage):
-        beneath.check_own_directory(storage.root, trusted=True, instead="put a backup back")
+        # It may be another user's, as of a team's run, but not in a directory for all.
+        instead = "move that away, and put your own back from a backup"
+        beneath.check_own_directory(storage.root, may_be_anothers=True, instead=instead)
 
 
 class LocalStorage:

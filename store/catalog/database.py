@@ -19,7 +19,7 @@ from store.clock import now_us
 from store.errors import FencedError, FormatError, LockedError, StoreError, UnsafePathError
 from store.hashing import valid_text
 from store.layout import RunLayout
-from store.storage import check_place, split_uri
+from store.storage import check_own_storage, split_uri
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, is_file, open_file, read_bytes, status
 from store.untrusted.signatures import made_by_this_user
@@ -405,7 +405,10 @@ def _check_not_lost(layout: RunLayout) -> None:
 
 
 def check_unowned(layout: RunLayout) -> None:
-    """Raise LockedError naming the process if a running one owns the catalog. Take no lock."""
+    """Raise LockedError naming the process if a running one owns the catalog.
+
+    The lock is held for that moment only. Raises as `take_lock`.
+    """
     if is_file(layout.catalog_lock, root=layout.root):
         os.close(take_lock(layout))
 
@@ -417,7 +420,7 @@ def check_owner(layout: RunLayout) -> None:
     was brought to another directory.
     """
     layout.check_no_links()
-    check_place(layout.storage)
+    check_own_storage(layout.storage)
     if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
         raise StoreError(
             f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "

@@ -52,7 +52,10 @@ class _Entry:
 
     @property
     def is_another_users(self) -> bool:
-        """Root's are not. For root none is: what a container mounts has an owner outside."""
+        """Whether a third user owns it, neither this one nor root.
+
+        Never for root: what a container mounts has owners outside of it.
+        """
         me = os.geteuid()
         return me != 0 and self.owner not in (me, 0)
 
@@ -60,7 +63,7 @@ class _Entry:
 def check_own_directory(
     path: Path,
     *,
-    trusted: bool = False,
+    may_be_anothers: bool = False,
     is_made: bool = True,
     instead: str = "give a directory of your own",
 ) -> None:
@@ -69,8 +72,8 @@ def check_own_directory(
     They could exchange what is in it, and links would lead what is written and removed there to
     other files. In a directory for all with a sticky bit, such as /tmp, nobody else can exchange
     one of ours, so what lies there on the way must be ours: /tmp/ours of /tmp/ours/run. The
-    directory of a run that is `trusted` may be another user's, unless it lies in a directory for
-    all, where they could put a link to a trusted run in its place while the trust is looked at.
+    directory itself may be another user's if the caller says so, as of a run that this user trusts,
+    unless it lies in a directory for all: there they could put a link in its place.
 
     Call it after the directory was made: somebody else may have made it just before. From then on
     nobody else can exchange it. If not `is_made`, it may be absent, and only what is on the way is
@@ -82,7 +85,7 @@ def check_own_directory(
         os.close(descriptor)
     for entry in entries:
         is_it = descriptor is not None and entry is entries[-1]
-        must_be_ours = entry.is_link or entry.is_in_one_for_all or (is_it and not trusted)
+        must_be_ours = entry.is_link or entry.is_in_one_for_all or (is_it and not may_be_anothers)
         if must_be_ours and entry.is_another_users:
             raise StoreError(
                 f"{entry.path} belongs to another user (uid {entry.owner}), who could exchange "
@@ -110,7 +113,7 @@ def opened_by_own_links(path: Path) -> Iterator[tuple[int, Path]]:
                 raise UnsafePathError(
                     errno.ELOOP, f"{text}, who can lead it elsewhere; give the path behind it"
                 )
-        yield descriptor, entries[-1].path if entries else Path("/")
+        yield descriptor, entries[-1].path
     finally:
         os.close(descriptor)
 
@@ -118,9 +121,9 @@ def opened_by_own_links(path: Path) -> Iterator[tuple[int, Path]]:
 def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
     """Go to a directory one name after the other, as the system does.
 
-    Return what lies on the way, and a descriptor of the directory, which the caller closes; None if
-    no directory is there. Each name is looked up in the very directory that was looked at before,
-    so nobody can exchange one meanwhile.
+    Return what lies on the way, the directory itself at the end, and a descriptor of it, which the
+    caller closes; None if no directory is there. Each name is looked up in the very directory that
+    was looked at before, so nobody can exchange one meanwhile.
     """
     with suppress(OSError):
         os.stat(path)  # mounts what is mounted at its first use, which O_PATH does not
@@ -132,7 +135,11 @@ def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
             name = names.pop()
             below = os.open(name, _ON_THE_WAY | os.O_NOFOLLOW, dir_fd=here)
             try:
-                entry = _entry_of(below, name=name, directory=here, place=place)
+                if name == "..":
+                    its_path, above = place.parent, os.stat("..", dir_fd=below)
+                else:
+                    its_path, above = place / name, os.fstat(here)
+                entry = _entry_of(below, its_path, above=above)
                 target = os.readlink("", dir_fd=below) if entry.is_link else ""
             except BaseException:
                 os.close(below)
@@ -149,6 +156,8 @@ def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
             if n_links > MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if stat.S_ISDIR(os.fstat(here).st_mode):
+            if not entries or entries[-1].is_link:  # "/", or a link to "." or "/"
+                entries.append(_entry_of(here, place, above=os.stat("..", dir_fd=here)))
             return entries, here
     except (FileNotFoundError, NotADirectoryError):
         pass  # the rest is to be made, or a link leads nowhere
@@ -159,12 +168,11 @@ def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
     return entries, None
 
 
-def _entry_of(descriptor: int, *, name: str, directory: int, place: Path) -> _Entry:
-    """Describe what was opened by its name in a directory, which lies at `place`."""
+def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:
+    """Describe what was opened. `above` is the status of the directory that has it."""
     found = os.fstat(descriptor)
-    above = os.stat("..", dir_fd=descriptor) if name == ".." else os.fstat(directory)
     return _Entry(
-        path=place.parent if name == ".." else place / name,
+        path=path,
         is_link=stat.S_ISLNK(found.st_mode),
         owner=found.st_uid,
         is_in_one_for_all=bool(above.st_mode & stat.S_IWOTH),

@@ -74,7 +74,7 @@ def signed_texts(run: Path) -> dict[str, bytes] | None:
 
 
 def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None = None) -> bool:
-    """Sign run.json, config.yaml, and texts that are about to become the one or the other.
+    """Sign run.json and config.yaml. `run_json` and `config` are texts that will be written next.
 
     Return False if this user can have no key. Raises StoreError; OSError if another user signed the
     run, who alone can read and write its signed.json.
@@ -94,6 +94,7 @@ def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None =
     new = [_signature(key, name=name, text=text) for name, text in texts.items()]
     if config is not None:
         new.append(_signature(key, name=CONFIG, text=config))
+    # Not within the `try`: of a run that another user signed, the caller gets the OSError.
     with opened_by_own_links(place) as (directory, _):
         old = [signature for signature in _signed(directory, place) if signature not in new]
     _write(place, old + new)

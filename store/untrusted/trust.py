@@ -83,7 +83,7 @@ def check_own_run(run: Path, *, instead: str = "copy it to a directory of yours"
 
     Call it before anything is written or removed there, see `check_own_directory`.
     """
-    check_own_directory(run, trusted=is_trusted(run), instead=instead)
+    check_own_directory(run, may_be_anothers=is_trusted(run), instead=instead)
 
 
 def trusted_texts(run: Path) -> Mapping[str, bytes]:

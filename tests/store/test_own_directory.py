@@ -70,7 +70,7 @@ def test_a_link_of_another_user_is_refused_wherever_it_lies(tmp_path: Path) -> N
     give(tmp_path / "theirs")
     for path in (run, tmp_path / "disk" / ".." / "runs" / "run"):
         with pytest.raises(StoreError, match=r"theirs belongs to another user \(uid 65534\)"):
-            check_own_directory(path, trusted=True)
+            check_own_directory(path, may_be_anothers=True)
         with (
             pytest.raises(UnsafePathError, match="theirs is a link of another user"),
             opened_by_own_links(path),
@@ -79,6 +79,25 @@ def test_a_link_of_another_user_is_refused_wherever_it_lies(tmp_path: Path) -> N
     check_own_directory(tmp_path / "disk" / "run")
     with opened_by_own_links(tmp_path / "disk" / "run"):
         pass
+
+
+@pytest.mark.parametrize("target", [".", "/", "..", "disk/.."])
+def test_a_link_that_adds_no_name_leads_to_a_directory_all_the_same(
+    target: str, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / "disk").mkdir(parents=True)
+    (theirs / "run").symlink_to(target)
+    reached = (theirs / target).resolve()
+    with opened_by_own_links(theirs / "run") as (directory, place):
+        assert place == reached
+        assert os.path.samestat(os.fstat(directory), reached.stat())
+    give(theirs)
+    if reached == theirs:
+        with pytest.raises(StoreError, match="theirs belongs to another user"):
+            check_own_directory(theirs / "run")
+    else:
+        check_own_directory(theirs / "run")
 
 
 def test_links_without_end_are_an_error_of_the_system(tmp_path: Path) -> None:
