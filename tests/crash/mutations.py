@@ -61,8 +61,8 @@ def not_unique(index: str) -> Edit:
     )
 
 
-FILE_SYNC = "                    os.fsync(file.fileno())\n"
-NAME_SYNC = "                _sync(directory)\n"
+FILE_SYNC = "            os.fsync(file.fileno())\n"
+NAME_SYNC = "        _sync(directory)\n"
 DIRECTORY_SYNC = "            _sync(opened)\n"
 FULL = '_SYNCED = "PRAGMA synchronous = FULL"'
 
