@@ -109,8 +109,8 @@ class Coordinator:
     def __init__(self, config: Config, *, learns: bool) -> None:
         self.config, self.learns = config, learns
         self.layout = RunLayout.open(Path(config.run_dir))
-        # The driver has looked at the directory. Of a run that it trusts but cannot sign, because
-        # another user did, no other process knows that.
+        # The driver has looked at the directory. When it trusts a run that another user signed,
+        # only its own process knows of the trust.
         self.catalog = Catalog.open(self.layout, place_is_checked=True)
         # Now: workers may play for minutes before the learner has its model and asks.
         self._found = self.catalog.found_at_start()

@@ -84,7 +84,7 @@ def stop(run: Path, console: Console) -> None:
     Raises StoreError if its driver is another machine's or another user's, or does not end, and for
     another user's directory that this one does not trust.
     """
-    _check_own_run(run)
+    _check_may_steer(run)
     driver = driver_of(run)
     if driver is None:
         RunLayout.open(run)  # raises for a directory that is no run
@@ -118,7 +118,7 @@ def ask_for_workers(run: Path, n_workers: int) -> None:
     Raises StoreError if there is no run or nobody drives it, and for another user's directory that
     this one does not trust; ConfigError if it has no workers.
     """
-    _check_own_run(run)
+    _check_may_steer(run)
     if RunLayout.exists(run):
         config = configs.from_yaml(RunLayout.open(run).info.config_yaml)
         if configs.is_offline(config):
@@ -155,13 +155,13 @@ def clear_stopping(run: Path) -> None:
     (run / STOPPING_FILE).unlink(missing_ok=True)
 
 
-def _check_own_run(run: Path) -> None:
-    """Raise StoreError for a link of another user, or their directory unless it is trusted.
+def _check_may_steer(run: Path) -> None:
+    """Raise StoreError if no run is there, or another user could exchange it while we look.
 
-    While a command looks, they could put a link to another run, or to any file, in its place.
+    They could put a link to another run, or to any file, in its place.
     """
     if not run.exists():
-        RunLayout.open(run)  # says so
+        RunLayout.open(run)  # raises
     check_own_run(run, instead="ask that user to do it")
 
 

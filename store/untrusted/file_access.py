@@ -52,9 +52,9 @@ class _Entry:
 
     @property
     def is_another_users(self) -> bool:
-        """Whether a third user owns it, neither this one nor root.
+        """Return whether its owner is neither this user nor root.
 
-        Never for root: what a container mounts has owners outside of it.
+        For root it is False: what a container mounts has owners outside of it.
         """
         me = os.geteuid()
         return me != 0 and self.owner not in (me, 0)
@@ -155,17 +155,17 @@ def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
                 place, here = entry.path, below
             if n_links > MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        if stat.S_ISDIR(os.fstat(here).st_mode):
-            if not entries or entries[-1].is_link:  # "/", or a link to "." or "/"
-                entries.append(_entry_of(here, place, above=os.stat("..", dir_fd=here)))
-            return entries, here
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # the rest is to be made, or a link leads nowhere
+        if not stat.S_ISDIR(os.fstat(here).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        if not entries or entries[-1].is_link:  # "/", or a link to "." or "/"
+            entries.append(_entry_of(here, place, above=os.stat("..", dir_fd=here)))
+    except (FileNotFoundError, NotADirectoryError):  # it is to be made, or a link leads nowhere
+        os.close(here)
+        return entries, None
     except BaseException:
         os.close(here)
         raise
-    os.close(here)
-    return entries, None
+    return entries, here
 
 
 def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:

@@ -89,7 +89,7 @@ def check_own_run(run: Path, *, instead: str = "copy it to a directory of yours"
 def trusted_texts(run: Path) -> Mapping[str, bytes]:
     """Return run.json, and config.yaml if it is there, of a run that this user made or trusts.
 
-    Who follows its settings must follow these: a file that is read later may be another one. Raises
+    Follow these settings, and do not read the files again: others may lie there by then. Raises
     StoreError, naming what the settings do, for a stranger's run, and UnsafePathError for one
     behind a link of another user.
     """

@@ -30,7 +30,6 @@ from store import (
     RunLayout,
     StoreError,
     VersionRecord,
-    check_own_directory,
     export,
     to_table,
     write_open_sql,
@@ -45,6 +44,7 @@ from store.maintenance.rebuild import rebuild
 from store.reading.mirror import fetch_run
 from store.reading.reader import open_run
 from tests.support.forged_dataset import write_dataset
+from tests.support.neighbours import look_while_away
 from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -137,19 +137,11 @@ def test_a_copy_of_another_user_that_was_away_while_it_was_looked_at_is_not_upda
 ) -> None:
     """The attack: a link took its place after the look, and files of another run were removed."""
     make_run(tmp_path / "stored", uri=(tmp_path / "storage").as_uri())
-    uri, place, aside = (tmp_path / "storage").as_uri(), tmp_path / "place", tmp_path / "aside"
+    uri, place = (tmp_path / "storage").as_uri(), tmp_path / "place"
     fetch_run(uri, place)
     (place / "open.sql").unlink()
     os.chown(place, 65534, 65534)
-
-    def look(path: Path) -> None:
-        place.rename(aside)
-        try:
-            check_own_directory(path)
-        finally:
-            aside.rename(place)
-
-    monkeypatch.setattr("store.reading.mirror.check_own_directory", look)
+    monkeypatch.setattr("store.reading.mirror.check_own_directory", look_while_away(place))
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(StoreError, match=r"place is not there \(any more\)"):
         fetch_run(uri, place)

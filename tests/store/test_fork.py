@@ -20,7 +20,6 @@ from store import (
     StoreError,
     VersionRecord,
     check_fork,
-    check_own_directory,
     export,
     fork,
     write_open_sql,
@@ -30,6 +29,7 @@ from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from tests.crash.commands import make_forkable_run
 from tests.support.file_modes import modes_at_each_write
+from tests.support.neighbours import look_while_away
 from tests.support.run_views import connect
 from tests.support.store_damage import ask, mounted
 from tests.support.store_runs import compact_once, fingerprint
@@ -339,20 +339,12 @@ def test_a_fork_removes_nothing_in_a_directory_that_was_away_while_it_was_looked
     run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack emptied a directory of the user, through a link that came after the look."""
-    place, aside = tmp_path / "fork.unfinished", tmp_path / "aside"
+    place = tmp_path / "fork.unfinished"
     place.mkdir()
     (place / "fork.unfinished").touch()
     (place / "precious").write_text("precious")
     os.chown(place, 65534, 65534)
-
-    def look(path: Path) -> None:
-        place.rename(aside)
-        try:
-            check_own_directory(path)
-        finally:
-            aside.rename(place)
-
-    monkeypatch.setattr("store.exchange.fork.check_own_directory", look)
+    monkeypatch.setattr("store.exchange.fork.check_own_directory", look_while_away(place))
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(StoreError, match=r"fork\.unfinished is not there \(any more\)"):
         fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")

@@ -42,6 +42,20 @@ def give(path: Path) -> None:
     os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
 
 
+def run_of_root(
+    root: Path, monkeypatch: pytest.MonkeyPatch, *, uri: str | None = None
+) -> RunLayout:
+    """A run of one group, signed by root."""
+    with monkeypatch.context() as by_root:
+        by_root.setattr(os, "geteuid", lambda: 0)
+        layout = RunLayout.create(root, config_yaml="", storage_uri=uri)
+        with Catalog.open(layout) as catalog:
+            write_open_sql(layout, macros=(), max_staleness=4)
+            play(layout, catalog, open_train_group(catalog, 0))
+            export(catalog, layout)
+    return layout
+
+
 def test_what_is_not_there_is_refused_where_it_was_made(tmp_path: Path) -> None:
     """The attack: the directory was away while it was looked at, and another user's after it."""
     with pytest.raises(StoreError, match=r"run is not there \(any more\)"):
@@ -119,14 +133,8 @@ def test_no_command_writes_into_a_run_in_another_users_directory(
 ) -> None:
     """The attack: they exchanged it with a link to a run of the user, whose files were removed."""
     run, data = tmp_path / "run", tmp_path / "data"
-    with monkeypatch.context() as by_root:
-        by_root.setattr(os, "geteuid", lambda: 0)
-        layout = RunLayout.create(run, config_yaml="")
-        with Catalog.open(layout) as catalog:
-            write_open_sql(layout, macros=(), max_staleness=4)
-            play(layout, catalog, open_train_group(catalog, 0))
-            export(catalog, layout)
-        export_selection(run, data, where=None, as_of=None)
+    layout = run_of_root(run, monkeypatch)
+    export_selection(run, data, where=None, as_of=None)
     give(run)
     if command.startswith("fsck"):
         next(layout.segments.rglob("*.parquet")).unlink()
@@ -145,9 +153,7 @@ def test_a_run_that_another_user_signed_can_be_trusted(
 ) -> None:
     """Only they can read its signed.json. The driver then knows of the trust, and nobody else."""
     run = tmp_path / "run"
-    with monkeypatch.context() as by_root:
-        by_root.setattr(os, "geteuid", lambda: 0)
-        layout = RunLayout.create(run, config_yaml="")
+    layout = run_of_root(run, monkeypatch)
     give(run)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(signatures, "_key", lambda: bytes(32))
@@ -181,12 +187,7 @@ def test_no_output_goes_through_a_link_of_another_user(
     """The attack: a directory of theirs became a link before the report was renamed there."""
     (tmp_path / "web").mkdir()
     (tmp_path / "out").symlink_to("web")
-    with monkeypatch.context() as by_root:
-        by_root.setattr(os, "geteuid", lambda: 0)
-        run = RunLayout.create(tmp_path / "run", config_yaml="")
-        with Catalog.open(run) as catalog:
-            write_open_sql(run, macros=(), max_staleness=4)
-            export(catalog, run)
+    run = run_of_root(tmp_path / "run", monkeypatch)
     name, option = command.split()
     words = [name, str(run.root), *(["SELECT 1 AS one"] if name == "sql" else [])]
     words += [option, str(tmp_path / "out" / "made.csv")]
@@ -210,12 +211,7 @@ def test_a_storage_whose_place_another_user_took_is_not_written_to(
     for_all.mkdir()
     for_all.chmod(0o1777)
     storage = for_all / "storage"
-    with monkeypatch.context() as by_root:
-        by_root.setattr(os, "geteuid", lambda: 0)
-        run = RunLayout.create(tmp_path / "run", config_yaml="", storage_uri=storage.as_uri())
-        with Catalog.open(run) as catalog:
-            write_open_sql(run, macros=(), max_staleness=4)
-            export(catalog, run)
+    run = run_of_root(tmp_path / "run", monkeypatch, uri=storage.as_uri())
     give(storage)
     monkeypatch.setattr("store.catalog.database.made_by_this_user", lambda _: True)
     before = fingerprint(storage)
