@@ -33,6 +33,13 @@ CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
     for name in ("epoch", "lsn", "horizon_lsn")
 }
 SCHEMA_READ_S = 5.0  # ours is read in a millisecond
+# With the schema SQLite reads its table of statistics, which we never make. A stranger's may have
+# generated columns, so it is a program that runs before any check. Within these limits it takes a
+# moment. The longest object of ours has 1.5 KB.
+LIMITS_OF_THE_SCHEMA = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 16 * 1024,  # of a text, a blob or a row, in bytes
+    sqlite3.SQLITE_LIMIT_VDBE_OP: 25_000,  # columns that name columns double a program each time
+}
 STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
 # Length of a stranger's statement over ours, in bytes. Comments may make it longer, and each
 # comment is searched to the statement's end.
@@ -83,8 +90,9 @@ def _read_objects(connection: sqlite3.Connection) -> list[tuple[bytes | None, ..
     """Return the rows of the schema. Raise sqlite3.DatabaseError if they do not end.
 
     Pages of the schema itself may share their children, and no check of pages begins before
-    SQLite has read the schema.
+    SQLite has read the schema. For a program that is too long, SQLite reports a lack of memory.
     """
+    limits = {name: connection.setlimit(name, most) for name, most in LIMITS_OF_THE_SCHEMA.items()}
     deadline = time.monotonic() + SCHEMA_READ_S
     is_late = False
 
@@ -93,14 +101,18 @@ def _read_objects(connection: sqlite3.Connection) -> list[tuple[bytes | None, ..
         is_late = time.monotonic() > deadline
         return is_late
 
-    connection.set_progress_handler(stop, STEPS_BETWEEN_SIGNALS)
+    connection.set_progress_handler(stop, 1)  # each step may take long
     try:
         return connection.execute(OBJECTS).fetchall()
+    except MemoryError as error:
+        raise sqlite3.DatabaseError("malformed database schema (it is too large)") from error
     except sqlite3.OperationalError as error:
         if is_late:
             raise sqlite3.DatabaseError("malformed database schema (it does not end)") from error
         raise
     finally:
+        for name, most in limits.items():
+            connection.setlimit(name, most)
         let_ctrl_c_end_queries(connection)
 
 

@@ -33,10 +33,11 @@ BATCH_BYTES = 1 << 27  # of values that one batch may repeat
 # 8 bytes at least in the file.
 MIN_ELEMENTS, ELEMENT_BYTES = 1000, 8
 MAX_ELEMENTS = 1_000_000  # Arrow's own limit
-# Bytes that Arrow keeps for each value of a list: the value, and two levels while it decodes.
-LIST_VALUE_BYTES = 8 + 4
+# Bytes that Arrow keeps for each value of a list: the value, two levels while it decodes, and its
+# place in each list around it.
+NUMBER_BYTES, LEVELS_BYTES, OFFSET_BYTES = 8, 4, 4
 ARRAY_BYTES = 512  # of the objects around the values of one column in a batch
-FIXED_BYTES = 32
+FIXED_BYTES = 32  # of a uid or a decimal, at most
 
 
 @contextmanager
@@ -66,6 +67,8 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
         kinds = [str(kind) for kind in file.schema_arrow.types]  # with the names of their fields
     except UnicodeDecodeError as error:
         raise _not_ours(f"{name} has a column whose name is no UTF-8") from error
+    if _has_a_name_twice(file.schema_arrow):
+        raise _not_ours(f"{name} has two columns, or two fields of a structure, of one name")
     # Arrow would repeat its values only after they were counted.
     if any("dictionary<" in kind for kind in kinds):
         raise _not_ours(f"{name} has a column of coded values")
@@ -78,6 +81,16 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
         if not 0 <= n_rows <= MAX_ROWS + n_bytes:
             raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
     return file
+
+
+def _has_a_name_twice(fields: Sequence[pa.Field]) -> bool:
+    """Return whether two of the fields, or of those in one of them, have the same name."""
+    names = [field.name for field in fields]
+    return len(set(names)) < len(names) or any(
+        _has_a_name_twice([field.type.field(n) for n in range(field.type.num_fields)])
+        for field in fields
+        if pa.types.is_nested(field.type)
+    )
 
 
 def _has_wide_nulls(kind: pa.DataType) -> bool:
@@ -188,6 +201,7 @@ class _Chunk:
     n_rows: int
     n_values: int
     n_bytes: int  # of its pages, decompressed
+    value_bytes: int  # of a value in a list, decoded
     dictionary_bytes: int  # of texts, of these: each value may repeat all of them
 
 
@@ -206,6 +220,8 @@ def _chunks(
             path = column.path_in_schema
             if columns is not None and path.split(".")[0] not in columns:
                 continue
+            if column.total_compressed_size < 0:  # also of a chunk without rows: it would add
+                raise PageError(f"{path} is said to take {column.total_compressed_size:,} bytes")
             left_bytes -= column.total_compressed_size
             if left_bytes < 0:
                 raise PageError("its columns together are longer than the file")
@@ -219,15 +235,21 @@ def _chunks(
                 raise PageError(f"{said} of {path}, its pages {n_values:,}")
             if not n_rows:
                 continue
+            about = file.schema.column(number)
             has_texts = column.physical_type == "BYTE_ARRAY"
+            is_decimal = about.logical_type.type == "DECIMAL"
+            is_wide = is_decimal or column.physical_type == "FIXED_LEN_BYTE_ARRAY"
             dictionary_bytes = sum(page.n_bytes for page in pages if page.is_dictionary)
             yield _Chunk(
                 row_group=row_group,
                 path=path,
-                is_list=file.schema.column(number).max_repetition_level > 0,
+                is_list=about.max_repetition_level > 0,
                 n_rows=n_rows,
                 n_values=n_values,
                 n_bytes=sum(page.n_bytes for page in pages),
+                value_bytes=(FIXED_BYTES if is_wide else NUMBER_BYTES)
+                + LEVELS_BYTES
+                + OFFSET_BYTES * about.max_repetition_level,
                 dictionary_bytes=dictionary_bytes if has_texts else 0,
             )
 
@@ -253,7 +275,7 @@ def _fit(chunks: Sequence[_Chunk], source: Any, *, at_most: int) -> bool:
     """
     lists = [chunk for chunk in chunks if chunk.is_list]
     n_bytes = sum(chunk.n_bytes for chunk in chunks)
-    n_bytes += LIST_VALUE_BYTES * sum(chunk.n_values for chunk in lists)
+    n_bytes += sum(chunk.value_bytes * chunk.n_values for chunk in lists)
     if n_bytes > at_most:
         return False
     if n_bytes + sum(chunk.n_values * chunk.dictionary_bytes for chunk in lists) <= at_most:
@@ -274,18 +296,21 @@ def _repeated_bytes(chunk: _Chunk, source: Any) -> int:
     file = pq.ParquetFile(source, read_dictionary=[chunk.path])
     # Only this leaf: a sibling in the same structure may repeat its texts as well.
     table = file.read_row_group(chunk.row_group, columns=[chunk.path], use_threads=False)
-    for values in _leaves(table.column(0), chunk.path.split(".")[-1]):
+    for values in (leaf for array in table.column(0).chunks for leaf in _leaves(array)):
         if pa.types.is_dictionary(values.type):
             lengths = pc.binary_length(values.dictionary).take(values.indices)
             n_bytes += pc.sum(lengths.cast(pa.int64())).as_py() or 0
     return n_bytes
 
 
-def _leaves(column: pa.ChunkedArray, name: str) -> Iterator[pa.Array]:
-    """Yield the innermost values of a column of lists, or of lists of structures."""
-    for array in column.chunks:
-        while pa.types.is_nested(array.type):
-            array = array.field(name) if pa.types.is_struct(array.type) else array.values
+def _leaves(array: pa.Array) -> Iterator[pa.Array]:
+    """Yield the innermost values of lists and structures."""
+    if pa.types.is_struct(array.type):
+        for number in range(array.type.num_fields):
+            yield from _leaves(array.field(number))
+    elif pa.types.is_nested(array.type):
+        yield from _leaves(array.values)
+    else:
         yield array
 
 

@@ -26,7 +26,16 @@ UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 2, 3
 DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 5, 7, 8
 N_VALUES = 1
 ENCODING = {DATA_PAGE: 2, DICTIONARY_PAGE: 2, DATA_PAGE_V2: 4}
-DELTA_BYTE_ARRAY = 7  # a value may repeat all of the one before, so a page may stand for any size
+# What our writer, DuckDB and Arrow use unless they are told to use another. The delta encodings
+# (5 to 7) have counts of their own inside the page, or repeat the value before, so a page stands
+# for any size.
+ENCODINGS = {
+    0: "PLAIN",
+    2: "PLAIN_DICTIONARY",
+    3: "RLE",
+    8: "RLE_DICTIONARY",
+    9: "BYTE_STREAM_SPLIT",
+}
 
 
 class PageError(ValueError):
@@ -80,8 +89,10 @@ def _page_at(source: Any, at: int) -> tuple[Page, int]:
         sizes: tuple[Any, Any] = (fields.get(UNCOMPRESSED_SIZE), fields.get(COMPRESSED_SIZE))
         if not all(isinstance(number, int) and number >= 0 for number in (*sizes, n_values)):
             break
-        if fields[kinds[0]].get(ENCODING[kinds[0]]) == DELTA_BYTE_ARRAY:
-            raise PageError("a page has the encoding DELTA_BYTE_ARRAY")
+        encoding = fields[kinds[0]].get(ENCODING[kinds[0]])
+        if encoding not in ENCODINGS:
+            known = ", ".join(ENCODINGS.values())
+            raise PageError(f"a page has the encoding {encoding}, which is none of {known}")
         n_bytes, stored_bytes = sizes
         # Arrow takes the bytes of a page that is not compressed as they are, whatever the header
         # says of their number.
@@ -90,6 +101,9 @@ def _page_at(source: Any, at: int) -> tuple[Page, int]:
             n_bytes=max(n_bytes, stored_bytes),
             n_values=n_values,
         )
+        # Arrow allocates for each value of a dictionary before it looks for them.
+        if page.is_dictionary and page.n_values > page.n_bytes:
+            raise PageError(f"a dictionary has {n_values:,} values in {page.n_bytes:,} bytes")
         return page, length + stored_bytes
     raise PageError(f"there is no page at byte {at:,}")
 

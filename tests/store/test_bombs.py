@@ -318,6 +318,18 @@ def test_pages_that_row_groups_share_are_not_looked_through_again_for_each() -> 
         read_all(pa.py_buffer(shared))
 
 
+def test_a_negative_size_lifts_no_bound() -> None:
+    """The attack: a group without rows said so, and the pages of the others were shared."""
+    body = page(n_values=1, data=bytes(4)) + 100 * page(n_values=0, data=b"")
+    chunk = column_chunk(["a"], n_values=1, at=4, n_bytes=len(body))
+    empty = column_chunk(["a"], n_values=0, at=4, n_bytes=-(1 << 60))
+    shared = parquet(
+        body, columns=[("a", None)], row_groups=[([empty], 0), *(1000 * [([chunk], 1)])]
+    )
+    with pytest.raises(FormatError, match="a is said to take -1,152,921,504,606,846,976 bytes"):
+        read_all(pa.py_buffer(shared))
+
+
 @pytest.mark.parametrize("n_said", [1, None])
 def test_rows_of_nulls_that_take_no_byte_are_not_decoded(n_said: int | None) -> None:
     """The attack: 6 KB stand for 430,000 million rows, of which the footer says one."""
@@ -366,15 +378,67 @@ def test_texts_of_a_structure_are_counted_one_after_the_other() -> None:
     assert pool.max_memory() < 500 << 20
 
 
-def test_texts_that_repeat_the_one_before_are_not_decoded(tmp_path: Path) -> None:
-    """With the encoding DELTA_BYTE_ARRAY an equal value takes two bytes, whatever its length."""
+@pytest.mark.parametrize(("encoding", "number"), [("BYTE_ARRAY", 7), ("LENGTH_BYTE_ARRAY", 6)])
+def test_texts_in_a_delta_encoding_are_not_decoded(encoding: str, number: int) -> None:
+    """An equal text takes two bytes, whatever its length. Lengths of 0 take none at all."""
     sink = pa.BufferOutputStream()
     texts = pa.table({"text": pa.repeat("x" * 100_000, 1000)})
-    pq.write_table(texts, sink, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"})
-    data = sink.getvalue()
-    file = open_parquet(pa.BufferReader(data), n_bytes=data.size, name="hostile", verify=True)
-    with pytest.raises(FormatError, match="DELTA_BYTE_ARRAY"):
-        read_table(file, pa.BufferReader(data), n_bytes=data.size, name="hostile", columns=None)
+    pq.write_table(texts, sink, use_dictionary=False, column_encoding={"text": f"DELTA_{encoding}"})
+    with pytest.raises(FormatError, match=f"a page has the encoding {number}, which is none of"):
+        read_all(sink.getvalue())
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_count_inside_a_page_fills_no_memory(is_list: bool) -> None:
+    """The attack: a page of 3 texts began with a block of 2 billion lengths, and took 8 GB."""
+    mark = "the only text" * 20
+    texts = pa.array([[mark]] * 3 if is_list else [mark] * 3)
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        pa.table({"text": texts}),
+        sink,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+        store_schema=False,
+        column_encoding={"text.list.element" if is_list else "text": "DELTA_LENGTH_BYTE_ARRAY"},
+    )
+    data = bytearray(sink.getvalue().to_pybytes())
+    # A block's header: the values of a block, its parts, and the lengths that follow.
+    at = data.rindex(varint(128) + varint(4) + varint(3), 0, data.index(mark.encode()))
+    n_lengths = 0x7FFFFF80
+    lengths = varint(n_lengths) + varint(1) + varint(n_lengths + 1) + varint(0) + varint(0) + b"\0"
+    data[at : at + len(lengths)] = lengths
+    with pytest.raises(FormatError, match="a page has the encoding 6"):
+        read_all(pa.py_buffer(bytes(data)))
+
+
+def test_two_fields_of_one_name_are_refused() -> None:
+    """The attack: only one of them was counted, or none of the two was found."""
+    fields = pa.StructArray.from_arrays([pa.array(["x"]), pa.array(["y"])], ["a", "a"])
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
+    for table in (pa.table({"s": fields}), pa.table({"l": pa.array([[1]])}), twice):
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, store_schema=False)
+        if table.column_names == ["l"]:
+            assert read_all(sink.getvalue()).equals(table)
+        else:
+            with pytest.raises(FormatError, match="of one name"):
+                read_all(sink.getvalue())
+
+
+def test_wide_values_of_a_list_count_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decimal takes 32 bytes, so a list of 10,000 is refused where one of numbers is read."""
+    monkeypatch.setattr(bounded_parquet, "MAX_DECODED_BYTES", 200_000)
+    for kind, is_read in ((pa.int64(), True), (pa.decimal256(70, 0), False)):
+        table = pa.table({"l": pa.array([[7] * 10_000], pa.list_(kind))})
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
+        if is_read:
+            assert read_all(sink.getvalue()).equals(table)
+        else:
+            with pytest.raises(FormatError, match="stands for more than"):
+                read_all(sink.getvalue())
 
 
 def test_long_lists_that_a_run_may_write_are_decoded(tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ UNREADABLE = {
     "SELECT type, 'more', 'more', rootpage, sql FROM sqlite_schema WHERE name = 'event'",
 }
 
+# SQLite reads its table of statistics together with the schema, so these programs ran before any
+# check: with 2,000 rows the first and the last take hours, and the second ends with the memory.
+STATISTICS = {
+    "a long text": "stat AS (hex(zeroblob(450000000)))",
+    "columns that double": "g0, "
+    + ", ".join(f"g{number} AS (g{number - 1} || g{number - 1})" for number in range(1, 60))
+    + ", stat AS (g59)",
+    "a long search": "stat AS (length(replace(hex(zeroblob(1000000)), hex(zeroblob(500000)) || '1', "
+    "'')))",
+}
+
 INTERRUPTED = f"""
 import os, pathlib, signal, sys, threading
 from store import RunLayout
@@ -228,6 +239,35 @@ def test_a_foreign_schema_is_one_line_that_names_the_object(schema: str, layout:
         and finding.remedy == f"make a new catalog without it: gigpo rebuild --force {layout.root}"
     )
     assert layout.catalog.read_bytes() == before
+
+
+@pytest.mark.parametrize("program", STATISTICS)
+def test_statistics_that_are_a_program_are_refused_in_a_moment(
+    program: str, layout: RunLayout
+) -> None:
+    with closing(sqlite3.connect(layout.catalog, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("ANALYZE")
+        row = "INSERT INTO sqlite_stat1 (tbl, stat) VALUES ('grp', '1')"
+        for _ in range(2000):
+            connection.execute(row)
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute(
+            "UPDATE sqlite_schema SET sql = ? WHERE name = 'sqlite_stat1'",
+            (
+                f"CREATE TABLE sqlite_stat1 (a, b, c, tbl AS (a), idx AS (b), {STATISTICS[program]})",
+            ),
+        )
+    layout.backup.chmod(0o644)
+    layout.backup.write_bytes(layout.catalog.read_bytes())
+    done = command(layout, "fsck")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "'sqlite_stat1' is none that this code makes" in done.stdout or (
+        "malformed database schema (it is too large)" in done.stdout
+    )
+    done = command(layout, "rebuild", "--force")
+    assert done.returncode == 0, done.stderr
+    assert check(layout, level=CONTENTS) == []
 
 
 @pytest.mark.parametrize("schema", UNREADABLE)

@@ -95,8 +95,13 @@ I32, I64 = 5, 6
 SIZES = ((1, I32, 0), (2, I32, 8), (3, I32, 0))
 
 
-def pages_of(*fields: tuple[int, int, int], encoding: int = 0) -> list[object]:
-    content = bytes([0x0C]) + varint(10)  # field 5, a structure: the header of a data page
+DATA_PAGE, DICTIONARY_PAGE = 5, 7  # the fields of their headers
+
+
+def pages_of(
+    *fields: tuple[int, int, int], encoding: int = 0, kind: int = DATA_PAGE
+) -> list[object]:
+    content = bytes([0x0C]) + varint(2 * kind)  # a structure
     content += header(*fields, (2, I32, encoding)) + b"\0"
     data = b"PAR1" + header(*SIZES) + content + b"\0"
     return list(column_pages(pa.BufferReader(data), Chunk(len(data) - 4)))
@@ -112,9 +117,18 @@ def test_a_field_that_readers_take_differently_is_refused() -> None:
         pages_of((1, I64, 20))
 
 
-def test_an_encoding_that_repeats_the_value_before_is_refused() -> None:
-    with pytest.raises(PageError, match="DELTA_BYTE_ARRAY"):
-        pages_of((1, I32, 20), encoding=7)
+@pytest.mark.parametrize("encoding", [1, 4, 5, 6, 7, 10])
+def test_an_encoding_that_counts_inside_its_page_is_refused(encoding: int) -> None:
+    with pytest.raises(PageError, match=f"has the encoding {encoding}, which is none of PLAIN"):
+        pages_of((1, I32, 20), encoding=encoding)
+
+
+def test_a_dictionary_has_no_more_values_than_bytes() -> None:
+    """Arrow allocates sixteen bytes for each value before it looks for them."""
+    (page,) = pages_of((1, I32, 8), kind=DICTIONARY_PAGE)  # of 8 bytes, as SIZES says
+    assert page.is_dictionary and page.n_values == 8
+    with pytest.raises(PageError, match="a dictionary has 9 values in 8 bytes"):
+        pages_of((1, I32, 9), kind=DICTIONARY_PAGE)
 
 
 @pytest.mark.parametrize("dictionary_at", [0, 3, 4, 5, 1 << 40, -1])

@@ -1,4 +1,4 @@
-"""What another user of the machine does between two looks of a command."""
+"""Do what another user of the machine may do between two looks of a command."""
 
 from __future__ import annotations
 

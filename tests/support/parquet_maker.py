@@ -30,7 +30,7 @@ def varint(number: int) -> bytes:
 
 
 def whole(number: int) -> bytes:
-    return varint(number << 1)
+    return varint(2 * number if number >= 0 else -2 * number - 1)
 
 
 def text(content: str) -> bytes:
