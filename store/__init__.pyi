@@ -13,7 +13,7 @@ from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
 from .atomic_write import write_atomically_in as write_atomically_in
 from .catalog.catalog import Catalog as Catalog
-from .catalog.database import check_unowned as check_unowned
+from .catalog.ownership import check_unowned as check_unowned
 from .catalog.records import EXTRA_OF as EXTRA_OF
 from .catalog.records import HELDOUT as HELDOUT
 from .catalog.records import IMPORTED as IMPORTED

@@ -2,7 +2,10 @@
 
 catalog.py          the class Catalog: every transaction of the owner, as a method
 records.py          the types that the catalog takes and returns: Group, Batch, ...
-database.py         the connection, the lock, fencing, and opening a catalog to read it
+database.py         the owner: transactions, fencing by epochs, syncs
+transaction.py      what one transaction executes, and its lsn
+connection.py       SQLite's connections: the owner's, and those that only read
+ownership.py        the lock, and which runs this user may own or read
 schema.sql          the tables; schema_check.py refuses a catalog with other ones
 groups.py           a group from open to complete: open, lease, commit; groups by state
 imported_groups.py  groups of other runs: read only, or trained on as offline groups

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from store.catalog.database import Transaction, columns_of
 from store.catalog.groups import (
     complete_if_full,
     insert_group,
@@ -21,6 +20,7 @@ from store.catalog.groups import (
 from store.catalog.imported_groups import complete_imported
 from store.catalog.records import IMPORTED
 from store.catalog.segment_states import insert_segment
+from store.catalog.transaction import Transaction, columns_of
 from store.segments import SegmentMeta, TrajectoryMeta
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from store.catalog import imported_groups
-from store.catalog.database import Transaction, pick
 from store.catalog.groups import ROLLED_BACK, as_group, complete_by_version, reopen
 from store.catalog.records import Batch, ReusedGroups, RollBack
+from store.catalog.transaction import Transaction, pick
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta

@@ -16,9 +16,11 @@ from store.catalog import (
     segment_states,
     task_results,
 )
-from store.catalog.database import Database, Transaction, one_transaction, raise_if_interrupted
+from store.catalog.connection import raise_if_interrupted
+from store.catalog.database import Database
 from store.catalog.records import CheckpointRecord
 from store.catalog.snapshot import ExportedPart, Snapshot, take_snapshot
+from store.catalog.transaction import Transaction, one_transaction
 from store.errors import FencedError, StoreError
 from store.layout import RunLayout
 from store.maintenance.backup import write_backup

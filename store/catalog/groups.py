@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from operator import itemgetter
 
-from store.catalog.database import Transaction, columns_of, pick
 from store.catalog.records import (
     HELDOUT,
     IMPORTED,
@@ -21,6 +20,7 @@ from store.catalog.records import (
     SuccessRate,
 )
 from store.catalog.segment_states import insert_segment
+from store.catalog.transaction import Transaction, columns_of, pick
 from store.clock import US_PER_S
 from store.errors import FencedError, StoreError
 from store.hashing import uid, valid_text

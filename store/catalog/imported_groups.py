@@ -11,7 +11,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 
-from store.catalog.database import Transaction
 from store.catalog.groups import (
     check_member,
     complete_if_full,
@@ -21,6 +20,7 @@ from store.catalog.groups import (
 )
 from store.catalog.records import EXTRA_OF, IMPORTED, Group
 from store.catalog.segment_states import insert_segment
+from store.catalog.transaction import Transaction
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from store.catalog.batches import release
-from store.catalog.database import Transaction
 from store.catalog.groups import (
     abandon_incomplete_offline,
     complete_if_full,
@@ -21,6 +20,7 @@ from store.catalog.groups import (
 from store.catalog.imported_groups import complete_imported
 from store.catalog.records import SetAside
 from store.catalog.segment_states import WANTED_BACK, insert_segment, mark_removed, retire
+from store.catalog.transaction import Transaction
 from store.errors import StoreError
 from store.records import uid_text
 from store.segments import SegmentMeta, TrajectoryMeta

@@ -7,8 +7,8 @@ import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 
-from store.catalog.database import Transaction, columns_of
 from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
+from store.catalog.transaction import Transaction, columns_of
 from store.errors import StoreError
 from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
 

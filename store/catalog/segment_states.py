@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from store.catalog.database import Transaction
 from store.catalog.records import LiveSegment
+from store.catalog.transaction import Transaction
 from store.errors import StoreError
 from store.layout import SEGMENT_PATH, checked_name
 from store.segments import SEGMENT_COLUMNS, SegmentMeta

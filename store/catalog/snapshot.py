@@ -16,12 +16,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from printable import one_line
-from store.catalog.database import (
-    Transaction,
-    check_pages,
-    connect_read_only,
-    raise_if_interrupted,
-)
+from store.catalog.connection import check_pages, connect_read_only, raise_if_interrupted
+from store.catalog.transaction import Transaction
 from store.clock import SNAPSHOT_WINDOW_S
 from store.errors import FormatError, StoreError
 from store.layout import SEGMENT_PATH, RunLayout, checked_name

@@ -6,8 +6,8 @@ lsn never goes back, and a restart finds it again. Functions of one transaction.
 
 from __future__ import annotations
 
-from store.catalog.database import Transaction
 from store.catalog.records import KnownResults, WholeGroup
+from store.catalog.transaction import Transaction
 
 ENVIRONMENT = "substr(task_id, 1, instr(task_id, '/') - 1)"
 

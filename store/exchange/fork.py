@@ -21,15 +21,10 @@ from os import link as link_file  # a test stands in for it, as for a file syste
 from pathlib import Path
 
 from store.atomic_write import keep_private, make_directory, sync_directory
-from store.catalog.database import (
-    Transaction,
-    check_pages,
-    connect_read_only,
-    is_damage,
-    raise_if_interrupted,
-)
+from store.catalog.connection import check_pages, connect_read_only, is_damage, raise_if_interrupted
 from store.catalog.groups import recompute
 from store.catalog.schema_check import SCHEMA
+from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, StoreError
 from store.layout import (
@@ -318,7 +313,7 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
         where = f"of {source.root} at learner step {learner_step}"
         copy.execute("BEGIN IMMEDIATE")
         lsn, epoch = copy.execute("SELECT lsn + 1, epoch FROM meta").fetchone()
-        tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
+        tx = Transaction(copy, run_id=layout.info.run_id, epoch=epoch, lsn=lsn, now_us=now_us())
         _recompute(tx, changed_groups, reason=f"fork {where}")
         detail = f"{where}, run {source.info.run_id}, version {checkpoint['version']}"
         _record_fork(tx, detail=detail)

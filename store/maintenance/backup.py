@@ -15,7 +15,7 @@ from contextlib import closing
 import pyarrow as pa
 
 from printable import REASON_CHARACTERS, one_line
-from store.catalog.database import DAMAGED_PAGES, raise_if_interrupted
+from store.catalog.connection import DAMAGED_PAGES, raise_if_interrupted
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
 from store.errors import FormatError, StoreError, UnavailableError

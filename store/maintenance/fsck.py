@@ -13,7 +13,7 @@ import dataclasses
 import sqlite3
 from collections.abc import Callable
 
-from store.catalog.database import is_damage, raise_if_interrupted
+from store.catalog.connection import is_damage, raise_if_interrupted
 from store.errors import ForeignSchemaError, FormatError, StoreError
 from store.layout import RunLayout
 from store.maintenance.backup import check_backup

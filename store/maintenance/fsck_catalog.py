@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice
 
 from printable import counted
-from store.catalog.database import DAMAGED_PAGES, connect_read_only
+from store.catalog.connection import DAMAGED_PAGES, connect_read_only
 from store.catalog.schema_check import SCHEMA
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found

@@ -29,16 +29,14 @@ from pathlib import Path, PurePosixPath
 from store.atomic_write import READ_ONLY, READ_WRITE, write_atomically
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
-from store.catalog.database import (
-    Transaction,
-    check_owner,
-    raise_if_interrupted,
-    shown_lsn,
-    take_lock,
-)
+from store.catalog.connection import raise_if_interrupted
+from store.catalog.database import shown_lsn
 from store.catalog.groups import uids_of_address
+from store.catalog.ownership import check_owner, take_lock
 from store.catalog.records import HELDOUT, IMPORTED, TRAIN
 from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
+from store.catalog.transaction import Transaction
+from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
 from store.hashing import file_digest
 from store.layout import SEGMENT_PATH, RunLayout
@@ -231,7 +229,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     _check_numbers(connection, layout)
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("UPDATE meta SET epoch = ?, lsn = ?, horizon_lsn = ?", (epoch, lsn - 1, lsn))
-    tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn)
+    tx = Transaction(connection, run_id=layout.info.run_id, epoch=epoch, lsn=lsn, now_us=now_us())
     groups = _new_groups(tx, contents.played)
     query = "SELECT group_uid FROM grp WHERE split = :split"
     foreign = {row["group_uid"] for row in tx.rows(query, split=IMPORTED)}

@@ -18,16 +18,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from store.catalog.batches import batch_of
-from store.catalog.database import (
-    Transaction,
-    check_pages,
-    connect_read_only,
-    pick,
-    raise_if_interrupted,
-)
+from store.catalog.connection import check_pages, connect_read_only, raise_if_interrupted
 from store.catalog.records import Batch, CheckpointRecord, VersionRecord
 from store.catalog.run_records import VERSIONS, checked_version, live_checkpoints
 from store.catalog.run_records import learner_step as last_step
+from store.catalog.transaction import Transaction, pick
+from store.clock import now_us
 from store.errors import FormatError, StoreError
 from store.layout import RunLayout
 from store.records import uid_text
@@ -188,7 +184,9 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
             check_pages(connection, layout)
             connection.row_factory = sqlite3.Row
             connection.execute("BEGIN")
-            yield Transaction(connection, run_id=layout.info.run_id, epoch=0, lsn=0)
+            yield Transaction(
+                connection, run_id=layout.info.run_id, epoch=0, lsn=0, now_us=now_us()
+            )
     except sqlite3.Error as error:
         raise_if_interrupted(error)
         raise FormatError(

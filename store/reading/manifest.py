@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.atomic_write import READ_WRITE, write_atomically
-from store.catalog.database import columns_of
 from store.catalog.snapshot import EXPORTS, ExportedPart, NewPart
+from store.catalog.transaction import columns_of
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError, StoreError
 from store.layout import EXPORT_PATH, SEGMENT_PATH, RunLayout, checked_name

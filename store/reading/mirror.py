@@ -30,7 +30,7 @@ from store.atomic_write import (
     make_directory,
     write_atomically,
 )
-from store.catalog.database import check_consent
+from store.catalog.ownership import check_consent
 from store.catalog.snapshot import read_as_of
 from store.errors import DigestError, FormatError, StoreError
 from store.hashing import file_digest

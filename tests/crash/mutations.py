@@ -64,7 +64,7 @@ def not_unique(index: str) -> Edit:
 FILE_SYNC = "            os.fsync(file.fileno())\n"
 NAME_SYNC = "        _sync(directory)\n"
 DIRECTORY_SYNC = "            _sync(opened)\n"
-FULL = '_SYNCED = "PRAGMA synchronous = FULL"'
+FULL = 'SYNCED = "PRAGMA synchronous = FULL"'
 
 DURABILITY = [
     Mutation(
@@ -99,13 +99,13 @@ DURABILITY = [
     ),
     Mutation(
         name="catalog never synced",
-        file="store/catalog/database.py",
+        file="store/catalog/connection.py",
         edit=swap((FULL, FULL.replace("FULL", "OFF"))),
         check="power workload",
     ),
     Mutation(
         name="catalog synced late",
-        file="store/catalog/database.py",
+        file="store/catalog/connection.py",
         edit=swap((FULL, FULL.replace("FULL", "NORMAL"))),
         check="power workload",
     ),
@@ -267,7 +267,7 @@ CHECKS = [
     ),
     Mutation(
         name="lock",
-        file="store/catalog/database.py",
+        file="store/catalog/ownership.py",
         edit=swap(
             ("        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n")
         ),
@@ -383,7 +383,7 @@ SAFEGUARD = re.compile(
 NO_SAFEGUARD = {
     "def sync_directory(directory: Path, *, beneath: Path) -> None:": "its fsync is mutated",
     "def _fsync(path: Path) -> None:": "its fsync is mutated",
-    '_UNSYNCED = "PRAGMA synchronous = NORMAL"': "leases and heartbeats may be lost",
+    'UNSYNCED = "PRAGMA synchronous = NORMAL"': "leases and heartbeats may be lost",
     "id INTEGER PRIMARY KEY CHECK (id = 1),": "one row, inserted with its own id",
     "name TEXT PRIMARY KEY,": "rows of `changed` and `component` replace themselves",
     "seq INTEGER PRIMARY KEY AUTOINCREMENT,": "only numbers the rows",

@@ -15,7 +15,7 @@ import pytest
 
 from cli.__main__ import main
 from store import Catalog, RunLayout, restart_points
-from store.catalog.database import connect_read_only
+from store.catalog.connection import connect_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.exchange.fork import fork
@@ -101,7 +101,7 @@ STATISTICS = {
 INTERRUPTED = f"""
 import os, pathlib, signal, sys, threading
 from store import RunLayout
-from store.catalog.database import connect_read_only
+from store.catalog.connection import connect_read_only
 connection = connect_read_only(RunLayout.open(pathlib.Path(sys.argv[1])))
 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 connection.execute("{ENDLESS} SELECT count(*) FROM n").fetchone()

@@ -213,7 +213,7 @@ def test_a_storage_whose_place_another_user_took_is_not_written_to(
     storage = for_all / "storage"
     run = run_of_root(tmp_path / "run", monkeypatch, uri=storage.as_uri())
     give(storage)
-    monkeypatch.setattr("store.catalog.database.made_by_this_user", lambda _: True)
+    monkeypatch.setattr("store.catalog.ownership.made_by_this_user", lambda _: True)
     before = fingerprint(storage)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert main(["compact", str(run.root)]) == 2
