@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from store import StoreError, opened_by_own_links
-
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+from store import StoreError, opened_by_own_links, written_aside
 
 
 def check_new_file(option: str, file: Path | None, *, run: Path) -> None:
@@ -37,33 +33,19 @@ def write_new_file(
     written by its descriptor: no link that they put there leads to a file of the user's. A link of
     theirs on the way is refused.
     """
-    unfinished = f".{file.name}.{secrets.token_hex(8)}.tmp"
     try:
-        with opened_by_own_links(file.parent) as (directory, _), _removed(unfinished, directory):
-            new = os.open(unfinished, NEW_FILE, 0o666, dir_fd=directory)
-            with open(new, "wb") as written:
-                write(written)
-                written.flush()
-                os.fsync(new)  # else a power cut could leave the name without the bytes
+        with opened_by_own_links(file.parent) as (directory, _):
+            with written_aside(directory, file.name, mode=0o666) as new:
+                write(new)
                 check_new_file(option, file, run=run)  # the work may have taken an hour
-                os.rename(unfinished, file.name, src_dir_fd=directory, dst_dir_fd=directory)
-                found = os.stat(file.name, dir_fd=directory, follow_symlinks=False)
-                if not os.path.samestat(found, os.fstat(new)):
-                    raise StoreError(
-                        f"{option} {file}: another user put something else in its place while it "
-                        "was written; name a file in a directory of your own"
-                    )
+                written = os.fstat(new.fileno())
+            found = os.stat(file.name, dir_fd=directory, follow_symlinks=False)
+            if not os.path.samestat(found, written):
+                raise StoreError(
+                    f"{option} {file}: another user put something else in its place while it was "
+                    "written; name a file in a directory of your own"
+                )
     except OSError as error:
         raise StoreError(
             f"{option} {file} could not be written: {error}; free space, or name another file"
         ) from error
-
-
-@contextmanager
-def _removed(name: str, directory: int) -> Iterator[None]:
-    """Remove a file of an open directory at the end, if it is still there."""
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.unlink(name, dir_fd=directory)

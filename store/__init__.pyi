@@ -12,6 +12,7 @@ from .atomic_write import keep_private as keep_private
 from .atomic_write import make_directory as make_directory
 from .atomic_write import write_atomically as write_atomically
 from .atomic_write import write_atomically_in as write_atomically_in
+from .atomic_write import written_aside as written_aside
 from .catalog.catalog import Catalog as Catalog
 from .catalog.ownership import check_unowned as check_unowned
 from .catalog.records import EXTRA_OF as EXTRA_OF

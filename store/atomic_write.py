@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from store.errors import StoreError, UnsafePathError
 from store.untrusted.file_access import is_directory, open_directory, opened_parent
@@ -35,12 +36,8 @@ def write_atomically_in(
     directory: int, name: str, data: bytes | memoryview, *, mode: int, path: Path
 ) -> None:
     """Do as `write_atomically` in an open directory. Errors name `path`."""
-    with _named(path):
-        opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-        try:  # one of O_PATH cannot be synced
-            _write_aside_in(opened, name, data, mode=mode, show=_replace)
-        finally:
-            os.close(opened)
+    with _named(path), written_aside(directory, name, mode=mode) as file:
+        file.write(data)
 
 
 def write_once(path: Path, data: bytes | memoryview, *, mode: int, beneath: Path) -> None:
@@ -64,27 +61,39 @@ def _link_then_unlink(aside: str, final: str, directory: int) -> None:
 def _write_aside(
     path: Path, data: bytes | memoryview, *, mode: int, beneath: Path, show: Show
 ) -> None:
-    with _named(path), opened_parent(path, root=beneath) as (directory, name):
-        _write_aside_in(directory, name, data, mode=mode, show=show)
+    with (
+        _named(path),
+        opened_parent(path, root=beneath) as (directory, name),
+        written_aside(directory, name, mode=mode, show=show) as file,
+    ):
+        file.write(data)
 
 
-def _write_aside_in(
-    directory: int, name: str, data: bytes | memoryview, *, mode: int, show: Show
-) -> None:
-    # The dot and the suffix hide it from *.parquet globs. The ids keep writers apart.
-    aside = f".{name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}"
-    try:
-        with open(_new_file(aside, directory, mode=mode), "wb") as file:
-            file.write(data)
+@contextmanager
+def written_aside(
+    directory: int, name: str, *, mode: int, show: Show = _replace
+) -> Iterator[BinaryIO]:
+    """Give a new file of an open directory, which takes its name once the body has filled it.
+
+    If the body raises, nothing is left of it. Raises OSError.
+    """
+    # Nobody knows the name before. The dot and the suffix hide it from *.parquet globs.
+    aside = f".{name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+    synced = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    try:  # a descriptor of O_PATH cannot be synced
+        with open(os.open(aside, _NEW, mode, dir_fd=synced), "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        show(aside, name, directory)
-        _sync(directory)
+        show(aside, name, synced)
+        _sync(synced)
     except BaseException:
         # Where nothing can be written, nothing can be removed either.
         with suppress(OSError):
-            os.unlink(aside, dir_fd=directory)
+            os.unlink(aside, dir_fd=synced)
         raise
+    finally:
+        os.close(synced)
 
 
 @contextmanager
@@ -98,15 +107,6 @@ def _named(path: Path) -> Iterator[None]:
         raise StoreError(
             f"cannot write {path}: {error.strerror}; free space or fix the permissions, then retry"
         ) from error
-
-
-def _new_file(name: str, directory: int, *, mode: int) -> int:
-    """Open a new file with `mode`, less what the user's umask keeps from others."""
-    try:
-        return os.open(name, _NEW, mode, dir_fd=directory)
-    except FileExistsError:  # of a dead process with the same ids, or a planted link
-        os.unlink(name, dir_fd=directory)
-        return os.open(name, _NEW, mode, dir_fd=directory)
 
 
 def make_directory(directory: Path, *, beneath: Path) -> None:

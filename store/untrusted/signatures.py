@@ -22,7 +22,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from store.atomic_write import PRIVATE, write_atomically
+from store.atomic_write import PRIVATE, write_atomically, write_once
 from store.errors import StoreError, UnsafePathError
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, opened_by_own_links, read_bytes_in
@@ -172,18 +172,11 @@ def _new_key() -> bytes | None:
     Return None if no key can be kept.
     """
     directory = state_directory()
-    aside = directory / f".{KEY_NAME}.{os.getpid()}-{secrets.token_hex(4)}"
+    key = secrets.token_bytes(KEY_BYTES)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-        try:
-            os.link(aside, directory / KEY_NAME)
-        except FileExistsError:
-            pass  # another process was first; its key is read below
-        finally:
-            os.unlink(aside)
-    except OSError:
+        with suppress(FileExistsError):  # another process was first; its key is read below
+            write_once(directory / KEY_NAME, key, mode=PRIVATE, beneath=directory)
+    except (OSError, StoreError):
         return None
     return _key()

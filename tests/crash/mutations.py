@@ -62,7 +62,7 @@ def not_unique(index: str) -> Edit:
 
 
 FILE_SYNC = "            os.fsync(file.fileno())\n"
-NAME_SYNC = "        _sync(directory)\n"
+NAME_SYNC = "        _sync(synced)\n"
 DIRECTORY_SYNC = "            _sync(opened)\n"
 FULL = 'SYNCED = "PRAGMA synchronous = FULL"'
 

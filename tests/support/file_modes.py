@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -16,11 +18,11 @@ def modes_at_each_write(
 ) -> list[int]:
     """Return a list that gets the modes of those `directories` that exist at each file's begin."""
     modes: list[int] = []
-    new_file = atomic_write._new_file
+    written_aside = atomic_write.written_aside
 
-    def watched(name: str, directory: int, *, mode: int) -> int:
+    def watched(*place: Any, **options: Any) -> AbstractContextManager[BinaryIO]:
         modes.extend(stat.S_IMODE(each.stat().st_mode) for each in directories() if each.exists())
-        return new_file(name, directory, mode=mode)
+        return written_aside(*place, **options)
 
-    monkeypatch.setattr(atomic_write, "_new_file", watched)
+    monkeypatch.setattr(atomic_write, "written_aside", watched)
     return modes
