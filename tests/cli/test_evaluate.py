@@ -44,6 +44,7 @@ from driver.preflight import check_same_run
 from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
+from tests.support.neighbours import Neighbour
 
 
 def task(won: int, played: int) -> TaskResult:
@@ -288,12 +289,9 @@ def test_where_the_weights_are_copied_to_is_this_users_before(
     """
     new = tmp_path / "new"
     if place == "another user's":
-        if os.geteuid() != 0:
-            pytest.skip("only root can give a directory to another user")
         tmp_path.chmod(0o1777)
         new.mkdir()
-        os.chown(new, 65534, 65534)
-        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+        Neighbour(monkeypatch).gets(new)
         monkeypatch.setattr("store.untrusted.trust.is_trusted", lambda _: False)
         # An evaluation of theirs, which came after run_dir was checked, was shown as this one.
         monkeypatch.setattr(evaluate_run, "is_evaluated", lambda _: True)

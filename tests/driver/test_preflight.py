@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import time
 from dataclasses import replace
@@ -24,6 +23,7 @@ from driver.progress import Progress, said_with_spinner
 from driver.screen import shown_in
 from envs.textworld.games import ensure_compiled
 from store import Counts
+from tests.support.neighbours import Neighbour
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 KEY_ROOM = str(CONFIGS[0].with_name("key_room.yaml"))
@@ -340,18 +340,17 @@ def test_a_directory_with_links_does_not_become_a_run(
     assert len(list(own.iterdir())) == len(files)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_an_empty_directory_of_another_user_does_not_become_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They could put links into it while the run writes there."""
     run = tmp_path / "run"
     run.mkdir()
-    os.chown(run, 65534, 65534)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(run)
     assert main(["train", KEY_ROOM, f"run_dir={run}", "--dry-run"]) == 2
     assert "belongs to another user (uid 65534)" in capsys.readouterr().err
-    os.chown(run, 0, 0)
+    neighbour.gives_back(run)
     assert main(["train", KEY_ROOM, f"run_dir={run}", "--dry-run"]) == 0, "a mounted directory"
 
 

@@ -29,6 +29,7 @@ from learner import make_ray_directory, replay, started_ticks
 from learner.distributed import private_ray
 from store import DRIVER_FILE, Catalog, RunLayout, StoreError, VersionRecord, export, write_open_sql
 from store.clock import now_us
+from tests.support.neighbours import Neighbour
 from tests.support.store_damage import no_file_may_grow
 from tests.support.store_runs import make_run, rewrite
 
@@ -122,7 +123,6 @@ def test_one_process_drives_a_run_at_a_time(
     assert other.is_running()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +130,8 @@ def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text("{}")
-    os.chown(run, 65534, 65534)
+    Neighbour(monkeypatch).gets(run)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the session's key is root's
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with (
         pytest.raises(StoreError, match=r"run belongs to another user \(uid 65534\)"),
         driving(run),
@@ -141,7 +140,6 @@ def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
     assert [path.name for path in run.iterdir()] == ["run.json"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_nobody_drives_a_run_beneath_a_directory_that_another_user_made_in_one_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,9 +147,8 @@ def test_nobody_drives_a_run_beneath_a_directory_that_another_user_made_in_one_f
     for_all, run = tmp_path / "for_all", tmp_path / "for_all" / "new" / "run"
     run.parent.mkdir(parents=True)
     for_all.chmod(0o1777)
-    os.chown(run.parent, 65534, 65534)
+    Neighbour(monkeypatch).gets(run.parent)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the session's key is root's
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with (
         pytest.raises(StoreError, match=r"new belongs to another user \(uid 65534\)"),
         driving(run),
@@ -169,7 +166,6 @@ def test_nobody_drives_a_run_beneath_a_directory_that_another_user_made_in_one_f
         assert (run / DRIVER_FILE).exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
 def test_a_run_of_ours_behind_a_link_of_another_user_is_neither_driven_nor_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,16 +173,16 @@ def test_a_run_of_ours_behind_a_link_of_another_user_is_neither_driven_nor_stopp
     run, link = tmp_path / "run", tmp_path / "link"
     RunLayout.create(run, config_yaml="")
     link.symlink_to(run)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    neighbour = Neighbour(monkeypatch)
     monkeypatch.setattr("store.untrusted.trust.is_trusted", lambda _: True)
     with driving(link):
-        assert (run / DRIVER_FILE).exists(), "a link of root's"
-    os.chown(link, 65534, 65534, follow_symlinks=False)
+        assert (run / DRIVER_FILE).exists(), "a link of root's, or of this user's"
+    neighbour.gets(link)
     with pytest.raises(StoreError, match=r"link belongs to another user"), driving(link):
         pass
     with pytest.raises(StoreError, match=r"link belongs to another user"):
         runs.stop(link, Console())
-    os.chown(run, 65534, 65534)
+    neighbour.gets(run)
     with driving(run):
         assert (run / DRIVER_FILE).exists(), "a run that this user trusts"
     # The attack: a link to such a run, exchanged with a directory of theirs while it was looked at.
@@ -207,7 +203,6 @@ def test_nobody_else_enters_the_directory_of_a_private_run(tmp_path: Path, is_th
         assert stat.S_IMODE(run.stat().st_mode) == 0o700
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_a_directory_of_another_user_is_not_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -215,9 +210,8 @@ def test_a_directory_of_another_user_is_not_stopped(
     run = tmp_path / "run"
     RunLayout.create(run, config_yaml="")
     worker = sleep_with(run, sleepers)
-    os.chown(run, 65534, 65534)
+    Neighbour(monkeypatch).gets(run)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the session's key is root's
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
     for ask in (lambda: runs.stop(run, Console()), lambda: runs.ask_for_workers(run, 3)):
         with pytest.raises(StoreError, match=r"uid 65534\).*; ask that user to do it"):
             ask()

@@ -58,6 +58,7 @@ from store.storage import MAX_FILE_BYTES, LocalStorage
 from store.untrusted.file_access import MAX_TEXT_BYTES
 from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED
 from tests.support.file_modes import modes_at_each_write
+from tests.support.neighbours import Neighbour
 from tests.support.store_runs import MERGE_TWO
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -386,7 +387,6 @@ def test_a_killed_call_begins_again_and_nothing_else_is_removed(
     assert (tmp_path / "full" / "mine.txt").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_run_is_not_brought_into_a_directory_of_another_user(
     lost: RunLayout, tmp_path: Path, is_begun: bool, monkeypatch: pytest.MonkeyPatch
@@ -398,8 +398,7 @@ def test_a_run_is_not_brought_into_a_directory_of_another_user(
         (root / UNFINISHED_BRING).touch()
         (root / "precious").touch()
     before = sorted(root.iterdir())
-    os.chown(root, 65534, 65534)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    Neighbour(monkeypatch).gets(root)
     with pytest.raises(StoreError, match=r"theirs belongs to another user \(uid 65534\)"):
         bring_run(uri_of(lost), root, trusts=False)
     assert sorted(root.iterdir()) == before
@@ -645,7 +644,6 @@ def strangers_fifo(path: Path) -> None:
     path.chmod(0o666)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("make", [strangers_file, strangers_fifo])
 def test_a_lock_of_another_user_is_refused_before_anything_is_brought(
     lost: RunLayout,
@@ -658,8 +656,7 @@ def test_a_lock_of_another_user_is_refused_before_anything_is_brought(
     (tmp_path / "elsewhere").mkdir()
     lock = tmp_path / "elsewhere" / f".run{bring.LOCK_ENDING}"
     make(lock)
-    os.chown(lock, 65534, 65534)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    Neighbour(monkeypatch).gets(lock)
     with pytest.raises(StoreError, match=rf"^{lock}.* \(uid 65534\); remove it, or give run_dir="):
         bring_run(uri_of(lost), tmp_path / "elsewhere" / "run", trusts=False)
     assert list((tmp_path / "elsewhere").iterdir()) == [lock]

@@ -5,7 +5,6 @@ with it.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -44,7 +43,7 @@ from store.maintenance.rebuild import rebuild
 from store.reading.mirror import fetch_run
 from store.reading.reader import open_run
 from tests.support.forged_dataset import write_dataset
-from tests.support.neighbours import look_while_away
+from tests.support.neighbours import Neighbour, look_while_away
 from tests.support.run_views import connect
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -102,7 +101,6 @@ def test_an_export_is_the_stored_rows_of_whole_trajectories(tmp_path: Path) -> N
     assert str(tmp_path / "out") in (tmp_path / "out/README.md").read_text()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 @pytest.mark.parametrize("is_link", [False, True])
 def test_nothing_is_exported_or_fetched_into_a_place_of_another_user(
     tmp_path: Path, is_link: bool, monkeypatch: pytest.MonkeyPatch
@@ -119,8 +117,7 @@ def test_nothing_is_exported_or_fetched_into_a_place_of_another_user(
         place.symlink_to(empty)
     else:
         place.mkdir()
-    os.chown(place, 65534, 65534, follow_symlinks=False)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    Neighbour(monkeypatch).gets(place)
     before = place.lstat()
     with pytest.raises(StoreError, match=r"place belongs to another user \(uid 65534\)"):
         export_selection(layout.root, place, where=None, as_of=None)
@@ -131,7 +128,6 @@ def test_nothing_is_exported_or_fetched_into_a_place_of_another_user(
     assert (place.lstat(), list(place.iterdir())) == (before, [])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_a_copy_of_another_user_that_was_away_while_it_was_looked_at_is_not_updated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,9 +136,8 @@ def test_a_copy_of_another_user_that_was_away_while_it_was_looked_at_is_not_upda
     uri, place = (tmp_path / "storage").as_uri(), tmp_path / "place"
     fetch_run(uri, place)
     (place / "open.sql").unlink()
-    os.chown(place, 65534, 65534)
+    Neighbour(monkeypatch).gets(place)
     monkeypatch.setattr("store.reading.mirror.check_own_directory", look_while_away(place))
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(StoreError, match=r"place is not there \(any more\)"):
         fetch_run(uri, place)
     assert not (place / "open.sql").exists()

@@ -29,7 +29,7 @@ from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from tests.crash.commands import make_forkable_run
 from tests.support.file_modes import modes_at_each_write
-from tests.support.neighbours import look_while_away
+from tests.support.neighbours import Neighbour, look_while_away
 from tests.support.run_views import connect
 from tests.support.store_damage import ask, mounted
 from tests.support.store_runs import compact_once, fingerprint
@@ -295,7 +295,6 @@ def test_a_fork_removes_nothing_that_no_fork_left(what: str, run: Life, tmp_path
     assert place.is_symlink() == (what == "a link")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_a_fork_removes_nothing_in_a_directory_of_another_user(
     run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,33 +307,30 @@ def test_a_fork_removes_nothing_in_a_directory_of_another_user(
     (place / "fork.unfinished").touch()
     (place / "precious").write_text("precious")
     os.mkfifo(place / "run.json")
-    os.chown(place, 65534, 65534)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(place)
     with pytest.raises(StoreError, match=r"fork\.unfinished belongs to another user \(uid 65534\)"):
         fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     assert (place / "precious").exists() and not (tmp_path / "fork").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_a_fork_that_a_neighbour_gets_ahead_of_removes_nothing(
     run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """He makes the directory just after the fork saw that none is there."""
-    place = tmp_path / "fork.unfinished"
+    place, neighbour = tmp_path / "fork.unfinished", Neighbour(monkeypatch)
 
     def make_first(directory: Path, *, beneath: Path) -> None:
         directory.mkdir()
         (directory / "precious").write_text("precious")
-        os.chown(directory, 65534, 65534)
+        neighbour.gets(directory)
 
     monkeypatch.setattr("store.exchange.fork.make_directory", make_first)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(StoreError, match="belongs to another user"):
         fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     assert [path.name for path in place.iterdir()] == ["precious"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_a_fork_removes_nothing_in_a_directory_that_was_away_while_it_was_looked_at(
     run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,9 +339,8 @@ def test_a_fork_removes_nothing_in_a_directory_that_was_away_while_it_was_looked
     place.mkdir()
     (place / "fork.unfinished").touch()
     (place / "precious").write_text("precious")
-    os.chown(place, 65534, 65534)
+    Neighbour(monkeypatch).gets(place)
     monkeypatch.setattr("store.exchange.fork.check_own_directory", look_while_away(place))
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(StoreError, match=r"fork\.unfinished is not there \(any more\)"):
         fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     assert (place / "precious").exists() and not (tmp_path / "fork").exists()

@@ -23,31 +23,20 @@ from store import (
 from store.errors import UnsafePathError
 from store.untrusted import signatures
 from store.untrusted.file_access import opened_by_own_links
+from tests.support.neighbours import Neighbour
 from tests.support.store_runs import fingerprint
 from tests.support.store_samples import open_train_group, play
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can give directories and links to another user"
-)
-ANOTHER = 65534
-
 
 @pytest.fixture(autouse=True)
-def ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks are for an ordinary user; what root made counts as theirs."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+def neighbour(monkeypatch: pytest.MonkeyPatch) -> Neighbour:
+    return Neighbour(monkeypatch)
 
 
-def give(path: Path) -> None:
-    os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
-
-
-def run_of_root(
-    root: Path, monkeypatch: pytest.MonkeyPatch, *, uri: str | None = None
-) -> RunLayout:
-    """A run of one group, signed by root."""
+def signed_run(root: Path, monkeypatch: pytest.MonkeyPatch, *, uri: str | None = None) -> RunLayout:
+    """A run of one group, signed by the user of these tests, who may be root."""
     with monkeypatch.context() as by_root:
-        by_root.setattr(os, "geteuid", lambda: 0)
+        by_root.setattr(os, "geteuid", os.getuid)
         layout = RunLayout.create(root, config_yaml="", storage_uri=uri)
         with Catalog.open(layout) as catalog:
             write_open_sql(layout, macros=(), max_staleness=4)
@@ -71,7 +60,9 @@ def test_what_is_not_there_is_refused_where_it_was_made(tmp_path: Path) -> None:
     check_own_directory(tmp_path / "run" / ".." / "run" / "..")
 
 
-def test_a_link_of_another_user_is_refused_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_link_of_another_user_is_refused_wherever_it_lies(
+    tmp_path: Path, neighbour: Neighbour
+) -> None:
     """The attack: `runs`, the user's own link, led to one of theirs with the name of a purged disk."""
     (tmp_path / "disk" / "run").mkdir(parents=True)
     (tmp_path / "theirs").symlink_to("disk")
@@ -81,7 +72,7 @@ def test_a_link_of_another_user_is_refused_wherever_it_lies(tmp_path: Path) -> N
     with opened_by_own_links(run) as (directory, place):
         assert place == tmp_path / "disk" / "run"
         assert os.path.samestat(os.fstat(directory), place.stat())
-    give(tmp_path / "theirs")
+    neighbour.gets(tmp_path / "theirs")
     for path in (run, tmp_path / "disk" / ".." / "runs" / "run"):
         with pytest.raises(StoreError, match=r"theirs belongs to another user \(uid 65534\)"):
             check_own_directory(path, may_be_anothers=True)
@@ -97,7 +88,7 @@ def test_a_link_of_another_user_is_refused_wherever_it_lies(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("target", [".", "/", "..", "disk/.."])
 def test_a_link_that_adds_no_name_leads_to_a_directory_all_the_same(
-    target: str, tmp_path: Path
+    target: str, tmp_path: Path, neighbour: Neighbour
 ) -> None:
     theirs = tmp_path / "theirs"
     (theirs / "disk").mkdir(parents=True)
@@ -106,7 +97,7 @@ def test_a_link_that_adds_no_name_leads_to_a_directory_all_the_same(
     with opened_by_own_links(theirs / "run") as (directory, place):
         assert place == reached
         assert os.path.samestat(os.fstat(directory), reached.stat())
-    give(theirs)
+    neighbour.gets(theirs)
     if reached == theirs:
         with pytest.raises(StoreError, match="theirs belongs to another user"):
             check_own_directory(theirs / "run")
@@ -128,14 +119,15 @@ def test_links_without_end_are_an_error_of_the_system(tmp_path: Path) -> None:
 def test_no_command_writes_into_a_run_in_another_users_directory(
     command: str,
     tmp_path: Path,
+    neighbour: Neighbour,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The attack: they exchanged it with a link to a run of the user, whose files were removed."""
     run, data = tmp_path / "run", tmp_path / "data"
-    layout = run_of_root(run, monkeypatch)
+    layout = signed_run(run, monkeypatch)
     export_selection(run, data, where=None, as_of=None)
-    give(run)
+    neighbour.gets(run)
     if command.startswith("fsck"):
         next(layout.segments.rglob("*.parquet")).unlink()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # the key is root's
@@ -149,12 +141,12 @@ def test_no_command_writes_into_a_run_in_another_users_directory(
 
 
 def test_a_run_that_another_user_signed_can_be_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, neighbour: Neighbour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only they can read its signed.json. The driver then knows of the trust, and nobody else."""
     run = tmp_path / "run"
-    layout = run_of_root(run, monkeypatch)
-    give(run)
+    layout = signed_run(run, monkeypatch)
+    neighbour.gets(run)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(signatures, "_key", lambda: bytes(32))
     read = signatures.read_bytes_in
@@ -181,28 +173,32 @@ def test_a_run_that_another_user_signed_can_be_trusted(
 def test_no_output_goes_through_a_link_of_another_user(
     command: str,
     tmp_path: Path,
+    neighbour: Neighbour,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The attack: a directory of theirs became a link before the report was renamed there."""
     (tmp_path / "web").mkdir()
     (tmp_path / "out").symlink_to("web")
-    run = run_of_root(tmp_path / "run", monkeypatch)
+    run = signed_run(tmp_path / "run", monkeypatch)
     name, option = command.split()
     words = [name, str(run.root), *(["SELECT 1 AS one"] if name == "sql" else [])]
     words += [option, str(tmp_path / "out" / "made.csv")]
-    give(tmp_path / "out")
+    neighbour.gets(tmp_path / "out")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert main(words) == 2
     assert "out is a link of another user (uid 65534)" in capsys.readouterr().err
     assert not list((tmp_path / "web").iterdir())
-    os.chown(tmp_path / "out", 0, 0, follow_symlinks=False)
+    neighbour.gives_back(tmp_path / "out")
     assert main(words) == 0, capsys.readouterr().err
     assert [path.name for path in (tmp_path / "web").iterdir()] == ["made.csv"]
 
 
 def test_a_storage_whose_place_another_user_took_is_not_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    neighbour: Neighbour,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The attack: a storage in a directory for all was lost. In its place came a copy, and during a
     compaction a link to the storage of another run, whose segments were removed.
@@ -211,8 +207,8 @@ def test_a_storage_whose_place_another_user_took_is_not_written_to(
     for_all.mkdir()
     for_all.chmod(0o1777)
     storage = for_all / "storage"
-    run = run_of_root(tmp_path / "run", monkeypatch, uri=storage.as_uri())
-    give(storage)
+    run = signed_run(tmp_path / "run", monkeypatch, uri=storage.as_uri())
+    neighbour.gets(storage)
     monkeypatch.setattr("store.catalog.ownership.made_by_this_user", lambda _: True)
     before = fingerprint(storage)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -221,9 +217,9 @@ def test_a_storage_whose_place_another_user_took_is_not_written_to(
     assert fingerprint(storage) == before
 
 
-def test_descriptors_are_closed(tmp_path: Path) -> None:
+def test_descriptors_are_closed(tmp_path: Path, neighbour: Neighbour) -> None:
     (tmp_path / "theirs").symlink_to(tmp_path)
-    give(tmp_path / "theirs")
+    neighbour.gets(tmp_path / "theirs")
     before = len(os.listdir("/proc/self/fd"))
     check_own_directory(tmp_path)
     for name in ("theirs", "nothing"):

@@ -36,6 +36,7 @@ from store.untrusted import trust as trust_module
 from store.untrusted.settings_text import parse_settings_text
 from store.untrusted.signatures import state_directory
 from store.untrusted.trust import FOLLOWED
+from tests.support.neighbours import Neighbour, give_to_the_user
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -125,19 +126,18 @@ def test_nothing_that_a_strangers_run_names_is_imported(
     assert not mark.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
 def test_a_run_of_this_user_behind_a_link_of_another_one_is_not_trusted(
     mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: the link led to it while the signature was looked at, and then to their run."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     trust(mine)
-    os.chown(state_directory() / "key", 1234, 1234)
+    give_to_the_user(state_directory() / "key")
     (tmp_path / "theirs").symlink_to(tmp_path)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    neighbour = Neighbour(monkeypatch)
     behind = tmp_path / "theirs" / "run"
-    assert is_trusted(behind), "a link of root's"
-    os.chown(tmp_path / "theirs", 65534, 65534, follow_symlinks=False)
+    assert is_trusted(behind), "a link of root's, or of this user's"
+    neighbour.gets(tmp_path / "theirs")
     assert is_trusted(mine) and not is_trusted(behind) and not made_by_this_user(behind)
     for look in (check_trusted, trust):
         with pytest.raises(StoreError, match=r"theirs is a link of another user.*behind it"):

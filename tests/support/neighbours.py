@@ -1,11 +1,66 @@
-"""Do what another user of the machine may do between two looks of a command."""
+"""Do what another user of the machine may do between two looks of a command.
+
+neighbour = Neighbour(monkeypatch)  # from here on this process is an ordinary user's
+neighbour.gets(tmp_path / "run")    # the directory, file or link is another user's
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from store import check_own_directory
+
+ANOTHER = 65534  # the neighbour's user id
+ORDINARY = 1234  # of the user as whom root's tests act
+
+
+class Neighbour:
+    """Another user. Root gives files to them; for an ordinary user, who cannot, the system says so.
+
+    In a test of root's, what root made counts as the ordinary user's.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._has: set[tuple[int, int]] = set()
+        if os.getuid() == 0:
+            monkeypatch.setattr(os, "geteuid", lambda: ORDINARY)
+            return
+        for name in ("stat", "lstat", "fstat"):
+            monkeypatch.setattr(os, name, self._seen_by(getattr(os, name)))
+
+    def gets(self, path: Path) -> None:
+        """Make a directory, a file or a link theirs."""
+        if os.getuid() == 0:
+            os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
+        else:
+            self._has.add(_identity(path))
+
+    def gives_back(self, path: Path) -> None:
+        """Make it root's or the user's again."""
+        if os.getuid() == 0:
+            os.chown(path, 0, 0, follow_symlinks=False)
+        else:
+            self._has.discard(_identity(path))
+
+    def _seen_by(self, look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def theirs(*which: object, **options: object) -> os.stat_result:
+            found = look(*which, **options)
+            if (found.st_dev, found.st_ino) not in self._has:
+                return found
+            shown = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+            return os.stat_result((*found[:4], ANOTHER, *found[5:]), shown)
+
+        return theirs
+
+
+def give_to_the_user(path: Path) -> None:
+    """Make the ordinary user of a test the owner of a file that the test made."""
+    if os.getuid() == 0:
+        os.chown(path, ORDINARY, ORDINARY)
 
 
 def look_while_away(place: Path) -> Callable[[Path], None]:
@@ -20,3 +75,8 @@ def look_while_away(place: Path) -> Callable[[Path], None]:
             aside.rename(place)
 
     return look
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
