@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,10 @@ UNSYNCED = "PRAGMA synchronous = NORMAL"  # for leases and heartbeats: a power c
 _LOG_PAGES = 4000
 # The first bytes of a journal, and the last ones if it names a super-journal.
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+# A file may have holes, which read as zeros: SQLite takes them for pages, and a copy in memory has
+# them all. A file system that compresses stores a catalog in a tenth of its size.
+_MAX_RATIO_OF_HOLES, _SMALL_BYTES = 100, 64 << 20
+_BLOCK_BYTES = 512  # of `st_blocks`, on every file system
 # Only a backup or a shell can hold SQLite's own lock, because we hold the owner's lock.
 _OTHER_OWNER_WAIT_S = 5.0
 
@@ -45,6 +50,7 @@ def connect_owner(layout: RunLayout, *, now_us: Callable[[], int]) -> sqlite3.Co
         connection.execute("PRAGMA cell_size_check = ON")
         let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
+        _check_size(connection, layout)
         connection.row_factory = sqlite3.Row
         connection.create_function("now_us", 0, now_us)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -81,6 +87,7 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
         connection.execute("PRAGMA cell_size_check = ON")
         let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
+        _check_size(connection, layout)
     except BaseException:
         connection.close()
         raise
@@ -131,17 +138,64 @@ def check_catalog_files(layout: RunLayout) -> None:
     """Raise UnsafePathError or FormatError if SQLite would open or remove files outside the run.
 
     SQLite follows links. After a transaction of several databases it removes the file that a
-    journal names.
+    journal names. Raises FormatError too for files that stand for many more bytes than they have.
     """
+    n_bytes = 0
     for suffix in ("", "-wal", "-shm", "-journal"):
         path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
-        if status(path, root=layout.run_directory) is not None:
-            with open(open_file(path, root=layout.run_directory), "rb") as file:
-                if suffix == "-journal" and _names_another_file(file):
-                    raise FormatError(
-                        f"{path} names another file, which SQLite would remove; no run of ours "
-                        f"writes such a journal. Remove it, or: gigpo rebuild --force {layout.root}"
-                    )
+        if status(path, root=layout.run_directory) is None:
+            continue
+        with open(open_file(path, root=layout.run_directory), "rb") as file:
+            found = os.fstat(file.fileno())
+            n_bytes += found.st_size
+            stored = found.st_blocks * _BLOCK_BYTES
+            if found.st_size > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * stored:
+                raise FormatError(
+                    f"{path} has {found.st_size:,} bytes, of which {stored:,} are on the disk; no "
+                    f"run wrote it. Restore it from a backup, or gigpo rebuild {layout.root}"
+                )
+            if suffix != "-journal":
+                continue
+            if _names_another_file(file):
+                raise FormatError(
+                    f"{path} names another file, which SQLite would remove; no run of ours "
+                    f"writes such a journal. Remove it, or: gigpo rebuild --force {layout.root}"
+                )
+            if _bytes_when_played_back(file) > n_bytes:
+                raise FormatError(
+                    f"{path} makes a file of {_bytes_when_played_back(file):,} bytes of "
+                    f"{n_bytes:,}; no run of ours writes such a journal. Remove it, or: gigpo "
+                    f"rebuild --force {layout.root}"
+                )
+
+
+def _check_size(connection: sqlite3.Connection, layout: RunLayout) -> None:
+    """Raise FormatError if the catalog says that it has more pages than its files hold.
+
+    The last frame of a log may say any number. A copy would have them all, as zeros.
+    """
+    (n_pages,) = connection.execute("PRAGMA page_count").fetchone()
+    (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    n_bytes = 0
+    for suffix in ("-wal", ""):  # in this order, as an owner who closes it moves pages
+        path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
+        found = status(path, root=layout.run_directory)
+        n_bytes += found.st_size if found is not None else 0
+    if n_pages * page_bytes > n_bytes:
+        raise FormatError(
+            f"{layout.catalog} says that it has {n_pages:,} pages, and its files have "
+            f"{n_bytes:,} bytes; restore it from a backup, or gigpo rebuild {layout.root}"
+        )
+
+
+def _bytes_when_played_back(journal: BinaryIO) -> int:
+    """Return the size that a rollback journal gives the database, 0 for one that is not valid."""
+    journal.seek(0)
+    header = journal.read(len(_JOURNAL_MAGIC) + 20)
+    if len(header) < len(_JOURNAL_MAGIC) + 20 or not header.startswith(_JOURNAL_MAGIC):
+        return 0
+    _, _, n_pages, _, page_bytes = struct.unpack_from(">5I", header, len(_JOURNAL_MAGIC))
+    return int(n_pages * (page_bytes or 65536))  # the largest page that there is
 
 
 def _names_another_file(journal: BinaryIO) -> bool:

@@ -34,11 +34,13 @@ CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
 }
 SCHEMA_READ_S = 5.0  # ours is read in a millisecond
 # With the schema SQLite reads its table of statistics, which we never make. A stranger's may have
-# generated columns, so it is a program that runs before any check. Within these limits it takes a
-# moment. The longest object of ours has 1.5 KB.
+# generated columns, so it is a program that runs before any check, and nothing interrupts it
+# within a row. Within these limits a row takes some seconds at most. The longest object of ours
+# has 1.5 KB, and the longest of our programs here 25 steps.
 LIMITS_OF_THE_SCHEMA = {
-    sqlite3.SQLITE_LIMIT_LENGTH: 16 * 1024,  # of a text, a blob or a row, in bytes
-    sqlite3.SQLITE_LIMIT_VDBE_OP: 25_000,  # columns that name columns double a program each time
+    sqlite3.SQLITE_LIMIT_LENGTH: 8 * 1024,  # of a text, a blob or a row, in bytes
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1,  # of GLOB too: a search takes the square of it
+    sqlite3.SQLITE_LIMIT_VDBE_OP: 50,  # steps of a program
 }
 STEPS_BETWEEN_SIGNALS = 1_000_000  # of SQLite's machine: some 20 ms
 # Length of a stranger's statement over ours, in bytes. Comments may make it longer, and each
@@ -101,7 +103,7 @@ def _read_objects(connection: sqlite3.Connection) -> list[tuple[bytes | None, ..
         is_late = time.monotonic() > deadline
         return is_late
 
-    connection.set_progress_handler(stop, 1)  # each step may take long
+    connection.set_progress_handler(stop, 1)  # after each row, which may take long
     try:
         return connection.execute(OBJECTS).fetchall()
     except MemoryError as error:

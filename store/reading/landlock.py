@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import struct
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from store.errors import StoreError
 
@@ -37,8 +37,10 @@ def abi() -> int:
     return max(0, version)
 
 
-def restrict(readable: Sequence[Path]) -> None:
-    """Take all rights over files and TCP from this process, but reading below `readable`.
+def restrict(readable: Sequence[int]) -> None:
+    """Take all rights over files and TCP from this process, but reading `readable`.
+
+    These are descriptors of files, and of directories with all that is below them.
 
     Raises StoreError if the kernel refuses. The restriction holds for the calling thread and for
     threads started later, so there must be no other thread yet.
@@ -59,15 +61,12 @@ def restrict(readable: Sequence[Path]) -> None:
         _CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), ctypes.c_uint32(0)
     )
     try:
-        for path in readable:
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            try:
-                allowed = _READ_FILE | _READ_DIR if path.is_dir() else _READ_FILE
-                rule = struct.pack("=Qi", allowed, descriptor)
-                below = ctypes.c_int(_PATH_BENEATH)
-                _call(_ADD_RULE, ctypes.c_int(ruleset), below, rule, ctypes.c_uint32(0))
-            finally:
-                os.close(descriptor)
+        for descriptor in readable:
+            is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+            allowed = _READ_FILE | _READ_DIR if is_directory else _READ_FILE
+            rule = struct.pack("=Qi", allowed, descriptor)
+            below = ctypes.c_int(_PATH_BENEATH)
+            _call(_ADD_RULE, ctypes.c_int(ruleset), below, rule, ctypes.c_uint32(0))
         # Without this the kernel accepts a restriction only from root.
         one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
         prctl = ctypes.CDLL(None, use_errno=True).prctl

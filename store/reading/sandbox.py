@@ -28,8 +28,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +46,9 @@ from store.reading import landlock, wire
 from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_identifier, sql_literal
 from store.reading.query import leave_out_unreadable, left_out, show
+from store.run_json import parse_run_json
+from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
+from store.untrusted.signatures import RUN_JSON
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -150,8 +153,17 @@ def _open(order: dict) -> _Opened:
     # A later import finds no module, which libraries expect, instead of a forbidden directory.
     sys.path.clear()
     if files is None:
-        machine = [path for path in map(Path, MACHINE) if path.exists()]
-        landlock.restrict([layout.root, layout.run_directory, *machine])
+        with ExitStack() as opened:
+            runs = [
+                opened.enter_context(_opened_run(path, layout))
+                for path in dict.fromkeys((layout.root, layout.run_directory))
+            ]
+            machine = [
+                opened.enter_context(_opened(Path(path), os.O_PATH))
+                for path in MACHINE
+                if Path(path).exists()
+            ]
+            landlock.restrict([*runs, *machine])
 
     prefix = "" if files is None else f"{files.protocol}://"
 
@@ -164,6 +176,32 @@ def _open(order: dict) -> _Opened:
 
     connection, lsn = _connect(layout, lsn=order["lsn"], limited=limited, prefix=prefix)
     return _Opened(connection=connection, layout=layout, lsn=lsn, prefix=prefix)
+
+
+@contextmanager
+def _opened_run(path: Path, layout: RunLayout) -> Iterator[int]:
+    """Give the descriptor of a directory that has the run.json of this run.
+
+    Whoever owns the path can exchange it at any moment, also with a link to the root directory.
+    """
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
+        try:
+            data = read_bytes_in(directory, RUN_JSON, path=path / RUN_JSON, at_most=MAX_TEXT_BYTES)
+            is_it = parse_run_json(data, name=str(path)).run_id == layout.info.run_id
+        except (OSError, FormatError):
+            is_it = False
+        if not is_it:
+            raise StoreError(f"{path} was exchanged while it was opened; open it again")
+        yield directory
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:

@@ -216,8 +216,12 @@ def _chunks(
     for row_group, n_rows in enumerate(_rows_of_groups(file)):
         metadata = file.metadata.row_group(row_group)
         for number in range(metadata.num_columns):
-            column = metadata.column(number)
-            path = column.path_in_schema
+            column, about = metadata.column(number), file.schema.column(number)
+            path = about.path
+            # Arrow decodes what the schema says, whatever the footer says of one chunk.
+            other = (column.path_in_schema, column.physical_type)
+            if other != (path, about.physical_type):
+                raise PageError(f"{path}, {about.physical_type}, is said to be {', '.join(other)}")
             if columns is not None and path.split(".")[0] not in columns:
                 continue
             if column.total_compressed_size < 0:  # also of a chunk without rows: it would add
@@ -235,10 +239,9 @@ def _chunks(
                 raise PageError(f"{said} of {path}, its pages {n_values:,}")
             if not n_rows:
                 continue
-            about = file.schema.column(number)
-            has_texts = column.physical_type == "BYTE_ARRAY"
+            has_texts = about.physical_type == "BYTE_ARRAY"
             is_decimal = about.logical_type.type == "DECIMAL"
-            is_wide = is_decimal or column.physical_type == "FIXED_LEN_BYTE_ARRAY"
+            is_wide = is_decimal or about.physical_type == "FIXED_LEN_BYTE_ARRAY"
             dictionary_bytes = sum(page.n_bytes for page in pages if page.is_dictionary)
             yield _Chunk(
                 row_group=row_group,

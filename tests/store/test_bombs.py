@@ -318,6 +318,33 @@ def test_pages_that_row_groups_share_are_not_looked_through_again_for_each() -> 
         read_all(pa.py_buffer(shared))
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("lie", ["type", "path"])
+def test_what_a_chunk_says_of_its_column_is_compared_with_the_schema(
+    lie: str, is_list: bool
+) -> None:
+    """The attack: texts that were said to be numbers, or another column, were not counted."""
+    column = pa.array([["x" * 1000] * 3] * 2) if is_list else pa.array(["x" * 1000] * 2)
+    other = pa.array([[1], [2]]) if is_list else pa.array([1, 2])
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"one": column, "two": other}), sink, store_schema=False)
+    data = sink.getvalue().to_pybytes()
+    n_footer = int.from_bytes(data[-8:-4], "little")
+    body, footer = data[: -8 - n_footer], bytearray(data[-8 - n_footer : -8])
+    names = ["one", "list", "element"] if is_list else ["one"]
+    path = bytes([len(names) << 4 | 8]) + b"".join(bytes([len(n)]) + n.encode() for n in names)
+    at = footer.index(b"\x19" + path)  # field 3 of the chunk's metadata; field 1 is the type
+    if lie == "type":
+        kind = footer.rindex(b"\x15\x0c\x19", 0, at) + 1
+        footer[kind] = 2  # INT32, where it was BYTE_ARRAY
+    else:
+        footer[at:] = footer[at:].replace(b"\x03one", b"\x03two", 1)
+    changed = body + bytes(footer) + len(footer).to_bytes(4, "little") + b"PAR1"
+    assert read_all(pa.py_buffer(data)).num_rows == 2
+    with pytest.raises(FormatError, match="one.*, BYTE_ARRAY, is said to be"):
+        read_all(pa.py_buffer(changed))
+
+
 def test_a_negative_size_lifts_no_bound() -> None:
     """The attack: a group without rows said so, and the pages of the others were shared."""
     body = page(n_values=1, data=bytes(4)) + 100 * page(n_values=0, data=b"")

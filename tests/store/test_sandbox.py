@@ -46,6 +46,8 @@ N_STEPS = 6
 LIMIT_S = 0.5  # of a heavy statement; every other takes milliseconds
 ENDLESS = """SELECT count(*) FROM range(100000) a, range(100000) b, range(100000) c
              WHERE a.range + b.range + c.range = 7"""
+# Of a process that locks itself in: libraries start no thread then.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 needs_landlock = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
 MODES = [pytest.param("landlock", marks=needs_landlock), "filesystem"]
 
@@ -222,11 +224,51 @@ def test_locked_in_means_reading_one_directory_and_nothing_else(
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     command = [sys.executable, "-c", LOCKED_IN, str(tmp_path), str(best_world.canary)]
-    environment = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60
+        command, cwd=REPOSITORY, env=ONE_THREAD, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+# The run's directory becomes a link after it was looked at, and leads back before it is read again.
+EXCHANGED = """
+import os, sys
+from pathlib import Path
+from store.reading import landlock, sandbox
+run, outside = map(Path, sys.argv[1:])
+aside = run.with_name("aside")
+open_run, restrict = sandbox.RunLayout.open, landlock.restrict
+def exchange(path):
+    layout = open_run(path)
+    run.rename(aside)
+    run.symlink_to(outside)
+    return layout
+def lead_back(readable):
+    restrict(readable)
+    print(outside.joinpath("secret").read_text())
+sandbox.RunLayout.open, landlock.restrict = exchange, lead_back
+order = {"parent": os.getppid(), "die_with_thread": False, "run": str(run), "copy_of": None}
+sandbox._open(order | {"protection": "landlock", "lsn": None, "memory_limit": None})
+"""
+
+
+@needs_landlock
+def test_a_run_that_is_exchanged_opens_no_other_directory(tmp_path: Path) -> None:
+    """The attack: the owner of a run made it a link to / while it was opened."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    RunLayout.create(run, config_yaml="")
+    outside.mkdir()
+    (outside / "secret").write_text(SECRET)
+    done = subprocess.run(
+        [sys.executable, "-c", EXCHANGED, str(run), str(outside)],
+        cwd=REPOSITORY,
+        env=ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert SECRET not in done.stdout
+    assert "run was exchanged while it was opened" in done.stderr
 
 
 @needs_landlock

@@ -184,7 +184,7 @@ from pathlib import Path
 from store.reading import landlock
 inside, outside = map(Path, sys.argv[1:])
 listener = socket.create_server(("127.0.0.1", 0))
-landlock.restrict([inside])
+landlock.restrict([os.open(inside, os.O_PATH)])
 attempts = {
     "append": lambda: (inside / "file").open("ab"), "overwrite": lambda: (inside / "file").open("r+b"),
     "create": lambda: (inside / "new").open("xb"), "truncate": lambda: os.truncate(inside / "file", 0),
