@@ -67,7 +67,7 @@ test-cluster: setup
 
 # Each variable has a comment where a test reads it.
 test-crash: setup
-	STORE_CRASH_POINTS=240 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
+	STORE_CRASH_POINTS=240 STORE_LOOK_EVERY=1 STORE_POWER_LOSS_CRASHES=4000 STORE_LIVE_READER_S=60 \
 		STORE_MACHINE_EXAMPLES=500 STORE_ALL_MUTATIONS=1 STORE_COMMAND_KILLS=9999 STORE_S3_KILLS=240 FUZZED_RUNS=500 HOSTILE_RUNS=all \
 		SIMULATED_RUNS=300 \
 		$(PY) -m pytest -s tests/store/test_machine.py tests/store/test_crash.py tests/store/test_killed_commands.py \

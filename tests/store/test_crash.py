@@ -7,7 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tests.crash.checks import broken_promises, end_state, read_diary
-from tests.crash.lab import kill_and_retry, phases, record, run_workload, scratch, workers
+from tests.crash.lab import (
+    WORKERS,
+    kill_and_retry,
+    kill_anywhere,
+    phases,
+    record,
+    run_workload,
+    scratch,
+    workers,
+)
 
 # How many system calls a run is killed at, each in a life of its own. They are spread over the
 # phases, so it is at least the number of those, 12. There is no "all". `make test-crash`: 240.
@@ -18,6 +27,10 @@ PHASES = ("write", "commit", "claim", "settle", "manifest", "compaction", "reten
 OTHER_PHASES = ("sweep", "open", "ledger", "create")
 KILLED_AGAIN_EVERY = 4  # of the points: the first start afterwards is killed too, while it recovers
 RECOVERY_CALLS = 120
+
+
+# A run is looked at after every n-th call that changes its files. `make test-crash`: after each.
+LOOK_EVERY = int(os.environ.get("STORE_LOOK_EVERY", "20"))
 
 
 def spread(phase_of: Sequence[str], n: int) -> list[int]:
@@ -64,6 +77,21 @@ def test_killed_anywhere_a_run_recovers_and_ends_as_if_it_had_not_been() -> None
     )
     assert bad == []
     assert len(outcomes) == POINTS and not {*PHASES, *OTHER_PHASES} - hit.keys()
+
+
+def test_killed_between_any_two_writes_a_run_is_whole() -> None:
+    """Each call is applied to a copy of the files, which is then what the kill would have left."""
+    pool = workers()
+    with scratch() as directory:
+        recording = pool.submit(record, directory / "base").result()
+        calls = [n for n, call in enumerate(recording.calls, start=1) if call.name != "mark"]
+        points = calls[::LOOK_EVERY]
+        parts = [
+            pool.submit(kill_anywhere, recording, points[part::WORKERS]) for part in range(WORKERS)
+        ]
+        bad = [kill for part in parts for kill in part.result()]
+    print(f"{len(points)} kills of {len(calls)} calls: {len(bad)} bad")
+    assert bad == []
 
 
 def test_an_undisturbed_run_is_whole_and_a_second_one_changes_nothing() -> None:
