@@ -111,7 +111,7 @@ class Coordinator:
         self.layout = RunLayout.open(Path(config.run_dir))
         # The driver has looked at the directory. When it trusts a run that another user signed,
         # only its own process knows of the trust.
-        self.catalog = Catalog.open(self.layout, place_is_checked=True)
+        self.catalog = Catalog.open(self.layout, directory_is_checked=True)
         # Now: workers may play for minutes before the learner has its model and asks.
         self._found = self.catalog.found_at_start()
         self.tasks = TaskQueue(config, learns=learns)

@@ -106,9 +106,9 @@ def restored_lines(
 
         continues at learner step 8 as version 11; 8 groups consumed after the checkpoint are
         available again, 3 unfinished groups are played first; 412 trajectories are kept
-        thrown away: 1 learner step, which is trained again; 4 complete groups, of those or of
-        others, too old for version 11 (max_staleness=1), which stay in the store as stale (fewer
-        with a smaller learner.checkpoint_every)
+        thrown away: 1 learner step, which is trained again; 4 complete groups too old now for
+        version 11 (max_staleness=1), which stay in the store as stale (fewer with a smaller
+        learner.checkpoint_every)
     """
     left_out = f", as newer checkpoints cannot be loaded ({'; '.join(faults)})" if faults else ""
     oldest_allowed = version - max_staleness
@@ -120,7 +120,7 @@ def restored_lines(
     if too_old:
         stay = "stays" if too_old == 1 else "stay"
         lost.append(
-            f"{counted(too_old, 'complete group')}, of those or of others, too old for version "
+            f"{counted(too_old, 'complete group')} too old now for version "
             f"{version} (max_staleness={max_staleness}), which {stay} in the store as stale (fewer "
             "with a smaller learner.checkpoint_every)"
         )

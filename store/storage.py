@@ -28,6 +28,7 @@ from store.atomic_write import READ_ONLY, TEMPORARY_SUFFIX, make_directory, writ
 from store.errors import StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
 from store.untrusted import file_access as beneath
+from store.untrusted.own_directory import check_own_directory
 
 # Their PUT shows an object whole or not at all.
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")
@@ -134,7 +135,7 @@ def make_place(storage: Storage) -> None:
     """Make the directory of a `file://` storage. Raises StoreError if it is another user's."""
     if isinstance(storage, LocalStorage):
         make_directory(storage.root, beneath=storage.root)
-        beneath.check_own_directory(storage.root)
+        check_own_directory(storage.root)
 
 
 def check_own_storage(storage: Storage) -> None:
@@ -146,7 +147,7 @@ def check_own_storage(storage: Storage) -> None:
     if isinstance(storage, LocalStorage):
         # It may be another user's, as of a team's run, but not in a directory for all.
         instead = "move that away, and put your own back from a backup"
-        beneath.check_own_directory(storage.root, may_be_anothers=True, instead=instead)
+        check_own_directory(storage.root, may_be_anothers=True, instead=instead)
 
 
 class LocalStorage:

@@ -41,20 +41,20 @@ class Catalog:
     may share a catalog: their calls wait for one another.
     """
 
-    def __init__(self, layout: RunLayout, *, place_is_checked: bool = False) -> None:
+    def __init__(self, layout: RunLayout, *, directory_is_checked: bool = False) -> None:
         self._layout = layout
-        self._database = Database(layout, place_is_checked=place_is_checked)
+        self._database = Database(layout, directory_is_checked=directory_is_checked)
         self._backing_up = threading.Lock()  # an older copy must not replace a newer one
         self.backed_up_lsn = 0  # of the newest backup that this owner made
 
     @classmethod
-    def open(cls, layout: RunLayout, *, place_is_checked: bool = False) -> Catalog:
+    def open(cls, layout: RunLayout, *, directory_is_checked: bool = False) -> Catalog:
         """Become the owner. Raises LockedError naming the process that owns the catalog.
 
         Raises StoreError for another user's directory, unless this user trusts the run or another
-        process of this user has looked at it (`place_is_checked`).
+        process of this user has looked at it (`directory_is_checked`).
         """
-        return cls(layout, place_is_checked=place_is_checked)
+        return cls(layout, directory_is_checked=directory_is_checked)
 
     def close(self) -> None:
         """Make a backup and give up the ownership. May be called twice."""

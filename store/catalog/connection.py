@@ -63,7 +63,7 @@ def connect_owner(layout: RunLayout, *, now_us: Callable[[], int]) -> sqlite3.Co
     except sqlite3.Error as error:
         raise_if_interrupted(error)
         if not is_damage(error):
-            raise no_room(layout.catalog, error) from error
+            raise write_error(layout.catalog, error) from error
         raise FormatError(
             f"{layout.catalog} cannot be opened as a catalog: {error}; restore it from a backup, "
             f"or gigpo rebuild {layout.root}"
@@ -102,8 +102,8 @@ def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
     """
     fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     # A cell that contradicts its column ends no query, and the reads name it themselves; a NULL may
-    # be there by right. Only the first fault is named: of shared pages it may be that rows are out
-    # of order.
+    # be there by right. Only the first fault is named. Of shared pages SQLite may say that rows are
+    # out of order.
     if fault.startswith(DAMAGED_PAGES) and not fault.endswith("is never used"):
         raise FormatError(
             f"{layout.catalog} is damaged ({one_line(fault)[:REASON_CHARACTERS]}); "
@@ -127,7 +127,7 @@ def is_damage(error: sqlite3.Error) -> bool:
     return isinstance(error, sqlite3.DatabaseError)
 
 
-def no_room(path: Path, error: sqlite3.Error) -> StoreError:
+def write_error(path: Path, error: sqlite3.Error) -> StoreError:
     """Return the error for a catalog that could not be written."""
     return StoreError(
         f"catalog {path}: {error}; it was not changed. Check free space and permissions, then retry"
@@ -154,19 +154,26 @@ def check_catalog_files(layout: RunLayout) -> None:
                     f"{path} has {found.st_size:,} bytes, of which {stored:,} are on the disk; no "
                     f"run wrote it. Restore it from a backup, or gigpo rebuild {layout.root}"
                 )
-            if suffix != "-journal":
-                continue
-            if _names_another_file(file):
-                raise FormatError(
-                    f"{path} names another file, which SQLite would remove; no run of ours "
-                    f"writes such a journal. Remove it, or: gigpo rebuild --force {layout.root}"
-                )
-            if _bytes_when_played_back(file) > n_bytes:
-                raise FormatError(
-                    f"{path} makes a file of {_bytes_when_played_back(file):,} bytes of "
-                    f"{n_bytes:,}; no run of ours writes such a journal. Remove it, or: gigpo "
-                    f"rebuild --force {layout.root}"
-                )
+            if suffix == "-journal":
+                _check_journal(file, path, n_bytes=n_bytes, root=layout.root)
+
+
+def _check_journal(journal: BinaryIO, path: Path, *, n_bytes: int, root: Path) -> None:
+    """Raise FormatError for a journal whose catalog SQLite must not play back.
+
+    `n_bytes` is the size of the catalog and the journal together.
+    """
+    played_back = _bytes_when_played_back(journal)
+    if _names_another_file(journal):
+        fault = "names another file, which SQLite would remove"
+    elif played_back > n_bytes:
+        fault = f"makes a file of {played_back:,} bytes of {n_bytes:,}"
+    else:
+        return
+    raise FormatError(
+        f"{path} {fault}; no run of ours writes such a journal. Remove it, or: gigpo rebuild "
+        f"--force {root}"
+    )
 
 
 def _check_size(connection: sqlite3.Connection, layout: RunLayout) -> None:

@@ -13,8 +13,8 @@ from store.catalog.connection import (
     SYNCED,
     UNSYNCED,
     connect_owner,
-    no_room,
     raise_if_interrupted,
+    write_error,
 )
 from store.catalog.ownership import check_not_lost, check_owner, take_lock
 from store.catalog.schema_check import let_ctrl_c_end_queries
@@ -27,26 +27,31 @@ from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
 
 class Database:
-    """The SQLite file that this process owns. Opening it fences the owner before."""
+    """The SQLite file that this process owns. Opening it fences the previous owner."""
 
-    def __init__(self, layout: RunLayout, *, place_is_checked: bool) -> None:
+    def __init__(self, layout: RunLayout, *, directory_is_checked: bool) -> None:
         self._path = layout.catalog
         self._run_id = layout.info.run_id
         self._mutex = threading.RLock()
         self._open: Transaction | None = None  # the transaction that is under way
         # Set when the disk has failed: commits behind a gap in the log would be lost with it.
         self._lost: StoreError | None = None
-        self._lock_fd = take_lock(layout, place_is_checked=place_is_checked)
+        self._lock_fd = take_lock(layout, directory_is_checked=directory_is_checked)
         try:
             check_owner(layout)
             check_not_lost(layout)
+            # Looked up at each call: tests exchange the clock of an open catalog.
             self._connection = connect_owner(layout, now_us=lambda: now_us())
-            self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
+            try:
+                self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
+            except BaseException:
+                self._connection.close()  # with it the transaction ends
+                raise
         except BaseException as error:
             os.close(self._lock_fd)
             raise_if_interrupted(error)
             if isinstance(error, sqlite3.OperationalError):
-                raise no_room(self._path, error) from error
+                raise write_error(self._path, error) from error
             if isinstance(error, sqlite3.DatabaseError):
                 raise FormatError(
                     f"{self._path} has cells that contradict its schema: {error}; restore it from "

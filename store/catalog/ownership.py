@@ -18,14 +18,15 @@ from store.untrusted.trust import check_own_run
 _LOCK_MODE = 0o600  # whoever may open the file, also only to read it, can lock it
 
 
-def take_lock(layout: RunLayout, *, place_is_checked: bool = False) -> int:
+def take_lock(layout: RunLayout, *, directory_is_checked: bool = False) -> int:
     """Take the lock of the catalog's owner and return its descriptor.
 
     Raises LockedError naming the process that has it, and StoreError for another user's directory.
     They could exchange it while the owner opens one file after the other, and so lead what it
-    writes and removes to another run. A caller that has looked at the place says so.
+    writes and removes to another run. Pass `directory_is_checked` after
+    `check_own_run`.
     """
-    if not place_is_checked:
+    if not directory_is_checked:
         check_own_run(layout.root)
     path = layout.catalog_lock
     try:

@@ -45,15 +45,10 @@ from store.reading.mirror import cache_of
 from store.remote_directory import has_directory, local_directory
 from store.run_json import RunInfo, parse_run_json
 from store.storage import Storage, open_storage
-from store.untrusted.file_access import (
-    MAX_OPEN_SQL_BYTES,
-    MAX_TEXT_BYTES,
-    check_own_directory,
-    remove,
-    remove_tree,
-)
+from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, MAX_TEXT_BYTES, remove, remove_tree
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.memory_limit import limited_memory
+from store.untrusted.own_directory import check_own_directory
 from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED, add_signatures
 from store.untrusted.trust import check_trusted, trust
 

@@ -40,7 +40,6 @@ from store.remote_directory import copy_directory, has_directory, publish_direct
 from store.run_json import parse_run_json
 from store.storage import open_storage
 from store.untrusted.file_access import (
-    check_own_directory,
     is_directory,
     is_file,
     names,
@@ -50,6 +49,7 @@ from store.untrusted.file_access import (
     remove_tree,
     walk,
 )
+from store.untrusted.own_directory import check_own_directory
 from store.untrusted.signatures import made_by_this_user
 
 UNFINISHED = ".unfinished"

@@ -45,13 +45,13 @@ from store.untrusted.file_access import (
     MAX_MANIFEST_BYTES,
     MAX_OPEN_SQL_BYTES,
     MAX_TEXT_BYTES,
-    check_own_directory,
     is_file,
     open_file,
     status,
 )
 from store.untrusted.limited_process import in_limited_process
 from store.untrusted.memory_limit import allowed_bytes
+from store.untrusted.own_directory import check_own_directory
 from store.user_cache import own_cache
 
 PARALLEL = 8  # requests, which mostly wait for the network

@@ -202,7 +202,7 @@ class _Chunk:
     n_values: int
     n_bytes: int  # of its pages, decompressed
     value_bytes: int  # of a value in a list, decoded
-    dictionary_bytes: int  # of texts, of these: each value may repeat all of them
+    dictionary_bytes: int  # of the dictionary of texts: each value may repeat it whole
 
 
 def _chunks(

@@ -20,8 +20,8 @@ import psutil
 from store.errors import StoreError, is_out_of_memory
 from store.untrusted.trust import is_trusted
 
-SHARE_OF_FREE_MEMORY = 0.5
-LEAST_BYTES = 1 << 30
+SHARE_OF_FREE_MEMORY = 0.5  # the other half is for a run that may be training beside it
+LEAST_BYTES = 1 << 30  # to read the largest files that a run writes
 GIB, KIB = 1 << 30, 1 << 10
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from store.atomic_write import PRIVATE, write_atomically, write_once
 from store.errors import StoreError, UnsafePathError
 from store.untrusted import json_values
-from store.untrusted.file_access import MAX_TEXT_BYTES, opened_by_own_links, read_bytes_in
+from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
+from store.untrusted.own_directory import opened_by_own_links
 
 SIGNED = "signed.json"
 RUN_JSON, CONFIG = "run.json", "config.yaml"
@@ -141,7 +142,7 @@ def _read(directory: int, path: Path, *, at_most: int) -> bytes:
 
 
 def _parsed(signed: bytes) -> list[str]:
-    """Return the signatures of a signed.json, without texts that are none."""
+    """Return the signatures of a signed.json. Skip malformed ones."""
     try:
         texts = json_values.texts(json_values.parse_object(signed), "signatures")
     except ValueError:

@@ -18,12 +18,8 @@ from pathlib import Path
 
 from store.errors import FormatError, StoreError, UnsafePathError
 from store.untrusted import json_values
-from store.untrusted.file_access import (
-    check_own_directory,
-    is_file,
-    opened_by_own_links,
-    read_text,
-)
+from store.untrusted.file_access import is_file, read_text
+from store.untrusted.own_directory import check_own_directory, opened_by_own_links
 from store.untrusted.settings_text import parse_settings_text, setting
 from store.untrusted.signatures import CONFIG, RUN_JSON, sign_run, signed_texts, texts_in
 
@@ -69,7 +65,10 @@ def trust(run: Path) -> None:
 
 
 def is_trusted(run: Path) -> bool:
-    """Return whether this user made or trusts the run. Raises StoreError for a key others know."""
+    """Return whether this user made or trusts the run.
+
+    Raises StoreError if others can read this user's key.
+    """
     return _trusted_texts(run) is not None
 
 

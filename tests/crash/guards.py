@@ -128,7 +128,7 @@ def one_owner(root: str) -> None:
 
 
 def changed_bytes_are_noticed(root: str) -> None:
-    """By the learner."""
+    """Check that the learner refuses a changed byte."""
     layout, segment = run_with_everything(root)
     read_segment(layout, segment)
     change_a_byte(layout.root / segment.path)
@@ -136,7 +136,7 @@ def changed_bytes_are_noticed(root: str) -> None:
 
 
 def fsck_notices_changed_bytes(root: str) -> None:
-    """And nothing else is damaged."""
+    """Check that fsck finds a changed byte, and nothing else."""
     layout, segment = run_with_everything(root)
     before = check(layout, level=CONTENTS)
     change_a_byte(layout.root / segment.path)

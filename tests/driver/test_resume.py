@@ -454,8 +454,8 @@ def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
         "4 unfinished groups are played first; 116 trajectories are kept"
     )
     assert lost == (
-        "thrown away: 2 learner steps, which are trained again; 9 complete groups, of those or of "
-        "others, too old for version "
+        "thrown away: 2 learner steps, which are trained again; 9 complete groups too old now "
+        "for version "
         "10 (max_staleness=1), which stay in the store as stale (fewer with a smaller "
         "learner.checkpoint_every)"
     )

@@ -22,7 +22,7 @@ from store import (
 )
 from store.errors import UnsafePathError
 from store.untrusted import signatures
-from store.untrusted.file_access import opened_by_own_links
+from store.untrusted.own_directory import opened_by_own_links
 from tests.support.neighbours import Neighbour
 from tests.support.store_runs import fingerprint
 from tests.support.store_samples import open_train_group, play
@@ -165,7 +165,7 @@ def test_a_run_that_another_user_signed_can_be_trusted(
     monkeypatch.setattr("store.untrusted.trust._trusted_now", set())  # in the coordinator's process
     with pytest.raises(StoreError, match="run belongs to another user"):
         Catalog.open(layout)
-    with Catalog.open(layout, place_is_checked=True):
+    with Catalog.open(layout, directory_is_checked=True):
         pass
 
 

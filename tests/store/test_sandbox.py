@@ -173,7 +173,8 @@ WITHOUT_DUCKDB = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from store.reading import sandbox
 sandbox._lock_settings = lambda *_, **__: None
-sandbox._is_one_query = lambda sql: True
+assert hasattr(sandbox, '_check_one_query')
+sandbox._check_one_query = lambda sql: None
 sandbox.serve(int(sys.argv[2]))"""
 
 

@@ -19,9 +19,10 @@ ORDINARY = 1234  # of the user as whom root's tests act
 
 
 class Neighbour:
-    """Another user. Root gives files to them; for an ordinary user, who cannot, the system says so.
+    """Another user of the machine.
 
-    In a test of root's, what root made counts as the ordinary user's.
+    As root, change the owner of their files, and act as an ordinary user: what root made passes as
+    this user's. Otherwise patch os.stat to report another owner.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,159 @@
+"""Look who could lead a path elsewhere: who owns a directory, and the links on the way to it.
+
+check_own_directory(run)    # before anything is written or removed there
+with opened_by_own_links(run) as (directory, place): ...    # before its files are believed
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from store.errors import StoreError, UnsafePathError
+
+MAX_LINKS = 40  # on the way to a directory; Linux follows as many
+# Systems that do not have O_PATH open no link, so none is followed there.
+_ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """A directory, or a link, through which a path leads."""
+
+    path: Path
+    is_link: bool
+    owner: int
+    is_in_one_for_all: bool  # everybody may make files in the directory that has it
+
+    @property
+    def is_another_users(self) -> bool:
+        """Return whether its owner is neither this user nor root.
+
+        For root it is False: what a container mounts has owners outside of it.
+        """
+        me = os.geteuid()
+        return me != 0 and self.owner not in (me, 0)
+
+
+def check_own_directory(
+    path: Path,
+    *,
+    may_be_anothers: bool = False,
+    is_made: bool = True,
+    instead: str = "give a directory of your own",
+) -> None:
+    """Raise StoreError for a directory of another user, or one behind a link of theirs.
+
+    They could exchange what is in it, and links would lead what is written and removed there to
+    other files. On the way to it, each link must be ours, and so must whatever lies in a directory
+    in which everybody may make files, such as /tmp: `/tmp/ours` of `/tmp/ours/run`. With
+    `may_be_anothers` the directory itself may be another user's, as of a run that this user trusts,
+    but not in such a directory: there they could put a link in its place.
+
+    Call it after the directory was made: somebody else may have made it just before. From then on
+    nobody else can exchange it. If not `is_made`, it may be absent, and only what is on the way is
+    looked at; the next call must come before anything is written or removed there. Root's
+    directories pass. So does everything for root.
+    """
+    entries, descriptor = _walk_to(path)
+    if descriptor is not None:
+        os.close(descriptor)
+    for entry in entries:
+        is_it = descriptor is not None and entry is entries[-1]
+        must_be_ours = entry.is_link or entry.is_in_one_for_all or (is_it and not may_be_anothers)
+        if must_be_ours and entry.is_another_users:
+            raise StoreError(
+                f"{entry.path} belongs to another user (uid {entry.owner}), who could exchange "
+                f"what a run keeps there; {instead}"
+            )
+    if is_made and descriptor is None:
+        # Not passed over: another user's may be there a moment later.
+        raise StoreError(f"{path} is not there (any more), or no directory; {instead}")
+
+
+@contextmanager
+def opened_by_own_links(path: Path) -> Iterator[tuple[int, Path]]:
+    """Give the descriptor of a directory, and its path without links.
+
+    Raises UnsafePathError for a link of another user, anywhere on the way: they could lead it
+    elsewhere between two looks. Root's links pass. So does everything for root.
+    """
+    entries, descriptor = _walk_to(path)
+    if descriptor is None:
+        raise FileNotFoundError(errno.ENOENT, "no directory is there", str(path))
+    try:
+        for entry in entries:
+            if entry.is_link and entry.is_another_users:
+                text = f"{entry.path} is a link of another user (uid {entry.owner})"
+                raise UnsafePathError(
+                    errno.ELOOP, f"{text}, who can lead it elsewhere; give the path behind it"
+                )
+        yield descriptor, entries[-1].path
+    finally:
+        os.close(descriptor)
+
+
+def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
+    """Go to a directory one name after the other, as the system does.
+
+    Return what lies on the way, the directory itself at the end, and a descriptor of it, which the
+    caller closes; None if no directory is there. Each name is looked up in the very directory that
+    was looked at before, so nobody can exchange one meanwhile.
+    """
+    with suppress(OSError):
+        os.stat(path)  # mounts what is mounted at its first use, which O_PATH does not
+    entries: list[_Entry] = []
+    names, n_links = list(reversed(path.absolute().parts)), 0
+    place, here = Path("/"), os.open("/", _ON_THE_WAY)
+    try:
+        while names:
+            name = names.pop()
+            below = os.open(name, _ON_THE_WAY | os.O_NOFOLLOW, dir_fd=here)
+            try:
+                if name == "..":
+                    its_path, above = place.parent, os.stat("..", dir_fd=below)
+                else:
+                    its_path, above = place / name, os.fstat(here)
+                entry = _entry_of(below, its_path, above=above)
+                target = os.readlink("", dir_fd=below) if entry.is_link else ""
+            except BaseException:
+                os.close(below)
+                raise
+            if name != "/":  # where the path, or the target of a link, begins
+                entries.append(entry)
+            if entry.is_link:
+                names += reversed(Path(target).parts)
+                n_links += 1
+                os.close(below)
+            else:
+                os.close(here)
+                place, here = entry.path, below
+            if n_links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if not stat.S_ISDIR(os.fstat(here).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        if not entries or entries[-1].is_link:  # "/", or a link to "." or "/"
+            entries.append(_entry_of(here, place, above=os.stat("..", dir_fd=here)))
+    except (FileNotFoundError, NotADirectoryError):  # it is to be made, or a link leads nowhere
+        os.close(here)
+        return entries, None
+    except BaseException:
+        os.close(here)
+        raise
+    return entries, here
+
+
+def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:
+    """Describe what was opened. `above` is the status of the directory that has it."""
+    found = os.fstat(descriptor)
+    return _Entry(
+        path=path,
+        is_link=stat.S_ISLNK(found.st_mode),
+        owner=found.st_uid,
+        is_in_one_for_all=bool(above.st_mode & stat.S_IWOTH),
+    )
