@@ -69,8 +69,9 @@ def export_model(
     try:
         if destination.exists():
             raise UserError(f"{destination} exists; choose another directory, or remove it")
-        destination.parent.mkdir(parents=True, exist_ok=True)
         # It may be another user's, but nothing on the way in a directory for all, nor a link.
+        check_own_directory(destination.parent, may_be_anothers=True, is_made=False)
+        destination.parent.mkdir(parents=True, exist_ok=True)
         check_own_directory(destination.parent, may_be_anothers=True)
         if adapter and version is not None:
             record = learner.find_version(layout, version)

@@ -26,6 +26,7 @@ from store import (
     STOPPING_FILE,
     WANTED_WORKERS_FILE,
     StoreError,
+    check_own_directory,
     check_own_run,
     keep_private,
     read_run_file,
@@ -117,13 +118,15 @@ def make_run_directory(run: Path, *, private: bool) -> None:
     Raises StoreError if it cannot be made, or is another user's, who may have made it since the
     settings were checked.
     """
+    instead = "give a directory of your own"
+    check_own_directory(run, may_be_anothers=True, is_made=False, instead=instead)
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
             f"cannot make the run directory {run}: {error.strerror}; give another run_dir"
         ) from error
-    check_own_run(run, instead="give a directory of your own")
+    check_own_run(run, instead=instead)
     if private:
         keep_private(run)
 

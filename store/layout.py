@@ -9,6 +9,8 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
-from store.untrusted.signatures import SIGNED, sign_run, state_directory
+from store.untrusted.signatures import RUN_JSON, SIGNED, sign_run, state_directory
 
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
@@ -288,6 +290,29 @@ class RunLayout:
                 f"{path} cannot be read ({error.strerror}); make it readable, then retry"
             ) from error
         return cls(root=root, info=info)
+
+    @contextmanager
+    def opened(self, path: Path | None = None) -> Iterator[int]:
+        """Give the descriptor of the run's directory, or of `path`, which has its run.json too.
+
+        Whoever owns the path can exchange it at any moment, also with a link to the root directory.
+        So look into the very directory that was opened. Raises StoreError if it is not this run.
+        """
+        path = self.root if path is None else path
+        directory = beneath.open_directory(path, root=path)
+        try:
+            try:
+                data = beneath.read_bytes_in(
+                    directory, RUN_JSON, path=path / RUN_JSON, at_most=beneath.MAX_TEXT_BYTES
+                )
+                is_it = parse_run_json(data, name=str(path)).run_id == self.info.run_id
+            except (FileNotFoundError, NotADirectoryError, UnsafePathError, FormatError):
+                is_it = False
+            if not is_it:
+                raise StoreError(f"{path} was exchanged while it was opened; open it again")
+            yield directory
+        finally:
+            os.close(directory)
 
     @classmethod
     def join(cls, root: Path, *, storage_uri: str) -> RunLayout:

@@ -134,6 +134,7 @@ def open_storage(where: str) -> Storage:
 def make_place(storage: Storage) -> None:
     """Make the directory of a `file://` storage. Raises StoreError if it is another user's."""
     if isinstance(storage, LocalStorage):
+        check_own_directory(storage.root, is_made=False)
         make_directory(storage.root, beneath=storage.root)
         check_own_directory(storage.root)
 

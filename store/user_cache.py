@@ -13,6 +13,7 @@ from pathlib import Path
 
 from store.errors import StoreError
 from store.untrusted.file_access import is_directory
+from store.untrusted.own_directory import check_own_directory
 from store.untrusted.signatures import user_directory
 
 # torch loads what is in this directory as code. Its default has a name in /tmp that another user
@@ -23,11 +24,14 @@ COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 def own_cache(*names: str) -> Path:
     """Return the directory of these names in this user's cache, made if it is not there.
 
-    Nobody else may enter it. Raises StoreError for a link and for another user's directory.
+    Nobody else may enter it. Raises StoreError for a link, for another user's directory, and for
+    one beneath theirs in a directory for all: they could put another in its place.
     """
     ours = user_directory("XDG_CACHE_HOME", default=".cache")
     directory = ours.joinpath(*names)
+    instead = "set XDG_CACHE_HOME to a directory of yours"
     try:
+        check_own_directory(ours, is_made=False, instead=instead)
         ours.parent.mkdir(parents=True, exist_ok=True)
         for made in accumulate(names, Path.joinpath, initial=ours):
             made.mkdir(mode=0o700, exist_ok=True)
@@ -36,10 +40,9 @@ def own_cache(*names: str) -> Path:
                 raise StoreError(
                     f"{made} is a link or another user's; remove it, or set XDG_CACHE_HOME"
                 )
+        check_own_directory(directory, instead=instead)
     except OSError as error:
-        raise StoreError(
-            f"cannot make {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
-        ) from error
+        raise StoreError(f"cannot make {directory}: {error.strerror}; {instead}") from error
     return directory
 
 

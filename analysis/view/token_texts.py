@@ -42,6 +42,7 @@ SAFE_DECODERS = (
 MAX_ID = 2**32 - 1  # the library has 32 bits for one
 MAX_DECODERS = 16  # known tokenizers have up to four
 MAX_TOKEN_CHARACTERS = 1_024  # a page shows thousands of tokens
+MAX_TOKENS_OF_A_CHARACTER = 8  # a character has four bytes, and one may be a token
 KEPT_TOKENIZERS = 4  # in memory; runs that are viewed together mostly share one
 
 _loading = threading.Lock()  # a page asks from several threads for one tokenizer
@@ -68,11 +69,16 @@ class TokenTexts:
             return [None] * len(ids)
         stream = DecodeStream(skip_special_tokens=False)
         found: list[str | None] = []
+        n_without_text = 0
         for number in ids:
             if self._name(number) is None:
                 found.append(None)
                 stream = DecodeStream(skip_special_tokens=False)
                 continue
+            # A stream decodes again all tokens that gave no text yet.
+            n_without_text = n_without_text + 1 if found and found[-1] == "" else 0
+            if n_without_text >= MAX_TOKENS_OF_A_CHARACTER:
+                stream, n_without_text = DecodeStream(skip_special_tokens=False), 0
             try:
                 found.append(stream.step(self._tokenizer, number) or "")
             except Exception:  # noqa: BLE001  the library has no class of its own

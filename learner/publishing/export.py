@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +35,7 @@ from store import (
     files_digest,
     is_adapter,
     local_directory,
+    open_file,
     tensor_shapes,
     weight_files,
 )
@@ -91,14 +92,13 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
         with new_directory(dest) as unfinished:
             source = local_directory(layout, version.path)
             # Version 0 of an evaluation is a link to a model outside of the run.
-            if source.is_symlink():
+            is_link = source.is_symlink()
+            if is_link:
                 check_trusted(layout.root)
-            files = _files_of_version(source)
             configs.check_model_directory(source)
-            for path in files:
-                shutil.copyfile(path, unfinished / path.name)
+            _copy_version(source, unfinished, root=None if is_link else layout.root)
             configs.check_model_directory(unfinished)  # somebody may have changed the source
-            names = [path.name for path in weight_files(source)]
+            names = [path.name for path in weight_files(unfinished)]
             for index in configs.weight_indexes(unfinished):
                 if others := sorted(configs.files_of_index(index) - {*names}):
                     raise ExportError(
@@ -118,11 +118,14 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
     return digest
 
 
-def _files_of_version(source: Path) -> list[Path]:
-    """Return the files of a version that `write_weights` may have written.
+def _copy_version(source: Path, dest: Path, *, root: Path | None) -> None:
+    """Copy the files of a version that `write_weights` may have written.
 
+    The owner of a run may put a link in place of a file at any moment, so none is followed beneath
+    `root`. None stands for a model outside of a trusted run, whose files may be links.
     Raises ExportError for names that nobody gives a file, and for more than MAX_SIDE_BYTES beside
-    the weights: no digest covers those files, and a stranger's would fill the disk.
+    the weights: no digest covers those files, and a stranger's would fill the disk. Raises
+    UnsafePathError for a link, and for what is no regular file.
     """
     files = [
         path
@@ -136,15 +139,19 @@ def _files_of_version(source: Path) -> list[Path]:
                 f"{source} has a file {path.name!r:.200}, with characters that no file of a model "
                 "has in its name; remove it, or export another version"
             )
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ExportError(f"{path} is no regular file; remove it, or export another version")
-    n_bytes = sum(path.stat().st_size for path in files if path.suffix != WEIGHTS_SUFFIX)
-    if n_bytes > MAX_SIDE_BYTES:
-        raise ExportError(
-            f"the files of {source} beside its weights have {n_bytes:,} bytes, more than "
-            f"{MAX_SIDE_BYTES:,}: no run wrote them; export another version, or a checkpoint"
-        )
-    return files
+    n_bytes = 0
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY) if root is None else open_file(path, root=root)
+        with open(descriptor, "rb") as file, (dest / path.name).open("wb") as copy:
+            if path.suffix != WEIGHTS_SUFFIX:
+                n_bytes += os.fstat(descriptor).st_size
+            if n_bytes > MAX_SIDE_BYTES:
+                raise ExportError(
+                    f"the files of {source} beside its weights have {n_bytes:,} bytes, more "
+                    f"than {MAX_SIDE_BYTES:,}: no run wrote them; export another version, or a "
+                    "checkpoint"
+                )
+            shutil.copyfileobj(file, copy)
 
 
 def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:

@@ -99,6 +99,7 @@ def _alone(root: Path) -> Iterator[None]:
     Raises StoreError for a file that is not this user's: somebody else may hold its lock for ever,
     and in a directory for all, such as /tmp, nobody but its owner can remove it.
     """
+    check_own_directory(root.parent, may_be_anothers=True, is_made=False)
     make_directory(root.parent, beneath=root.parent)
     path = root.parent / f".{root.name}{LOCK_ENDING}"
     try:
@@ -150,6 +151,7 @@ def _bring(
     """Make the directory of `layout`, which is locked, and remove it if that fails."""
     root = layout.root
     is_new = not root.exists()
+    check_own_directory(root, is_made=False)
     make_directory(root, beneath=root)
     check_own_directory(root)
     with limited_memory([root]):  # a stranger's settings

@@ -162,6 +162,7 @@ def _fill(
     private: bool,
 ) -> None:
     """Make the new run in the directory `unfinished`. It is on disk at the end."""
+    check_own_directory(unfinished, is_made=False)
     make_directory(unfinished, beneath=unfinished.parent)
     check_own_directory(unfinished)
     if private:

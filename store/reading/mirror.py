@@ -108,6 +108,7 @@ def _fetch_run(uri: str, dest: Path) -> None:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
     info = dataclasses.replace(content, storage_uri=None)
     layout = RunLayout(root=dest.absolute(), info=info)
+    check_own_directory(layout.root, is_made=False)
     make_directory(layout.root, beneath=layout.root)
     check_own_directory(layout.root)
     if not RunLayout.exists(dest):

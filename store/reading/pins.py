@@ -20,7 +20,13 @@ from pathlib import Path
 
 from store.errors import StoreError, UnsafePathError
 from store.layout import RunLayout
-from store.untrusted.file_access import names, open_file, opened_parent, remove, rename
+from store.untrusted.file_access import (
+    names,
+    open_directory_in,
+    open_file,
+    open_file_in,
+    remove,
+)
 
 _NAME = re.compile(r"(\d+)-\d+-[0-9a-f]+")
 _SHOWN = re.compile(rb"(\d{1,19})\n")
@@ -55,22 +61,28 @@ class Pin:
     """
 
     def __init__(self, layout: RunLayout, lsn: int) -> None:
-        self._path = layout.readers / f"{lsn}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._descriptor = -1
-        self._root = layout.root
+        self._name = f"{lsn}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._readers = self._descriptor = -1
         # Under this name the pin is not found, and so not removed, before it is locked.
-        unlocked = self._path.with_name(f".{self._path.name}")
+        unlocked = f".{self._name}"
         try:
-            make_readers(layout)
-            self._descriptor = open_file(
-                unlocked, root=layout.root, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL
+            # The owner of a stranger's run can put a link in its place at any moment.
+            with layout.opened() as run:
+                with suppress(FileExistsError):
+                    os.mkdir(layout.readers.name, dir_fd=run)
+                self._readers = open_directory_in(run, layout.readers.name, path=layout.readers)
+            self._descriptor = open_file_in(
+                self._readers,
+                unlocked,
+                path=layout.readers / unlocked,
+                flags=os.O_RDWR | os.O_CREAT | os.O_EXCL,
             )
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-            rename(unlocked, self._path, root=layout.root)
+            os.rename(unlocked, self._name, src_dir_fd=self._readers, dst_dir_fd=self._readers)
         except OSError as error:
             if self._descriptor >= 0:
                 with suppress(OSError):  # nobody else would ever remove this name
-                    remove(unlocked, root=layout.root)
+                    os.unlink(unlocked, dir_fd=self._readers)
             self.close()
             # No owner opens a run that has a link, so none of its files is removed.
             if error.errno not in NO_PIN and not isinstance(error, UnsafePathError):
@@ -90,9 +102,12 @@ class Pin:
         """Remove the pin. May be called twice."""
         if self._descriptor >= 0:
             with suppress(OSError):  # `pinned` removes it, because it is no longer locked
-                remove(self._path, root=self._root)
+                os.unlink(self._name, dir_fd=self._readers)
             os.close(self._descriptor)
             self._descriptor = -1
+        if self._readers >= 0:
+            os.close(self._readers)
+            self._readers = -1
 
 
 def oldest_pinned_lsn(layout: RunLayout) -> int | None:
@@ -121,15 +136,6 @@ def pinned(layout: RunLayout) -> Sequence[Pinned]:
             with suppress(OSError):  # another user's, but it is not held
                 remove(path, root=layout.root)
     return held
-
-
-def make_readers(layout: RunLayout) -> None:
-    """Make the directory of the pins if it is not there."""
-    with (
-        opened_parent(layout.readers, root=layout.root) as (directory, name),
-        suppress(FileExistsError),
-    ):
-        os.mkdir(name, dir_fd=directory)
 
 
 def _look(path: Path, *, root: Path) -> tuple[bool, bytes]:

@@ -45,9 +45,6 @@ from store.reading.arrow_answer import BATCH_ROWS, for_arrow, send_rows
 from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_literal
 from store.reading.query import leave_out_unreadable, left_out, show
-from store.run_json import parse_run_json
-from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
-from store.untrusted.signatures import RUN_JSON
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -140,7 +137,7 @@ def _open(order: dict) -> _Opened:
     if files is None:
         with ExitStack() as opened:
             runs = [
-                opened.enter_context(_opened_run(path, layout))
+                opened.enter_context(layout.opened(path))
                 for path in dict.fromkeys((layout.root, layout.run_directory))
             ]
             machine = [
@@ -161,23 +158,6 @@ def _open(order: dict) -> _Opened:
 
     connection, lsn = _connect(layout, lsn=order["lsn"], limited=limited, prefix=prefix)
     return _Opened(connection=connection, layout=layout, lsn=lsn, prefix=prefix)
-
-
-@contextmanager
-def _opened_run(path: Path, layout: RunLayout) -> Iterator[int]:
-    """Give the descriptor of a directory that has the run.json of this run.
-
-    Whoever owns the path can exchange it at any moment, also with a link to the root directory.
-    """
-    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
-        try:
-            data = read_bytes_in(directory, RUN_JSON, path=path / RUN_JSON, at_most=MAX_TEXT_BYTES)
-            is_it = parse_run_json(data, name=str(path)).run_id == layout.info.run_id
-        except (OSError, FormatError):
-            is_it = False
-        if not is_it:
-            raise StoreError(f"{path} was exchanged while it was opened; open it again")
-        yield directory
 
 
 @contextmanager

@@ -37,6 +37,7 @@ MAX_ELEMENTS = 1_000_000  # Arrow's own limit
 # place in each list around it.
 NUMBER_BYTES, LEVELS_BYTES, OFFSET_BYTES = 8, 4, 4
 ARRAY_BYTES = 512  # of the objects around the values of one column in a batch
+SHOWN_CHARACTERS = 60  # of a writer's name
 FIXED_BYTES = 32  # of a uid or a decimal, at most
 
 
@@ -67,6 +68,9 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
         kinds = [str(kind) for kind in file.schema_arrow.types]  # with the names of their fields
     except UnicodeDecodeError as error:
         raise _not_ours(f"{name} has a column whose name is no UTF-8") from error
+    # Of old files of this writer Arrow decodes what lies behind the end of a column as well.
+    if "parquet-mr" in file.metadata.created_by.lower():
+        raise _not_ours(f"{name} was written by {file.metadata.created_by[:SHOWN_CHARACTERS]}")
     if _has_a_name_twice(file.schema_arrow):
         raise _not_ours(f"{name} has two columns, or two fields of a structure, of one name")
     # Arrow would repeat its values only after they were counted.
@@ -156,7 +160,9 @@ def _has_texts(kind: pa.DataType) -> bool:
     """Return whether a type, or one in it, is a text."""
     if pa.types.is_nested(kind):
         return any(_has_texts(kind.field(n).type) for n in range(kind.num_fields))
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
 
 
 def _check_texts(values: pa.ChunkedArray, *, column: str, name: object) -> None:

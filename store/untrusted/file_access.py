@@ -43,7 +43,7 @@ def open_directory(path: Path, *, root: Path) -> int:
     descriptor = os.open(root, _DIRECTORY)
     try:
         for name in names:
-            below = _open_directory_in(descriptor, name, path=path)
+            below = open_directory_in(descriptor, name, path=path)
             os.close(descriptor)
             descriptor = below
     except BaseException:
@@ -215,7 +215,7 @@ def _walk(descriptor: int, path: Path, *, n_levels: int) -> Iterator[tuple[Path,
                 raise UnsafePathError(errno.ENAMETOOLONG, text)
             try:
                 if is_dir:
-                    directory = _open_directory_in(descriptor, entry.name, path=below)
+                    directory = open_directory_in(descriptor, entry.name, path=below)
                 else:
                     seen = entry.stat(follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):  # removed or replaced since
@@ -228,7 +228,7 @@ def _walk(descriptor: int, path: Path, *, n_levels: int) -> Iterator[tuple[Path,
         os.close(descriptor)
 
 
-def _open_directory_in(directory: int, name: str, *, path: Path) -> int:
+def open_directory_in(directory: int, name: str, *, path: Path) -> int:
     """Open a directory of an open directory. `path` is its name in errors."""
     try:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)

@@ -22,8 +22,9 @@ MAX_VARINT_BYTES = 10
 # Types of the protocol.
 TRUE, FALSE, BYTE, INT16, INT32, INT64, DOUBLE, BINARY, STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 12
 # Fields of a header, and the structures in it that count a page's values in their first field.
-UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 2, 3
+PAGE_TYPE, UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 1, 2, 3
 DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 5, 7, 8
+TYPE_OF = {DATA_PAGE: 0, DICTIONARY_PAGE: 2, DATA_PAGE_V2: 3}  # Arrow passes over other types
 N_VALUES = 1
 ENCODING = {DATA_PAGE: 2, DICTIONARY_PAGE: 2, DATA_PAGE_V2: 4}
 # What our writer, DuckDB and Arrow use unless they are told to use another. The delta encodings
@@ -84,6 +85,8 @@ def _page_at(source: Any, at: int) -> tuple[Page, int]:
             continue
         kinds = [kind for kind in (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) if kind in fields]
         if len(kinds) != 1 or not isinstance(fields[kinds[0]], dict):
+            break
+        if fields.get(PAGE_TYPE) != TYPE_OF[kinds[0]]:
             break
         n_values = fields[kinds[0]].get(N_VALUES)
         sizes: tuple[Any, Any] = (fields.get(UNCOMPRESSED_SIZE), fields.get(COMPRESSED_SIZE))

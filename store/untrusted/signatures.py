@@ -26,7 +26,7 @@ from store.atomic_write import PRIVATE, write_atomically, write_once
 from store.errors import StoreError, UnsafePathError
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
-from store.untrusted.own_directory import opened_by_own_links
+from store.untrusted.own_directory import check_own_directory, opened_by_own_links
 
 SIGNED = "signed.json"
 RUN_JSON, CONFIG = "run.json", "config.yaml"
@@ -175,7 +175,9 @@ def _new_key() -> bytes | None:
     directory = state_directory()
     key = secrets.token_bytes(KEY_BYTES)
     try:
+        check_own_directory(directory, is_made=False)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own_directory(directory)
         with suppress(FileExistsError):  # another process was first; its key is read below
             write_once(directory / KEY_NAME, key, mode=PRIVATE, beneath=directory)
     except (OSError, StoreError):

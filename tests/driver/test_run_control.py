@@ -24,7 +24,7 @@ from cli.__main__ import main
 from driver import run_control as runs
 from driver import run_lock
 from driver.interrupt import REPEAT_S, Interrupt
-from driver.run_lock import RUN_MARK, driver_of, driving, remove_leftovers
+from driver.run_lock import RUN_MARK, driver_of, driving, make_run_directory, remove_leftovers
 from learner import make_ray_directory, replay, started_ticks
 from learner.distributed import private_ray
 from store import DRIVER_FILE, Catalog, RunLayout, StoreError, VersionRecord, export, write_open_sql
@@ -191,6 +191,18 @@ def test_a_run_of_ours_behind_a_link_of_another_user_is_neither_driven_nor_stopp
         pass
     with pytest.raises(StoreError, match=r"run belongs to another user"):
         runs.stop(run, Console())
+
+
+def test_no_run_directory_is_made_behind_a_link_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, link = tmp_path / "private", tmp_path / "link"
+    private.mkdir()
+    link.symlink_to(private)
+    Neighbour(monkeypatch).gets(link)
+    with pytest.raises(StoreError, match="link belongs to another user"):
+        make_run_directory(link / "sub" / "run", private=False)
+    assert list(private.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -538,6 +538,26 @@ def test_an_export_has_only_files_that_a_version_has(run: Path, tmp_path: Path) 
     (version / "code").mkdir()
     assert main(["export-model", str(run), str(out)]) == 0
     assert {path.name for path in out.iterdir()} == expected
+
+
+def test_a_link_that_comes_while_a_version_is_copied_is_not_followed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: the run's owner waited for the large file, and was shown a private one."""
+    version, secret = run / "weights" / "v000003", tmp_path / "secret"
+    secret.write_text("private")
+    last = max(path for path in version.iterdir() if path.suffix == ".json")
+    copy = shutil.copyfileobj
+
+    def exchanged(file: BinaryIO, copied: BinaryIO) -> None:
+        copy(file, copied)
+        last.unlink(missing_ok=True)
+        last.symlink_to(secret)
+
+    monkeypatch.setattr(shutil, "copyfileobj", exchanged)
+    assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
+    assert f"{last.name} is or lies behind a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_description_of_millions_of_lists_is_not_decoded(

@@ -273,7 +273,7 @@ def test_a_page_behind_the_end_of_its_column_is_not_decoded() -> None:
     footer = footer.replace(whole, dictionary_only).replace(writer, old)
     changed = pages + footer + len(footer).to_bytes(4, "little") + b"PAR1"
     assert read_all(pa.py_buffer(data)).equals(table)
-    with pytest.raises(FormatError, match="the footer says 10,000 values .*, its pages 0"):
+    with pytest.raises(FormatError, match=r"was written by parquet-mr version 1\.2\.8"):
         read_all(pa.py_buffer(changed))
 
 

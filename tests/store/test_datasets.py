@@ -35,7 +35,9 @@ from store import (
     write_segment,
 )
 from store.exchange import datasets
+from store.exchange.bring import bring_run
 from store.exchange.datasets import export_selection, import_selection, live_files
+from store.exchange.fork import fork
 from store.hashing import uid
 from store.maintenance import segment_rows
 from store.maintenance.fsck import CONTENTS, check
@@ -126,6 +128,29 @@ def test_nothing_is_exported_or_fetched_into_a_place_of_another_user(
     with pytest.raises(StoreError, match=r"place belongs to another user \(uid 65534\)"):
         RunLayout.create(tmp_path / "new", config_yaml="", storage_uri=place.as_uri())
     assert (place.lstat(), list(place.iterdir())) == (before, [])
+
+
+def test_nothing_is_made_behind_a_link_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a link in a directory for all led to a private one, and folders were made there."""
+    layout = make_run(tmp_path / "run")
+    uri = (tmp_path / "storage").as_uri()
+    make_run(tmp_path / "stored", uri=uri)
+    private, link = tmp_path / "private", tmp_path / "link"
+    private.mkdir()
+    link.symlink_to(private)
+    Neighbour(monkeypatch).gets(link)
+    place = link / "sub" / "run"
+    for act in (
+        lambda: export_selection(layout.root, place, where=None, as_of=None),
+        lambda: fetch_run(uri, place),
+        lambda: bring_run(uri, place, trusts=False),
+        lambda: fork(layout, place, learner_step=1, config_yaml=""),
+    ):
+        with pytest.raises(StoreError, match=r"link (belongs to|is a link of) another user"):
+            act()
+        assert list(private.iterdir()) == []
 
 
 def test_a_copy_of_another_user_that_was_away_while_it_was_looked_at_is_not_updated(

@@ -338,7 +338,9 @@ def test_a_large_file_has_more_time(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE, errno.EIO])
-@pytest.mark.parametrize("call", ["make_readers", "open_file", "rename"])
+@pytest.mark.parametrize(
+    "call", ["store.reading.pins.open_directory_in", "store.reading.pins.open_file_in", "os.rename"]
+)
 def test_a_reader_that_cannot_pin_where_it_may_write_is_one_line(
     call: str, code: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +350,7 @@ def test_a_reader_that_cannot_pin_where_it_may_write_is_one_line(
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(pins, call, fail)
+    monkeypatch.setattr(call, fail)
     with pytest.raises(
         StoreError, match=r"cannot tell the owner of .*/readers: .*; free space, raise ulimit -n"
     ) as caught:
@@ -358,6 +360,26 @@ def test_a_reader_that_cannot_pin_where_it_may_write_is_one_line(
     assert len(os.listdir("/proc/self/fd")) == n_open
 
 
+def test_no_pin_is_made_outside_of_a_run_that_is_exchanged(
+    layout: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: its owner put a link to a private directory in its place, for one moment."""
+    private = tmp_path / "private"
+    private.mkdir()
+    layout.root.rename(tmp_path / "aside")
+    layout.root.symlink_to(private)
+    with pytest.raises(StoreError, match="was exchanged while it was opened; open it again"):
+        Pin(layout, 3)
+    assert list(private.iterdir()) == []
+    layout.root.unlink()
+    (tmp_path / "aside").rename(layout.root)
+    pin = Pin(layout, 3)
+    layout.root.rename(tmp_path / "aside")
+    layout.root.symlink_to(private)
+    pin.close()
+    assert list(private.iterdir()) == list((tmp_path / "aside" / "readers").iterdir()) == []
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK])
 def test_a_run_that_this_user_may_not_write_is_read_without_a_pin(
     code: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
@@ -365,6 +387,6 @@ def test_a_run_that_this_user_may_not_write_is_read_without_a_pin(
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(pins, "open_file", fail)
+    monkeypatch.setattr(pins, "open_file_in", fail)
     Pin(layout, 7).close()
     assert os.listdir(layout.readers) == []

@@ -92,18 +92,21 @@ class Chunk:
 
 
 I32, I64 = 5, 6
-SIZES = ((1, I32, 0), (2, I32, 8), (3, I32, 0))
-
-
+SIZES = ((2, I32, 8), (3, I32, 0))
 DATA_PAGE, DICTIONARY_PAGE = 5, 7  # the fields of their headers
+TYPES = {DATA_PAGE: 0, DICTIONARY_PAGE: 2}
 
 
 def pages_of(
-    *fields: tuple[int, int, int], encoding: int = 0, kind: int = DATA_PAGE
+    *fields: tuple[int, int, int],
+    encoding: int = 0,
+    kind: int = DATA_PAGE,
+    page_type: int | None = None,
 ) -> list[object]:
+    page_type = TYPES[kind] if page_type is None else page_type
     content = bytes([0x0C]) + varint(2 * kind)  # a structure
     content += header(*fields, (2, I32, encoding)) + b"\0"
-    data = b"PAR1" + header(*SIZES) + content + b"\0"
+    data = b"PAR1" + header((1, I32, page_type), *SIZES) + content + b"\0"
     return list(column_pages(pa.BufferReader(data), Chunk(len(data) - 4)))
 
 
@@ -121,6 +124,13 @@ def test_a_field_that_readers_take_differently_is_refused() -> None:
 def test_an_encoding_that_counts_inside_its_page_is_refused(encoding: int) -> None:
     with pytest.raises(PageError, match=f"has the encoding {encoding}, which is none of PLAIN"):
         pages_of((1, I32, 20), encoding=encoding)
+
+
+@pytest.mark.parametrize("page_type", [1, 2, 3, 4, 9])
+def test_a_page_of_another_type_than_its_header_is_refused(page_type: int) -> None:
+    """Arrow passes over a page of type 1, whatever it counts."""
+    with pytest.raises(PageError, match="there is no page"):
+        pages_of((1, I32, 20), page_type=page_type)
 
 
 def test_a_dictionary_has_no_more_values_than_bytes() -> None:

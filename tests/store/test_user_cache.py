@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from store import StoreError, own_cache
+from tests.support.neighbours import Neighbour
+
 IMPORTS = """
 import os, store
 store.keep_compiled_code()
@@ -47,6 +50,24 @@ def test_no_name_in_the_temporary_directory_keeps_torch_from_its_import(
     own = tmp_path / "cache" / "async-gigpo" / "compiled"
     assert done.stdout == f"{own}\n", done.stderr
     assert own.stat().st_mode & 0o077 == 0
+
+
+def test_a_cache_beneath_another_users_directory_in_one_for_all_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: its owner put code of theirs in the place of what torch had compiled."""
+    for_all, cache = tmp_path / "tmp", tmp_path / "tmp" / "new" / "cache"
+    cache.mkdir(parents=True)
+    for_all.chmod(0o1777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(cache.parent)
+    with pytest.raises(StoreError, match=r"new belongs to another user .*set XDG_CACHE_HOME"):
+        own_cache("compiled")
+    assert list(cache.iterdir()) == []
+    neighbour.gives_back(cache.parent)
+    monkeypatch.setattr(os, "geteuid", os.getuid)  # the user of this test makes it
+    assert own_cache("compiled") == cache / "async-gigpo" / "compiled"
 
 
 def test_a_user_without_a_cache_keeps_torchs_default(tmp_path: Path) -> None:

@@ -64,14 +64,14 @@ def give_to_the_user(path: Path) -> None:
         os.chown(path, ORDINARY, ORDINARY)
 
 
-def look_while_away(place: Path) -> Callable[[Path], None]:
+def look_while_away(place: Path) -> Callable[..., None]:
     """Return a `check_own_directory` during which `place` has another name."""
     aside = place.with_name(f"{place.name} aside")
 
-    def look(path: Path) -> None:
+    def look(path: Path, **options: bool) -> None:
         place.rename(aside)
         try:
-            check_own_directory(path)
+            check_own_directory(path, **options)
         finally:
             aside.rename(place)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import Metaspace
+from tokenizers.decoders import DecodeStream, Metaspace
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import Unigram, WordLevel, WordPiece
 
@@ -39,6 +39,27 @@ def test_a_character_may_have_several_tokens() -> None:
     assert texts.pieces([0, 1, 2, 3, 99, -1, 0]) == ["take", " gold", "", "é", None, None, "take"]
     assert texts.text([0, 99, 5]) == "take⟨99⟩\n"
     assert texts.pieces([]) == []
+
+
+def test_tokens_without_a_text_are_not_decoded_again_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: a stream decodes all tokens since the last text, so 2,000 took minutes."""
+    steps: list[int] = []  # of each stream
+
+    class Counted:
+        def __init__(self, **options: bool) -> None:
+            self._stream = DecodeStream(**options)
+            steps.append(0)
+
+        def step(self, tokenizer: Tokenizer, number: int) -> str | None:
+            steps[-1] += 1
+            return self._stream.step(tokenizer, number)
+
+    monkeypatch.setattr(module, "DecodeStream", Counted)
+    broken = Tokenizer(WordLevel({"\ufffd" * 1024: 0, "?": 1}, unk_token="?"))
+    assert len(TokenTexts(broken, source="").pieces([0] * 100)) == 100
+    assert max(steps) <= module.MAX_TOKENS_OF_A_CHARACTER + 1
 
 
 def test_the_newest_weights_are_asked_first(layout: RunLayout) -> None:
