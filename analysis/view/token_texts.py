@@ -40,9 +40,9 @@ SAFE_DECODERS = (
     "WordPiece",
 )
 MAX_ID = 2**32 - 1  # the library has 32 bits for one
-MAX_DECODERS = 16  # known tokenizers have up to four
-MAX_TOKEN_CHARACTERS = 1_024  # a page shows thousands of tokens
-MAX_TOKENS_OF_A_CHARACTER = 8  # a character has four bytes, and one may be a token
+MAX_DECODERS = 8  # known tokenizers have up to four
+MAX_TOKEN_CHARACTERS = 512  # known ones have up to 256, and a page shows thousands of tokens
+MAX_TOKENS_OF_A_CHARACTER = 4  # it has four bytes, and each may be a token
 KEPT_TOKENIZERS = 4  # in memory; runs that are viewed together mostly share one
 
 _loading = threading.Lock()  # a page asks from several threads for one tokenizer
@@ -205,6 +205,7 @@ def _is_safe(decoder: dict[str, Any]) -> bool:
         old = pattern.get("String") if isinstance(pattern, dict) and len(pattern) == 1 else None
         return (
             isinstance(old, str)
+            and old != ""  # which is between any two characters
             and isinstance(new, str)
             and len(new.encode(errors="replace")) <= len(old.encode(errors="replace"))
         )
