@@ -217,12 +217,12 @@ def test_a_decoder_that_fails_on_a_text_is_left_out(layout: RunLayout) -> None:
 
 def test_many_decoders_and_long_tokens_are_refused(layout: RunLayout) -> None:
     content = json.loads(make_tokenizer().to_str())
-    many = {"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": [FUSE] * 17}]}
+    many = {"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": [FUSE] * 9}]}
     put(layout, "weights/v1", json.dumps({**content, "decoder": many}))
     assert "it has 9 decoders, more than 8" in token_texts(layout.root).source
-    content["model"]["vocab"]["x" * 1025] = len(content["model"]["vocab"])
+    content["model"]["vocab"]["x" * 513] = len(content["model"]["vocab"])
     put(layout, "weights/v1", json.dumps(content))
-    assert "it has a token of 1,025 characters" in token_texts(layout.root).source
+    assert "it has a token of 513 characters" in token_texts(layout.root).source
 
 
 def test_a_picture_has_the_pixels_that_it_was_given() -> None:
