@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import struct
@@ -148,14 +149,33 @@ def check_catalog_files(layout: RunLayout) -> None:
         with open(open_file(path, root=layout.run_directory), "rb") as file:
             found = os.fstat(file.fileno())
             n_bytes += found.st_size
-            stored = found.st_blocks * _BLOCK_BYTES
-            if found.st_size > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * stored:
-                raise FormatError(
-                    f"{path} has {found.st_size:,} bytes, of which {stored:,} are on the disk; no "
-                    f"run wrote it. Restore it from a backup, or gigpo rebuild {layout.root}"
-                )
+            if found.st_size > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * found.st_blocks * _BLOCK_BYTES:
+                _check_holes(file, path, n_bytes=found.st_size, root=layout.root)
             if suffix == "-journal":
                 _check_journal(file, path, n_bytes=n_bytes, root=layout.root)
+
+
+def _check_holes(file: BinaryIO, path: Path, *, n_bytes: int, root: Path) -> None:
+    """Raise FormatError if a file of `n_bytes` is almost nothing but holes.
+
+    Some file systems count a new file's blocks late or never, so the holes themselves are asked
+    for. Where there are none, the whole file is one extent.
+    """
+    stored = at = 0
+    while at < n_bytes:
+        try:
+            begin = os.lseek(file.fileno(), at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # this file system knows no holes
+                return
+            break  # the rest is a hole
+        at = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+        stored += at - begin
+    if n_bytes > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * stored:
+        raise FormatError(
+            f"{path} has {n_bytes:,} bytes, of which {stored:,} are not holes; no run wrote it. "
+            f"Restore it from a backup, or gigpo rebuild {root}"
+        )
 
 
 def _check_journal(journal: BinaryIO, path: Path, *, n_bytes: int, root: Path) -> None:

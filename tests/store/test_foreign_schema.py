@@ -16,6 +16,7 @@ import pytest
 
 from cli.__main__ import main
 from store import Catalog, RunLayout, restart_points
+from store.catalog import connection as module
 from store.catalog.connection import connect_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
@@ -105,6 +106,7 @@ STATISTICS = {
 INTERRUPTED = f"""
 import os, pathlib, signal, sys, threading
 from store import RunLayout
+from store.catalog import connection as module
 from store.catalog.connection import connect_read_only
 connection = connect_read_only(RunLayout.open(pathlib.Path(sys.argv[1])))
 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -420,6 +422,16 @@ def test_a_catalog_with_holes_is_not_read(layout: RunLayout) -> None:
     for name in ("compact", "fsck"):
         done = command(layout, name)
         assert done.returncode == 2 and "has 1,099,511,627,776 bytes, of which" in done.stderr
+
+
+def test_a_catalog_whose_blocks_are_not_counted_yet_is_read(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 0)
+    with Catalog.open(layout):
+        pass
+    assert check(layout, level=CONTENTS) == []
 
 
 def test_an_ordinary_journal_of_a_killed_owner_is_played_back(layout: RunLayout) -> None:
