@@ -42,11 +42,7 @@ class Database:
             check_not_lost(layout)
             # Looked up at each call: tests exchange the clock of an open catalog.
             self._connection = connect_owner(layout, now_us=lambda: now_us())
-            try:
-                self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
-            except BaseException:
-                self._connection.close()  # with it the transaction ends
-                raise
+            self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
         except BaseException as error:
             os.close(self._lock_fd)
             raise_if_interrupted(error)

@@ -133,7 +133,10 @@ def test_a_run_that_has_ended_by_itself_is_not_requeued(job: Job, status: int) -
 
 
 def test_several_nodes_join_one_ray_that_asks_for_a_token(job: Job) -> None:
-    script = job.start(*CONFIG, status=0, nodes=3)
+    script = job.start(*CONFIG, status=0, nodes=3, waits=True)
+    for name in ("srun", "gigpo"):  # srun goes on beside the job
+        job.wait_for(name)
+    (job.path / "waits").unlink()
     assert script.wait(TIMEOUT_S) == 0
     by_name = {line.split()[0]: line for line in job.said()}
     assert sorted(by_name) == ["gigpo", "ray", "srun"]
