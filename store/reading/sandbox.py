@@ -28,8 +28,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,10 +141,10 @@ def _open(order: dict) -> _Opened:
                 for path in dict.fromkeys((layout.root, layout.run_directory))
             ]
             machine = [
-                opened.enter_context(_opened(Path(path), os.O_PATH))
-                for path in MACHINE
-                if Path(path).exists()
+                os.open(path, os.O_PATH | os.O_CLOEXEC) for path in MACHINE if Path(path).exists()
             ]
+            for descriptor in machine:
+                opened.callback(os.close, descriptor)
             landlock.restrict([*runs, *machine])
 
     prefix = "" if files is None else f"{files.protocol}://"
@@ -158,15 +158,6 @@ def _open(order: dict) -> _Opened:
 
     connection, lsn = _connect(layout, lsn=order["lsn"], limited=limited, prefix=prefix)
     return _Opened(connection=connection, layout=layout, lsn=lsn, prefix=prefix)
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _bind_to_parent(parent: int, *, die_with_thread: bool) -> None:

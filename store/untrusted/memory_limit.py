@@ -21,7 +21,7 @@ from store.errors import StoreError, is_out_of_memory
 from store.untrusted.trust import is_trusted
 
 SHARE_OF_FREE_MEMORY = 0.5  # the other half is for a run that may be training beside it
-LEAST_BYTES = 1 << 30  # to read the largest files that a run writes
+LEAST_BYTES = 1 << 30  # a command takes a fifth of it for an ordinary run
 GIB, KIB = 1 << 30, 1 << 10
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 

@@ -454,6 +454,14 @@ def test_two_fields_of_one_name_are_refused() -> None:
                 read_all(sink.getvalue())
 
 
+def test_a_view_of_texts_hides_none_that_is_no_utf_8() -> None:
+    texts = pa.array([b"ok", b"\xff"], pa.binary_view()).view(pa.string_view())
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": texts}), sink)
+    with pytest.raises(FormatError, match="has a text that is no UTF-8 in row 1"):
+        read_all(sink.getvalue())
+
+
 def test_wide_values_of_a_list_count_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decimal takes 32 bytes, so a list of 10,000 is refused where one of numbers is read."""
     monkeypatch.setattr(bounded_parquet, "MAX_DECODED_BYTES", 200_000)
