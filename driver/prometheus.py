@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -27,8 +27,12 @@ from prometheus_client.registry import Collector
 from configs import Config, ConfigError
 from coordinator import Status
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
 ADDRESS = "127.0.0.1"
 MAX_CONNECTIONS = 16  # at once; Prometheus needs one
+OWN_NAME = re.compile(r"(localhost|127(\.\d+){3})(:\d+)?", re.IGNORECASE)  # in a Host header
 CONNECTION_S = 30.0  # for a whole request and its answer
 EngineMetrics = Callable[[], Mapping[str, Sequence[Family]]]  # by worker
 GROUP_STATES = ("open", "leased", "complete", "claimed", "trained", "stale", "filtered")
@@ -74,6 +78,18 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Print nothing for a scrape."""
+
+
+def _answering_to_own_name(figures: WSGIApplication) -> WSGIApplication:
+    """Return the application, which refuses a web page whose own name leads to this machine."""
+
+    def answer(request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if OWN_NAME.fullmatch(request.get("HTTP_HOST", ADDRESS)):
+            return figures(request, start)
+        start("421 Misdirected Request", [("Content-Type", "text/plain")])
+        return [b"the metrics are served to 127.0.0.1 and localhost only\n"]
+
+    return answer
 
 
 def _shut_down(connection: socket.socket) -> None:
@@ -181,7 +197,7 @@ def prometheus_endpoint(config: Config, engine_metrics: EngineMetrics) -> Iterat
         server = make_server(
             ADDRESS,
             config.metrics_port,
-            make_wsgi_app(registry),
+            _answering_to_own_name(make_wsgi_app(registry)),
             server_class=_Server,
             handler_class=_Handler,
         )

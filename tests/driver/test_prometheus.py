@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import threading
 import time
@@ -109,6 +110,20 @@ def test_only_this_machine_is_answered() -> None:
     port = free_port()
     with prometheus_endpoint(config_of(port), dict), socket.socket() as other:
         other.bind(("127.0.0.2", port))  # a server on all addresses would hold it
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1:9400", 200), ("LocalHost:9400", 200), ("localhost", 200), ("127.0.0.1.evil.example", 421),
+     ("evil.example:9400", 421), ("localhost.evil.example", 421), ("", 421)],
+)  # fmt: skip
+def test_a_page_whose_name_leads_to_this_machine_is_refused(host: str, status: int) -> None:
+    port = free_port()
+    with prometheus_endpoint(config_of(port), dict):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/metrics", headers={"Host": host})
+        answer = connection.getresponse()
+        assert (answer.status, b"served to" in answer.read()) == (status, status == 421)
 
 
 def test_silent_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
