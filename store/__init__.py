@@ -13,7 +13,7 @@ adapter_files.py     a published LoRA adapter, and its base model's digest
 catalog/             what counts: groups, batches, versions, segments
 reading/             the manifest, the SQL views, and a reader that can do no harm
 maintenance/         compaction, retention, fsck, repair, rebuild
-exchange/            data sets, offline groups, and forks: trajectories from run to run; and a run
+exchange/            datasets, offline groups, and forks: trajectories from run to run; and a run
                      that goes on from its storage when its disk is lost (bring.py)
 untrusted/           files and settings that a stranger may have written
 user_cache.py        this user's cache, which nobody else may enter

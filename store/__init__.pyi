@@ -47,10 +47,10 @@ from .exchange.bring import has_begun as has_begun
 from .exchange.bring import is_brought as is_brought
 from .exchange.bring import is_uri as is_uri
 from .exchange.bring import run_at as run_at
-from .exchange.datasets import export_selection as export_selection
-from .exchange.datasets import import_selection as import_selection
-from .exchange.datasets import live_files as live_files
-from .exchange.datasets import trajectories_where as trajectories_where
+from .exchange.dataset_export import export_selection as export_selection
+from .exchange.dataset_export import live_files as live_files
+from .exchange.dataset_export import trajectories_where as trajectories_where
+from .exchange.dataset_import import import_selection as import_selection
 from .exchange.fork import check_fork as check_fork
 from .exchange.fork import fork as fork
 from .exchange.offline_import import OfflineRows as OfflineRows

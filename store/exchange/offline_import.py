@@ -29,15 +29,9 @@ from store.catalog.catalog import Catalog
 from store.catalog.records import TRAIN
 from store.errors import FormatError, StoreError
 from store.exchange.bring import run_at
-from store.exchange.datasets import (
-    DATASET_JSON,
-    SELECT_TIMEOUT_S,
-    import_rows,
-    open_dataset,
-    part_tables,
-    selected_rows,
-    trajectories_where,
-)
+from store.exchange.dataset_export import SELECT_TIMEOUT_S, selected_rows, trajectories_where
+from store.exchange.dataset_files import DATASET_JSON, open_dataset, part_tables
+from store.exchange.dataset_import import import_rows
 from store.layout import RunLayout
 from store.maintenance import segment_rows
 from store.maintenance.compact import in_group_order

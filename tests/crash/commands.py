@@ -19,7 +19,7 @@ from cli.__main__ import main
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
 from store.errors import FormatError
 from store.exchange import fork as forked
-from store.exchange.datasets import import_selection
+from store.exchange.dataset_import import import_selection
 from store.exchange.fork import UNFINISHED, fork
 from store.hashing import file_digest
 from store.maintenance.fsck import CONTENTS, check

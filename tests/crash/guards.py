@@ -26,7 +26,8 @@ from store import (
     write_segment,
 )
 from store.atomic_write import READ_ONLY, write_once
-from store.exchange.datasets import export_selection, import_selection
+from store.exchange.dataset_export import export_selection
+from store.exchange.dataset_import import import_selection
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild

@@ -306,7 +306,7 @@ CHECKS = [
         for name, file, condition, never, check in (
             (
                 "an export",
-                "exchange/datasets.py",
+                "exchange/dataset_export.py",
                 "file_digest(data) != Path(path).stem:",
                 "False:",
                 "export_notices_changed_bytes",
@@ -320,7 +320,7 @@ CHECKS = [
             ),
             (
                 "an import",
-                "exchange/datasets.py",
+                "exchange/dataset_files.py",
                 "file_digest(data) != part.digest:",
                 "False:",
                 "import_notices_changed_bytes",

@@ -32,7 +32,7 @@ from store import (
     uid_text,
     write_open_sql,
 )
-from store.exchange.datasets import export_selection
+from store.exchange.dataset_export import export_selection
 from tests.support.chat_server import chat_server
 from tests.support.engine_samples import make_base
 from tests.support.fast_directory import fast_directory

@@ -34,9 +34,10 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.exchange import datasets
+from store.exchange import dataset_files
 from store.exchange.bring import bring_run
-from store.exchange.datasets import export_selection, import_selection, live_files
+from store.exchange.dataset_export import export_selection, live_files
+from store.exchange.dataset_import import import_selection
 from store.exchange.fork import fork
 from store.hashing import uid
 from store.maintenance import segment_rows
@@ -428,10 +429,10 @@ def test_a_dataset_json_beyond_measure_is_not_read(
     layout = make_run(tmp_path / "run", n_groups=1)
     forged = forge(layout, tmp_path / "forged", 5, 0, size=1)
     n_bytes = (forged / "dataset.json").stat().st_size
-    monkeypatch.setattr(datasets, "MAX_DATASET_JSON_BYTES", n_bytes - 1)
+    monkeypatch.setattr(dataset_files, "MAX_DATASET_JSON_BYTES", n_bytes - 1)
     with pytest.raises(StoreError, match="no run wrote it"):
         import_selection(layout.root, forged)
-    monkeypatch.setattr(datasets, "MAX_DATASET_JSON_BYTES", n_bytes)
+    monkeypatch.setattr(dataset_files, "MAX_DATASET_JSON_BYTES", n_bytes)
     assert import_selection(layout.root, forged).n_trajectories == 1
 
 

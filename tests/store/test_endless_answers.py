@@ -19,10 +19,10 @@ import re, resource, sys
 from pathlib import Path
 from cli.__main__ import main
 from store import layout
-from store.exchange import bring, datasets, offline_import
+from store.exchange import bring, dataset_files, offline_import
 from store.untrusted import memory_limit
 from tests.support import impatient
-datasets._local_copy = impatient.fetch_dataset_soon
+dataset_files._local_copy = impatient.fetch_dataset_soon
 for module in (layout, bring, offline_import):
     module.SMALL_BYTES = {limit}
 memory_limit.SHARE_OF_FREE_MEMORY, memory_limit.LEAST_BYTES = 0, {limit}

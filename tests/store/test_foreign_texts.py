@@ -13,7 +13,8 @@ import pytest
 
 from cli.__main__ import main
 from store import Catalog, FormatError, Group, RunLayout, read_segments, to_table
-from store.exchange.datasets import export_selection, import_selection
+from store.exchange.dataset_export import export_selection
+from store.exchange.dataset_import import import_selection
 from store.exchange.offline_import import find_sources, parse_source, take_sources
 from store.hashing import uid
 from store.maintenance.fsck import CONTENTS, check

@@ -35,7 +35,7 @@ from store import (
     write_open_sql,
 )
 from store.errors import FormatError, UnsafePathError
-from store.exchange.datasets import live_files
+from store.exchange.dataset_export import live_files
 from store.maintenance import fsck
 from store.maintenance.fsck import CONTENTS, NAMES, check
 from store.maintenance.rebuild import is_lost, rebuild_run_json

@@ -33,7 +33,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.exchange.datasets import export_selection, live_files
+from store.exchange.dataset_export import export_selection, live_files
 from tests.support.run_views import connect
 from tests.support.store_samples import make_step, make_trajectory, open_train_group
 

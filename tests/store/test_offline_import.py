@@ -41,7 +41,8 @@ from store import (
 from store.catalog.batches import release
 from store.catalog.groups import insert_trajectories
 from store.catalog.imported_groups import has_offline_groups, rounds
-from store.exchange.datasets import export_selection, import_selection
+from store.exchange.dataset_export import export_selection
+from store.exchange.dataset_import import import_selection
 from store.exchange.offline_import import (
     TakenSource,
     find_sources,

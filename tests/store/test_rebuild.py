@@ -29,7 +29,8 @@ from store import (
     write_segment,
 )
 from store.catalog.groups import uids_of_address
-from store.exchange.datasets import export_selection, import_selection
+from store.exchange.dataset_export import export_selection
+from store.exchange.dataset_import import import_selection
 from store.exchange.fork import fork
 from store.hashing import uid
 from store.maintenance.finding import Finding

@@ -24,7 +24,8 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.exchange.datasets import export_selection, import_selection, live_files
+from store.exchange.dataset_export import export_selection, live_files
+from store.exchange.dataset_import import import_selection
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.sweep import sweep_retired
 from store.reading.manifest import read_manifest

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from store import storage
-from store.exchange import datasets
+from store.exchange import dataset_files
 
-fetch_dataset = datasets._local_copy
+fetch_dataset = dataset_files._local_copy
 
 
 def fetch_dataset_soon(location: str) -> str:
