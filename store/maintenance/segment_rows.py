@@ -66,7 +66,10 @@ class Played:
 
 
 def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
-    """Read every page of the file and check it. Raises FormatError if it is no segment."""
+    """Read every page of the file and check it. Raises FormatError if it is no segment.
+
+    Nothing is asked of its rows but that they say what a row must.
+    """
     try:
         source = pa.BufferReader(data)
         file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
@@ -80,6 +83,8 @@ def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
             f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
     table = decode(data, path=path, columns=COLUMNS)
+    if (missing := _missing_column(table)) is not None:
+        raise FormatError(f"{path} has no {missing} in a row: no run wrote it")
     return Rows(run_id=run_id, worker=worker, epoch=number, table=table)
 
 
@@ -165,11 +170,10 @@ def check_importable(table: pa.Table, *, name: str) -> None:
 
     Readers of the run and its learner would fail on them later. `table` has SEGMENT_SCHEMA.
     """
+    if (missing := _missing_column(table)) is not None:
+        raise FormatError(f"{name} has no {missing} in a row; {LOOK_AT_IT}")
     for _, detail in malformed(table):
         raise FormatError(f"{name}: {detail}; {LOOK_AT_IT}")
-    for column in table.column_names:
-        if column not in NULLABLE and table[column].null_count:
-            raise FormatError(f"{name} has no {column} in a row; {LOOK_AT_IT}")
     for column, inner in _inner_values(table):
         if inner.null_count:
             raise FormatError(f"{name} has a null in {column}; {LOOK_AT_IT}")
@@ -224,6 +228,14 @@ def largest_token(table: pa.Table) -> int:
     """Return the largest token id of the rows, -1 of rows without tokens."""
     columns = [pc.list_flatten(table[name]) for name in ("prompt_ids", "response_ids")]
     return max((pc.max(one).as_py() for one in columns if len(one)), default=-1)
+
+
+def _missing_column(table: pa.Table) -> str | None:
+    """Return a column that a row has no value of, though each must have one."""
+    return next(
+        (name for name in table.column_names if name not in NULLABLE and table[name].null_count),
+        None,
+    )
 
 
 def _inner_values(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:

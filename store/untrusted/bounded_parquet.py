@@ -19,7 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from store.errors import FormatError, is_out_of_memory
+from store.untrusted.parquet_footer import read_row_groups
 from store.untrusted.parquet_pages import PageError, column_pages
+from store.untrusted.thrift import ThriftError
 
 # A step takes 1.2 KB on disk and 5.2 KB decoded. Drawn images decode to a hundred times their
 # bytes. No merge makes more than 1 GiB of rows.
@@ -135,7 +137,7 @@ def _decoded(
     chosen = None if columns is None else list(columns)
     try:
         chunks = list(_chunks(file, source, n_bytes=n_bytes, columns=chosen))
-    except PageError as error:
+    except (PageError, ThriftError) as error:
         raise _not_ours(f"{name} is damaged: {error}") from error
     for chunk in chunks:
         if not chunk.is_list and chunk.n_values != chunk.n_rows:
@@ -214,15 +216,20 @@ class _Chunk:
 def _chunks(
     file: pq.ParquetFile, source: Any, *, n_bytes: int, columns: Sequence[str] | None
 ) -> Iterator[_Chunk]:
-    """Yield the sizes of the columns, as their pages tell them. Raises PageError.
+    """Yield the sizes of the columns, as their pages tell them. Raises PageError or ThriftError.
 
     Columns that share their pages would be looked through again for each.
     """
     left_bytes = n_bytes
-    for row_group, n_rows in enumerate(_rows_of_groups(file)):
-        metadata = file.metadata.row_group(row_group)
-        for number in range(metadata.num_columns):
-            column, about = metadata.column(number), file.schema.column(number)
+    abouts = [file.schema.column(number) for number in range(len(file.schema))]
+    row_groups = read_row_groups(source, n_bytes=n_bytes)
+    if [row_group.n_rows for row_group in row_groups] != _rows_of_groups(file):
+        raise PageError("its footer can be read in two ways")
+    for number, row_group in enumerate(row_groups):
+        n_rows = row_group.n_rows
+        if len(row_group.columns) != len(abouts):
+            raise PageError(f"a row group has {len(row_group.columns):,} columns")
+        for column, about in zip(row_group.columns, abouts, strict=True):
             path = about.path
             # Arrow decodes what the schema says, whatever the footer says of one chunk.
             other = (column.path_in_schema, column.physical_type)
@@ -250,7 +257,7 @@ def _chunks(
             is_wide = is_decimal or about.physical_type == "FIXED_LEN_BYTE_ARRAY"
             dictionary_bytes = sum(page.n_bytes for page in pages if page.is_dictionary)
             yield _Chunk(
-                row_group=row_group,
+                row_group=number,
                 path=path,
                 is_list=about.max_repetition_level > 0,
                 n_rows=n_rows,

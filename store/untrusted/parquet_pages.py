@@ -1,32 +1,38 @@
 """Read the page headers of a Parquet file. They say how much it decodes to; its footer may lie.
 
-    for page in column_pages(source, metadata.row_group(0).column(0)):
+    for page in column_pages(source, row_group.columns[0]):
         print(page.n_values, page.n_bytes)
 
-A header is a structure of Thrift's compact protocol. Arrow and DuckDB allocate memory by its
-numbers, but do not show them to Python.
+Arrow and DuckDB allocate memory by a header's numbers, but do not show them to Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from store.untrusted.thrift import INT32, Form, read_structure
+
+if TYPE_CHECKING:
+    from store.untrusted.parquet_footer import ColumnChunk
 
 # Most headers are shorter than the first. Each may hold four values of a column as statistics, of
 # 4 KiB at most.
 HEADER_BYTES, LONGEST_HEADER_BYTES = 256, 64 * 1024
 MAGIC_BYTES = 4  # before the first page
-MAX_DEPTH = 8  # a header's structures nest three deep
-MAX_VARINT_BYTES = 10
-# Types of the protocol.
-TRUE, FALSE, BYTE, INT16, INT32, INT64, DOUBLE, BINARY, STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 12
 # Fields of a header, and the structures in it that count a page's values in their first field.
 PAGE_TYPE, UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 1, 2, 3
 DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = 5, 7, 8
 TYPE_OF = {DATA_PAGE: 0, DICTIONARY_PAGE: 2, DATA_PAGE_V2: 3}  # Arrow passes over other types
 N_VALUES = 1
 ENCODING = {DATA_PAGE: 2, DICTIONARY_PAGE: 2, DATA_PAGE_V2: 4}
+HEADER: Form = {
+    PAGE_TYPE: INT32,
+    UNCOMPRESSED_SIZE: INT32,
+    COMPRESSED_SIZE: INT32,
+    **{kind: {N_VALUES: INT32, encoding: INT32} for kind, encoding in ENCODING.items()},
+}
 # What our writer, DuckDB and Arrow use unless they are told to use another. The delta encodings
 # (5 to 7) have counts of their own inside the page, or repeat the value before, so a page stands
 # for any size.
@@ -40,7 +46,7 @@ ENCODINGS = {
 
 
 class PageError(ValueError):
-    """Bytes that are no page header, or a page that reaches beyond its column."""
+    """Bytes that are no page header of ours, or a page that reaches beyond its column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +58,10 @@ class Page:
     n_values: int  # with nulls, and an empty list is one
 
 
-def column_pages(source: Any, column: Any) -> Iterator[Page]:
-    """Yield the pages of a column chunk (`pq.ColumnChunkMetaData`) of the file `source`.
+def column_pages(source: Any, column: ColumnChunk) -> Iterator[Page]:
+    """Yield the pages of a column chunk of the file `source`.
 
-    No page's content is read. Raises PageError.
+    No page's content is read. Raises PageError or ThriftError.
     """
     dictionary_at, at = column.dictionary_page_offset, column.data_page_offset
     if dictionary_at is not None:
@@ -80,17 +86,15 @@ def _page_at(source: Any, at: int) -> tuple[Page, int]:
         source.seek(at)
         header = source.read(at_most)
         try:
-            fields, length = _structure(header, 0, depth=0)
+            fields, length = read_structure(header, 0, HEADER)
         except IndexError:  # the header goes on
             continue
         kinds = [kind for kind in (DATA_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) if kind in fields]
-        if len(kinds) != 1 or not isinstance(fields[kinds[0]], dict):
-            break
-        if fields.get(PAGE_TYPE) != TYPE_OF[kinds[0]]:
+        if len(kinds) != 1 or fields.get(PAGE_TYPE) != TYPE_OF[kinds[0]]:
             break
         n_values = fields[kinds[0]].get(N_VALUES)
         sizes: tuple[Any, Any] = (fields.get(UNCOMPRESSED_SIZE), fields.get(COMPRESSED_SIZE))
-        if not all(isinstance(number, int) and number >= 0 for number in (*sizes, n_values)):
+        if not all(number is not None and number >= 0 for number in (*sizes, n_values)):
             break
         encoding = fields[kinds[0]].get(ENCODING[kinds[0]])
         if encoding not in ENCODINGS:
@@ -109,53 +113,3 @@ def _page_at(source: Any, at: int) -> tuple[Page, int]:
             raise PageError(f"a dictionary has {n_values:,} values in {page.n_bytes:,} bytes")
         return page, length + stored_bytes
     raise PageError(f"there is no page at byte {at:,}")
-
-
-def _structure(data: bytes, at: int, *, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the numbers and structures of a structure by field, and where it ends.
-
-    Raises IndexError if it goes on after `data`.
-    """
-    if depth > MAX_DEPTH:
-        raise PageError("a page's header nests too deep")
-    fields: dict[int, Any] = {}
-    field = 0
-    while head := data[at]:
-        at += 1
-        kind = head & 0x0F
-        if head >> 4:
-            field += head >> 4  # counted from the field before
-        else:
-            field, at = _number(data, at)
-        if field in fields:  # readers differ in which of the two they take
-            raise PageError(f"a page's header has field {field} twice")
-        if kind == INT32:
-            fields[field], at = _number(data, at)
-        elif kind in (INT16, INT64):  # no number that we read; Arrow reads none of them either
-            _, at = _number(data, at)
-        elif kind == BINARY:
-            length, at = _varint(data, at)
-            at += length
-        elif kind == STRUCT:
-            fields[field], at = _structure(data, at, depth=depth + 1)
-        elif kind in (BYTE, DOUBLE):
-            at += 1 if kind == BYTE else 8
-        elif kind not in (TRUE, FALSE):  # a header has no lists
-            raise PageError(f"a page's header has a field of type {kind}")
-    return fields, at + 1
-
-
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    value, at = _varint(data, at)
-    return (value >> 1) ^ -(value & 1), at  # its lowest bit is the sign
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise PageError("a page's header has a number without end")

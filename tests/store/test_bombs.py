@@ -34,6 +34,7 @@ from store.segments import SegmentMeta, decode
 from store.storage import LocalStorage
 from store.untrusted import bounded_parquet
 from store.untrusted.bounded_parquet import open_parquet, read_table
+from store.untrusted.parquet_footer import read_row_groups
 from store.untrusted.parquet_pages import column_pages
 from tests.support.parquet_maker import UNKNOWN_TYPE, column_chunk, page, parquet, varint
 from tests.support.store_samples import make_trajectory, open_train_group, play
@@ -301,7 +302,8 @@ def test_a_page_that_is_not_compressed_has_the_bytes_that_are_there(is_list: boo
         data[at] = 0x80
         at += 1
     data[at] = 0
-    (dictionary, *_) = column_pages(pa.BufferReader(bytes(data)), column)
+    (row_group,) = read_row_groups(pa.BufferReader(bytes(data)), n_bytes=len(data))
+    (dictionary, *_) = column_pages(pa.BufferReader(bytes(data)), row_group.columns[0])
     assert dictionary.n_bytes > 4_000_000
     with pytest.raises(FormatError, match="stands for more than"):
         read_all(pa.py_buffer(bytes(data)))

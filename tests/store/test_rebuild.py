@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pyarrow as pa
 import pytest
 
 from cli.__main__ import main
@@ -37,7 +38,10 @@ from store.maintenance.finding import Finding
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.fsck_catalog import check_catalog
 from store.maintenance.rebuild import rebuild
+from store.maintenance.segment_rows import COLUMNS, NULLABLE
 from store.maintenance.sweep import sweep_retired
+from store.records import to_table
+from store.segments import TrajectoryMeta, write_rows
 from tests.support.run_views import connect
 from tests.support.store_damage import edit
 from tests.support.store_runs import MERGE_TWO, compact_once, fingerprint, flip, make_run, rewrite
@@ -661,3 +665,32 @@ def test_a_file_that_counts_versions_without_end_is_set_aside(tmp_path: Path) ->
     report = rebuild(layout)
     assert any("as no run does" in line for line in report.lost)
     assert ask(layout, "SELECT max(version) < 100 FROM version") == [(1,)]
+
+
+@pytest.mark.parametrize("column", [name for name in COLUMNS if name not in NULLABLE])
+def test_a_file_without_what_each_row_must_say_is_named_and_set_aside(
+    column: str, tmp_path: Path
+) -> None:
+    """The attack: a null uid ended fsck with a traceback, a null group or member each rebuild."""
+    layout = make_run(tmp_path / "run")
+    with Catalog.open(layout) as catalog:
+        group = open_train_group(catalog, 60, size=1)
+        played = make_trajectory(group, 0, version=0)
+        table = to_table([played])
+        field = table.schema.field(column)
+        nothing = table.set_column(
+            table.schema.get_field_index(column), field, pa.nulls(table.num_rows, field.type)
+        )
+        metas = (TrajectoryMeta.of(played),)
+        planted = write_rows(layout, nothing, trajectories=metas, worker="w9", epoch=catalog.epoch)
+        catalog.commit(planted, epoch=catalog.epoch)
+        export(catalog, layout)
+    fault = f"no {column} in a row"
+    assert any(
+        fault in one.detail and planted.path in one.detail for one in check(layout, level=CONTENTS)
+    )
+    layout.catalog.unlink()
+    layout.backup.unlink()  # it knows the file's size, so the file would not be read
+    report = rebuild(layout)
+    assert any(planted.path in line and fault in line for line in report.lost)
+    assert (layout.quarantine / Path(planted.path).name).exists()

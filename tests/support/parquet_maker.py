@@ -40,7 +40,10 @@ def text(content: str) -> bytes:
 def structure(*fields: Field) -> bytes:
     encoded, last = bytearray(), 0
     for field, kind, value in fields:
-        encoded += bytes([(field - last) << 4 | kind]) + value
+        if 0 < field - last <= 15:
+            encoded += bytes([(field - last) << 4 | kind]) + value
+        else:
+            encoded += bytes([kind]) + whole(field) + value
         last = field
     return bytes(encoded) + b"\0"
 
@@ -61,19 +64,33 @@ def page(*, n_values: int, data: bytes) -> bytes:
     return structure((1, INT32_FIELD, whole(0)), *sizes, (5, STRUCT, counts)) + data
 
 
-def column_chunk(path: Sequence[str], *, n_values: int, at: int, n_bytes: int) -> bytes:
-    """Return what a footer says of the column in one row group, whose pages begin at byte `at`."""
+def column_chunk(
+    path: Sequence[str],
+    *,
+    n_values: int,
+    at: int,
+    n_bytes: int,
+    encodings: bytes | None = None,
+    more: Sequence[Field] = (),
+    beside: Sequence[Field] = (),
+) -> bytes:
+    """Return what a footer says of the column in one row group, whose pages begin at byte `at`.
+
+    `encodings` is another list than the usual one, `more` are further fields of what it says, and
+    `beside` of the structure around it.
+    """
     about = structure(
         (1, INT32_FIELD, whole(INT32)),
-        (2, LIST, several(INT32_FIELD, [whole(PLAIN), whole(RLE)])),
+        (2, LIST, encodings or several(INT32_FIELD, [whole(PLAIN), whole(RLE)])),
         (3, LIST, several(BINARY, [text(name) for name in path])),
         (4, INT32_FIELD, whole(0)),
         (5, INT64_FIELD, whole(n_values)),
         (6, INT64_FIELD, whole(n_bytes)),
         (7, INT64_FIELD, whole(n_bytes)),
         (9, INT64_FIELD, whole(at)),
+        *more,
     )
-    return structure((2, INT64_FIELD, whole(at)), (3, STRUCT, about))
+    return structure((2, INT64_FIELD, whole(at)), (3, STRUCT, about), *beside)
 
 
 def parquet(
