@@ -42,6 +42,8 @@ _FIRST_PUBLISHED = """
                   FROM version WHERE learner_step IS NOT NULL)
             WHERE step_before IS NULL OR learner_step > step_before"""
 
+LARGEST_COUNTER = 2**53  # no run counts so far, and JSON and readers of it hold no more exactly
+
 # Code of a finding -> a query for (kind of subject, its id, detail). A catalog may be a stranger's,
 # with any rows and without any index that has a name. So no query may take the square of its size:
 # a join is by a primary key, or with a materialized table, for which SQLite makes an index.
@@ -59,6 +61,21 @@ RULES = {
                       UNION ALL SELECT 'a batch', max(epoch) FROM batch
                       UNION ALL SELECT 'a version', max(epoch) FROM version) t
         WHERE t.epoch > m.epoch""",
+    # SQLite gives no number beyond its largest one, and says that the disk is full.
+    "counter": f"""
+        WITH counter AS (
+            SELECT 'epoch' AS name, epoch AS number FROM meta
+            UNION ALL SELECT 'lsn', lsn FROM meta
+            UNION ALL SELECT 'horizon_lsn', horizon_lsn FROM meta
+            UNION ALL SELECT 'batch_id', max(batch_id) FROM batch
+            UNION ALL SELECT 'event_id', max(event_id) FROM event
+            UNION ALL SELECT 'unfinished_id', max(unfinished_id) FROM unfinished
+            UNION ALL SELECT 'seq of group_state', max(seq) FROM group_state
+            UNION ALL SELECT 'sqlite_sequence of ' || name, seq FROM sqlite_sequence)
+        SELECT 'counter', name, format('it is at %s, and no run counts to it', number)
+        FROM counter
+        WHERE typeof(number) NOT IN ('integer', 'null')
+            OR number NOT BETWEEN 0 AND {LARGEST_COUNTER}""",
     "group_sums": f"""
         SELECT 'group', g.group_uid,
                format('it has %d members, %d steps, %d won, return %!.17g, versions %s..%s; ',

@@ -10,12 +10,14 @@ from contextlib import closing
 import pytest
 
 from cli.__main__ import main
-from store import Catalog, RunLayout
+from store import Catalog, RunLayout, StoreError
 from store.errors import FormatError
+from store.maintenance.backup import write_backup
 from store.maintenance.fsck import CONTENTS, check
 from tests.support.sizes import some
 from tests.support.store_damage import ask, edit
 from tests.support.store_runs import fingerprint
+from tests.support.store_samples import open_train_group, play
 
 COLUMNS = """SELECT m.name, c.name, c.type
              FROM sqlite_schema m, pragma_table_info(m.name) c WHERE m.type = 'table'"""
@@ -52,11 +54,17 @@ UNKNOWN = {  # cells whose value is nowhere else
     "component.waiting_on": "heartbeats of the last second",
     "component.beat_us": "heartbeats of the last second",
     "event.event_id": "the order of lines; it is in no export",
+    "sqlite_sequence.name": "SQLite goes on from the largest number in the table",
+    "sqlite_sequence.seq": "a larger one only leaves numbers out, but for one without end",
 }
 
 
 def cells(layout: RunLayout) -> list[tuple[str, str, str]]:
-    return [row for row in ask(layout, COLUMNS) if not row[0].startswith("sqlite_")]
+    """Return table, column and type. SQLite's own table has none."""
+    return [
+        (table, column, kind or {"name": "TEXT", "seq": "INTEGER"}[column])
+        for table, column, kind in ask(layout, COLUMNS)
+    ]
 
 
 def changed(table: str, column: str, kind: str) -> str:
@@ -174,3 +182,34 @@ def test_numbers_out_of_range_are_one_line(
         assert "Traceback" not in capsys.readouterr().err
     with Catalog.open(layout):  # rebuilt
         assert check(layout, level=CONTENTS) == []
+
+
+COUNTERS = {
+    "sqlite_sequence": "UPDATE sqlite_sequence SET seq = {} WHERE name = 'batch'",
+    "text": "UPDATE sqlite_sequence SET seq = '{}' || 'x' WHERE name = 'batch'",
+    "group_state": "UPDATE group_state SET seq = {} WHERE seq = (SELECT max(seq) FROM group_state)",
+    "event": "UPDATE event SET event_id = {} WHERE event_id = (SELECT max(event_id) FROM event)",
+    "epoch": "UPDATE meta SET epoch = {}",
+    "lsn": "UPDATE meta SET lsn = {}",
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_counter_at_its_end_is_named_and_copied_to_no_backup(
+    name: str, layout: RunLayout
+) -> None:
+    """The attack: fsck called such a run whole, and nothing could be added to it any more."""
+    change = edit(COUNTERS[name].format(2**62 - 1))
+    backup = layout.backup.read_bytes()
+    change(layout)
+    assert "counter" in {finding.what for finding in check(layout, level=CONTENTS)}
+    with (
+        pytest.raises(StoreError, match="counter"),
+        closing(sqlite3.connect(layout.catalog)) as copy,
+    ):
+        write_backup(copy, layout)
+    assert layout.backup.read_bytes() == backup
+    assert main(["rebuild", "--force", str(layout.root)]) == 0
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 50), version=0)
+    assert check(layout, level=CONTENTS) == []

@@ -148,6 +148,7 @@ DAMAGE: Mapping[str, Callable[[RunLayout], object]] = {
     "foreign_key": edit(
         "INSERT INTO duplicate (segment_id, traj_uid) VALUES ('none', zeroblob(16))"
     ),
+    "counter": edit(f"UPDATE sqlite_sequence SET seq = {2**63 - 1} WHERE name = 'group_state'"),
     "group_sums": edit("UPDATE grp SET n_steps = n_steps + 1 WHERE ordinal = 3"),
     "group_not_whole": edit("UPDATE grp SET size = size + 1 WHERE ordinal = 3"),
     "group_batch": edit("UPDATE batch_group SET live = 0 WHERE outcome = 'trained' AND live = 1"),
@@ -234,6 +235,7 @@ FOR_REBUILD = {  # repair does not guess which of two records is right
         "catalog_damaged",
         "catalog_foreign",
         "foreign_key",
+        "counter",
         "group_not_whole",
         "group_batch",
     ),
