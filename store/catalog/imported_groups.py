@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from store.catalog.groups import (
     check_member,
@@ -23,7 +24,7 @@ from store.catalog.segment_states import insert_segment
 from store.catalog.transaction import Transaction
 from store.errors import StoreError
 from store.records import uid_text
-from store.segments import SegmentMeta
+from store.segments import SegmentMeta, TrajectoryMeta
 
 COMPONENT = "import"
 OFFLINE_COMPONENT = "offline"
@@ -37,6 +38,16 @@ FREE_USE = """(
           UNION SELECT use + 1 FROM batch_group WHERE group_uid = c.group_uid AND live = 1)
     WHERE number NOT IN (
         SELECT use FROM batch_group WHERE group_uid = c.group_uid AND live = 1))"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportedSegment:
+    """A written segment of trajectories that the run does not have. It does not count yet."""
+
+    segment: SegmentMeta
+    groups: tuple[Group, ...]  # all groups of the segment
+    source: str  # in words
+    own: bool  # the groups were opened by this very run
 
 
 def known_trajectories(tx: Transaction, traj_uids: Collection[bytes]) -> frozenset[bytes]:
@@ -73,13 +84,7 @@ def import_groups(
     and is complete when it has all. A group that the run opened itself gets back the members that
     it lost, and no others. `own` groups were opened by this very run.
     """
-    sizes = {group.group_uid: group.size for group in groups}
-    for trajectory in segment.trajectories:
-        size = sizes[trajectory.group_uid]
-        check_member(trajectory, size=size, remedy="import what `export` wrote")
-    if own:
-        _refuse_unknown(tx, groups)
-    _refuse_new_members(tx, segment, groups=groups)
+    check_members(tx, segment.trajectories, groups=groups, own=own)
     for ordinal, group in enumerate(groups, start=tx.value(NEXT_ORDINAL)):
         if not _is_known(tx, group):
             insert_group(
@@ -103,6 +108,28 @@ def import_groups(
     tx.touch("groups")
 
 
+def import_segments(tx: Transaction, segments: Sequence[ImportedSegment]) -> None:
+    """Make all these segments count, or none of them. See `import_groups`."""
+    for one in segments:
+        import_groups(tx, segment=one.segment, groups=one.groups, source=one.source, own=one.own)
+
+
+def check_members(
+    tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, groups: Sequence[Group], own: bool
+) -> None:
+    """Raise StoreError for trajectories that `import_groups` does not take in.
+
+    A caller asks before it writes their segment: a rebuild also counts files that were never
+    committed.
+    """
+    sizes = {group.group_uid: group.size for group in groups}
+    for one in trajectories:
+        check_member(one, size=sizes[one.group_uid], remedy="import what `export` wrote")
+    if own:
+        _refuse_unknown(tx, groups)
+    _refuse_new_members(tx, trajectories, groups=groups)
+
+
 def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
     """Raise StoreError if a group of this very run is not in its catalog.
 
@@ -117,7 +144,9 @@ def _refuse_unknown(tx: Transaction, groups: Sequence[Group]) -> None:
             )
 
 
-def _refuse_new_members(tx: Transaction, segment: SegmentMeta, *, groups: Sequence[Group]) -> None:
+def _refuse_new_members(
+    tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, groups: Sequence[Group]
+) -> None:
     """Raise StoreError for a member that a group of this very run never had.
 
     The group would be trained on, or evaluated, with an episode that the run did not play. Anybody
@@ -128,7 +157,7 @@ def _refuse_new_members(tx: Transaction, segment: SegmentMeta, *, groups: Sequen
     of_group = "SELECT task_id FROM grp WHERE group_uid = :group_uid"
     of_lost = """SELECT 1 FROM lost_trajectory
                  WHERE (traj_uid, group_uid) = (:traj_uid, :group_uid)"""
-    for one in segment.trajectories:
+    for one in trajectories:
         if splits.get(one.group_uid, IMPORTED) == IMPORTED:
             continue
         is_lost = tx.row(of_lost, traj_uid=one.traj_uid, group_uid=one.group_uid) is not None
@@ -170,15 +199,23 @@ def complete_imported(tx: Transaction, group_uid: bytes, *, reason: str | None) 
     )
 
 
-def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail: str) -> None:
-    """Train on these imported, complete groups from now on: group uid -> run that played it.
+def take_offline_groups(
+    tx: Transaction,
+    sources: Mapping[bytes, str],
+    *,
+    segments: Sequence[ImportedSegment],
+    detail: str,
+) -> None:
+    """Import `segments`, and train on these groups from now on: group uid -> run that played it.
 
-    They are used in this order. Raises StoreError on a second call for the same run.
+    All the groups are complete then. They are used in this order. Raises StoreError on a second
+    call for the same run.
     """
     if has_offline_groups(tx):
         raise StoreError(
             "the offline groups of this run were chosen already; start a new run to choose others"
         )
+    import_segments(tx, segments)
     for ordinal, (group_uid, source) in enumerate(sources.items(), start=tx.value(NEXT_ORDINAL)):
         n = tx.run(
             """UPDATE grp SET ordinal = :ordinal, source = :source
@@ -189,8 +226,8 @@ def take_offline_groups(tx: Transaction, sources: Mapping[bytes, str], *, detail
         )
         if n != 1:
             raise StoreError(
-                f"group {uid_text(group_uid)} is no whole imported group; import it before "
-                "it is taken"
+                f"group {uid_text(group_uid)} of run {source} is no whole imported group here: the "
+                "run has it with another size; take its source in a new run_dir"
             )
     tx.log(component=OFFLINE_COMPONENT, what=TAKEN, detail=detail)
     tx.touch("groups")

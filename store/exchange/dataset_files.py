@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +155,7 @@ def read_dataset(storage: Storage) -> Dataset:
             )
             for part in json_values.entries(content, "parts")
         )
+        _check_distinct(parts)
         checked = {
             "run_id": checked_run_id(json_values.text(content, "run_id")),
             "groups": {uid: _size(groups, uid) for uid in groups},
@@ -169,6 +170,19 @@ def read_dataset(storage: Storage) -> Dataset:
             "export it again without --text-uids to use it in a run"
         )
     return dataset
+
+
+def _check_distinct(parts: Sequence[DatasetFile]) -> None:
+    """Raise ValueError for a file that is named twice, under whatever path.
+
+    A few megabytes of JSON may name one file so often that reading it again and again takes days.
+    The digest of each file is compared with its content, so equal digests are equal files.
+    """
+    seen: set[str] = set()
+    for part in parts:
+        if part.digest in seen:
+            raise ValueError(f"{part.path:.80} is a part that it names twice")
+        seen.add(part.digest)
 
 
 def _size(groups: Mapping[str, Any], uid: str) -> int:

@@ -7,7 +7,7 @@ To train on a dataset's groups, name it as a source: see offline_import.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
+from store.catalog.groups import is_member
+from store.catalog.imported_groups import ImportedSegment
 from store.catalog.records import IMPORTED, Group
+from store.errors import FormatError
 from store.exchange.dataset_files import open_dataset, part_tables
 from store.layout import RunLayout
 from store.maintenance import segment_rows
 from store.reading.manifest import export
-from store.records import UID_TYPE
+from store.records import UID_TYPE, uid_text
 from store.segments import write_rows
 
 
@@ -36,70 +39,134 @@ def import_selection(run: Path, source: Path | str) -> ImportReport:
 
     Trajectories that the run has stay as they are, so a second import changes nothing. In the run
     that the dataset came from, lost trajectories come back. Raises LockedError if the run has an
-    owner; DigestError or FormatError, before anything is imported, if no run wrote the dataset.
+    owner; DigestError or StoreError, before anything is imported, if a file of the dataset is
+    refused.
     """
     layout = RunLayout.open(run)
     storage, dataset = open_dataset(str(source))
-    for name, table in part_tables(storage, dataset):
-        segment_rows.check_importable(table, name=name)
     with Catalog.open(layout) as catalog:
-        reports = [
-            import_rows(
-                catalog,
-                layout,
-                table=table,
-                run_id=dataset.run_id,
-                size_of=dataset.size_of,
-                worker="import",
-                name=name,
-            )
-            for name, table in part_tables(storage, dataset)
-        ]
+        rows = NewRows(
+            catalog, layout, run_id=dataset.run_id, size_of=dataset.size_of, worker="import"
+        )
+        # all of them first: a refused dataset leaves no file in the run
+        for name, table in part_tables(storage, dataset):
+            rows.check(table, name=name)
+        for name, table in part_tables(storage, dataset):
+            rows.write(table, name=name)
+        catalog.import_segments(rows.segments)
         export(catalog, layout)
+    metas = [meta for one in rows.segments for meta in one.segment.trajectories]
     return ImportReport(
-        n_trajectories=sum(report.n_trajectories for report in reports),
-        n_steps=sum(report.n_steps for report in reports),
-        n_known=sum(report.n_known for report in reports),
+        n_trajectories=len(metas),
+        n_steps=sum(meta.n_steps for meta in metas),
+        n_known=len(rows.known),
     )
 
 
-def import_rows(
-    catalog: Catalog,
-    layout: RunLayout,
-    *,
-    table: pa.Table,
-    run_id: str,
-    size_of: Callable[[bytes], int],
-    worker: str,
-    name: str,
-) -> ImportReport:
-    """Import the trajectories of `table` that the run does not have.
+def check_part(
+    table: pa.Table, *, size_of: Callable[[bytes], int], name: str
+) -> tuple[segment_rows.Played, ...]:
+    """Return the trajectories of rows that some run played. Raises FormatError for others.
 
-    `run_id` is that of the run that played them, `size_of` returns the size of a group in it, and
-    `worker` names the directory of their segment. Raises FormatError, in which `name` is theirs.
+    `size_of` returns the size of a group in that run, and `name` is that of the rows.
     """
     segment_rows.check_importable(table, name=name)
     played = segment_rows.trajectories(table)
-    known = catalog.known_trajectories([one.meta.traj_uid for one in played])
-    new = [one for one in played if one.meta.traj_uid not in known]
-    metas = tuple(one.meta for one in new)
-    if new:
+    for meta in (one.meta for one in played):
+        try:
+            size = size_of(meta.group_uid)
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from error
+        # A member's uid follows from its group and its number, so no two members are the same.
+        if not is_member(meta, size=size):
+            raise FormatError(
+                f"{name}: trajectory {uid_text(meta.traj_uid)} is not member {meta.member} of "
+                f"group {uid_text(meta.group_uid)}, which has {size}; {segment_rows.LOOK_AT_IT}"
+            )
+    return played
+
+
+class NewRows:
+    """Write rows of another run to segments, which count once the catalog imports all of them.
+
+        rows = NewRows(catalog, layout, run_id=…, size_of=…, worker="import")
+        for name, table in …: rows.write(table, name=name)
+        catalog.import_segments(rows.segments)
+
+    Until then the files are orphans, which nobody reads and the sweep removes in time.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        layout: RunLayout,
+        *,
+        run_id: str,
+        size_of: Callable[[bytes], int],
+        worker: str,
+        written: Iterable[bytes] = (),
+    ) -> None:
+        """`run_id` is that of the run that played them, and `worker` the name of a directory.
+
+        Trajectories of `written` are in other segments that are imported together with these.
+        """
+        self.segments: list[ImportedSegment] = []
+        self.known: set[bytes] = set()  # trajectories that the run had; they stay as they are
+        self._catalog, self._layout, self._worker = catalog, layout, worker
+        self._run_id, self._size_of = run_id, size_of
+        self._written = set(written)
+
+    def check(self, table: pa.Table, *, name: str) -> None:
+        """Raise StoreError for rows that the run does not take in. FormatError has their name."""
+        self._new(table, name=name)
+
+    def write(self, table: pa.Table, *, name: str) -> None:
+        """Check the rows, and write those of the trajectories that neither the run nor we have."""
+        new = self._new(table, name=name)
+        if not new:
+            return
+        metas = tuple(one.meta for one in new)
         uids = pa.array([meta.traj_uid for meta in metas], UID_TYPE)
         kept = table.filter(pc.is_in(table["traj_uid"], value_set=uids))
-        own = run_id == layout.info.run_id
-        task_ids = {one.meta.group_uid: one.task_id for one in new}
-        kept = _with_splits(kept, catalog.splits_of(task_ids))
-        groups = [
-            Group.imported(group_uid=group_uid, task_id=task_id, size=size_of(group_uid))
+        groups = self._groups(new)
+        splits = self._catalog.splits_of([group.group_uid for group in groups])
+        segment = write_rows(
+            self._layout,
+            _with_splits(kept, splits),
+            trajectories=metas,
+            worker=self._worker,
+            epoch=self._catalog.epoch,
+        )
+        self._written.update(meta.traj_uid for meta in metas)
+        self.segments.append(
+            ImportedSegment(
+                segment=segment, groups=groups, source=f"run {self._run_id}", own=self._own
+            )
+        )
+
+    @property
+    def _own(self) -> bool:
+        """Return whether this very run played the rows."""
+        return self._run_id == self._layout.info.run_id
+
+    def _new(self, table: pa.Table, *, name: str) -> list[segment_rows.Played]:
+        """Return the trajectories that are new, all of them checked."""
+        played = check_part(table, size_of=self._size_of, name=name)
+        known = self._catalog.known_trajectories([one.meta.traj_uid for one in played])
+        self.known |= known
+        new = [one for one in played if one.meta.traj_uid not in known | self._written]
+        self._catalog.check_members(
+            [one.meta for one in new], groups=self._groups(new), own=self._own
+        )
+        return new
+
+    def _groups(self, played: Sequence[segment_rows.Played]) -> tuple[Group, ...]:
+        """Return the groups of these trajectories."""
+        task_ids = {one.meta.group_uid: one.task_id for one in played}
+        return tuple(
+            Group.imported(group_uid=group_uid, task_id=task_id, size=self._size_of(group_uid))
             for group_uid, task_id in task_ids.items()
-        ]
-        segment = write_rows(layout, kept, trajectories=metas, worker=worker, epoch=catalog.epoch)
-        catalog.import_groups(segment=segment, groups=groups, source=f"run {run_id}", own=own)
-    return ImportReport(
-        n_trajectories=len(new),
-        n_steps=sum(meta.n_steps for meta in metas),
-        n_known=len(known),
-    )
+        )
 
 
 def _with_splits(table: pa.Table, splits: Mapping[bytes, str]) -> pa.Table:

@@ -6,9 +6,10 @@ A step is compared with its whole group, so whole groups are taken: each with a 
 matches. A source is a run, which is only read and may go on training, a directory that `export`
 wrote, the URI of either, or rows that the caller makes.
 
-First all rows are imported, as `gigpo import` does. Then one transaction makes them the groups that
-the run trains on, in order. If the process is killed before it, the same call goes on with the rows
-that are here. After it there is nothing left to do.
+First all rows are written, to files that do not count yet. Then one transaction imports them all,
+and makes them the groups that the run trains on, in order. If a source is refused or the process is
+killed before it, the run has nothing of them, and the same call begins again. After it there is
+nothing left to do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,20 @@ import pyarrow.compute as pc
 
 from printable import one_line
 from store.catalog.catalog import Catalog
+from store.catalog.imported_groups import ImportedSegment
 from store.catalog.records import TRAIN
 from store.errors import FormatError, StoreError
 from store.exchange.bring import run_at
 from store.exchange.dataset_export import SELECT_TIMEOUT_S, selected_rows, trajectories_where
 from store.exchange.dataset_files import DATASET_JSON, open_dataset, part_tables
-from store.exchange.dataset_import import import_rows
+from store.exchange.dataset_import import NewRows, check_part
+from store.hashing import uid
 from store.layout import RunLayout
 from store.maintenance import segment_rows
 from store.maintenance.compact import in_group_order
 from store.reading.manifest import export
 from store.reading.reader import open_run
-from store.records import UID_TYPE
+from store.records import UID_TYPE, uid_text
 from store.storage import open_storage
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 
@@ -69,7 +73,7 @@ COLUMNS = pa.schema(
 SELECTED = """SELECT unhex(replace(g.group_uid::VARCHAR, '-', '')) AS group_uid, g.task_id,
        g.ordinal, g.size, g.n_steps, g.n_won, g.return_sum, g.state, g.reason, g.version_min,
        g.version_max, g.opened_at, g.completed_at,
-       list(unhex(replace(t.traj_uid::VARCHAR, '-', ''))) AS members
+       list(DISTINCT unhex(replace(t.traj_uid::VARCHAR, '-', ''))) AS members
 FROM groups AS g JOIN trajectories AS t ON t.group_uid = g.group_uid
 WHERE g.split = 'train' AND g.group_uid IN (SELECT group_uid FROM {selection})
 GROUP BY ALL ORDER BY g.completed_at, g.ordinal"""
@@ -158,10 +162,12 @@ def take_sources(
                     text = f"source {selection.source.location!r} is this very run"
                     raise StoreError(f"{text}; train from it in a new run_dir")
             chosen = in_order(selections, order=order)
+            segments: list[ImportedSegment] = []
             for selection in selections:
-                _import(catalog, layout, selection=selection)
+                segments += _written(catalog, layout, selection=selection, but=segments)
             taken = tuple(_reports(selections))
-            catalog.take_offline_groups(chosen, detail="; ".join(map(str, taken)))
+            detail = "; ".join(map(str, taken))
+            catalog.take_offline_groups(chosen, segments=segments, detail=detail)
         export(catalog, layout)
     return taken
 
@@ -169,15 +175,17 @@ def take_sources(
 def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
     """Raise the errors that `take_sources` raises before it takes anything.
 
-    All rows of datasets and chats are looked at. Those of runs are when they are imported.
+    All rows of datasets and chats are looked at. Those of runs are when they are imported; until
+    then their views say which members a group has.
     """
     with ExitStack() as opened:
         selections = [_select(source, opened) for source in sources]
         in_order(selections, order=order)
         for selection in selections:
             for table in _rows(selection) if selection.is_dataset else ():
-                check_tokens(table, name=_name(selection), source=selection.source)
-                segment_rows.check_importable(table, name=_name(selection))
+                check_tokens(
+                    table, name=_name(selection.source, selection.run_id), source=selection.source
+                )
 
 
 def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
@@ -255,7 +263,9 @@ def _select_of_chats(source: OfflineSource, rows: Callable[[], OfflineRows]) -> 
             "chats that you want into a file of their own, or use offline.train_on"
         )
     made = rows()
-    groups = _groups_of(made.tables)
+    for table in made.tables:
+        segment_rows.check_importable(table, name=_name(source, made.run_id))
+    groups = _groups_of(chain.from_iterable(map(segment_rows.trajectories, made.tables)))
     sizes = {group_uid: len(members) for group_uid, members in groups.items()}
     return _selected(
         source, groups, run_id=made.run_id, size_of=sizes.__getitem__, tables=made.tables
@@ -275,7 +285,14 @@ def _select_of_run(source: OfflineSource, theirs: RunLayout, *, opened: ExitStac
             f"source {source.location}@{source.where} cannot be selected: {error}; write what "
             "follows the @ as after WHERE, over columns of the views trajectories and groups"
         ) from error
-    groups, n_incomplete = _whole(answer.cast(COLUMNS))
+    name = _name(source, theirs.info.run_id)
+    try:
+        groups, n_incomplete = _whole(answer.cast(COLUMNS))
+    except pa.ArrowInvalid as error:
+        raise FormatError(
+            f"{name}: its views show {one_line(error)}; gigpo fsck --repair {theirs.root}"
+        ) from error
+    _check_members(groups, name=name)
     return _Selection(
         source=source,
         run_id=theirs.info.run_id,
@@ -286,6 +303,17 @@ def _select_of_run(source: OfflineSource, theirs: RunLayout, *, opened: ExitStac
     )
 
 
+def _check_members(groups: pa.Table, *, name: str) -> None:
+    """Raise FormatError for a whole group whose members are not those that its run gave it."""
+    sizes, members = groups["size"].to_pylist(), groups["members"].to_pylist()
+    for group_uid, size, shown in zip(groups["group_uid"].to_pylist(), sizes, members, strict=True):
+        if set(shown) != {uid(group_uid, member) for member in range(size)}:
+            raise FormatError(
+                f"{name}: its views show trajectories of group {uid_text(group_uid)} that are not "
+                f"its members 0..{size - 1}; look at it with gigpo fsck, or leave the group out"
+            )
+
+
 def _select_of_dataset(source: OfflineSource) -> _Selection:
     if source.where is not None:
         raise StoreError(
@@ -293,26 +321,30 @@ def _select_of_dataset(source: OfflineSource) -> _Selection:
             "select when it is exported, by --where"
         )
     storage, dataset = open_dataset(source.location)
+    name = _name(source, dataset.run_id)
+    played = (
+        check_part(table, size_of=dataset.size_of, name=name)
+        for _, table in part_tables(storage, dataset)
+    )
     return _selected(
         source,
-        _groups_of(table for _, table in part_tables(storage, dataset)),
+        _groups_of(chain.from_iterable(played)),
         run_id=dataset.run_id,
         size_of=dataset.size_of,
         tables=(table for _, table in part_tables(storage, dataset)),
     )
 
 
-def _groups_of(tables: Iterable[pa.Table]) -> dict[bytes, list[segment_rows.Played]]:
-    """Return the trajectories of each training group.
+def _groups_of(played: Iterable[segment_rows.Played]) -> dict[bytes, list[segment_rows.Played]]:
+    """Return the trajectories of each training group. One that stands in two files counts once.
 
     Held-out groups stay held out. Imported ones can be taken from the run they are from.
     """
-    found: dict[bytes, list[segment_rows.Played]] = {}
-    for table in tables:
-        for played in segment_rows.trajectories(table):
-            if played.split == TRAIN:
-                found.setdefault(played.meta.group_uid, []).append(played)
-    return found
+    found: dict[bytes, dict[bytes, segment_rows.Played]] = {}
+    for one in played:
+        if one.split == TRAIN:
+            found.setdefault(one.meta.group_uid, {}).setdefault(one.meta.traj_uid, one)
+    return {group_uid: list(members.values()) for group_uid, members in found.items()}
 
 
 def _selected(
@@ -380,27 +412,41 @@ def check_tokens(table: pa.Table, *, name: str, source: OfflineSource) -> None:
         )
 
 
-def _import(catalog: Catalog, layout: RunLayout, *, selection: _Selection) -> None:
-    """Import all rows of the selected groups that are not here yet."""
+def _written(
+    catalog: Catalog,
+    layout: RunLayout,
+    *,
+    selection: _Selection,
+    but: Sequence[ImportedSegment],
+) -> list[ImportedSegment]:
+    """Write all rows of the selected groups that are neither here nor in the segments `but`."""
     uids = selection.groups["group_uid"].to_pylist()
     sizes = dict(zip(uids, selection.groups["size"].to_pylist(), strict=True))
-    name = _name(selection)
+    name = _name(selection.source, selection.run_id)
+    rows = NewRows(
+        catalog,
+        layout,
+        run_id=selection.run_id,
+        size_of=sizes.__getitem__,
+        worker=WORKER,
+        written=(meta.traj_uid for one in but for meta in one.segment.trajectories),
+    )
+    missing = set(pc.list_flatten(selection.groups["members"]).to_pylist())
     for table in _rows(selection):
         for piece in _pieces(table):
             check_tokens(piece, name=name, source=selection.source)
-            import_rows(
-                catalog,
-                layout,
-                table=piece,
-                run_id=selection.run_id,
-                size_of=sizes.__getitem__,
-                worker=WORKER,
-                name=name,
-            )
+            rows.write(piece, name=name)
+            missing.difference_update(piece["traj_uid"].unique().to_pylist())
+    if missing:
+        raise FormatError(
+            f"{name}: its files lack trajectory {uid_text(min(missing))}, which its views show; "
+            "look at it with gigpo fsck, or leave its group out"
+        )
+    return rows.segments
 
 
-def _name(selection: _Selection) -> str:
-    return f"source {selection.source.location} (run {selection.run_id})"
+def _name(source: OfflineSource, run_id: str) -> str:
+    return f"source {source.location} (run {run_id})"
 
 
 def _rows(selection: _Selection) -> Iterator[pa.Table]:

@@ -148,6 +148,9 @@ def malformed(table: pa.Table) -> list[tuple[str, str]]:
         )
     )
     for row in steps.to_pylist():
+        if row["traj_uid"] is None:
+            wrong.append(("step_index", f"{row['step_index_count']} rows have no traj_uid"))
+            continue
         n, name = row["step_index_count"], uid_text(row["traj_uid"])
         indices = row["step_index_min"], row["step_index_max"], row["step_index_count_distinct"]
         if indices != (0, n - 1, n):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from cli.__main__ import main
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
@@ -100,7 +102,9 @@ def make_forkable_run(world: Path) -> None:
 
 def make_dataset(world: Path) -> None:
     """Make an export of one run, and another run to take it in."""
-    said("export", make_run(world / "theirs").root, world / "dataset")
+    with mock.patch("store.exchange.dataset_export.PART_BYTES", 1):  # several files
+        said("export", make_run(world / "theirs").root, world / "dataset")
+    assert len(list((world / "dataset").rglob("*.parquet"))) > 1
     make_run(world / "run")
 
 
@@ -169,6 +173,15 @@ def opens(world: Path) -> list[str]:
         return [f"it cannot be opened: {error}"]
 
 
+def all_or_nothing(world: Path) -> list[str]:
+    """Check that the run opens, and has all trajectories of the dataset or none."""
+    broken = opens(world)
+    imported = "SELECT count(*) FROM trajectory JOIN grp USING (group_uid) WHERE split = 'imported'"
+    ((n,),) = ask(run_of(world), imported)
+    whole = json.loads((world / "dataset" / "dataset.json").read_text())["n_trajectories"]
+    return broken if n in (0, whole) else [*broken, f"{n} of {whole} trajectories are imported"]
+
+
 def no_half_fork(world: Path) -> list[str]:
     """Check that the fork is whole or absent, and its unfinished directory whole or refused."""
     made, broken = world / "made", []
@@ -235,7 +248,11 @@ COMMANDS = {
         result=lambda world: RunLayout.open(world / "made"),
     ),
     "import": Command(
-        prepare=make_dataset, act=take_in, unchanged="dataset", after_kill=opens, result=run_of
+        prepare=make_dataset,
+        act=take_in,
+        unchanged="dataset",
+        after_kill=all_or_nothing,
+        result=run_of,
     ),
     "export": Command(
         prepare=lambda world: make_run(world / "run"),

@@ -34,6 +34,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.catalog.groups import insert_trajectories
 from store.exchange import dataset_files
 from store.exchange.bring import bring_run
 from store.exchange.dataset_export import export_selection, live_files
@@ -474,6 +475,17 @@ def test_every_text_of_a_row_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
             segment_rows.check_importable(changed, name="part")
 
 
+def test_rows_without_a_trajectory_are_named() -> None:
+    """The attack: they ended the import, and fsck of a run that has them, in a traceback."""
+    table = to_table([make_trajectory(Group.imported(group_uid=bytes(16), task_id="t", size=1), 0)])
+    index = table.schema.get_field_index("traj_uid")
+    nulls = pa.array([None] * len(table), table.schema.field(index).type)
+    table = table.set_column(index, table.schema.field(index), nulls)
+    assert segment_rows.malformed(table) == [("step_index", "3 rows have no traj_uid")]
+    with pytest.raises(FormatError, match="part has no traj_uid in a row"):
+        segment_rows.check_importable(table, name="part")
+
+
 @pytest.mark.parametrize("time_us", [-1, -(2**63), 2**63 - 1, 2**63 // 1000 + 1])
 def test_a_time_that_no_clock_shows_is_refused(tmp_path: Path, time_us: int) -> None:
     """Rows with such a time could not be turned into Python's objects."""
@@ -501,6 +513,103 @@ def forge(layout: RunLayout, dest: Path, ordinal: int, member: int, **changes: A
     changes = {"split": "train", "won": True, **changes}
     table = to_table([replace(make_trajectory(group, member), **changes)])
     return write_dataset(dest, table, run_id=run_id, size=size)
+
+
+def without_size(dataset: Path) -> None:
+    """Remove the sizes of all groups but the first from dataset.json."""
+    file = dataset / "dataset.json"
+    content = json.loads(file.read_text())
+    first = uid("f" * 32, "train", 0, None).hex()
+    file.write_text(json.dumps(content | {"groups": {first: content["groups"][first]}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "member", "message"),
+    [
+        ("no size", 1, "part-00001.parquet: dataset.json does not tell the size of group"),
+        ("same member", 0, "part-00001.parquet: trajectory .* is not member 0 of group"),
+        ("beyond", 7, "part-00001.parquet: trajectory .* is not member 7 of group .*, which has 2"),
+        ("of this run", 1, "opened in this very run.*none that it lost"),
+    ],
+)
+def test_nothing_is_imported_from_a_dataset_whose_second_file_is_refused(
+    tmp_path: Path, change: str, member: int, message: str
+) -> None:
+    """The attack: the rows of the first file had been committed, and came with the next export."""
+    layout = make_run(tmp_path / "run", n_groups=1, missing=1)
+    addresses = [("f" * 32, 0), (layout.info.run_id if change == "of this run" else "f" * 32, 0)]
+    if change != "of this run":
+        addresses[1] = ("f" * 32, 1)
+    first, second = (
+        Group.imported(group_uid=uid(run_id, "train", number, None), task_id="task-0", size=2)
+        for run_id, number in addresses
+    )
+    wrong = replace(make_trajectory(second, 1), member=member)
+    others = [make_trajectory(second, 0)] if change in ("no size", "same member") else []
+    place = write_dataset(
+        tmp_path / "forged",
+        to_table([make_trajectory(first, 0), make_trajectory(first, 1)]),
+        to_table([*others, wrong]),
+        run_id="f" * 32,
+        size=2,
+    )
+    if change == "no size":
+        without_size(place)
+    before, files = states(layout), sorted(layout.segments.rglob("*.parquet"))
+    with pytest.raises(StoreError, match=message):
+        import_selection(layout.root, place)
+    assert states(layout) == before
+    assert sorted(layout.segments.rglob("*.parquet")) == files, "a rebuild would count it"
+
+
+def test_an_import_ends_with_all_files_of_a_dataset_or_with_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, into = make_run(tmp_path / "source"), make_run(tmp_path / "into", n_groups=1)
+    monkeypatch.setattr("store.exchange.dataset_export.PART_BYTES", 1)
+    assert len(export_selection(source.root, tmp_path / "out", where=None, as_of=None).parts) == 3
+    before, left = states(into), [2]
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        insert_trajectories(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("store.catalog.imported_groups.insert_trajectories", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            import_selection(into.root, tmp_path / "out")
+    assert (states(into), left) == (before, [0])
+    assert import_selection(into.root, tmp_path / "out").n_trajectories == 6
+    assert [one[1] for one in states(into)] == ["complete"] * 4
+    assert [one for one in check(into, level=CONTENTS) if one.severity == "error"] == []
+
+
+def test_a_trajectory_in_two_files_of_a_dataset_counts_once(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "run", n_groups=1)
+    group = Group.imported(group_uid=uid("f" * 32, "train", 0, None), task_id="t", size=2)
+    one, other = make_trajectory(group, 0), make_trajectory(group, 1)
+    files = to_table([one]), to_table([one, other])
+    place = write_dataset(tmp_path / "twice", *files, run_id="f" * 32, size=2)
+    for n_new, n_known in ((2, 0), (0, 2)):
+        report = import_selection(layout.root, place)
+        assert (report.n_trajectories, report.n_known) == (n_new, n_known)
+    assert states(layout)[0][:2] == ("imported", "complete")
+    assert check(layout, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize("path", ["data/part-00000.parquet", "data/./part-00000.parquet"])
+def test_a_file_that_dataset_json_names_twice_is_refused(tmp_path: Path, path: str) -> None:
+    """The attack: 43 MB of dataset.json named a small file 400,000 times."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    forged = forge(layout, tmp_path / "forged", 5, 0, size=2)
+    file = forged / "dataset.json"
+    content = json.loads(file.read_text())
+    content["parts"].append(content["parts"][0] | {"path": path})
+    file.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match=r"is damaged .*part-00000.parquet is a part that it nam"):
+        import_selection(layout.root, forged)
 
 
 @pytest.mark.parametrize("is_own", [False, True])

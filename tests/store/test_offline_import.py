@@ -30,6 +30,7 @@ from store import (
     ReusedGroups,
     RunLayout,
     StoreError,
+    Trajectory,
     VersionRecord,
     export,
     read_segments,
@@ -355,7 +356,7 @@ def interrupted_at(n: int, function: Callable[..., object]) -> Callable[..., obj
         (
             ("store.catalog.imported_groups.has_offline_groups", has_offline_groups),
             0,
-        ),  # all is imported
+        ),  # all is written, nothing is imported
         (("store.exchange.offline_import.export", export), 0),  # all is taken, readers do not know
     ],
 )
@@ -665,6 +666,121 @@ def forged_source(
     return write_dataset(dest, table, run_id="e" * 32, size=size)
 
 
+def member_of(number: int, place: int, **changes: Any) -> Trajectory:
+    """Return a member of one of a stranger's groups of two."""
+    group_uid = uid("e" * 32, "train", number, None)
+    group = Group.imported(group_uid=group_uid, task_id="t", size=2)
+    return replace(make_trajectory(group, place), **({"split": "train"} | changes))
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([[(0, 0), (0, 0)]], "the 6 rows of trajectory .* are not steps 0..5"),
+        ([[(0, 0)], [(0, 0)]], "dataset.json is damaged .* a part that it names twice.*again"),
+        ([[(0, 0), (0, 1, {"member": 0})]], "(run e+).* is not member 0 of .*, which has 2; look"),
+        ([[(0, 0), (0, 1, {"member": 2})]], "(run e+).* is not member 2 of .*, which has 2; look"),
+        (
+            [[(0, 0), (0, 1)], [(1, 0, {"traj_uid": uid(uid("e" * 32, "train", 0, None), 0)})]],
+            "(run e+).* is not member 0 of .*, which has 2; look",
+        ),
+        # half a group, which stands in two files
+        ([[(0, 0)], [(0, 0), (1, 0)]], "2 groups, of which each lacks trajectories"),
+    ],
+)
+def test_a_dataset_of_wrong_members_is_refused_before_a_run_is_made(
+    tmp_path: Path, target: RunLayout, files: list[list[Any]], words: str
+) -> None:
+    """The attack: half a group counted as whole, and the run that was made never went on."""
+    tables = [
+        to_table([member_of(number, member, **dict(*more)) for number, member, *more in file])
+        for file in files
+    ]
+    place = write_dataset(tmp_path / "forged", *tables, run_id="e" * 32, size=2)
+    with pytest.raises(StoreError, match=words) as refused:
+        find_sources([parse_source(str(place))], order="")
+    assert str(place) in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(StoreError, match=words):
+        taken_from(target, str(place))
+
+
+def test_a_whole_group_whose_member_stands_in_two_files_is_taken_once(
+    tmp_path: Path, target: RunLayout
+) -> None:
+    one, other = member_of(0, 0), member_of(0, 1)
+    files = to_table([one]), to_table([one, other])
+    place = write_dataset(tmp_path / "twice", *files, run_id="e" * 32, size=2)
+    find_sources([parse_source(str(place))], order="")
+    assert taken_from(target, str(place))[0].n_groups == 1
+    assert ask(target, "SELECT n_members, n_steps, state FROM groups") == [(2, 6, "complete")]
+    assert check(target, level=CONTENTS) == []
+
+
+def show_other_trajectories(source: RunLayout, query: str) -> None:
+    """Make the view `trajectories` of a run show the rows of a query of its old rows, `before`."""
+    text = source.open_sql.read_text()
+    old = "CREATE OR REPLACE VIEW trajectories AS"
+    assert text.count(old) == 1
+    text = text.replace(old, old.replace("trajectories", "before"))
+    source.open_sql.write_text(f"{text}\nCREATE OR REPLACE VIEW trajectories AS {query};\n")
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        # half a group, twice
+        ("FROM before UNION ALL FROM before", "1 groups, of which each lacks trajectories"),
+        (
+            "FROM before UNION ALL SELECT * REPLACE (uuid() AS traj_uid) FROM before",
+            r"source .*\(run .*its views show trajectories of group .* not its members 0..1",
+        ),
+        (
+            "SELECT * REPLACE ('abcd' AS traj_uid) FROM before",
+            r"source .*\(run .*its views show .*; gigpo fsck --repair",
+        ),
+    ],
+)
+def test_a_run_whose_views_invent_members_is_refused_before_a_run_is_made(
+    tmp_path: Path, query: str, words: str
+) -> None:
+    source = make_source(tmp_path / "source", n_groups=1, missing=1)
+    show_other_trajectories(source, query)
+    with pytest.raises(StoreError, match=words):
+        find_sources([parse_source(str(source.root))], order="")
+
+
+def test_a_member_that_views_show_and_no_file_has_is_named(
+    tmp_path: Path, target: RunLayout
+) -> None:
+    """Anybody can compute a member's uid, and rows of runs are read when they are imported."""
+    source = make_source(tmp_path / "source", n_groups=1, missing=1)
+    (group_uid,) = ask(source, "SELECT group_uid FROM groups WHERE split = 'train'")[0]
+    invented = uid(group_uid.bytes, 1).hex()
+    rows = "FROM before WHERE split = 'train'"
+    show_other_trajectories(
+        source, f"{rows} UNION ALL SELECT * REPLACE ('{invented}'::UUID AS traj_uid) {rows}"
+    )
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"source .*\(run .* files lack trajectory .* fsck"):
+            taken_from(target, str(source.root))
+        with Catalog.open(target) as catalog:
+            assert catalog.live_segments() == ()
+
+
+def test_nothing_is_taken_of_the_first_source_if_the_second_is_refused(
+    source: RunLayout, tmp_path: Path, target: RunLayout
+) -> None:
+    """Rows of runs are read when they are imported. The longest here are 5 tokens."""
+    first = parse_source(str(source.root))
+    second = replace(parse_source(str(make_source(tmp_path / "other").root)), max_tokens=4)
+    with pytest.raises(StoreError, match="has 5 tokens, .* more than the 4"):
+        take_sources(target.root, [first, second], order="")
+    with Catalog.open(target) as catalog:
+        assert catalog.live_segments() == () and not catalog.has_offline_groups()
+    assert ask(target, "FROM groups") == []
+    assert taken_from(target, str(source.root))[0].n_groups == 3
+
+
 PIXELS = bytes(2 * 3 * 3)  # of an image of 2 x 3
 
 
@@ -677,9 +793,11 @@ def image(height: int | None, width: int | None, pixels: bytes | None = PIXELS) 
     [
         ("response_ids", [100, 0], "token id 100, and the model knows 100"),
         ("response_ids", [-1, 0], "response_ids=-1"),
-        ("response_ids", [], "without response_ids"),
+        ("response_ids", [], "differ in number"),
         ("response_ids", [None, 0], "null in response_ids"),
-        ("prompt_ids", None, "without prompt_ids"),
+        ("prompt_ids", None, "no prompt_ids in a row"),
+        ("version_min", None, "no version_min in a row"),
+        ("traj_uid", None, "no traj_uid in a row"),
         ("prompt_ids", [], "without prompt_ids"),
         ("response_logprobs", [-0.5], "differ in number"),
         ("response_logprobs", [float("nan"), -0.5], "response_logprobs=nan"),
