@@ -39,6 +39,7 @@ from .errors import DigestError as DigestError
 from .errors import FencedError as FencedError
 from .errors import FormatError as FormatError
 from .errors import LockedError as LockedError
+from .errors import PrivateCatalogError as PrivateCatalogError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
 from .exchange.bring import bring_catalog as bring_catalog

@@ -32,6 +32,10 @@ class UnavailableError(StoreError):
     """Storage does not answer or refuses: an outage, a time-out, permissions, an I/O error."""
 
 
+class PrivateCatalogError(StoreError):
+    """The run's owner lets nobody else read its catalog, as it is made."""
+
+
 class UnsafePathError(StoreError, OSError):
     """A path of a run is absolute, has "..", goes through a link, or names no regular file."""
 

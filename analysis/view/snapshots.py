@@ -22,7 +22,14 @@ import psutil
 import pyarrow as pa
 
 from analysis.view.sql_text import Tables, with_tables
-from store import Reader, RunLayout, StoreError, open_run, read_manifest
+from store import (
+    PrivateCatalogError,
+    Reader,
+    RunLayout,
+    StoreError,
+    open_run,
+    read_manifest,
+)
 
 REFRESH_S = 3.0  # between two looks for a newer snapshot
 # A newer snapshot takes a new reader, and the page that follows it is drawn again. The next one is
@@ -178,7 +185,12 @@ class Snapshots:
         """Hand out the reader of a snapshot, which stays open meanwhile."""
         snapshot = self._take(reader_key)
         while snapshot is None:  # another thread may drop it at once
-            self._open(reader_key[0], is_long=reader_key[1])
+            try:
+                self._open(reader_key[0], is_long=reader_key[1])
+            except PrivateCatalogError:  # another user's run went on; a page may have to wait then
+                if not reader_key[1]:
+                    raise
+                reader_key = (reader_key[0], False)
             snapshot = self._take(reader_key)
         try:
             yield snapshot.reader

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from printable import REASON_CHARACTERS, one_line
+from printable import REASON_CHARACTERS, one_line, shell_word
+from store.atomic_write import PRIVATE
 from store.catalog.ownership import check_consent
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, PrivateCatalogError, StoreError, UnsafePathError
 from store.layout import RunLayout
 from store.untrusted.file_access import is_file, open_file, status
 
@@ -40,6 +41,7 @@ def connect_owner(layout: RunLayout, *, now_us: Callable[[], int]) -> sqlite3.Co
     FormatError for a damaged catalog, StoreError if it is out of reach now.
     """
     check_catalog_files(layout)
+    make_catalog_file(layout)
     try:
         connection = sqlite3.connect(
             layout.catalog,
@@ -76,7 +78,8 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
     """Open the catalog beside its owner, to read it.
 
     Without a -wal file nobody writes, so a directory without write permission can be read too.
-    Raises OtherFormatError, and ForeignSchemaError for objects that this code never makes.
+    Raises OtherFormatError, ForeignSchemaError for objects that this code never makes, and
+    PrivateCatalogError.
     """
     check_consent(layout)
     check_catalog_files(layout)
@@ -93,6 +96,33 @@ def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def make_catalog_file(layout: RunLayout) -> None:
+    """Make an empty catalog that only its owner may open, if there is none.
+
+    Whoever may read its files can lock them: a lock of SQLite is one of the kernel, for which
+    read permission suffices, and it would end the owner. SQLite gives the log and the shared
+    memory the mode of the catalog. Raises StoreError.
+    """
+    try:
+        os.close(
+            open_file(
+                layout.catalog,
+                root=layout.run_directory,
+                flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+                mode=PRIVATE,
+            )
+        )
+    except FileExistsError:  # its owner may have given it another mode, which stays
+        return
+    except UnsafePathError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot make {layout.catalog}: {error.strerror}; check free space and permissions, "
+            "then retry"
+        ) from error
 
 
 def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
@@ -139,14 +169,24 @@ def check_catalog_files(layout: RunLayout) -> None:
     """Raise UnsafePathError or FormatError if SQLite would open or remove files outside the run.
 
     SQLite follows links. After a transaction of several databases it removes the file that a
-    journal names. Raises FormatError too for files that stand for many more bytes than they have.
+    journal names. Raises FormatError too for files that stand for many more bytes than they have,
+    and PrivateCatalogError for one that this user may not read.
     """
     n_bytes = 0
     for suffix in ("", "-wal", "-shm", "-journal"):
         path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
-        if status(path, root=layout.run_directory) is None:
+        found = status(path, root=layout.run_directory)
+        if found is None:
             continue
-        with open(open_file(path, root=layout.run_directory), "rb") as file:
+        try:
+            descriptor = open_file(path, root=layout.run_directory)
+        except PermissionError as error:
+            raise PrivateCatalogError(
+                f"{path} may not be read by you: it belongs to uid {found.st_uid}, and a catalog "
+                "is made for its owner alone, because who may read it can lock it. Its owner can "
+                f"share it: chmod g+r {shell_word(str(layout.catalog))}*"
+            ) from error
+        with open(descriptor, "rb") as file:
             found = os.fstat(file.fileno())
             n_bytes += found.st_size
             if found.st_size > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * found.st_blocks * _BLOCK_BYTES:

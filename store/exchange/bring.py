@@ -24,6 +24,7 @@ from pathlib import Path
 
 from store import primary_directory
 from store.atomic_write import (
+    PRIVATE,
     READ_ONLY,
     READ_WRITE,
     keep_private,
@@ -235,7 +236,7 @@ def bring_catalog(location: str) -> None:
     backup = layout.relative(layout.backup)
     if layout.storage.exists(backup):
         data = layout.storage.read(backup)
-        write_atomically(layout.catalog, memoryview(data), mode=READ_WRITE, beneath=root)
+        write_atomically(layout.catalog, memoryview(data), mode=PRIVATE, beneath=root)
 
 
 def _small_files(uri: str) -> dict[str, bytes] | None:

@@ -21,7 +21,13 @@ from os import link as link_file  # a test stands in for it, as for a file syste
 from pathlib import Path
 
 from store.atomic_write import keep_private, make_directory, sync_directory
-from store.catalog.connection import check_pages, connect_read_only, is_damage, raise_if_interrupted
+from store.catalog.connection import (
+    check_pages,
+    connect_read_only,
+    is_damage,
+    make_catalog_file,
+    raise_if_interrupted,
+)
 from store.catalog.groups import recompute
 from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
@@ -300,6 +306,7 @@ def _lsn(source: RunLayout) -> int:
 
 def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
     """Copy the catalog as it was at the checkpoint. Return the checkpoint's version."""
+    make_catalog_file(layout)
     with (
         closing(connect_read_only(source)) as original,
         closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,

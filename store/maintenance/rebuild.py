@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from store.atomic_write import READ_ONLY, READ_WRITE, write_atomically
+from store.atomic_write import PRIVATE, READ_ONLY, write_atomically
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
 from store.catalog.connection import raise_if_interrupted
@@ -373,7 +373,7 @@ def _replace_catalog(layout: RunLayout, data: bytes) -> None:
         old = layout.catalog.with_name(layout.catalog.name + suffix)
         if status(old, root=layout.root) is not None:
             quarantine(layout, layout.relative(old))
-    write_atomically(layout.catalog, data, mode=READ_WRITE, beneath=layout.root)
+    write_atomically(layout.catalog, data, mode=PRIVATE, beneath=layout.root)
 
 
 def _lines(catalog: Catalog, recovered: Recovered) -> tuple[str, ...]:

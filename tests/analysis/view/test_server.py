@@ -36,7 +36,7 @@ from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
 from analysis.view.text import LONG_CHARACTERS, MOST_MARKS, visible
 from printable import UNSAFE
-from store import RunLayout, open_run
+from store import PrivateCatalogError, Reader, RunLayout, open_run
 from store.reading.open_sql import MACROS_MARK
 from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play_one_more
 from tests.support.store_runs import copy_run, fingerprint
@@ -441,3 +441,22 @@ def test_who_reads_the_address_may_connect_at_once_and_ctrl_c_says_one_word(
         viewer.send_signal(signal.SIGINT)
         _, error = viewer.communicate(timeout=60)
     assert error.strip() == "interrupted"
+
+
+def test_long_queries_of_a_run_whose_catalog_is_private_are_asked_of_the_open_reader(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's run went on meanwhile, so a second reader would need its catalog."""
+    stored = Snapshots(layout.root, refresh_s=3600.0)
+
+    def of_another_user(run: Path, **options: object) -> Reader:
+        raise PrivateCatalogError(f"{run} may not be read by you")
+
+    monkeypatch.setattr(snapshots, "open_run", of_another_user)
+    try:
+        rows = stored.ask(stored.newest_lsn, "SELECT count(*) AS n FROM steps", is_long=True)
+        assert rows["n"][0].as_py() > 0
+        with pytest.raises(PrivateCatalogError, match="may not be read by you"):
+            stored.ask(stored.newest_lsn - 1, "SELECT 1", is_long=True)
+    finally:
+        stored.close()
