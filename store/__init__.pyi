@@ -42,6 +42,7 @@ from .errors import LockedError as LockedError
 from .errors import PrivateCatalogError as PrivateCatalogError
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
+from .errors import UnsafePathError as UnsafePathError
 from .exchange.bring import bring_catalog as bring_catalog
 from .exchange.bring import bring_run as bring_run
 from .exchange.bring import has_begun as has_begun

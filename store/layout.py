@@ -24,12 +24,14 @@ from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
+from store.untrusted.own_directory import opened_by_own_links
 from store.untrusted.signatures import RUN_JSON, SIGNED, sign_run, state_directory
 
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
 UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
+EXCHANGED = "was exchanged while it was opened; open it again"
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # Every path that a manifest or a catalog may name, relative to the run's root.
 SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
@@ -258,7 +260,11 @@ class RunLayout:
 
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
-        """Return the run at `root`. Raises FormatError if none of our format is there."""
+        """Return the run at `root`. Raises FormatError if none of our format is there.
+
+        Raises UnsafePathError for a path through another user's link to a run that is not theirs:
+        what is read of it and written elsewhere, or shown, they may be able to read.
+        """
         given, root = str(root), Path(root).absolute()
         path = root / "run.json"
         try:
@@ -271,7 +277,10 @@ class RunLayout:
                     f"{root} is a run that was only brought here in part; give the command that "
                     f"brought it again: gigpo train --resume URI run_dir={shell_word(str(root))}"
                 )
-            data = beneath.read_bytes(path, root=root, at_most=beneath.MAX_TEXT_BYTES)
+            with opened_by_own_links(root, may_lead_home=True) as (directory, _):
+                data = beneath.read_bytes_in(
+                    directory, RUN_JSON, path=path, at_most=beneath.MAX_TEXT_BYTES
+                )
             info = parse_run_json(data, name=str(path))
         except UnsafePathError:
             raise
@@ -299,20 +308,22 @@ class RunLayout:
         So look into the very directory that was opened. Raises StoreError if it is not this run.
         """
         path = self.root if path is None else path
-        directory = beneath.open_directory(path, root=path)
-        try:
+        with opened_by_own_links(path, may_lead_home=True) as (directory, _):
             try:
                 data = beneath.read_bytes_in(
                     directory, RUN_JSON, path=path / RUN_JSON, at_most=beneath.MAX_TEXT_BYTES
                 )
                 is_it = parse_run_json(data, name=str(path)).run_id == self.info.run_id
-            except (FileNotFoundError, NotADirectoryError, UnsafePathError, FormatError):
-                is_it = False
+            except (FileNotFoundError, NotADirectoryError, UnsafePathError, FormatError) as error:
+                raise StoreError(f"{path} {EXCHANGED}") from error
             if not is_it:
-                raise StoreError(f"{path} was exchanged while it was opened; open it again")
+                raise StoreError(f"{path} {EXCHANGED}")
             yield directory
-        finally:
-            os.close(directory)
+
+    def check_is_still(self, run_id: str) -> None:
+        """Raise StoreError if this run, found at a path again, has not the id `run_id`."""
+        if self.info.run_id != run_id:
+            raise StoreError(f"{self.root} {EXCHANGED}")
 
     @classmethod
     def join(cls, root: Path, *, storage_uri: str) -> RunLayout:

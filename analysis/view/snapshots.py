@@ -27,6 +27,7 @@ from store import (
     Reader,
     RunLayout,
     StoreError,
+    UnsafePathError,
     open_run,
     read_manifest,
 )
@@ -73,6 +74,7 @@ class Snapshots:
         self._kept_bytes = 0
         self._looked_at = time.monotonic()
         self._is_closed = threading.Event()
+        self._run_id = RunLayout.open(run).info.run_id
         self._is_remote = False
         self.newest_lsn = -1
         self.newest_lsn = self._open(None)
@@ -90,6 +92,21 @@ class Snapshots:
         if paused:
             self._catch_up()
         return self.newest_lsn
+
+    def layout(self) -> RunLayout:
+        """Return the run. Raises StoreError if another run has its path now.
+
+        Who owns the path may have put a link to a run of this user there, and reads the pages.
+        """
+        try:
+            layout = RunLayout.open(self.run)
+        except UnsafePathError as error:  # its text says where a link leads, and they read it
+            raise StoreError(
+                f"{self.run} was exchanged: a link of another user is on the way to it now; open "
+                "it again where it is"
+            ) from error
+        layout.check_is_still(self._run_id)
+        return layout
 
     def ensure(self, lsn: int) -> None:
         """Check that the run can be read at this lsn. Raises StoreError."""
@@ -217,6 +234,11 @@ class Snapshots:
             if self._is_closed.is_set():
                 raise StoreError("the viewer is being closed")
             reader = open_run(self.run, as_of=lsn, warn=False)
+            try:
+                reader.layout.check_is_still(self._run_id)
+            except StoreError:
+                reader.close()
+                raise
             reader_key = (reader.lsn, is_long)
             with self._lock:
                 is_known = reader_key in self._snapshots
@@ -270,7 +292,7 @@ class Snapshots:
         The manifest says it. A run that cannot be read just now is `stuck`.
         """
         try:
-            self._is_remote = RunLayout.open(self.run).info.storage_uri is not None
+            self._is_remote = self.layout().info.storage_uri is not None
             is_tried = self._is_remote or self._has_newer()
             if is_tried:
                 self.newest_lsn = self._open(None)
@@ -281,7 +303,7 @@ class Snapshots:
         return is_tried
 
     def _has_newer(self) -> bool:
-        manifest = read_manifest(RunLayout.open(self.run))
+        manifest = read_manifest(self.layout())
         return manifest is not None and manifest.lsn != self.newest_lsn
 
 

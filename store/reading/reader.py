@@ -250,6 +250,7 @@ class Reader:
             self._discard()
             order = {
                 "run": str(self.layout.root),
+                "run_id": self.layout.info.run_id,
                 "copy_of": None if self.layout.copy_of is None else str(self.layout.copy_of),
                 "lsn": lsn,
                 "protection": self.protection,

@@ -125,6 +125,7 @@ def _open(order: dict) -> _Opened:
     _bind_to_parent(order["parent"], die_with_thread=order["die_with_thread"])
     os.environ.clear()
     layout = RunLayout.open(Path(order["run"]))
+    layout.check_is_still(order["run_id"])  # the owner of its path may have exchanged it since
     if order["copy_of"] is not None:  # the parent has fetched the files of a remote storage
         layout = dataclasses.replace(layout, copy_of=Path(order["copy_of"]))
     files = None

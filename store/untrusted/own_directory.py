@@ -77,21 +77,26 @@ def check_own_directory(
 
 
 @contextmanager
-def opened_by_own_links(path: Path) -> Iterator[tuple[int, Path]]:
+def opened_by_own_links(path: Path, *, may_lead_home: bool = False) -> Iterator[tuple[int, Path]]:
     """Give the descriptor of a directory, and its path without links.
 
     Raises UnsafePathError for a link of another user, anywhere on the way: they could lead it
-    elsewhere between two looks. Root's links pass. So does everything for root.
+    elsewhere between two looks. With `may_lead_home` it may lead to a directory of theirs, where
+    they could show anything as well. Root's links pass. So does everything for root.
     """
     entries, descriptor = _walk_to(path)
     if descriptor is None:
         raise FileNotFoundError(errno.ENOENT, "no directory is there", str(path))
     try:
+        owner = os.fstat(descriptor).st_uid
         for entry in entries:
-            if entry.is_link and entry.is_another_users:
+            is_at_home = may_lead_home and entry.owner == owner
+            if entry.is_link and entry.is_another_users and not is_at_home:
                 text = f"{entry.path} is a link of another user (uid {entry.owner})"
                 raise UnsafePathError(
-                    errno.ELOOP, f"{text}, who can lead it elsewhere; give the path behind it"
+                    errno.ELOOP,
+                    f"{text}, who can lead it elsewhere; give the path behind it: "
+                    f"{entries[-1].path}",
                 )
         yield descriptor, entries[-1].path
     finally:

@@ -23,7 +23,7 @@ from store import (
 from store.errors import UnsafePathError
 from store.untrusted import signatures
 from store.untrusted.own_directory import opened_by_own_links
-from tests.support.neighbours import Neighbour
+from tests.support.neighbours import Neighbour, give_to_the_user
 from tests.support.store_runs import fingerprint
 from tests.support.store_samples import open_train_group, play
 
@@ -230,3 +230,38 @@ def test_descriptors_are_closed(tmp_path: Path, neighbour: Neighbour) -> None:
     with pytest.raises(UnsafePathError), opened_by_own_links(tmp_path / "theirs"):
         pass
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_run_is_read_through_a_link_of_another_user_but_to_their_own(
+    tmp_path: Path,
+    neighbour: Neighbour,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: what was exported through a neighbour's link to a private run was for all."""
+    layout = signed_run(tmp_path / "private" / "run", monkeypatch)
+    for each in (layout.root, layout.root.parent):
+        give_to_the_user(each)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "run").symlink_to(layout.root)
+    (theirs / "above").symlink_to(layout.root.parent)
+    for link in (theirs / "run", theirs / "above"):
+        neighbour.gets(link)
+    out = tmp_path / "out"
+    for run, link in ((theirs / "run", "run"), (theirs / "above" / "run", "above")):
+        for command in (
+            ["sql", run, "SELECT 1", "--output", out],
+            ["export", run, out],
+            ["report", run, "--output", out],
+            ["status", run],
+            ["fsck", run],
+        ):
+            assert main(list(map(str, command))) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"{theirs / link} is a link of another user (uid 65534)" in line
+            assert f"give the path behind it: {layout.root}" in line
+            assert not out.exists()
+    assert RunLayout.open(layout.root).info == layout.info
+    neighbour.gets(layout.root)
+    assert RunLayout.open(theirs / "run").info == layout.info, "they could show it anyway"

@@ -36,10 +36,11 @@ from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
 from analysis.view.text import LONG_CHARACTERS, MOST_MARKS, visible
 from printable import UNSAFE
-from store import PrivateCatalogError, Reader, RunLayout, open_run
+from store import PrivateCatalogError, Reader, RunLayout, StoreError, open_run
 from store.reading.open_sql import MACROS_MARK
 from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play_one_more
-from tests.support.store_runs import copy_run, fingerprint
+from tests.support.neighbours import Neighbour, give_to_the_user
+from tests.support.store_runs import copy_run, fingerprint, make_run
 
 VISIT = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
 
@@ -460,3 +461,55 @@ def test_long_queries_of_a_run_whose_catalog_is_private_are_asked_of_the_open_re
             stored.ask(stored.newest_lsn - 1, "SELECT 1", is_long=True)
     finally:
         stored.close()
+
+
+def test_the_viewer_serves_no_run_but_the_one_that_it_was_opened_for(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a neighbour whose run is viewed puts a link to a private run in its place.
+
+    The pages of that run were served to everyone on the machine.
+    """
+    viewed, private = copy_run(layout, tmp_path / "viewed"), tmp_path / "private" / "run"
+    private.parent.mkdir()
+    make_run(private)
+    neighbour = Neighbour(monkeypatch)
+    for each in (private, private.parent, tmp_path):
+        give_to_the_user(each)
+    app = make_app([viewed.root], token=TOKEN, refresh_s=3600.0)
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
+        assert client.get("/run").status_code == 200
+        viewed.root.rename(tmp_path / "aside")
+        for put in ("link", "directory"):
+            if put == "link":
+                viewed.root.symlink_to(private)
+                neighbour.gets(viewed.root)
+                why = "was exchanged: a link of another user"
+            else:
+                viewed.root.unlink()
+                private.rename(viewed.root)
+                why = "was exchanged"
+            for address in ("/run", "/groups", "/lineage", "/run?as_of=1"):
+                answer = client.get(address)
+                assert answer.status_code == 410 and why in answer.text
+                assert str(private) not in answer.text
+            snapshots_of_it = app.state.viewer.stored[0]
+            assert snapshots_of_it._catch_up() and why in snapshots_of_it.stuck
+            with pytest.raises(StoreError, match="link of another user|was exchanged"):
+                snapshots_of_it._open(None)
+            program = {"authorization": f"Bearer {TOKEN}"}
+            answer = client.post("/sql", content="FROM versions", headers=program)
+            assert answer.status_code == 400 and why in answer.text
+
+
+def test_a_reader_never_shows_another_run_than_it_was_opened_for(
+    layout: RunLayout, tmp_path: Path
+) -> None:
+    """A query that took too long ends the child, and the next one opens the path again."""
+    viewed = copy_run(layout, tmp_path / "run")
+    with open_run(viewed.root) as reader:
+        reader._discard()
+        viewed.root.rename(tmp_path / "aside")
+        make_run(viewed.root)
+        with pytest.raises(StoreError, match="was exchanged"):
+            reader.sql("FROM versions")
