@@ -16,11 +16,12 @@ that sends half a request, or reads no answers, is disconnected. So is one clien
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import resource
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, cast
 
 import aiohttp
@@ -91,14 +92,62 @@ def _check_request(request: web.Request, key: str) -> None:
         )
 
 
-async def read_json(request: web.Request) -> object:
-    """Return the body of a request, None if it is no JSON.
+class BodiesAtOnce:
+    """Bound the sum of the bodies that a server holds, which clients without a key send.
+
+    bodies = BodiesAtOnce(64 * 2**20)
+    with bodies.one() as body:
+        value = await read_json(request, body_of=partial(body.read, request, at_most_bytes=n))
+    """
+
+    def __init__(self, at_most_bytes: int) -> None:
+        self._left_bytes = at_most_bytes
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Body]:
+        """Give one body, which counts until the request is answered."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self._left_bytes += len(body.received)
+
+    def take(self, n_bytes: int) -> None:
+        """Count so many bytes more. Raises RequestRefused if they are too many."""
+        if n_bytes > self._left_bytes:
+            raise RequestRefused(503, "the server reads too many requests now; ask again later")
+        self._left_bytes -= n_bytes
+
+
+class Body:
+    """The body of one request, as far as it was received."""
+
+    def __init__(self, bodies: BodiesAtOnce) -> None:
+        self._bodies = bodies
+        self.received = bytearray()
+
+    async def read(self, request: web.Request, *, at_most_bytes: int) -> bytes:
+        """Return the whole body. Raises RequestRefused for one of more bytes."""
+        async for chunk in request.content.iter_any():
+            if len(self.received) + len(chunk) > at_most_bytes:
+                raise RequestRefused(
+                    413, f"the body of the request has more than {at_most_bytes:,} bytes"
+                )
+            self._bodies.take(len(chunk))
+            self.received += chunk
+        return bytes(self.received)
+
+
+async def read_json(
+    request: web.Request, *, body_of: Callable[[], Awaitable[bytes]] | None = None
+) -> object:
+    """Return the body of a request, None if it is no JSON. `body_of` reads it in another way.
 
     Raises RequestRefused, and web.HTTPRequestEntityTooLarge beyond the application's limit.
     """
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
-            body = await request.read()
+            body = await (request.read() if body_of is None else body_of())
     except TimeoutError:
         raise RequestRefused(
             408, f"the body of the request did not come within {READ_TIMEOUT_S:g} s"

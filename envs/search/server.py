@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
 from envs.hosting.http_requests import (
-    MAX_BODY_BYTES,
+    BodiesAtOnce,
     RequestRefused,
     guard,
     listen,
@@ -28,6 +29,9 @@ from printable import ArgumentParser, printable, protect_terminal
 # Bounds of one request.
 MAX_QUERIES, MAX_TOPK = 4096, 1000
 MAX_HITS = 100_000  # queries times topk
+MAX_BODY_BYTES = 4 * 2**20  # a kilobyte for each of the most queries
+# Bound of the bodies of all requests together: nobody needs a key to send some.
+MAX_BODIES_BYTES = 64 * 2**20
 # Bound of the passages in an answer, which stays in memory until the client has read it. A batch of
 # 512 queries with three passages each has about 1.5 million.
 MAX_ANSWER_CHARACTERS = 16_000_000
@@ -36,9 +40,16 @@ MAX_ANSWER_CHARACTERS = 16_000_000
 def application(corpus: Corpus, *, topk: int) -> web.Application:
     """Return the web application. `topk` is the default of a request's `topk`."""
 
+    bodies = BodiesAtOnce(MAX_BODIES_BYTES)
+
     async def retrieve(request: web.Request) -> web.Response:
+        with bodies.one() as body:
+            read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
+            return await answer(await read_json(request, body_of=read))
+
+    async def answer(asked: object) -> web.Response:
         try:
-            queries, wanted, with_scores = _parse_request(await read_json(request), topk=topk)
+            queries, wanted, with_scores = _parse_request(asked, topk=topk)
         except ValueError as error:
             return web.json_response({"detail": str(error)}, status=422)
         found = await asyncio.to_thread(corpus.search, queries, wanted)
@@ -55,9 +66,7 @@ def application(corpus: Corpus, *, topk: int) -> web.Application:
         return web.json_response({"result": result})
 
     # Search-R1's protocol has no key: the corpus is open to everybody who can reach the server.
-    app = web.Application(
-        middlewares=[guard("", error_field="detail")], client_max_size=MAX_BODY_BYTES
-    )
+    app = web.Application(middlewares=[guard("", error_field="detail")])
     app.router.add_post("/retrieve", retrieve)
     return app
 

@@ -561,3 +561,41 @@ async def _is_served(address: tuple[str, int]) -> bool:
         return False
     finally:
         writer.close()
+
+
+def test_the_bodies_of_all_clients_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: a hundred bodies of 16 MiB that did not end took 1.7 GiB. Nobody needs a key."""
+    monkeypatch.setattr(search_server, "MAX_BODY_BYTES", 100_000)
+    monkeypatch.setattr(search_server, "MAX_BODIES_BYTES", 250_000)
+
+    async def half_a_body(server: TestServer, n_bytes: int) -> tuple[Any, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {n_bytes + 1}\r\n\r\n".encode() + b"a" * n_bytes)
+        await writer.drain()
+        return reader, writer
+
+    async def attack() -> None:
+        async with ours(bm25_corpus(CORPUS)) as server:
+            reader, writer = await half_a_body(server, 150_000)
+            assert b" 413 " in await reader.readline()
+            writer.close()
+            held = [await half_a_body(server, 90_000) for _ in range(3)]
+            statuses = [asyncio.create_task(reader.readline()) for reader, _ in held]
+            done, waiting = await asyncio.wait(
+                statuses, return_when=asyncio.FIRST_COMPLETED, timeout=60
+            )
+            assert [b" 503 " in each.result() for each in done] == [True] and len(waiting) == 2
+            status, refused = await post(url_of(server), {"queries": ["x" * 80_000]})
+            assert (status, refused["detail"]) == (
+                503,
+                "the server reads too many requests now; ask again later",
+            )
+            for each in waiting:
+                each.cancel()
+            for _, writer in held:
+                writer.close()
+            while (await post(url_of(server), {"queries": ["x" * 80_000]}))[0] == 503:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(attack(), 120))
