@@ -469,5 +469,6 @@ def _with(request: Request, **changes: object) -> str:
     """Return the address of the request with some parameters changed, or left out if None."""
     kept = {name: value for name, value in request.query_params.items() if name not in changes}
     kept |= {name: str(value) for name, value in changes.items() if value is not None}
-    path = request.url.path
+    # A browser takes the name after two slashes for another site.
+    path = f"/{request.url.path.lstrip('/')}"
     return f"{path}?{urlencode(kept)}" if kept else path

@@ -513,3 +513,13 @@ def test_a_reader_never_shows_another_run_than_it_was_opened_for(
         make_run(viewed.root)
         with pytest.raises(StoreError, match="was exchanged"):
             reader.sql("FROM versions")
+
+
+@pytest.mark.parametrize("path", ["//evil.test/", "///evil.test/"])
+def test_no_page_links_to_another_site_that_the_address_names(
+    client: TestClient, path: str
+) -> None:
+    answer = client.get(f"http://127.0.0.1:8000{path}")
+    assert answer.status_code == 404
+    links = re.findall(r'(?:href|data-later)="([^"]*evil[^"]*)"', answer.text)
+    assert links and all(re.match(r"/[^/]", link) for link in links)
