@@ -31,12 +31,55 @@ def _print_table(table: pa.Table, out: TextIO) -> None:
     drawn = io.StringIO()
     try:
         with redirect_stdout(drawn):
-            duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
+            duckdb.from_arrow(_with_plain_names(table)).show(
+                max_rows=max(1, table.num_rows), max_width=width
+            )
     except duckdb.Error as error:
         raise StoreError(
             f"this result cannot be shown as a table ({one_line(error)}); add --format csv"
         ) from error
     out.write(printable(drawn.getvalue(), lines=True))
+
+
+def _with_plain_names(table: pa.Table) -> pa.Table:
+    """Return the table with fields of structures in whose names nothing is a line of its own.
+
+    DuckDB escapes the names of columns, and not those that a type names.
+    """
+    import pyarrow as pa
+
+    arrays = [
+        pa.chunked_array([chunk.view(kind) for chunk in column.chunks], kind)
+        if (kind := _plain_type(column.type)) != column.type
+        else column
+        for column in table.columns
+    ]
+    return pa.table(arrays, names=table.column_names)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct(
+            [
+                field.with_name(printable(field.name)).with_type(_plain_type(field.type))
+                for field in kind
+            ]
+        )
+    if pa.types.is_union(kind):
+        fields = [
+            field.with_name(printable(field.name)).with_type(_plain_type(field.type))
+            for field in kind
+        ]
+        return pa.union(fields, kind.mode, kind.type_codes)
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)), kind.list_size)
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    return kind
 
 
 def _is_plan(table: pa.Table) -> bool:
