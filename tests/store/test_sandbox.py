@@ -249,6 +249,7 @@ def lead_back(readable):
     print(outside.joinpath("secret").read_text())
 sandbox.RunLayout.open, landlock.restrict = exchange, lead_back
 order = {"parent": os.getppid(), "die_with_thread": False, "run": str(run), "copy_of": None}
+order["run_id"] = open_run(run).info.run_id
 sandbox._open(order | {"protection": "landlock", "lsn": None, "memory_limit": None})
 """
 
