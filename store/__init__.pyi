@@ -132,6 +132,7 @@ from .storage import open_storage as open_storage
 from .storage import split_uri as split_uri
 from .untrusted.file_access import is_directory as is_directory
 from .untrusted.file_access import open_file as open_file
+from .untrusted.file_access import open_file_in as open_file_in
 from .untrusted.json_values import entries as entries
 from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects

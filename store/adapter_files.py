@@ -21,12 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from store.errors import UnsafePathError
-from store.untrusted.file_access import MAX_TEXT_BYTES, open_file, read_bytes
+from store.untrusted.file_access import (
+    MAX_TEXT_BYTES,
+    open_file_in,
+    read_bytes,
+    read_bytes_in,
+)
 from store.weight_files import WeightFileError, tensor_shapes
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "base.json"
+AUTO_MAPPING = "auto_mapping"  # peft imports the module that it names
 # Every name in an adapter file begins with the name of peft's wrapper around the model.
 ADAPTER_PREFIX = "base_model.model."
 WEIGHT_SUFFIX = ".weight"
@@ -44,17 +50,26 @@ def write_base(directory: Path, *, digest: str) -> None:
     (directory / BASE_FILE).write_text(json.dumps({"digest": digest}) + "\n")
 
 
-def copy_adapter(source: Path, dest: Path) -> None:
+def copy_adapter(opened: int, dest: Path, *, source: Path) -> None:
     """Copy an adapter's files, which may be a stranger's. The base model's tokenizer is left.
 
-    Raises UnsafePathError for a link, a file that is not regular, and JSON beyond MAX_TEXT_BYTES:
-    the copy would hold a file of the reader, or fill the disk. Raises FileNotFoundError.
+    `opened` is the descriptor of the directory `source`. Raises UnsafePathError for a link, a file
+    that is not regular, and JSON beyond MAX_TEXT_BYTES: the copy would hold a file of the reader,
+    or fill the disk. Raises FileNotFoundError, and WeightFileError for a configuration that names
+    code.
     """
     for name in (ADAPTER_CONFIG_FILE, BASE_FILE):
-        (dest / name).write_bytes(read_bytes(source / name, root=source, at_most=MAX_TEXT_BYTES))
-    descriptor = open_file(source / ADAPTER_FILE, root=source)
-    with open(descriptor, "rb") as opened, (dest / ADAPTER_FILE).open("wb") as copied:
-        shutil.copyfileobj(opened, copied)
+        data = read_bytes_in(opened, name, path=source / name, at_most=MAX_TEXT_BYTES)
+        is_config = name == ADAPTER_CONFIG_FILE
+        if is_config and _parsed(data, source / name).get(AUTO_MAPPING) is not None:
+            raise WeightFileError(
+                f"{source / name} has the key {AUTO_MAPPING!r}, which names code that peft would "
+                "import; no run writes it. Export another version"
+            )
+        (dest / name).write_bytes(data)
+    descriptor = open_file_in(opened, ADAPTER_FILE, path=source / ADAPTER_FILE)
+    with open(descriptor, "rb") as file, (dest / ADAPTER_FILE).open("wb") as copied:
+        shutil.copyfileobj(file, copied)
 
 
 def check_adapter(
@@ -138,11 +153,17 @@ def _check_shapes(found: Shapes, *, expected: Shapes, source: Path) -> None:
 
 def _json_object(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(read_bytes(path, root=path.parent, at_most=MAX_TEXT_BYTES))
+        data = read_bytes(path, root=path.parent, at_most=MAX_TEXT_BYTES)
     except FileNotFoundError as error:
         raise WeightFileError(f"{path} is not there; publish the adapter again") from error
     except (UnsafePathError, IsADirectoryError) as error:
         raise WeightFileError(f"{error}; publish the adapter again") from error
+    return _parsed(data, path)
+
+
+def _parsed(data: bytes, path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise WeightFileError(f"{path} is not JSON ({error}); publish the adapter again") from error
     if not isinstance(found, dict):

@@ -325,6 +325,19 @@ class RunLayout:
         if self.info.run_id != run_id:
             raise StoreError(f"{self.root} {EXCHANGED}")
 
+    @contextmanager
+    def opened_directory(self, path: Path) -> Iterator[int]:
+        """Give the descriptor of a directory in the run's. No link leads there. Raises as `opened`.
+
+        So everything that is read below it is the run's, whatever is put in its place meanwhile.
+        """
+        with self.opened() as run:
+            directory = beneath.open_directory_below(run, path, root=self.root)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+
     @classmethod
     def join(cls, root: Path, *, storage_uri: str) -> RunLayout:
         """Return the run at `root` for a worker or the learner. Raises as `open`, or StoreError.

@@ -137,7 +137,7 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
     if actors.batch_invariant:
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if actors.gpus_per_worker:
-        # Raises where `keep_compiled_code` lets torch keep its default.
+        # Raises where `keep_compiled_code` takes a temporary directory.
         return variables | {COMPILED: str(own_cache("compiled"))}
     cores = engine_cores(actors.cpu_cores)
     return variables | {

@@ -22,6 +22,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,15 +52,19 @@ def new_directory(dest: Path) -> Iterator[Path]:
     """Yield a directory to fill. One rename gives it its name after all its files are on disk.
 
     Nothing beside it is replaced or removed: the unfinished directory has a name of its own, and is
-    removed on every failure. Raises FileExistsError if `dest` exists, and OSError naming `dest` if
-    the disk fails.
+    removed on every failure. Nobody else may enter it before it is whole: a digest that does not
+    fit may mean that it has a private file. Raises FileExistsError if `dest` exists, and OSError
+    naming `dest` if the disk fails.
     """
     unique = f"{os.getpid()}-{secrets.token_hex(8)}"
     unfinished = dest.with_name(f".{dest.name}.{unique}{UNFINISHED_SUFFIX}")
     with names_the_disk(dest):
-        unfinished.mkdir(parents=True)
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir(mode=0o700)
         try:
+            mode = _usual_mode(unfinished)
             yield unfinished
+            unfinished.chmod(mode)
             _sync_files(unfinished)
             if os.path.lexists(dest):
                 reason = "it exists; choose another directory, or remove it"
@@ -69,6 +74,16 @@ def new_directory(dest: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+
+
+def _usual_mode(directory: Path) -> int:
+    """Return the mode of a new directory, which the umask and the directory above it decide."""
+    # The umask cannot be read without a change of it, which other threads would see.
+    probe = directory / "mode"
+    probe.mkdir()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.rmdir()
+    return mode
 
 
 @contextmanager

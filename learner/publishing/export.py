@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from store import (
     files_digest,
     is_adapter,
     local_directory,
-    open_file,
+    open_file_in,
     tensor_shapes,
     weight_files,
 )
@@ -91,12 +92,9 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
     try:
         with new_directory(dest) as unfinished:
             source = local_directory(layout, version.path)
-            # Version 0 of an evaluation is a link to a model outside of the run.
-            is_link = source.is_symlink()
-            if is_link:
-                check_trusted(layout.root)
-            configs.check_model_directory(source)
-            _copy_version(source, unfinished, root=None if is_link else layout.root)
+            with _opened_version(layout, source) as (directory, is_link):
+                configs.check_model_directory(source)
+                _copy_version(directory, unfinished, source=source, follows_links=is_link)
             configs.check_model_directory(unfinished)  # somebody may have changed the source
             names = [path.name for path in weight_files(unfinished)]
             for index in configs.weight_indexes(unfinished):
@@ -118,18 +116,38 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
     return digest
 
 
-def _copy_version(source: Path, dest: Path, *, root: Path | None) -> None:
+@contextmanager
+def _opened_version(layout: RunLayout, source: Path) -> Iterator[tuple[int, bool]]:
+    """Give the descriptor of a version's directory, and whether a link leads there.
+
+    Version 0 of an evaluation is a link to a model outside of the run, which must be trusted.
+    Otherwise the owner of a run may put a link in place of any directory at any moment, so none is
+    followed, and all files are those of one descriptor. Raises StoreError and OSError.
+    """
+    if not source.is_symlink():
+        with layout.opened_directory(source) as directory:
+            yield directory, False
+        return
+    check_trusted(layout.root)
+    directory = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield directory, True
+    finally:
+        os.close(directory)
+
+
+def _copy_version(directory: int, dest: Path, *, source: Path, follows_links: bool) -> None:
     """Copy the files of a version that `write_weights` may have written.
 
-    The owner of a run may put a link in place of a file at any moment, so none is followed beneath
-    `root`. None stands for a model outside of a trusted run, whose files may be links.
+    `directory` is the descriptor of `source`. The owner of a run may put a link in place of a file
+    at any moment, so one is followed only in a model outside of a trusted run.
     Raises ExportError for names that nobody gives a file, and for more than MAX_SIDE_BYTES beside
     the weights: no digest covers those files, and a stranger's would fill the disk. Raises
     UnsafePathError for a link, and for what is no regular file.
     """
     files = [
         path
-        for path in sorted(source.iterdir())
+        for path in (source / name for name in sorted(os.listdir(directory)))
         if path.suffix in (WEIGHTS_SUFFIX, *SIDE_FILE_SUFFIXES)
         and path.name != "complete.json"  # it only marks a finished download
     ]
@@ -141,7 +159,10 @@ def _copy_version(source: Path, dest: Path, *, root: Path | None) -> None:
             )
     n_bytes = 0
     for path in files:
-        descriptor = os.open(path, os.O_RDONLY) if root is None else open_file(path, root=root)
+        if follows_links:
+            descriptor = os.open(path.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+        else:
+            descriptor = open_file_in(directory, path.name, path=path)
         with open(descriptor, "rb") as file, (dest / path.name).open("wb") as copy:
             if path.suffix != WEIGHTS_SUFFIX:
                 n_bytes += os.fstat(descriptor).st_size
@@ -172,10 +193,9 @@ def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: P
 def _copy_adapter(layout: RunLayout, version: VersionRecord, dest: Path) -> None:
     """Copy the files of a version's adapter, and compare the copy's digest with the published."""
     source = local_directory(layout, version.path)
-    if source.is_symlink():
-        check_trusted(layout.root)
     try:
-        copy_adapter(source, dest)
+        with _opened_version(layout, source) as (directory, _):
+            copy_adapter(directory, dest, source=source)
     except FileNotFoundError as error:
         raise ExportError(
             f"version {version.version} was removed while it was copied, or lacks {error.filename};"

@@ -39,8 +39,18 @@ _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 def open_directory(path: Path, *, root: Path) -> int:
     """Open a directory: `root`, or one beneath it. The caller closes the descriptor."""
+    _names(path, root)
+    opened = os.open(root, _DIRECTORY)
+    try:
+        return open_directory_below(opened, path, root=root)
+    finally:
+        os.close(opened)
+
+
+def open_directory_below(opened: int, path: Path, *, root: Path) -> int:
+    """Do as `open_directory` below `opened`, the descriptor of `root`."""
     names = _names(path, root)
-    descriptor = os.open(root, _DIRECTORY)
+    descriptor = os.dup(opened)
     try:
         for name in names:
             below = open_directory_in(descriptor, name, path=path)

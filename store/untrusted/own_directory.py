@@ -1,6 +1,7 @@
 """Look who could lead a path elsewhere: who owns a directory, and the links on the way to it.
 
 check_own_directory(run)    # before anything is written or removed there
+make_own_directory(cache)   # for this user alone, with what is missing above it
 with opened_by_own_links(run) as (directory, place): ...    # before its files are believed
 """
 
@@ -17,6 +18,8 @@ from pathlib import Path
 from store.errors import StoreError, UnsafePathError
 
 MAX_LINKS = 40  # on the way to a directory; Linux follows as many
+NOBODY = 65534  # whom Linux shows as the owner if a user namespace does not know the user
+ALL_USERS = ["0", "0", str(2**32 - 1)]  # /proc/self/uid_map outside of every user namespace
 # Systems that do not have O_PATH open no link, so none is followed there.
 _ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_CLOEXEC
 
@@ -29,6 +32,7 @@ class _Entry:
     is_link: bool
     owner: int
     is_in_one_for_all: bool  # everybody may make files in the directory that has it
+    is_open_to_all: bool  # everybody may exchange what is in it
 
     @property
     def is_another_users(self) -> bool:
@@ -39,12 +43,25 @@ class _Entry:
         me = os.geteuid()
         return me != 0 and self.owner not in (me, 0)
 
+    @property
+    def is_nobodys(self) -> bool:
+        """Return whether its owner has no number here: root's files in many containers."""
+        return self.owner == NOBODY and _has_unknown_users()
+
+    @property
+    def can_be_led_elsewhere(self) -> bool:
+        """Return whether another user could exchange what lies in it. For root it is False."""
+        if os.geteuid() == 0 or self.is_link:
+            return False
+        return self.is_open_to_all or (self.is_another_users and not self.is_nobodys)
+
 
 def check_own_directory(
     path: Path,
     *,
     may_be_anothers: bool = False,
     is_made: bool = True,
+    with_ancestors: bool = False,
     instead: str = "give a directory of your own",
 ) -> None:
     """Raise StoreError for a directory of another user, or one behind a link of theirs.
@@ -59,6 +76,9 @@ def check_own_directory(
     nobody else can exchange it. If not `is_made`, it may be absent, and only what is on the way is
     looked at; the next call must come before anything is written or removed there. Root's
     directories pass. So does everything for root.
+
+    If `with_ancestors`, every directory on the way must be ours or root's, and none may be one in
+    which everybody may exchange files: with code or a key in it, its owner could wait for months.
     """
     entries, descriptor = _walk_to(path)
     if descriptor is not None:
@@ -66,14 +86,30 @@ def check_own_directory(
     for entry in entries:
         is_it = descriptor is not None and entry is entries[-1]
         must_be_ours = entry.is_link or entry.is_in_one_for_all or (is_it and not may_be_anothers)
-        if must_be_ours and entry.is_another_users:
+        is_refused = with_ancestors and entry.can_be_led_elsewhere
+        if (must_be_ours or is_refused) and entry.is_another_users:
             raise StoreError(
                 f"{entry.path} belongs to another user (uid {entry.owner}), who could exchange "
                 f"what a run keeps there; {instead}"
             )
+        if is_refused:
+            raise StoreError(
+                f"every user may write in {entry.path}, and could exchange what is kept there; "
+                f"take that right away (chmod o-w), or {instead}"
+            )
     if is_made and descriptor is None:
         # Not passed over: another user's may be there a moment later.
         raise StoreError(f"{path} is not there (any more), or no directory; {instead}")
+
+
+def make_own_directory(directory: Path) -> None:
+    """Make a directory, and those above it that are missing, for this user alone.
+
+    Raises OSError. A umask of 000 would leave those above it to everybody.
+    """
+    for path in (*reversed(directory.parents), directory):
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager
@@ -156,9 +192,19 @@ def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
 def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:
     """Describe what was opened. `above` is the status of the directory that has it."""
     found = os.fstat(descriptor)
+    for_all = found.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
     return _Entry(
         path=path,
         is_link=stat.S_ISLNK(found.st_mode),
         owner=found.st_uid,
         is_in_one_for_all=bool(above.st_mode & stat.S_IWOTH),
+        is_open_to_all=for_all,
     )
+
+
+def _has_unknown_users() -> bool:
+    """Return whether this is a user namespace, as that of a container without root."""
+    try:
+        return Path("/proc/self/uid_map").read_text().split() != ALL_USERS
+    except OSError:
+        return False

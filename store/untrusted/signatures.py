@@ -19,19 +19,25 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from store.atomic_write import PRIVATE, write_atomically, write_once
+from store.atomic_write import PRIVATE, write_atomically_in, write_once
 from store.errors import StoreError, UnsafePathError
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
-from store.untrusted.own_directory import check_own_directory, opened_by_own_links
+from store.untrusted.own_directory import (
+    check_own_directory,
+    make_own_directory,
+    opened_by_own_links,
+)
 
 SIGNED = "signed.json"
 RUN_JSON, CONFIG = "run.json", "config.yaml"
 KEY_BYTES = 32
 KEY_NAME = "key"
+OWN_STATE = "set XDG_STATE_HOME to a directory of yours"
 MAX_SIGNATURES = 1000  # of config.yaml: the newest starts
 MAX_SIGNED_BYTES = 1 << 20
 SIGNATURE = re.compile(r"[0-9a-f]{64}")
@@ -77,42 +83,64 @@ def signed_texts(run: Path) -> dict[str, bytes] | None:
 def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None = None) -> bool:
     """Sign run.json and config.yaml. `run_json` and `config` are texts that will be written next.
 
-    Return False if this user can have no key. Raises StoreError; OSError if another user signed the
-    run, who alone can read and write its signed.json.
+    A run that has these signatures already is left as it is. Return False if this user can have no
+    key. Raises StoreError; OSError if another user signed the run, who alone can read and write its
+    signed.json.
     """
     key = _key() or _new_key()
     if key is None:
         return False
-    try:
-        with opened_by_own_links(run) as (directory, place):
+    with _opened_to_sign(run) as (directory, place):
+        with _unreadable_is_named(run):
             texts = texts_in(directory, place) if run_json is None else {RUN_JSON: run_json}
+        new = [_signature(key, name=name, text=text) for name, text in texts.items()]
+        if config is not None:
+            new.append(_signature(key, name=CONFIG, text=config))
+        signed = _signed(directory, place)
+        if not set(new) <= set(signed):
+            old = [signature for signature in signed if signature not in new]
+            _write(directory, place, old + new)
+    return True
+
+
+def add_signatures(run: Path, signed: bytes) -> None:
+    """Add the signatures of another signed.json of this run. Raises StoreError."""
+    with _opened_to_sign(run) as (directory, place):
+        ours = _signed(directory, place)
+        others = [one for one in _parsed(signed) if one not in ours]
+        if others or not ours:
+            _write(directory, place, others + ours)
+
+
+@contextmanager
+def _opened_to_sign(run: Path) -> Iterator[tuple[int, Path]]:
+    """Give the descriptor of the run's directory, and its path without links.
+
+    Whatever is read, compared and written belongs to this one descriptor. The owner of the path can
+    lead it elsewhere at any moment, for example to a run whose signatures would be replaced.
+    """
+    with ExitStack() as opened:
+        with _unreadable_is_named(run):
+            directory, place = opened.enter_context(opened_by_own_links(run))
+        yield directory, place
+
+
+@contextmanager
+def _unreadable_is_named(run: Path) -> Iterator[None]:
+    try:
+        yield
     except UnsafePathError:
         raise
     except OSError as error:
         raise StoreError(
             f"cannot sign {run}: {error.strerror}; it is no run, or cannot be read"
         ) from error
-    new = [_signature(key, name=name, text=text) for name, text in texts.items()]
-    if config is not None:
-        new.append(_signature(key, name=CONFIG, text=config))
-    # Not within the `try`: of a run that another user signed, the caller gets the OSError.
-    with opened_by_own_links(place) as (directory, _):
-        old = [signature for signature in _signed(directory, place) if signature not in new]
-    _write(place, old + new)
-    return True
 
 
-def add_signatures(run: Path, signed: bytes) -> None:
-    """Add the signatures of another signed.json of this run. Raises StoreError."""
-    with opened_by_own_links(run) as (directory, place):
-        ours = _signed(directory, place)
-    _write(place, [*(one for one in _parsed(signed) if one not in ours), *ours])
-
-
-def _write(run: Path, signatures: list[str]) -> None:
+def _write(directory: int, place: Path, signatures: list[str]) -> None:
     content = json.dumps({"signatures": signatures[-MAX_SIGNATURES:]}, indent=1)
     # Whoever can copy it, with the two files that it signs, can build another run around them.
-    write_atomically(run / SIGNED, content.encode(), mode=PRIVATE, beneath=run)
+    write_atomically_in(directory, SIGNED, content.encode(), mode=PRIVATE, path=place / SIGNED)
 
 
 def texts_in(directory: int, place: Path) -> dict[str, bytes]:
@@ -151,7 +179,10 @@ def _parsed(signed: bytes) -> list[str]:
 
 
 def _key() -> bytes | None:
-    """Return this user's key, None if there is none. Raises StoreError if others may know it."""
+    """Return this user's key, None if there is none.
+
+    Raises StoreError if others may know it, or could put another in its place.
+    """
     path = state_directory() / KEY_NAME
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -164,20 +195,27 @@ def _key() -> bytes | None:
             f"{path} is not this user's alone, or not a key; remove it: "
             "the next new run makes another"
         )
+    check_own_directory(path.parent, with_ancestors=True, instead=OWN_STATE)
     return key
 
 
 def _new_key() -> bytes | None:
     """Make this user's key. Return it, or the key that another process made meanwhile.
 
-    Return None if no key can be kept.
+    Return None if no key can be kept. Raises StoreError if others could put another in its place.
     """
     directory = state_directory()
     key = secrets.token_bytes(KEY_BYTES)
     try:
-        check_own_directory(directory, is_made=False)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own_directory(directory)
+        check_own_directory(directory, is_made=False, with_ancestors=True, instead=OWN_STATE)
+    except StoreError:
+        nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+        if os.access(nearest, os.W_OK | os.X_OK):
+            raise
+        return None  # it could not be made there anyway
+    try:
+        make_own_directory(directory)
+        check_own_directory(directory, with_ancestors=True)
         with suppress(FileExistsError):  # another process was first; its key is read below
             write_once(directory / KEY_NAME, key, mode=PRIVATE, beneath=directory)
     except (OSError, StoreError):

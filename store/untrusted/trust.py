@@ -11,6 +11,7 @@ reads the run's rows follows none of them.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
@@ -41,6 +42,7 @@ FOLLOWED = {
     "trackers": "sends figures to",
     "alarms.webhook_env": "posts alarms to the address in the variable",
 }
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 SHOWN_CHARACTERS, SHOWN_ITEMS = 200, 8  # of one setting
 
 # Trusted runs that cannot be signed, for example because they are on read-only media.
@@ -57,7 +59,12 @@ def trust(run: Path) -> None:
         is_signed = sign_run(run)
     except UnsafePathError:
         raise
-    except OSError:  # on read-only media, or in another user's run
+    except OSError:  # another user signed it
+        is_signed = False
+    except StoreError as error:  # on read-only media, or in another user's run
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in NOT_WRITABLE:
+            raise
         is_signed = False
     if not is_signed:
         with opened_by_own_links(run) as (_, place):

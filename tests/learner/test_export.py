@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,7 +24,7 @@ from cli.__main__ import main
 from configs import ActorsConfig, Config, LearnerConfig, LossConfig, ModelConfig
 from learner.distributed.deepspeed_setup import initialize, join_ranks
 from learner.distributed.optimizer_state import trainable
-from learner.files.atomic_directory import prune_oldest
+from learner.files.atomic_directory import new_directory, prune_oldest
 from learner.model.lora import adapter_weights, add_adapters, merged, write_adapter_config
 from learner.model.policy_model import load_policy
 from learner.publishing.publish import WeightsCopy, write_weights
@@ -558,6 +559,66 @@ def test_a_link_that_comes_while_a_version_is_copied_is_not_followed(
     assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
     assert f"{last.name} is or lies behind a symbolic link" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("exchanged", [".", "weights", "weights/v000001"])
+def test_a_link_that_comes_while_an_adapter_is_copied_leads_to_nobodys_file(
+    served: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanged: str
+) -> None:
+    """The attack: a private adapter was copied into a directory that everybody could read."""
+    place, private = served.root / exchanged, tmp_path / "private"
+    expected = (served.weights_dir(1) / "adapter_model.safetensors").read_bytes()
+    shutil.copytree(place, private)
+    next(private.rglob("adapter_model.safetensors")).write_bytes(b"private")
+    write = Path.write_bytes
+
+    def written(path: Path, data: bytes) -> int:
+        if path.name == "base.json":
+            place.rename(place.with_name("aside"))
+            place.symlink_to(private)
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", written)
+    out = tmp_path / "out"
+    assert main(["export-model", str(served.root), str(out), "--adapter", "--version", "1"]) == 0
+    assert (out / "adapter_model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("exchanged", [".", "weights"])
+def test_a_run_that_is_exchanged_while_a_version_is_copied_leads_to_nobodys_file(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanged: str
+) -> None:
+    """The attack: no digest covers a tokenizer, so the copy had that of a private run."""
+    place, private = run / exchanged, tmp_path / "private"
+    shutil.copytree(place, private)
+    for file in private.rglob("tokenizer.json"):
+        file.write_text('{"private": 1}')
+    copy = shutil.copyfileobj
+
+    def exchanging(file: BinaryIO, copied: BinaryIO) -> None:
+        copy(file, copied)
+        if not place.is_symlink():
+            place.rename(place.with_name("aside"))
+            place.symlink_to(private)
+
+    monkeypatch.setattr(shutil, "copyfileobj", exchanging)
+    expected = (run / "weights" / "v000003" / "tokenizer.json").read_bytes()
+    assert main(["export-model", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == expected
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_whole_model_has_the_permissions_that_the_umask_leaves(
+    tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        with new_directory(tmp_path / "model") as unfinished:
+            assert stat.S_IMODE(unfinished.stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o777 & ~umask
+    assert not list((tmp_path / "model").iterdir())
 
 
 def test_a_description_of_millions_of_lists_is_not_decoded(

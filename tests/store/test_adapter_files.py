@@ -48,6 +48,14 @@ def write(path: Path, shapes: dict[str, list[int]]) -> None:
     path.write_bytes(encode_safetensors_head(entries) + bytes(begin))
 
 
+def copied(adapter: Path, dest: Path) -> None:
+    directory = os.open(adapter, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        copy_adapter(directory, dest, source=adapter)
+    finally:
+        os.close(directory)
+
+
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     directory = tmp_path / "v000003"
@@ -160,7 +168,7 @@ def test_a_copy_takes_no_other_file(adapter: Path, tmp_path: Path, name: str, ki
         target = tmp_path / "secret" if kind == "link" else Path("/dev/zero")
         (adapter / name).symlink_to(target)
     with pytest.raises((UnsafePathError, IsADirectoryError)):
-        copy_adapter(adapter, dest)
+        copied(adapter, dest)
     assert not (dest / name).exists()
     if name != ADAPTER_FILE:
         with pytest.raises(WeightFileError):
@@ -174,12 +182,24 @@ def test_a_description_of_any_size_is_not_read(adapter: Path, tmp_path: Path, na
     with pytest.raises(WeightFileError, match="publish the adapter again"):
         check(adapter)
     with pytest.raises(UnsafePathError):
-        copy_adapter(adapter, tmp_path)
+        copied(adapter, tmp_path)
+
+
+def test_an_adapter_that_names_code_is_not_copied(adapter: Path, tmp_path: Path) -> None:
+    """peft's AutoPeftModel imports the module that it names."""
+    mapping = {"base_model_class": "Model", "parent_library": "payload_of_a_run"}
+    config = adapter / ADAPTER_CONFIG_FILE
+    config.write_text(json.dumps({**SETTINGS, "auto_mapping": mapping}))
+    with pytest.raises(WeightFileError, match="'auto_mapping', which names code"):
+        copied(adapter, tmp_path)
+    assert not (tmp_path / ADAPTER_CONFIG_FILE).exists()
+    config.write_text(json.dumps({**SETTINGS, "auto_mapping": None}))  # as peft writes it
+    copied(adapter, tmp_path)
 
 
 def test_a_copy_is_whole(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
-    copy_adapter(adapter, tmp_path / "copy")
+    copied(adapter, tmp_path / "copy")
     check(tmp_path / "copy")
 
 

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from store import RunLayout, StoreError, made_by_this_user, sign_run
+from store.untrusted import signatures
 from store.untrusted.signatures import (
     MAX_SIGNED_BYTES,
     SIGNED,
     add_signatures,
     state_directory,
 )
+from tests.support.neighbours import Neighbour, give_to_the_user
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,11 +90,92 @@ def test_texts_that_are_no_signatures_are_not_kept(run: Path) -> None:
     fat = json.dumps(
         {"signatures": ["\u00e4" * (MAX_SIGNED_BYTES // 3), *good]}, ensure_ascii=False
     )
-    (run / SIGNED).write_text(fat)
+    other = json.dumps({"signatures": ["f" * 64]}).encode()
+    for keep in (
+        lambda: sign_run(run, config=b"env: {name: ours}"),
+        lambda: add_signatures(run, other),
+    ):
+        (run / SIGNED).write_text(fat)
+        assert made_by_this_user(run)
+        keep()
+        kept = json.loads((run / SIGNED).read_text())["signatures"]
+        assert {*good} < {*kept} and all(len(one) == 64 for one in kept)
+
+
+@pytest.mark.parametrize("command", ["sign_run", "add_signatures"])
+def test_signing_a_run_that_is_exchanged_replaces_no_other_runs_signatures(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The attack: a link to a run of the user was put there once the old signatures were read. That
+    run counted as a stranger's from then on.
+    """
+    theirs, aside = tmp_path / "theirs", tmp_path / "aside"
+    shutil.copytree(run, theirs)
+    (theirs / SIGNED).unlink()
+    read = signatures._signed
+
+    def exchanged(directory: int, place: Path) -> list[str]:
+        found = read(directory, place)
+        theirs.rename(aside)
+        theirs.symlink_to(run)
+        return found
+
+    before = (run / SIGNED).read_bytes()
+    with monkeypatch.context() as by_neighbour:
+        by_neighbour.setattr(signatures, "_signed", exchanged)
+        if command == "sign_run":
+            sign_run(theirs)
+        else:
+            add_signatures(theirs, json.dumps({"signatures": ["f" * 64]}).encode())
+    assert (run / SIGNED).read_bytes() == before
     assert made_by_this_user(run)
-    for keep in (sign_run, lambda run: add_signatures(run, fat.encode())):
-        keep(run)
-        assert json.loads((run / SIGNED).read_text())["signatures"] == good
+    assert (aside / SIGNED).is_file()
+
+
+def test_a_run_that_is_signed_is_left_as_it_is(run: Path) -> None:
+    before = (run / SIGNED).stat()
+    assert sign_run(run)
+    add_signatures(run, (run / SIGNED).read_bytes())
+    after = (run / SIGNED).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_key_that_another_user_could_exchange_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(shared / "state"))
+    if is_there:
+        sign_run(tmp_path / "run", run_json=b"{}")  # before the directory was shared
+        give_to_the_user(state_directory() / "key")
+    shared.chmod(0o777)
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(shared)
+    with pytest.raises(StoreError, match=r"shared belongs to another user .*set XDG_STATE_HOME"):
+        sign_run(tmp_path / "run", run_json=b"{}")
+    neighbour.gives_back(shared)
+    with pytest.raises(
+        StoreError, match=r"every user may write in .*shared, .*chmod o-w.*set XDG_STATE_HOME"
+    ):
+        sign_run(tmp_path / "run", run_json=b"{}")
+
+
+def test_what_is_made_above_the_key_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: under a umask of 000 a neighbour exchanged the directory of the key."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "local" / "state"))
+    (tmp_path / "run").mkdir()
+    umask = os.umask(0)
+    try:
+        sign_run(tmp_path / "run", run_json=b"{}")
+    finally:
+        os.umask(umask)
+    for made in ("local", "local/state", "local/state/async-gigpo"):
+        assert stat.S_IMODE((tmp_path / made).stat().st_mode) == 0o700
 
 
 def test_a_config_behind_a_link_is_not_ours(run: Path) -> None:

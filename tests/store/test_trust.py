@@ -273,6 +273,26 @@ def test_a_run_on_read_only_media_is_trusted_for_one_command(
     assert not made_by_this_user(strangers)
 
 
+@pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_run_in_which_nothing_can_be_written_is_trusted_for_one_command(
+    strangers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    RunLayout.create(tmp_path / "own", config_yaml="")  # makes the key
+
+    def refused(directory: int, name: str, **options: object) -> object:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr("store.atomic_write.written_aside", refused)
+    monkeypatch.setattr(store.untrusted.trust, "_trusted_now", set())
+    if reason == errno.ENOSPC:
+        with pytest.raises(StoreError, match="free space"):
+            trust(strangers)
+    else:
+        trust(strangers)
+        check_trusted(strangers)
+    assert not made_by_this_user(strangers)
+
+
 # Settings that are texts, or have texts in them, and name nothing outside of the run that would be
 # followed.
 RUN_DIR = "run_dir"  # the directory that the user gives counts

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from store import StoreError, own_cache
+from store import StoreError, check_own_directory, own_cache
+from store.untrusted import own_directory
 from tests.support.neighbours import Neighbour
 
 IMPORTS = """
-import os, store
+import os, store, sys
 store.keep_compiled_code()
 import torch._dynamo
 print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
@@ -70,7 +71,61 @@ def test_a_cache_beneath_another_users_directory_in_one_for_all_is_refused(
     assert own_cache("compiled") == cache / "async-gigpo" / "compiled"
 
 
-def test_a_user_without_a_cache_keeps_torchs_default(tmp_path: Path) -> None:
+def test_a_cache_beneath_another_users_directory_is_refused_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: they renamed what the cache lies in, and their code ran as the user."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(shared)
+    with pytest.raises(StoreError, match=r"shared belongs to another user .*set XDG_CACHE_HOME"):
+        own_cache("compiled")
+    neighbour.gives_back(shared)
+    with pytest.raises(
+        StoreError, match=r"every user may write in .*shared, .*chmod o-w.*set XDG_CACHE_HOME"
+    ):
+        own_cache("compiled")
+    assert not list(shared.iterdir())
+    shared.chmod(0o1777)
+    check_own_directory(shared, with_ancestors=True)
+
+
+def test_the_owner_above_a_cache_may_be_unknown_in_a_user_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There root's /home belongs to nobody."""
+    (tmp_path / "home" / "user").mkdir(parents=True)
+    Neighbour(monkeypatch).gets(tmp_path / "home")
+    with pytest.raises(StoreError, match="home belongs to another user"):
+        check_own_directory(tmp_path / "home" / "user", with_ancestors=True)
+    monkeypatch.setattr(own_directory, "_has_unknown_users", lambda: True)
+    check_own_directory(tmp_path / "home" / "user", with_ancestors=True)
+
+
+def test_what_is_made_above_a_cache_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: under a umask of 000 a neighbour exchanged the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    umask = os.umask(0)
+    try:
+        directory = own_cache("compiled")
+    finally:
+        os.umask(umask)
+    for made in (directory, *directory.parents[:3]):
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_user_without_a_cache_has_a_temporary_directory_alone(
+    squatted: Path, tmp_path: Path
+) -> None:
+    """The attack: another user took the name that torch uses, and put their code there."""
     (tmp_path / "cache").touch()
-    done = run(IMPORTS, tmp_path, tmp_path / "cache")
-    assert done.stdout == f"{tmp_path}/torchinductor_{getpass.getuser()}\n", done.stderr
+    starts = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {IMPORTS!r}])"
+    done = run(f"{IMPORTS}sys.stdout.flush()\n{starts}", squatted, tmp_path / "cache")
+    (made,) = squatted.glob("gigpo-compiled-*")
+    assert done.stdout == f"{made}\n{made}\n", done.stderr  # also of a process that it started
+    assert made.stat().st_mode & 0o777 == 0o700
