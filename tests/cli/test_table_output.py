@@ -1,4 +1,4 @@
-"""What a table shows of a stranger's run has no lines but the table's own."""
+"""A table of a stranger's run has no lines but its own."""
 
 from __future__ import annotations
 
