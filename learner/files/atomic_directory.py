@@ -52,9 +52,9 @@ def new_directory(dest: Path) -> Iterator[Path]:
     """Yield a directory to fill. One rename gives it its name after all its files are on disk.
 
     Nothing beside it is replaced or removed: the unfinished directory has a name of its own, and is
-    removed on every failure. Nobody else may enter it before it is whole: a digest that does not
-    fit may mean that it has a private file. Raises FileExistsError if `dest` exists, and OSError
-    naming `dest` if the disk fails.
+    removed on every failure. Nobody else may enter it before it is whole: its digest may show that
+    a private file got into it. Raises FileExistsError if `dest` exists, and OSError naming `dest`
+    if the disk fails.
     """
     unique = f"{os.getpid()}-{secrets.token_hex(8)}"
     unfinished = dest.with_name(f".{dest.name}.{unique}{UNFINISHED_SUFFIX}")

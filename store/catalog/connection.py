@@ -181,6 +181,10 @@ def check_catalog_files(layout: RunLayout) -> None:
         try:
             descriptor = open_file(path, root=layout.run_directory)
         except PermissionError as error:
+            if found.st_uid == os.geteuid():
+                raise StoreError(
+                    f"{path} may not be read: chmod u+rw {shell_word(str(layout.catalog))}*"
+                ) from error
             raise PrivateCatalogError(
                 f"{path} may not be read by you: it belongs to uid {found.st_uid}, and a catalog "
                 "is made for its owner alone, because who may read it can lock it. Its owner can "

@@ -26,7 +26,9 @@ SCHEMA = (
 )
 # SQLite makes this index for a key or a UNIQUE constraint, and stores no text for it.
 INDEX_OF_A_KEY = b"sqlite_autoindex_"
-LARGEST_NUMBER = 2**62  # of an epoch or lsn; a run counts to no such number
+# No run counts its transactions, owners or rows so far, and readers of JSON hold no more exactly.
+LARGEST_COUNTER = 2**53
+LARGEST_NUMBER = 2**62  # of an epoch or lsn that is read at all: fsck names what is between the two
 # Column of `meta` -> whether its cell is what code reads as a text or a number. NULL is not.
 CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
     name: f"typeof({name}) = 'integer' AND {name} BETWEEN 0 AND {LARGEST_NUMBER}"

@@ -194,7 +194,7 @@ def _may_hold(layout: RunLayout, path: str, *, uids: pa.Array) -> bool:
             file = open_parquet(source, n_bytes=n_bytes, name=path, verify=False)
             table = read_table(file, source, n_bytes=n_bytes, name=path, columns=["traj_uid"])
         return bool(pc.any(pc.is_in(table["traj_uid"], value_set=uids)).as_py())
-    except (OSError, pa.ArrowException):
+    except (OSError, pa.ArrowException, FormatError):
         return True
 
 

@@ -93,7 +93,8 @@ class NewRows:
         for name, table in …: rows.write(table, name=name)
         catalog.import_segments(rows.segments)
 
-    Until then the files are orphans, which nobody reads and the sweep removes in time.
+    Until then the files are orphans, which no reader sees and the sweep removes in time. Only a
+    rebuild counts them, so rows are checked before they are written.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class OfflineSource:
     """A location to take groups from, and a condition on their trajectories."""
 
     location: (
-        str  # a run, a data set that `export` wrote, each a directory or URI; or that of `rows`
+        str  # a run, a dataset that `export` wrote, each a directory or URI; or that of `rows`
     )
     where: str | None  # None: all groups
     # makes the rows of a location that this package cannot read; called only if they are needed

@@ -42,7 +42,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "foreign_key": ("error", "a row refers to one that does not exist", REBUILD_FORCE),
     "segment_name": ("error", "a segment whose path is another file's", REBUILD_FORCE),
     "epoch": ("error", "a row of a later epoch than the catalog's", REBUILD_FORCE),
-    "counter": ("error", "a number is so large that nothing more can be added", REBUILD_FORCE),
+    "counter": ("error", "a counter is at a number that no run counts to", REBUILD_FORCE),
     "group_sums": ("error", "a group's sums are not those of its trajectories", REPAIR),
     "group_not_whole": (
         "error", "a group's state does not fit its number of members", REBUILD_FORCE

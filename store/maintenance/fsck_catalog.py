@@ -14,7 +14,7 @@ from itertools import islice
 
 from printable import counted
 from store.catalog.connection import DAMAGED_PAGES, connect_read_only
-from store.catalog.schema_check import SCHEMA
+from store.catalog.schema_check import LARGEST_COUNTER, SCHEMA
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found
 from store.records import uid_text
@@ -41,8 +41,6 @@ _FIRST_PUBLISHED = """
                              UNBOUNDED PRECEDING AND 1 PRECEDING) AS step_before
                   FROM version WHERE learner_step IS NOT NULL)
             WHERE step_before IS NULL OR learner_step > step_before"""
-
-LARGEST_COUNTER = 2**53  # no run counts so far, and JSON and readers of it hold no more exactly
 
 # Code of a finding -> a query for (kind of subject, its id, detail). A catalog may be a stranger's,
 # with any rows and without any index that has a name. So no query may take the square of its size:

@@ -34,7 +34,7 @@ from store.catalog.database import shown_lsn
 from store.catalog.groups import uids_of_address
 from store.catalog.ownership import check_owner, take_lock
 from store.catalog.records import HELDOUT, IMPORTED, TRAIN
-from store.catalog.schema_check import LARGEST_NUMBER, SCHEMA
+from store.catalog.schema_check import LARGEST_COUNTER, SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
@@ -221,7 +221,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     epoch, lsn = connection.execute("SELECT epoch, lsn FROM meta").fetchone()
     epoch = max([epoch, *(file.epoch for file in contents.files)]) + EPOCHS_WITHOUT_TRACE
     lsn = max(lsn, shown_lsn(layout) or lsn + LSNS_WITHOUT_TRACE) + 1
-    if max(epoch, lsn) >= LARGEST_NUMBER:
+    if max(epoch, lsn) >= LARGEST_COUNTER:
         raise StoreError(
             f"{layout.root} counts to epoch {epoch} and lsn {lsn}, as no run does; "
             f"remove {layout.manifest.name} and the files that say so, then rebuild again"

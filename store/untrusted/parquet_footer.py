@@ -109,6 +109,8 @@ def _column_chunk(column: Mapping[int, Any]) -> ColumnChunk:
     if CRYPTO_METADATA in column or ENCRYPTED_METADATA in column:
         raise ThriftError("a column is encrypted")
     metadata = column[METADATA]
+    if metadata[TYPE] not in TYPES:
+        raise ThriftError(f"a column has the type {metadata[TYPE]}, which is none of Parquet's")
     return ColumnChunk(
         path_in_schema=b".".join(metadata[PATH]).decode(errors="replace"),
         physical_type=TYPES[metadata[TYPE]],

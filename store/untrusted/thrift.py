@@ -3,8 +3,8 @@
     fields, end = read_structure(data, 0, {1: INT32, 3: [BINARY], 5: {2: INT64}})
 
 Arrow's reader and this one must understand the same, or a file could show each of them other
-numbers. So whatever Arrow would pass over, cut off or read as something else is refused: a field
-twice, a number of too many bits, a list or a field of another type than the form says.
+numbers. So what Arrow would cut off or read as something else is refused: a field twice, and in the
+fields of the form a number of too many bits, and a list or a value of another type.
 """
 
 from __future__ import annotations

@@ -226,3 +226,14 @@ def test_another_user_is_told_how_the_owner_can_share_a_catalog_and_reads_the_re
     os.chown(layout.catalog, 0, ANOTHER)
     assert as_another_user(lambda: rows(newest.lsn)) == rows()
     assert as_another_user(lambda: str(check(layout, level=CATALOG))) == "[]"
+
+
+@only_as_root
+def test_the_owner_of_a_catalog_without_permissions_is_told_to_give_them_back(
+    shared: Path,
+) -> None:
+    layout = new_layout(shared)
+    os.chown(layout.catalog, ANOTHER, ANOTHER)
+    layout.catalog.chmod(0)
+    said = as_another_user(lambda: str(check(layout, level=CATALOG)))
+    assert said == (f"StoreError: {layout.catalog} may not be read: chmod u+rw {layout.catalog}*")

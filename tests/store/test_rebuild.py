@@ -694,3 +694,16 @@ def test_a_file_without_what_each_row_must_say_is_named_and_set_aside(
     report = rebuild(layout)
     assert any(planted.path in line and fault in line for line in report.lost)
     assert (layout.quarantine / Path(planted.path).name).exists()
+
+
+def test_a_manifest_that_counts_too_far_is_refused_by_name(tmp_path: Path) -> None:
+    """The rebuilt catalog would have had the finding again that fsck had sent the user for."""
+    layout = make_run(tmp_path / "run")
+    shown = json.loads(layout.manifest.read_text())
+    rewrite(layout.manifest, json.dumps({**shown, "lsn": 2**54}).encode())
+    layout.catalog.unlink()
+    with pytest.raises(StoreError, match=r"as no run does; remove manifest.json"):
+        rebuild(layout)
+    layout.manifest.unlink()
+    rebuild(layout)
+    assert check(layout, level=CONTENTS) == []
