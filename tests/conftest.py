@@ -221,9 +221,8 @@ def shared_data() -> Path:
     """The folder of real ALFWorld, WebShop and QA data; it is not part of the project. GIGPO_DATA
     names it.
     """
-    folder = Path(
-        os.environ.get("GIGPO_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
-    )
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("GIGPO_DATA") or beside)
     if not folder.is_dir():
         pytest.skip(f"no development data at {folder}; set GIGPO_DATA to the folder that has it")
     return folder

@@ -289,7 +289,7 @@ class Viewer:
         if number is None:
             raise BadAddressError(f"run is a number from 0 to {len(self.stored) - 1}")
         for each in self.stored:
-            each.layout()  # a page may read files of a run beside its snapshot
+            each.checked_layout()  # a page may read files of a run beside its snapshot
         stored = self.stored[number]
         is_live = not parameters.get("as_of")
         lsn = self._moment(number, parameters.get("as_of", ""))

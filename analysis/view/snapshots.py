@@ -93,7 +93,7 @@ class Snapshots:
             self._catch_up()
         return self.newest_lsn
 
-    def layout(self) -> RunLayout:
+    def checked_layout(self) -> RunLayout:
         """Return the run. Raises StoreError if another run has its path now.
 
         Who owns the path may have put a link to a run of this user there, and reads the pages.
@@ -292,7 +292,7 @@ class Snapshots:
         The manifest says it. A run that cannot be read just now is `stuck`.
         """
         try:
-            self._is_remote = self.layout().info.storage_uri is not None
+            self._is_remote = self.checked_layout().info.storage_uri is not None
             is_tried = self._is_remote or self._has_newer()
             if is_tried:
                 self.newest_lsn = self._open(None)
@@ -303,7 +303,7 @@ class Snapshots:
         return is_tried
 
     def _has_newer(self) -> bool:
-        manifest = read_manifest(self.layout())
+        manifest = read_manifest(self.checked_layout())
         return manifest is not None and manifest.lsn != self.newest_lsn
 
 

@@ -126,7 +126,6 @@ class Catalog:
     known_trajectories = one_transaction(imported_groups.known_trajectories)
     splits_of = one_transaction(imported_groups.splits_of)
     check_members = one_transaction(imported_groups.check_members)
-    import_groups = one_transaction(imported_groups.import_groups)
     import_segments = one_transaction(imported_groups.import_segments)
     import_extra = one_transaction(imported_groups.import_extra)
     has_offline_groups = one_transaction(imported_groups.has_offline_groups)

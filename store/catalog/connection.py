@@ -180,6 +180,8 @@ def check_catalog_files(layout: RunLayout) -> None:
             continue
         try:
             descriptor = open_file(path, root=layout.run_directory)
+        except FileNotFoundError:  # its owner has just closed the catalog
+            continue
         except PermissionError as error:
             if found.st_uid == os.geteuid():
                 raise StoreError(

@@ -66,25 +66,29 @@ def import_extra(tx: Transaction, segment: SegmentMeta, *, task_id: str, of_grou
     nothing.
     """
     if not known_trajectories(tx, [trajectory.traj_uid for trajectory in segment.trajectories]):
-        groups = [
+        groups = tuple(
             Group.imported(group_uid=one.group_uid, task_id=task_id, size=1)
             for one in segment.trajectories
-        ]
+        )
         source = f"{EXTRA_OF} {uid_text(of_group)}"
-        import_groups(tx, segment=segment, groups=groups, source=source, own=False)
+        extra = ImportedSegment(segment=segment, groups=groups, source=source, own=False)
+        import_segments(tx, [extra])
 
 
-def import_groups(
-    tx: Transaction, *, segment: SegmentMeta, groups: Sequence[Group], source: str, own: bool
-) -> None:
-    """Make a segment count whose trajectories the run does not have.
+def import_segments(tx: Transaction, segments: Sequence[ImportedSegment]) -> None:
+    """Make all these segments count, or none of them.
 
-    `groups` are all groups of the segment, and `source` says in words where they are from. A group
-    that the run does not have is entered as imported. An imported group gets its missing members,
-    and is complete when it has all. A group that the run opened itself gets back the members that
-    it lost, and no others. `own` groups were opened by this very run.
+    A group that the run does not have is entered as imported. An imported group gets its missing
+    members, and is complete when it has all. A group that the run opened itself gets back the
+    members that it lost, and no others. Raises StoreError as `check_members`.
     """
-    check_members(tx, segment.trajectories, groups=groups, own=own)
+    for one in segments:
+        _import_segment(tx, one)
+
+
+def _import_segment(tx: Transaction, one: ImportedSegment) -> None:
+    segment, groups, source = one.segment, one.groups, one.source
+    check_members(tx, segment.trajectories, groups=groups, own=one.own)
     for ordinal, group in enumerate(groups, start=tx.value(NEXT_ORDINAL)):
         if not _is_known(tx, group):
             insert_group(
@@ -108,18 +112,12 @@ def import_groups(
     tx.touch("groups")
 
 
-def import_segments(tx: Transaction, segments: Sequence[ImportedSegment]) -> None:
-    """Make all these segments count, or none of them. See `import_groups`."""
-    for one in segments:
-        import_groups(tx, segment=one.segment, groups=one.groups, source=one.source, own=one.own)
-
-
 def check_members(
     tx: Transaction, trajectories: Sequence[TrajectoryMeta], *, groups: Sequence[Group], own: bool
 ) -> None:
-    """Raise StoreError for trajectories that `import_groups` does not take in.
+    """Raise StoreError for trajectories that `import_segments` does not take in.
 
-    A caller asks before it writes their segment: a rebuild also counts files that were never
+    Call it before their segment is written: a rebuild counts a file although it was never
     committed.
     """
     sizes = {group.group_uid: group.size for group in groups}

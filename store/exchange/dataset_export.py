@@ -25,7 +25,7 @@ from store.exchange.dataset_files import (
     TEXT,
     Dataset,
     DatasetFile,
-    describe,
+    write_description,
 )
 from store.hashing import file_digest
 from store.layout import SEGMENT_PATH, RunLayout, checked_name
@@ -88,8 +88,7 @@ def export_selection(
     with open_run(run, as_of=as_of, warn=False) as reader:
         if reader.left_out:
             raise StoreError(f"{reader.left_out} --repair sets them aside; nothing was exported")
-        query = SELECTION.format(selection=selected)
-        chosen = reader.sql(query, timeout_s=SELECT_TIMEOUT_S)
+        chosen = reader.sql(SELECTION.format(selection=selected), timeout_s=SELECT_TIMEOUT_S)
         if not chosen.num_rows:
             raise StoreError(
                 f"no trajectory of {layout.root} matches {where or 'anything'}; nothing was written"
@@ -106,7 +105,6 @@ def export_selection(
         raise StoreError(
             f"the files of {layout.root} hold {written} of the {n_steps} steps selected; run fsck"
         )
-    sizes = zip(chosen["group_uid"].to_pylist(), chosen["size"].to_pylist(), strict=True)
     dataset = Dataset(
         format=FORMAT,
         run_id=layout.info.run_id,
@@ -115,12 +113,18 @@ def export_selection(
         created_us=now_us(),
         n_trajectories=chosen.num_rows,
         n_steps=n_steps,
-        groups={_uid(group_uid).hex: size for group_uid, size in sizes},
+        groups=_sizes(chosen),
         parts=parts,
         uids=TEXT if text_uids else BINARY,
     )
-    describe(dataset, storage)
+    write_description(dataset, storage)
     return dataset
+
+
+def _sizes(chosen: pa.Table) -> dict[str, int]:
+    """Return the size of each group in its own run, by its uid in hex."""
+    sizes = zip(chosen["group_uid"].to_pylist(), chosen["size"].to_pylist(), strict=True)
+    return {_uid(group_uid).hex: size for group_uid, size in sizes}
 
 
 def _empty_place(layout: RunLayout, dest: Path | str) -> Storage:

@@ -87,7 +87,7 @@ class Dataset:
         return size
 
 
-def describe(dataset: Dataset, storage: Storage) -> None:
+def write_description(dataset: Dataset, storage: Storage) -> None:
     """Write the dataset's README and, last, the file by which it counts as whole."""
     facts = {
         "where": dataset.where or "none, all of it",

@@ -32,6 +32,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.catalog.imported_groups import ImportedSegment
 from tests.support.store_runs import copy_run
 from tests.support.store_samples import make_step, make_trajectory, make_unfinished
 
@@ -148,13 +149,10 @@ class Run:
             split="imported",
         )
         segment = write_segment(self.layout, [one], worker="w0", epoch=catalog.epoch)
-        known = [Group.imported(group_uid=alone, task_id=group.task_id, size=1)]
-        catalog.import_groups(
-            segment=segment,
-            groups=known,
-            source=f"{EXTRA_OF} {uid_text(group.group_uid)}",
-            own=False,
-        )
+        known = (Group.imported(group_uid=alone, task_id=group.task_id, size=1),)
+        source = f"{EXTRA_OF} {uid_text(group.group_uid)}"
+        extra = ImportedSegment(segment=segment, groups=known, source=source, own=False)
+        catalog.import_segments([extra])
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +183,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             traj_uid=uid(alone, 0),
             split="imported",
         )
-        catalog.import_groups(
+        imported = ImportedSegment(
             segment=write_segment(run.layout, [other], worker="w0", epoch=catalog.epoch),
-            groups=[Group.imported(group_uid=alone, task_id="task-0", size=2)],
+            groups=(Group.imported(group_uid=alone, task_id="task-0", size=2),),
             source="run another",
             own=False,
         )
+        catalog.import_segments([imported])
         export(catalog, run.layout)
     return run.layout.root
 

@@ -52,12 +52,11 @@ def main(base: Path, first: int, n_runs: int) -> None:
     )
     sys.dont_write_bytecode = True
     found = os.fdopen(os.dup(1), "w", buffering=1)
-    bystander = subprocess.Popen(["sleep", "100000"])
-    (base / "bystander.pid").write_text(str(bystander.pid))
     world.make()
     os.chdir(world.working)
     before = world.snapshot()
     commands = all_commands(world.run, base)
+    bystander = start_bystander(base)
     signal.signal(signal.SIGALRM, too_long)
     try:
         for seed in range(first, first + n_runs):
@@ -74,8 +73,7 @@ def main(base: Path, first: int, n_runs: int) -> None:
                     before = world.snapshot()
                 if bystander.poll() is not None:
                     wrong.append("a process that is not the run's was ended")
-                    bystander = subprocess.Popen(["sleep", "100000"])
-                    (base / "bystander.pid").write_text(str(bystander.pid))
+                    bystander = start_bystander(base)
                 if not (base / "gigpo-ray-x").is_dir() and any(
                     "gigpo-ray-x" in text for text in crafted
                 ):
@@ -102,6 +100,14 @@ def main(base: Path, first: int, n_runs: int) -> None:
         discard(world.run)
     finally:
         bystander.kill()
+
+
+def start_bystander(base: Path) -> subprocess.Popen[bytes]:
+    """Start a process of the same user, which no command may end."""
+    # Not with our output: whoever waits for its end would wait for this process too.
+    bystander = subprocess.Popen(["sleep", "100000"], stdout=subprocess.DEVNULL)
+    (base / "bystander.pid").write_text(str(bystander.pid))
+    return bystander
 
 
 def become_nobody() -> None:
