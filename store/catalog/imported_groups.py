@@ -79,8 +79,8 @@ def import_segments(tx: Transaction, segments: Sequence[ImportedSegment]) -> Non
     """Make all these segments count, or none of them.
 
     A group that the run does not have is entered as imported. An imported group gets its missing
-    members, and is complete when it has all. A group that the run opened itself gets back the
-    members that it lost, and no others. Raises StoreError as `check_members`.
+    members, and is complete when it has all. A group that the run opened itself, or trains on, gets
+    back the members that it lost, and no others. Raises StoreError as `check_members`.
     """
     for one in segments:
         _import_segment(tx, one)
@@ -148,22 +148,25 @@ def _refuse_new_members(
     """Raise StoreError for a member that a group of this very run never had.
 
     The group would be trained on, or evaluated, with an episode that the run did not play. Anybody
-    can compute the group's uid from the run id.
+    can compute the group's uid from the run id. The same holds for an offline group, which has all
+    its members: a dataset that says a larger size would bring more.
     """
-    splits = splits_of(tx, [group.group_uid for group in groups])
     task_ids = {group.group_uid: group.task_id for group in groups}
-    of_group = "SELECT task_id FROM grp WHERE group_uid = :group_uid"
+    of_group = """SELECT task_id FROM grp WHERE group_uid = :group_uid
+                  AND (split <> 'imported' OR source IS NOT NULL)"""
     of_lost = """SELECT 1 FROM lost_trajectory
                  WHERE (traj_uid, group_uid) = (:traj_uid, :group_uid)"""
     for one in trajectories:
-        if splits.get(one.group_uid, IMPORTED) == IMPORTED:
+        group = tx.row(of_group, group_uid=one.group_uid)
+        if group is None:
             continue
         is_lost = tx.row(of_lost, traj_uid=one.traj_uid, group_uid=one.group_uid) is not None
-        if not is_lost or tx.value(of_group, group_uid=one.group_uid) != task_ids[one.group_uid]:
+        if not is_lost or group["task_id"] != task_ids[one.group_uid]:
             raise StoreError(
-                f"group {uid_text(one.group_uid)} was opened in this very run, and trajectory "
-                f"{uid_text(one.traj_uid)} is none that it lost; put the newest catalog back if "
-                "this one is an older copy, or export only groups that this run does not have"
+                f"group {uid_text(one.group_uid)} was opened in this very run, or is trained on in "
+                f"it, and trajectory {uid_text(one.traj_uid)} is none that it lost; put the newest "
+                "catalog back if this one is an older copy, or export only groups that this run "
+                "does not have"
             )
 
 
@@ -217,7 +220,8 @@ def take_offline_groups(
     for ordinal, (group_uid, source) in enumerate(sources.items(), start=tx.value(NEXT_ORDINAL)):
         n = tx.run(
             """UPDATE grp SET ordinal = :ordinal, source = :source
-               WHERE group_uid = :group_uid AND split = 'imported' AND state = 'complete'""",
+               WHERE group_uid = :group_uid AND split = 'imported' AND state = 'complete'
+                   AND n_members = size""",
             ordinal=ordinal,
             source=source,
             group_uid=group_uid,

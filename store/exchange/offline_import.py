@@ -189,7 +189,10 @@ def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
 
 
 def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
-    """Return each selected group with its run id, once: of the first selection that has it."""
+    """Return each selected group with its run id, once: of the first selection that has it.
+
+    Raises StoreError if none is selected, `order` is wrong, or two sources contradict each other.
+    """
     tables = [
         one.groups.append_column("source", pa.repeat(one.run_id, len(one.groups)))
         for one in selections
@@ -199,6 +202,12 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
     if not len(candidates):
         sources = ", ".join(map(_fault, selections))
         raise StoreError(f"no whole training group is selected in {sources}; nothing to train on")
+    sizes = candidates.group_by("group_uid").aggregate([("size", "min"), ("size", "max")])
+    for one in sizes.filter(pc.not_equal(sizes["size_min"], sizes["size_max"])).to_pylist():
+        raise StoreError(
+            f"group {uid_text(one['group_uid'])} has {one['size_min']} members in one source and "
+            f"{one['size_max']} in another; leave one of them out"
+        )
     # An order by an unknown column is refused; by a column of NULLs it would do nothing.
     if order and candidates["state"].null_count:
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))

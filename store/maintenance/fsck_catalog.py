@@ -91,7 +91,8 @@ RULES = {
     "group_not_whole": """
         SELECT 'group', group_uid, format('it is %s with %d of %d members', state, n_members, size)
         FROM grp
-        WHERE split <> 'imported' AND (state = 'open' AND n_members >= size
+        WHERE (split <> 'imported' OR source IS NOT NULL)
+            AND (state = 'open' AND n_members >= size
             OR state IN ('stale', 'abandoned') AND n_members > size
             OR state NOT IN ('open', 'stale', 'abandoned') AND n_members <> size)""",
     "group_batch": """

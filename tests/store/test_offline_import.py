@@ -781,6 +781,67 @@ def test_nothing_is_taken_of_the_first_source_if_the_second_is_refused(
     assert taken_from(target, str(source.root))[0].n_groups == 3
 
 
+def of_size(dest: Path, size: int, *, members: range) -> str:
+    """Write a dataset with some members of the same group each time, which says its size."""
+    group = Group.imported(group_uid=uid("e" * 32, "train", 0, None), task_id="t", size=size)
+    table = to_table([replace(make_trajectory(group, one), split="train") for one in members])
+    return str(write_dataset(dest, table, run_id="e" * 32, size=size))
+
+
+def test_a_dataset_adds_no_member_to_a_group_that_is_trained_on(
+    tmp_path: Path, target: RunLayout
+) -> None:
+    """The attack: a dataset said a larger size, and the next step had members that no source had."""
+    taken_from(target, of_size(tmp_path / "whole", 2, members=range(2)))
+    more = of_size(tmp_path / "more", 8, members=range(2, 8))
+    with pytest.raises(StoreError, match="is trained on in it, .* is none that it lost"):
+        import_selection(target.root, more)
+    with Catalog.open(target) as catalog:
+        batch = claim(catalog, n_offline=1)
+        assert batch is not None
+        assert [len(one.trajectories) for one in batch.segments] == [2]
+
+
+def test_fsck_names_a_group_that_is_trained_on_with_more_members_than_its_size(
+    tmp_path: Path, target: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of an earlier version left it so."""
+    taken_from(target, of_size(tmp_path / "whole", 2, members=range(2)))
+    monkeypatch.setattr("store.catalog.imported_groups._refuse_new_members", lambda *_, **__: None)
+    import_selection(target.root, of_size(tmp_path / "more", 8, members=range(2, 8)))
+    (finding,) = [one for one in check(target, level=CONTENTS) if one.severity == "error"]
+    assert (finding.what, finding.detail) == (
+        "group_not_whole",
+        "it is complete with 8 of 2 members",
+    )
+    with Catalog.open(target) as catalog:
+        batch = claim(catalog, n_offline=1)
+        assert batch is not None
+        assert sum(len(one.trajectories) for one in batch.segments) == 8
+
+
+@pytest.mark.parametrize("sizes", [(2, 8), (8, 2)])
+def test_sources_that_say_two_sizes_of_one_group_are_refused(
+    tmp_path: Path, target: RunLayout, sizes: tuple[int, int]
+) -> None:
+    places = [of_size(tmp_path / f"{n}", n, members=range(n)) for n in sizes]
+    words = "has 2 members in one source and 8 in another"
+    with pytest.raises(StoreError, match=words):
+        find_sources([parse_source(place) for place in places], order="")
+    with pytest.raises(StoreError, match=words):
+        taken_from(target, *places)
+
+
+def test_a_group_that_was_imported_with_another_size_is_not_trained_on(
+    tmp_path: Path, target: RunLayout
+) -> None:
+    import_selection(target.root, of_size(tmp_path / "whole", 2, members=range(2)))
+    with pytest.raises(StoreError, match="the run has it with another size"):
+        taken_from(target, of_size(tmp_path / "more", 8, members=range(8)))
+    with Catalog.open(target) as catalog:
+        assert not catalog.has_offline_groups()
+
+
 PIXELS = bytes(2 * 3 * 3)  # of an image of 2 x 3
 
 
