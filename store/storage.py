@@ -155,6 +155,11 @@ class LocalStorage:
     """Files in the run directory or another one. No path leads out of it, also by no link."""
 
     def __init__(self, root: Path) -> None:
+        if "\0" in str(root):  # JSON and %00 may hold one
+            raise StoreError(
+                f"storage {str(root)!r:.200} has a null byte in it, so it is no directory; give "
+                "another one"
+            )
         self.root = root
 
     def write(self, path: str, data: pa.Buffer | bytes) -> None:

@@ -361,4 +361,6 @@ ATTACKS: Mapping[str, Attack] = {
     "storage: no URI": _stored("s3://[x"),
     "storage: half a character": _stored("file:///\ud800"),
     "storage: a byte in a path": _stored("\udcff"),
+    "storage: a null byte": _stored("a\0b"),
+    "storage: a null byte of a URI": _stored("file:///a%00b"),
 }
