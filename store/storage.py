@@ -28,7 +28,7 @@ from store.atomic_write import READ_ONLY, TEMPORARY_SUFFIX, make_directory, writ
 from store.errors import StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
 from store.untrusted import file_access as beneath
-from store.untrusted.own_directory import check_own_directory
+from store.untrusted.own_directory import check_own_directory, opened_by_own_links
 
 # Their PUT shows an object whole or not at all.
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")
@@ -168,18 +168,27 @@ class LocalStorage:
         write_atomically(target, memoryview(data), mode=READ_ONLY, beneath=self.root)
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
-        with self._reading(path):
-            data = beneath.read_bytes(self.root / path, root=self.root, at_most=at_most)
+        with self._opened_parent(path) as (directory, name):
+            data = beneath.read_bytes_in(directory, name, path=self.root / path, at_most=at_most)
             return pa.py_buffer(data)
 
     def digest(self, path: str) -> str:
-        with self._reading(path):
-            return beneath.digest(self.root / path, root=self.root, at_most=MAX_FILE_BYTES)
+        with self._opened_parent(path) as (directory, name):
+            return beneath.digest_in(directory, name, path=self.root / path, at_most=MAX_FILE_BYTES)
 
     @contextmanager
-    def _reading(self, path: str) -> Iterator[None]:
+    def _opened_parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """Give the descriptor of the directory that holds a file, and the name in it.
+
+        No link of another user leads there but to a directory of theirs: of a dataset that they
+        name, rows of a private one would get into a run that they may read.
+        """
         try:
-            yield
+            with (
+                opened_by_own_links(self.root, may_lead_home=True) as (root, _),
+                beneath.opened_parent_below(root, self.root / path, root=self.root) as opened,
+            ):
+                yield opened
         except UnsafePathError:
             raise
         # It is gone, or no file of ours.

@@ -65,13 +65,21 @@ def open_directory_below(opened: int, path: Path, *, root: Path) -> int:
 @contextmanager
 def opened_parent(path: Path, *, root: Path) -> Iterator[tuple[int, str]]:
     """Give the descriptor of the directory that holds `path`, and the name in it."""
-    names = _names(path, root)
-    if not names:
-        text = f"{path} is the directory {root} itself; name a file in it"
-        raise UnsafePathError(errno.EINVAL, text)
-    descriptor = open_directory(root.joinpath(*names[:-1]), root=root)
+    parent, name = _parent_and_name(path, root)
+    descriptor = open_directory(parent, root=root)
     try:
-        yield descriptor, names[-1]
+        yield descriptor, name
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def opened_parent_below(opened: int, path: Path, *, root: Path) -> Iterator[tuple[int, str]]:
+    """Do as `opened_parent` below `opened`, the descriptor of `root`."""
+    parent, name = _parent_and_name(path, root)
+    descriptor = open_directory_below(opened, parent, root=root)
+    try:
+        yield descriptor, name
     finally:
         os.close(descriptor)
 
@@ -120,9 +128,9 @@ def read_bytes_in(directory: int, name: str, *, path: Path, at_most: int) -> byt
         return file.read()
 
 
-def digest(path: Path, *, root: Path, at_most: int) -> str:
-    """Return the digest of a regular file that may be larger than memory."""
-    with open(open_file(path, root=root), "rb") as file:
+def digest_in(directory: int, name: str, *, path: Path, at_most: int) -> str:
+    """Return the digest of a regular file of an open directory. It may be larger than memory."""
+    with open(open_file_in(directory, name, path=path), "rb") as file:
         _check_size(file.fileno(), path, at_most=at_most)
         hashed = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH_BYTES))
         return hashed.hexdigest()
@@ -269,6 +277,14 @@ def _names(path: Path, root: Path) -> tuple[str, ...]:
         text = f"{path} is not beneath {root}; a run names only files of its own"
         raise UnsafePathError(errno.EXDEV, text)
     return names
+
+
+def _parent_and_name(path: Path, root: Path) -> tuple[Path, str]:
+    names = _names(path, root)
+    if not names:
+        text = f"{path} is the directory {root} itself; name a file in it"
+        raise UnsafePathError(errno.EINVAL, text)
+    return root.joinpath(*names[:-1]), names[-1]
 
 
 def _check_no_null(name: str) -> None:

@@ -11,11 +11,13 @@ import pytest
 from cli.__main__ import main
 from store import (
     Catalog,
+    OfflineSource,
     RunLayout,
     StoreError,
     check_own_directory,
     export,
     export_selection,
+    find_sources,
     is_trusted,
     trust,
     write_open_sql,
@@ -265,3 +267,31 @@ def test_no_run_is_read_through_a_link_of_another_user_but_to_their_own(
     assert RunLayout.open(layout.root).info == layout.info
     neighbour.gets(layout.root)
     assert RunLayout.open(theirs / "run").info == layout.info, "they could show it anyway"
+
+
+def test_no_dataset_is_read_through_a_link_of_another_user_but_to_their_own(
+    tmp_path: Path,
+    neighbour: Neighbour,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: a private dataset behind a neighbour's link was copied to a run for all."""
+    layout = signed_run(tmp_path / "private" / "run", monkeypatch)
+    private = tmp_path / "private" / "dataset"
+    export_selection(layout.root, private, where=None, as_of=None, whole_groups=True)
+    give_to_the_user(private)
+    public = signed_run(tmp_path / "public", monkeypatch)
+    link = tmp_path / "theirs"
+    link.symlink_to(private)
+    neighbour.gets(link)
+    before = fingerprint(public.root)
+    source = OfflineSource(location=str(link), where=None)
+    with pytest.raises(StoreError, match="is a link of another user"):
+        find_sources([source], order="n_won")
+    for location in (str(link), f"file://{link}"):
+        assert main(["import", str(public.root), location]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{link} is a link of another user (uid 65534)" in line
+        assert fingerprint(public.root).keys() == before.keys()
+    neighbour.gets(private)
+    find_sources([source], order="n_won")  # they could show it anyway
