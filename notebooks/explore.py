@@ -147,12 +147,16 @@ def _(advantages):
 @app.cell
 def _(advantages, staleness, success):
     if folder := mo.cli_args().get("save"):
-        for name, plot in {
+        plots = {
             "success": plot_success(success),
             "staleness": plot_staleness(staleness),
             "advantages": plot_advantages(advantages),
-        }.items():
-            Path(str(folder), f"{name}.svg").write_text(plot + "\n")
+        }
+        # Others may write in the folder too: a link of theirs must not lead to a file elsewhere.
+        with store.opened_by_own_links(Path(str(folder))) as (directory, _):
+            for name, plot in plots.items():
+                with store.written_aside(directory, f"{name}.svg", mode=0o666) as file:
+                    file.write(f"{plot}\n".encode())
     return
 
 

@@ -63,6 +63,24 @@ def test_as_a_script_it_says_a_line_for_each_plot(run: Path, tmp_path: Path) -> 
     assert {path.name for path in tmp_path.glob("*.svg")} == PLOTS
 
 
+def test_a_plot_is_written_through_no_link(run: Path, tmp_path: Path) -> None:
+    """The attack: a link of another user in a shared folder had a plot replace another file."""
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for plot in PLOTS:
+        (shared / plot).symlink_to(mine)
+    subprocess.run(
+        [sys.executable, NOTEBOOK, "--run", run, "--save", shared],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+    )
+    assert mine.read_text() == "precious"
+    assert not any((shared / plot).is_symlink() for plot in PLOTS)
+
+
 def test_a_run_that_is_none_is_named(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, NOTEBOOK, "--run", tmp_path / "nothing"],
