@@ -26,6 +26,7 @@ from driver.run_lock import RUN_MARK
 from driver.trackers.delivered import DeliveredMetrics
 from driver.trackers.services import PACKAGES, TrackerSetup
 from driver.trackers.tracker_process import READY
+from printable import REASON_CHARACTERS
 from store import Metric, RunLayout, StoreError
 from usage_statistics import usage_statistics_off
 
@@ -37,7 +38,6 @@ CLOSE_S = 60.0  # for what is left to send
 POLL_S = 0.05  # between two looks whether the tracker has ended
 READ_BYTES = 2**16  # of its answers at a time
 MAX_UNREAD_BYTES = 2**24  # a tracker that is so far behind hangs
-FAULT_CHARACTERS = 300  # of an error, in a line of the screen
 
 
 def check_trackers(config: Config) -> None:
@@ -151,7 +151,7 @@ class TrackerProcess:
             return
         self.has_failed, self._unread = True, b""
         self._say(
-            f"the tracker {self.name} failed: {why[:FAULT_CHARACTERS]}; it shows no more of this "
+            f"the tracker {self.name} failed: {why[:REASON_CHARACTERS]}; it shows no more of this "
             f"start. The run goes on, and the store has all metrics; see {self.log}"
         )
 

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from driver.trackers.services import TRACKERS, TrackerSetup
-from printable import one_line
+from printable import REASON_CHARACTERS, one_line
 
 READY = "ready"
 
@@ -32,7 +32,8 @@ def main(name: str) -> None:
             tracker.log(learner_step, values)
         tracker.close()
     except Exception as error:  # the border to another's code: passed on
-        fault = f"{type(error).__name__}: {one_line(error)}"
+        # A server's words may have any length, and the driver reads this between its looks.
+        fault = f"{type(error).__name__}: {one_line(error)[:REASON_CHARACTERS]}"
         answers.write(json.dumps({"fault": fault}) + "\n")
         raise SystemExit(1) from error
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import stat
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ import configs
 from configs import Config, ConfigError
 from driver.trackers import tracker as tracker_module
 from driver.trackers.follow import follow_metrics
+from driver.trackers.services import TrackerSetup
 from driver.trackers.tracker import TrackerProcess, check_trackers
 from store import RunLayout
 from tests.driver.test_tensorboard_writer import Run
@@ -185,6 +189,37 @@ def test_a_tracker_that_fails_is_one_line_and_the_run_goes_on(
             time.sleep(0.05)
     assert len(said) == 1 and why in said[0], said
     assert said[0].startswith("the tracker wandb failed: ")
+
+
+def test_a_server_that_says_too_much_is_quoted_in_part(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver would read 64 MiB for a minute, in which nothing else is looked at."""
+    said = json.dumps({"error_code": "INVALID_STATE", "message": "words " * 200_000}).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+        setup = TrackerSetup(
+            run_id="r", run_name="r", directory=str(run.layout.root), settings={}, n_logged=0
+        )
+        ended = subprocess.run(
+            [sys.executable, "-m", "driver.trackers.tracker_process", "mlflow"],
+            input=json.dumps(asdict(setup)).encode() + b"\n",
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        server.shutdown()
+    assert b"INVALID_STATE" in ended.stdout
+    assert len(ended.stdout) < 500
 
 
 def test_a_tracker_that_reads_nothing_never_blocks_the_run(
