@@ -52,6 +52,7 @@ from store import StoreError
 LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
+MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
 MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
 KEPT_CHARACTERS = 2**24  # of panels; most have tens of thousands
 HEADERS = {
@@ -391,9 +392,24 @@ def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | 
         ),
         flush=True,
     )
-    server = uvicorn.Server(
+    server = make_server(app)
+    # The logger keeps one of equal filters.
+    logging.getLogger("uvicorn.error").addFilter(_is_of_use)
+    if opens_browser:
+        threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
+    server.run(sockets=[listener])
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """Return the server of an application, with bounds on what a connection may send ahead.
+
+    uvicorn's other parser, httptools, keeps headers, trailers and waiting requests without end.
+    """
+    return uvicorn.Server(
         uvicorn.Config(
             app,
+            http="h11",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -402,11 +418,6 @@ def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | 
             ws="none",
         )
     )
-    # The logger keeps one of equal filters.
-    logging.getLogger("uvicorn.error").addFilter(_is_of_use)
-    if opens_browser:
-        threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
-    server.run(sockets=[listener])
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

@@ -15,13 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import uvicorn
 from _pytest.mark import ParameterSet
 
 from analysis import write_report_file
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
-from analysis.view.server import make_app
+from analysis.view.server import make_app, make_server
 from store import RunLayout
 from tests.analysis.view.conftest import TOKEN, example_addresses
 from tests.support.sizes import IN_FULL
@@ -40,9 +39,7 @@ pytestmark = pytest.mark.skipif(
 def address(layout: RunLayout) -> Iterator[str]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(make_app([layout.root], token=TOKEN), log_level="warning", ws="none")
-    )
+    server = make_server(make_app([layout.root], token=TOKEN))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + START_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ import httpx2
 import pyarrow as pa
 import pytest
 from markupsafe import Markup
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
@@ -31,7 +34,7 @@ from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel
-from analysis.view.server import make_app
+from analysis.view.server import MAX_HEAD_BYTES, make_app, make_server
 from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
 from analysis.view.text import LONG_CHARACTERS, MOST_MARKS, visible
@@ -523,3 +526,54 @@ def test_no_page_links_to_another_site_that_the_address_names(
     assert answer.status_code == 404
     links = re.findall(r'(?:href|data-later)="([^"]*evil[^"]*)"', answer.text)
     assert links and all(re.match(r"/[^/]", link) for link in links)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Serve nothing, as the pages are served."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    served = make_server(Starlette())
+    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield listener.getsockname()[1]
+    served.should_exit = True
+    thread.join(timeout=30)
+
+
+HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "repeated"),
+    [
+        (b"GET /", b"x"),
+        (HEAD, b"A: b\r\n"),
+        (HEAD + b"A: ", b"x"),
+        (HEAD + CHUNKS + b"0\r\n", b"A: b\r\n"),
+        (HEAD + CHUNKS + b"1;", b"x"),
+    ],
+    ids=["address", "headers", "header", "trailers", "chunk"],
+)
+def test_a_head_without_end_is_cut_off(port: int, begun: bytes, repeated: bytes) -> None:
+    """It would be kept until the memory is full, and every user of the machine can send one."""
+    endless = begun + repeated * (4 * MAX_HEAD_BYTES // len(repeated))
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=30) as client,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        client.sendall(endless)
+        while client.recv(65536):
+            pass
+
+
+def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
+    """A client that reads nothing can send as much as the kernel holds."""
+    sent = 0
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=3) as client,
+        contextlib.suppress(TimeoutError),
+    ):
+        while sent < 32 << 20:
+            sent += client.send((HEAD + b"\r\n") * 1000)
+    assert sent < 32 << 20
