@@ -271,7 +271,8 @@ def _judge(status: int, body: bytes, *, method: str) -> tuple[int, str]:
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
     if status != 200:
         message = error.get("message") if isinstance(error, dict) else error
-        return status, f"answered {status}: {quoted(message or body)}"
+        fault = f"answered {status}: {quoted(message or body)}"
+        return RETRIED if status < 300 else status, fault  # the client takes 204 for a reply
     if answer is None:
         return NOT_RETRIED, f"answered what is no JSON: {quoted(body)}"
     if method == "POST":

@@ -233,6 +233,7 @@ def test_a_thought_that_comes_apart_stands_before_the_rest() -> None:
         (503, "starting"),
         (200, {"error": {"message": "upstream", "code": 502}}),  # as some routers say it
         (200, {"choices": []}),
+        (202, "queued"),
         said(7),
     ],
 )
