@@ -164,7 +164,7 @@ def take_sources(
             chosen = in_order(selections, order=order)
             segments: list[ImportedSegment] = []
             for selection in selections:
-                segments += _written(catalog, layout, selection=selection, but=segments)
+                segments += _written(catalog, layout, selection=selection, already=segments)
             taken = tuple(_reports(selections))
             detail = "; ".join(map(str, taken))
             catalog.take_offline_groups(chosen, segments=segments, detail=detail)
@@ -189,7 +189,7 @@ def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
 
 
 def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
-    """Return each selected group with its run id, once: of the first selection that has it.
+    """Return each selected group with its run id, once: of the first that has it in the order.
 
     Raises StoreError if none is selected, `order` is wrong, or two sources contradict each other.
     """
@@ -213,8 +213,11 @@ def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str
         candidates = candidates.drop_columns(list(UNKNOWN_OF_DATASETS))
     if order:
         candidates = _sorted(candidates, order)
+    chosen: dict[bytes, str] = {}
     group_uids, run_ids = candidates["group_uid"].to_pylist(), candidates["source"].to_pylist()
-    return dict(zip(group_uids, run_ids, strict=True))
+    for group_uid, run_id in zip(group_uids, run_ids, strict=True):
+        chosen.setdefault(group_uid, run_id)
+    return chosen
 
 
 def _fault(selection: _Selection) -> str:
@@ -426,9 +429,9 @@ def _written(
     layout: RunLayout,
     *,
     selection: _Selection,
-    but: Sequence[ImportedSegment],
+    already: Sequence[ImportedSegment],
 ) -> list[ImportedSegment]:
-    """Write all rows of the selected groups that are neither here nor in the segments `but`."""
+    """Write all rows of the selected groups that are neither here nor in `already`."""
     uids = selection.groups["group_uid"].to_pylist()
     sizes = dict(zip(uids, selection.groups["size"].to_pylist(), strict=True))
     name = _name(selection.source, selection.run_id)
@@ -438,7 +441,7 @@ def _written(
         run_id=selection.run_id,
         size_of=sizes.__getitem__,
         worker=WORKER,
-        written=(meta.traj_uid for one in but for meta in one.segment.trajectories),
+        written=(meta.traj_uid for one in already for meta in one.segment.trajectories),
     )
     missing = set(pc.list_flatten(selection.groups["members"]).to_pylist())
     for table in _rows(selection):

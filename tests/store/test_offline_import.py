@@ -781,11 +781,11 @@ def test_nothing_is_taken_of_the_first_source_if_the_second_is_refused(
     assert taken_from(target, str(source.root))[0].n_groups == 3
 
 
-def of_size(dest: Path, size: int, *, members: range) -> str:
+def of_size(dest: Path, size: int, *, members: range, run_id: str = "e" * 32) -> str:
     """Write a dataset with some members of the same group each time, which says its size."""
     group = Group.imported(group_uid=uid("e" * 32, "train", 0, None), task_id="t", size=size)
     table = to_table([replace(make_trajectory(group, one), split="train") for one in members])
-    return str(write_dataset(dest, table, run_id="e" * 32, size=size))
+    return str(write_dataset(dest, table, run_id=run_id, size=size))
 
 
 def test_a_dataset_adds_no_member_to_a_group_that_is_trained_on(
@@ -830,6 +830,15 @@ def test_sources_that_say_two_sizes_of_one_group_are_refused(
         find_sources([parse_source(place) for place in places], order="")
     with pytest.raises(StoreError, match=words):
         taken_from(target, *places)
+
+
+def test_a_group_of_two_sources_is_said_to_be_of_the_first(
+    tmp_path: Path, target: RunLayout
+) -> None:
+    runs = ("e" * 32, "f" * 32)
+    places = [of_size(tmp_path / run, 2, members=range(2), run_id=run) for run in runs]
+    taken_from(target, *places)
+    assert ask(target, "SELECT DISTINCT source FROM groups") == [(runs[0],)]
 
 
 def test_a_group_that_was_imported_with_another_size_is_not_trained_on(
