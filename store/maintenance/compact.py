@@ -42,6 +42,7 @@ MAX_FULL_FILES = 400  # a full file holds more than half of the limit, so there 
 MAX_ROW_BYTES = 1 << 30
 # Bounds the memory of a merge. Beyond 100 GB a run has more files instead.
 MAX_FILE_BYTES = 512 * 1024**2
+MAX_SLICES = 4096  # of a table, which take 16 KB each; our own files need a few for each group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +154,8 @@ def file_limit(live: Sequence[LiveSegment], *, policy: CompactionPolicy) -> int:
 def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
     """Return all rows, group by group as first met, by member and step within a group.
 
-    Rows that already follow each other stay one slice: the result shares the tables' memory.
+    Rows that already follow each other stay one slice: the result shares the tables' memory. Rows
+    that a stranger wrote in any order are copied.
     """
     table = pa.concat_tables(tables)
     # numbered as they are first met
@@ -163,6 +165,8 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
         keys, sort_keys=[(name, "ascending") for name in keys.column_names]
     ).to_numpy()
     starts = np.flatnonzero(np.diff(order, prepend=-2) != 1)
+    if len(starts) > MAX_SLICES:
+        return table.take(order)
     lengths = np.diff(starts, append=len(order))
     places = zip(order[starts].tolist(), lengths.tolist(), strict=True)
     slices = [table.slice(first, n) for first, n in places]

@@ -38,7 +38,7 @@ from store import (
     write_segment,
 )
 from store.maintenance import maintainer as maintainer_module
-from store.maintenance.compact import choose, file_limit, in_group_order
+from store.maintenance.compact import MAX_SLICES, choose, file_limit, in_group_order
 from store.maintenance.sweep import (
     ORPHAN_GRACE_S,
     OrphanLook,
@@ -240,6 +240,24 @@ def test_rows_are_in_the_order_of_their_groups() -> None:
     ]
     assert in_group_order([rows(), rows("a00")])["action_text"].to_pylist() == ["a00"]
     assert in_group_order([rows()]).num_rows == 0
+
+
+def test_rows_in_any_order_are_few_pieces_of_memory() -> None:
+    """The attack: a million rows in reverse order took 19 GB as slices."""
+    n = 3 * MAX_SLICES
+    ordered = pa.table(
+        {
+            "group_uid": pa.array([b"g" * 16] * n, pa.binary(16)),
+            "member": pa.array([0] * n, pa.uint16()),
+            "step_index": pa.array(range(n), pa.uint32()),
+            "response_ids": pa.array([[number] for number in range(n)], pa.list_(pa.int32())),
+            "obs_text": [f"text {number}" for number in range(n)],
+        }
+    )
+    reverse = ordered.take(pa.array(range(n - 1, -1, -1)))
+    merged = in_group_order([reverse.slice(0, n // 2), reverse.slice(n // 2)])
+    assert merged.equals(ordered)
+    assert merged["obs_text"].num_chunks <= 2
 
 
 # Rows are the same.
