@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from store import has_begun
+from store import has_begun, storage
+from store.errors import UnavailableError
 from tests.support.endless_server import Kind, endless_server
 
 # A command with a small limit. It prints the largest memory of this process and of its children, in
@@ -98,6 +99,20 @@ def test_a_dataset_that_drips_ends_the_command_and_not_only_its_wait(tmp_path: P
     (line,) = done.stderr.splitlines()
     assert "cannot read" in line and "dataset.json" in line
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_that_drips_is_not_waited_for_until_the_deadline_of_the_size_that_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: a manifest named a segment of 7 GB, for which `gigpo fetch` waited 31 minutes."""
+    monkeypatch.setattr("tests.support.endless_server.DRIPPED_BYTES", 7 << 30)
+    monkeypatch.setattr(storage, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(storage, "SLOWEST_BYTES_PER_S", 1 << 30)
+    with (
+        endless_server("drip") as uri,
+        pytest.raises(UnavailableError, match=r"cannot read .* within 1 s: no answer"),
+    ):
+        storage.open_storage(uri).read("dataset.json")
 
 
 def test_a_long_list_is_read() -> None:

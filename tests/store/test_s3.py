@@ -5,6 +5,7 @@ on this machine.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -221,6 +222,17 @@ def test_weights_go_up_whole_and_come_down_whole(
     with pytest.raises(StoreError, match="v000004/complete.json: it is not there"):
         local_directory(worker, "weights/v000004")
     assert sorted(path.name for path in worker.weights.iterdir()) == ["v000002", "v000003"]
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 999, 1000, 1001, 5500, 6000])
+def test_a_file_of_several_pieces_is_read_whole(
+    server: Server, monkeypatch: pytest.MonkeyPatch, n_bytes: int
+) -> None:
+    monkeypatch.setattr(storage, "PIECE_BYTES", 1000)
+    bucket = storage.open_storage(server.uri("pieces"))
+    data = random.Random(n_bytes).randbytes(n_bytes)
+    bucket.write(f"{n_bytes}.bin", data)
+    assert bucket.read(f"{n_bytes}.bin").to_pybytes() == data
 
 
 def test_a_dataset_may_be_in_a_bucket(server: Server, tmp_path: Path) -> None:
