@@ -6,17 +6,19 @@ import errno
 import os
 import sqlite3
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from printable import REASON_CHARACTERS, one_line, shell_word
 from store.atomic_write import PRIVATE
 from store.catalog.ownership import check_consent
+from store.catalog.private_copy import copied, is_own_place
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.errors import FormatError, PrivateCatalogError, StoreError, UnsafePathError
 from store.layout import RunLayout
-from store.untrusted.file_access import is_file, open_file, status
+from store.untrusted.file_access import is_file, open_directory, open_file, open_file_in, status
 
 DAMAGED_PAGES = "*** in database"  # begins what SQLite says of pages, not of cells
 COUNTS = Path(__file__).with_name("group_counts.sql")  # only for the owner's connection
@@ -53,7 +55,7 @@ def connect_owner(layout: RunLayout, *, now_us: Callable[[], int]) -> sqlite3.Co
         connection.execute("PRAGMA cell_size_check = ON")
         let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
-        _check_size(connection, layout)
+        _check_size(connection, layout, opened=layout.catalog)
         connection.row_factory = sqlite3.Row
         connection.create_function("now_us", 0, now_us)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -74,28 +76,32 @@ def connect_owner(layout: RunLayout, *, now_us: Callable[[], int]) -> sqlite3.Co
     return connection
 
 
-def connect_read_only(layout: RunLayout) -> sqlite3.Connection:
-    """Open the catalog beside its owner, to read it.
+@contextmanager
+def opened_read_only(layout: RunLayout, *, in_place: bool = False) -> Iterator[sqlite3.Connection]:
+    """Give a connection to the catalog beside its owner, to read it.
 
-    Without a -wal file nobody writes, so a directory without write permission can be read too.
-    Raises OtherFormatError, ForeignSchemaError for objects that this code never makes, and
-    PrivateCatalogError.
+    Without a -wal file nobody writes, so a directory without write permission can be read too. A
+    catalog that another user could exchange is copied first, unless `in_place`: for a process that
+    the kernel lets make no file. Raises OtherFormatError, ForeignSchemaError for objects that this
+    code never makes, and PrivateCatalogError.
     """
     check_consent(layout)
-    check_catalog_files(layout)
-    wal = layout.catalog.with_name(f"{layout.catalog.name}-wal")
-    mode = "mode=ro" if is_file(wal, root=layout.run_directory) else "mode=ro&immutable=1"
-    connection = sqlite3.connect(f"{layout.catalog.as_uri()}?{mode}", uri=True)
-    try:
+    with ExitStack() as opened:
+        if in_place or is_own_place(layout.run_directory):
+            check_catalog_files(layout)
+            catalog = layout.catalog
+        else:
+            catalog = opened.enter_context(copied(layout, open_checked=_open_checked))
+        wal = catalog.with_name(f"{catalog.name}-wal")
+        mode = "mode=ro" if is_file(wal, root=catalog.parent) else "mode=ro&immutable=1"
+        connection = sqlite3.connect(f"{catalog.as_uri()}?{mode}", uri=True)
+        opened.callback(connection.close)
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
         let_ctrl_c_end_queries(connection)
         check_schema(connection, path=layout.catalog)
-        _check_size(connection, layout)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        _check_size(connection, layout, opened=catalog)
+        yield connection
 
 
 def make_catalog_file(layout: RunLayout) -> None:
@@ -173,35 +179,49 @@ def check_catalog_files(layout: RunLayout) -> None:
     and PrivateCatalogError for one that this user may not read.
     """
     n_bytes = 0
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
-        found = status(path, root=layout.run_directory)
-        if found is None:
-            continue
-        try:
-            descriptor = open_file(path, root=layout.run_directory)
-        except FileNotFoundError:  # its owner has just closed the catalog
-            continue
-        except PermissionError as error:
-            if found.st_uid == os.geteuid():
-                raise StoreError(
-                    f"{path} may not be read: chmod u+rw {shell_word(str(layout.catalog))}*"
-                ) from error
-            raise PrivateCatalogError(
-                f"{path} may not be read by you: it belongs to uid {found.st_uid}, and a catalog "
-                "is made for its owner alone, because who may read it can lock it. Its owner can "
-                f"share it: chmod g+r {shell_word(str(layout.catalog))}*"
+    directory = open_directory(layout.run_directory, root=layout.run_directory)
+    try:
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
+            with suppress(FileNotFoundError), open(_open_checked(directory, path), "rb") as file:
+                n_bytes += os.fstat(file.fileno()).st_size
+                if suffix == "-journal":
+                    _check_journal(file, path, n_bytes=n_bytes, root=layout.root)
+    finally:
+        os.close(directory)
+
+
+def _open_checked(directory: int, path: Path) -> int:
+    """Open a file of a catalog beneath the descriptor of its directory. The caller closes it.
+
+    Raises FileNotFoundError, PrivateCatalogError, UnsafePathError for what is no file, and
+    FormatError for one that stands for many more bytes than it has.
+    """
+    catalog = path.with_name(path.name.partition("-")[0])
+    try:
+        descriptor = open_file_in(directory, path.name, path=path)
+    except PermissionError as error:
+        owner = os.stat(path.name, dir_fd=directory, follow_symlinks=False).st_uid
+        if owner == os.geteuid():
+            raise StoreError(
+                f"{path} may not be read: chmod u+rw {shell_word(str(catalog))}*"
             ) from error
-        with open(descriptor, "rb") as file:
-            found = os.fstat(file.fileno())
-            n_bytes += found.st_size
-            if found.st_size > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * found.st_blocks * _BLOCK_BYTES:
-                _check_holes(file, path, n_bytes=found.st_size, root=layout.root)
-            if suffix == "-journal":
-                _check_journal(file, path, n_bytes=n_bytes, root=layout.root)
+        raise PrivateCatalogError(
+            f"{path} may not be read by you: it belongs to uid {owner}, and a catalog "
+            "is made for its owner alone, because who may read it can lock it. Its owner can "
+            f"share it: chmod g+r {shell_word(str(catalog))}*"
+        ) from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_size > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * found.st_blocks * _BLOCK_BYTES:
+            _check_holes(descriptor, path, n_bytes=found.st_size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-def _check_holes(file: BinaryIO, path: Path, *, n_bytes: int, root: Path) -> None:
+def _check_holes(descriptor: int, path: Path, *, n_bytes: int) -> None:
     """Raise FormatError if a file of `n_bytes` is almost nothing but holes.
 
     Some file systems count a new file's blocks late or never, so the holes themselves are asked
@@ -210,17 +230,17 @@ def _check_holes(file: BinaryIO, path: Path, *, n_bytes: int, root: Path) -> Non
     stored = at = 0
     while at < n_bytes:
         try:
-            begin = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            begin = os.lseek(descriptor, at, os.SEEK_DATA)
         except OSError as error:
             if error.errno != errno.ENXIO:  # this file system knows no holes
                 return
             break  # the rest is a hole
-        at = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+        at = os.lseek(descriptor, begin, os.SEEK_HOLE)
         stored += at - begin
     if n_bytes > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * stored:
         raise FormatError(
             f"{path} has {n_bytes:,} bytes, of which {stored:,} are not holes; no run wrote it. "
-            f"Restore it from a backup, or gigpo rebuild {root}"
+            f"Restore it from a backup, or gigpo rebuild {path.parent}"
         )
 
 
@@ -242,17 +262,18 @@ def _check_journal(journal: BinaryIO, path: Path, *, n_bytes: int, root: Path) -
     )
 
 
-def _check_size(connection: sqlite3.Connection, layout: RunLayout) -> None:
+def _check_size(connection: sqlite3.Connection, layout: RunLayout, *, opened: Path) -> None:
     """Raise FormatError if the catalog says that it has more pages than its files hold.
 
-    The last frame of a log may say any number. A copy would have them all, as zeros.
+    `opened` is the catalog's path, or that of a copy of it. The last frame of a log may say any
+    number. A copy in memory would have them all, as zeros.
     """
     (n_pages,) = connection.execute("PRAGMA page_count").fetchone()
     (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
     n_bytes = 0
     for suffix in ("-wal", ""):  # in this order, as an owner who closes it moves pages
-        path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
-        found = status(path, root=layout.run_directory)
+        path = opened.with_name(f"{opened.name}{suffix}")
+        found = status(path, root=opened.parent)
         n_bytes += found.st_size if found is not None else 0
     if n_pages * page_bytes > n_bytes:
         raise FormatError(

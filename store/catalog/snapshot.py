@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from printable import one_line
-from store.catalog.connection import check_pages, connect_read_only, raise_if_interrupted
+from store.catalog.connection import check_pages, opened_read_only, raise_if_interrupted
 from store.catalog.transaction import Transaction
 from store.clock import SNAPSHOT_WINDOW_S
 from store.errors import FormatError, StoreError
@@ -244,13 +243,14 @@ def take_snapshot(tx: Transaction, *, known: Mapping[str, tuple[ExportedPart, ..
     return Snapshot(lsn=until, segments=tuple(row["path"] for row in segments), new_parts=new_parts)
 
 
-def read_as_of(layout: RunLayout, lsn: int) -> AsOf:
+def read_as_of(layout: RunLayout, lsn: int, *, in_place: bool = False) -> AsOf:
     """Return the rows and files that readers would have seen at `lsn`. The owner is not disturbed.
 
-    Raises StoreError if `lsn` is in the future, or so old that its files are gone.
+    `in_place` as for `opened_read_only`. Raises StoreError if `lsn` is in the future, or so old
+    that its files are gone.
     """
     try:
-        with closing(connect_read_only(layout)) as connection:
+        with opened_read_only(layout, in_place=in_place) as connection:
             check_pages(connection, layout)
             connection.execute("BEGIN")  # one moment for all queries
             meta = connection.execute("SELECT lsn, horizon_lsn FROM meta").fetchone()

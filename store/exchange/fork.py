@@ -23,9 +23,9 @@ from pathlib import Path
 from store.atomic_write import keep_private, make_directory, sync_directory
 from store.catalog.connection import (
     check_pages,
-    connect_read_only,
     is_damage,
     make_catalog_file,
+    opened_read_only,
     raise_if_interrupted,
 )
 from store.catalog.groups import recompute
@@ -200,7 +200,7 @@ def check_fork(source: RunLayout, root: Path, *, learner_step: int) -> None:
         return  # a killed fork may be whole already, and needs the checkpoint no more
     _check_is_here(source)
     try:
-        with closing(connect_read_only(source)) as catalog:
+        with opened_read_only(source) as catalog:
             check_pages(catalog, source)
             catalog.row_factory = sqlite3.Row
             _checkpoint(source, catalog, learner_step=learner_step)
@@ -294,7 +294,7 @@ def _remove_stored(unfinished: Path) -> None:
 
 def _lsn(source: RunLayout) -> int:
     """Return the catalog's lsn. Raises FormatError if there is none."""
-    with closing(connect_read_only(source)) as catalog:
+    with opened_read_only(source) as catalog:
         row = catalog.execute("SELECT lsn FROM meta").fetchone()
     if row is None or not isinstance(row[0], int):
         raise FormatError(
@@ -308,7 +308,7 @@ def _copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) ->
     """Copy the catalog as it was at the checkpoint. Return the checkpoint's version."""
     make_catalog_file(layout)
     with (
-        closing(connect_read_only(source)) as original,
+        opened_read_only(source) as original,
         closing(sqlite3.connect(layout.catalog, isolation_level=None)) as copy,
     ):
         check_pages(original, source)

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice
 
 from printable import counted
-from store.catalog.connection import DAMAGED_PAGES, connect_read_only
+from store.catalog.connection import DAMAGED_PAGES, opened_read_only
 from store.catalog.schema_check import LARGEST_COUNTER, SCHEMA
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found
@@ -212,7 +212,7 @@ RULES = {
 @contextmanager
 def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
     """Give a connection that can only read, beside an owner."""
-    with closing(connect_read_only(layout)) as connection:
+    with opened_read_only(layout) as connection:
         connection.row_factory = sqlite3.Row
         yield connection
 

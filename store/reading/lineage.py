@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from store.catalog.batches import batch_of
-from store.catalog.connection import check_pages, connect_read_only, raise_if_interrupted
+from store.catalog.connection import check_pages, opened_read_only, raise_if_interrupted
 from store.catalog.records import Batch, CheckpointRecord, VersionRecord
 from store.catalog.run_records import VERSIONS, checked_version, live_checkpoints
 from store.catalog.run_records import learner_step as last_step
@@ -180,7 +180,7 @@ def _reading(layout: RunLayout) -> Iterator[Transaction]:
             f"gigpo rebuild {layout.root}"
         )
     try:
-        with closing(connect_read_only(layout)) as connection:
+        with opened_read_only(layout) as connection:
             check_pages(connection, layout)
             connection.row_factory = sqlite3.Row
             connection.execute("BEGIN")

@@ -178,7 +178,7 @@ def _show_as_of(
     connection: duckdb.DuckDBPyConnection, layout: RunLayout, *, lsn: int, root: str
 ) -> None:
     """Replace the files and tables of the manifest by those that the catalog had at `lsn`."""
-    snapshot = read_as_of(layout, lsn)
+    snapshot = read_as_of(layout, lsn, in_place=True)  # here, in the sandbox
     empty = connection.execute("SELECT getvariable('segments')[1]").fetchall()[0][0]
     files = [sql_literal(empty), *(sql_literal(f"{root}/{path}") for path in snapshot.segments)]
     connection.execute(f"SET VARIABLE segments = [{', '.join(files)}]")

@@ -17,7 +17,7 @@ import pytest
 from cli.__main__ import main
 from store import Catalog, RunLayout, restart_points
 from store.catalog import connection as module
-from store.catalog.connection import connect_read_only
+from store.catalog.connection import opened_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
 from store.exchange.fork import fork
@@ -107,10 +107,10 @@ INTERRUPTED = f"""
 import os, pathlib, signal, sys, threading
 from store import RunLayout
 from store.catalog import connection as module
-from store.catalog.connection import connect_read_only
-connection = connect_read_only(RunLayout.open(pathlib.Path(sys.argv[1])))
-threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-connection.execute("{ENDLESS} SELECT count(*) FROM n").fetchone()
+from store.catalog.connection import opened_read_only
+with opened_read_only(RunLayout.open(pathlib.Path(sys.argv[1]))) as connection:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    connection.execute("{ENDLESS} SELECT count(*) FROM n").fetchone()
 """
 
 INTERRUPTED_OWNER = f"""
@@ -221,6 +221,12 @@ def test_an_endless_program_in_a_catalog_is_never_started(program: str, layout: 
         assert "Traceback" not in said
 
 
+def read(layout: RunLayout) -> None:
+    """Open the catalog as a reader does."""
+    with opened_read_only(layout):
+        pass
+
+
 @pytest.mark.parametrize("schema", FOREIGN)
 def test_a_foreign_schema_is_one_line_that_names_the_object(schema: str, layout: RunLayout) -> None:
     script, named = FOREIGN[schema]
@@ -228,7 +234,7 @@ def test_a_foreign_schema_is_one_line_that_names_the_object(schema: str, layout:
     before = layout.catalog.read_bytes()
     for attempt in (
         lambda: Catalog.open(layout),
-        lambda: connect_read_only(layout),
+        lambda: read(layout),
         lambda: read_as_of(layout, 1),
     ):
         with pytest.raises(ForeignSchemaError) as error:
@@ -302,7 +308,7 @@ def test_a_statement_much_longer_than_ours_is_not_split(
         assert check(layout, level=CATALOG) == []
     else:
         with pytest.raises(ForeignSchemaError, match="'meta' is none that this code makes"):
-            connect_read_only(layout)
+            read(layout)
 
 
 def test_a_rebuild_makes_a_catalog_without_it(layout: RunLayout) -> None:
@@ -310,7 +316,7 @@ def test_a_rebuild_makes_a_catalog_without_it(layout: RunLayout) -> None:
     done = command(layout, "rebuild")  # without --force: the finding is a fatal one
     assert done.returncode == 0, done.stderr
     assert check(layout, level=CONTENTS) == []
-    connect_read_only(layout).close()
+    read(layout)
 
 
 def test_a_missing_object_is_not_a_foreign_one(layout: RunLayout) -> None:
@@ -329,7 +335,7 @@ def test_a_catalog_of_newer_code_is_told_from_a_foreign_one(layout: RunLayout) -
     )
     for attempt in (
         lambda: Catalog.open(layout),
-        lambda: connect_read_only(layout),
+        lambda: read(layout),
         lambda: check(layout, level=CONTENTS),
     ):
         with pytest.raises(FormatError, match="has format application_id 7, .* use the version"):

@@ -9,7 +9,9 @@ import sqlite3
 import stat
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -25,10 +27,13 @@ from store import (
     rebuild_run,
     restart_points,
 )
+from store.catalog.connection import opened_read_only
+from store.errors import UnsafePathError
 from store.exchange import bring
 from store.exchange.bring import bring_catalog, bring_run, run_at
 from store.maintenance.fsck import CATALOG, check
 from tests.crash.commands import STEP, make_forkable_run
+from tests.support.neighbours import Neighbour
 from tests.support.run_views import connect
 from tests.support.store_runs import make_run
 from tests.support.store_samples import open_train_group
@@ -237,3 +242,104 @@ def test_the_owner_of_a_catalog_without_permissions_is_told_to_give_them_back(
     layout.catalog.chmod(0)
     said = as_another_user(lambda: str(check(layout, level=CATALOG)))
     assert said == (f"StoreError: {layout.catalog} may not be read: chmod u+rw {layout.catalog}*")
+
+
+def written_by_a_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLayout:
+    """Return the run of another user who was killed: its newest groups are in its log alone."""
+    layout = new_layout(tmp_path / "theirs")
+    with Catalog.open(layout) as catalog:
+        for ordinal in range(3):
+            open_train_group(catalog, ordinal)
+        killed = {end: layout.catalog.with_name(f"catalog.sqlite{end}") for end in ENDS[:2]}
+        kept = {path: path.read_bytes() for path in killed.values()}
+    for path, content in kept.items():
+        path.write_bytes(content)
+    neighbour = Neighbour(monkeypatch)
+    for path in (layout.root.parent, layout.root, *kept):
+        neighbour.gets(path)
+    return layout
+
+
+def n_groups_of(layout: RunLayout) -> int:
+    with opened_read_only(layout) as connection:
+        return int(connection.execute("SELECT count(*) FROM grp").fetchone()[0])
+
+
+def test_a_reader_makes_no_file_beside_the_catalog_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = written_by_a_neighbour(tmp_path, monkeypatch)
+    before = {path.name: path.read_bytes() for path in layout.root.glob("catalog.sqlite*")}
+    assert n_groups_of(layout) == 3
+    assert {path.name: path.read_bytes() for path in layout.root.glob("catalog.sqlite*")} == before
+    assert "catalog.sqlite-shm" not in before
+
+
+def test_a_reader_is_led_to_the_catalog_of_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the directory was exchanged for a link to a private run, whose shared memory
+    SQLite made from the neighbour's log. Groups that the run had committed were lost with it.
+    """
+    mine = new_layout(tmp_path / "mine")
+    theirs = written_by_a_neighbour(tmp_path, monkeypatch)
+    connect_as_before = sqlite3.connect
+
+    def exchanged(database: str, **options: object) -> sqlite3.Connection:
+        connection = connect_as_before(database, **options)
+        if "catalog.sqlite" in database:  # SQLite has opened the catalog, and not yet its log
+            theirs.root.rename(tmp_path / "aside")
+            theirs.root.symlink_to(mine.root)
+        return connection
+
+    before = sorted(path.name for path in mine.root.iterdir())
+    monkeypatch.setattr(sqlite3, "connect", exchanged)
+    with suppress(StoreError, sqlite3.Error):
+        n_groups_of(theirs)
+    assert theirs.root.is_symlink()
+    assert sorted(path.name for path in mine.root.iterdir()) == before
+
+
+def test_a_reader_waits_for_no_log_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = written_by_a_neighbour(tmp_path, monkeypatch)
+    wal = layout.catalog.with_name("catalog.sqlite-wal")
+    wal.unlink()
+    os.mkfifo(wal)
+    with pytest.raises(UnsafePathError, match="catalog.sqlite-wal"):
+        n_groups_of(layout)
+
+
+def test_a_copy_of_a_catalog_that_is_written_has_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = new_layout(tmp_path / "theirs")
+    seen: list[int] = []
+    with Catalog.open(layout) as catalog:
+        # The log begins anew every few groups, as that of a long run does every few thousand pages.
+        catalog._database._connection.execute("PRAGMA wal_autocheckpoint = 20")
+        neighbour = Neighbour(monkeypatch)
+        neighbour.gets(layout.root)
+        done = threading.Event()
+
+        def read() -> None:
+            while not done.is_set():
+                try:
+                    with opened_read_only(layout) as connection:
+                        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+                        rows = connection.execute("SELECT count(*), max(ordinal) + 1 FROM grp")
+                        n, last = rows.fetchone()
+                        assert n == (last or 0), "groups are opened in order"
+                        seen.append(n)
+                except StoreError as error:
+                    assert "faster than it can be copied" in str(error)  # noqa: PT017
+
+        with ThreadPoolExecutor() as pool:
+            reading = pool.submit(read)
+            for ordinal in range(300):
+                open_train_group(catalog, ordinal)
+            done.set()
+            reading.result()
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 3

@@ -1,0 +1,118 @@
+"""Copy a catalog that another user could exchange to a place of our own, where SQLite opens it.
+
+    with copied(layout) as catalog: sqlite3.connect(catalog)
+
+SQLite opens a catalog, its log and its shared memory by their paths, one after the other, makes
+those that are missing, and waits for a FIFO. Who exchanges the directory between two of them would
+have it write the shared memory of another run, from a log of their own. So each file is opened
+beneath one descriptor of the directory, and only the copy is SQLite's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from store.errors import StoreError
+from store.layout import RunLayout
+from store.untrusted.file_access import open_directory
+from store.untrusted.own_directory import check_own_directory
+
+LOG_HEAD_BYTES = 32  # of a log: its salts change when it begins anew
+PIECE_BYTES = 1 << 20
+TRIES = 5
+
+# Opens a file of the directory behind a descriptor, by its path. It raises FileNotFoundError.
+OpenFile = Callable[[int, Path], int]
+
+
+def is_own_place(directory: Path) -> bool:
+    """Return whether nobody else can exchange what is in a directory, or the directory itself."""
+    try:
+        check_own_directory(directory, with_ancestors=True)
+    except StoreError:
+        return False
+    return True
+
+
+@contextmanager
+def copied(layout: RunLayout, *, open_checked: OpenFile) -> Iterator[Path]:
+    """Give the path of a copy of a catalog and its log as they were at one moment.
+
+    The owner may write meanwhile. Then pages move from the log to the catalog, and all of them are
+    in the copy of the log too, unless it began anew: that is looked for at the end. A journal is
+    not copied, as none is played back. Raises StoreError if the log begins anew each time, or if
+    there is no room for the copy.
+    """
+    with tempfile.TemporaryDirectory(prefix="gigpo-catalog-") as place:
+        to = Path(place) / layout.catalog.name
+        for _ in range(TRIES):
+            if _copy_once(layout, to, open_checked=open_checked):
+                break
+        else:
+            raise StoreError(
+                f"{layout.catalog} is written faster than it can be copied; try again when its "
+                "run trains no more"
+            )
+        yield to
+
+
+def _copy_once(layout: RunLayout, to: Path, *, open_checked: OpenFile) -> bool:
+    """Copy both files. Return whether they are of one moment."""
+    catalog, log = layout.catalog, _log(layout.catalog)
+    with ExitStack() as opened:
+        directory = open_directory(layout.run_directory, root=layout.run_directory)
+        opened.callback(os.close, directory)
+        written = open_checked(directory, catalog)
+        opened.callback(os.close, written)
+        try:
+            ahead = open_checked(directory, log)
+        except FileNotFoundError:
+            before = os.fstat(written).st_mtime_ns
+            _copy(written, to)
+            _log(to).unlink(missing_ok=True)
+            is_still = os.fstat(written).st_mtime_ns == before
+            return is_still and not _is_there(log.name, directory)
+        opened.callback(os.close, ahead)
+        head = os.pread(ahead, LOG_HEAD_BYTES, 0)
+        _copy(written, to)
+        _copy(ahead, _log(to))
+        return head == os.pread(ahead, LOG_HEAD_BYTES, 0) and _is_same(ahead, log.name, directory)
+
+
+def _log(catalog: Path) -> Path:
+    return catalog.with_name(f"{catalog.name}-wal")
+
+
+def _copy(source: int, to: Path) -> None:
+    """Copy as many bytes as the file has now."""
+    try:
+        with open(to, "wb") as file:
+            left = os.fstat(source).st_size
+            while left and (piece := os.pread(source, min(PIECE_BYTES, left), file.tell())):
+                file.write(piece)
+                left -= len(piece)
+    except OSError as error:
+        raise StoreError(
+            f"cannot copy a catalog to {to}: {error.strerror}; set TMPDIR to a directory with room"
+        ) from error
+
+
+def _is_there(name: str, directory: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_same(descriptor: int, name: str, directory: int) -> bool:
+    """Return whether the name still leads to the file that was opened."""
+    try:
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
