@@ -24,6 +24,7 @@ import pyarrow as pa
 import pytest
 from markupsafe import Markup
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
@@ -34,7 +35,7 @@ from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel
-from analysis.view.server import MAX_HEAD_BYTES, make_app, make_server
+from analysis.view.server import MAX_HEAD_BYTES, Guard, make_app, make_server
 from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
 from analysis.view.text import LONG_CHARACTERS, MOST_MARKS, visible
@@ -190,6 +191,9 @@ def test_whatever_a_panel_raises_is_a_line_in_it(error: type[Exception]) -> None
         ({**VISIT, "sec-fetch-dest": "frame"}, 403),
         ({**VISIT, "sec-fetch-dest": "object"}, 403),
         ({**VISIT, "sec-fetch-dest": "embed"}, 403),
+        ({"content-length": "0"}, 200),
+        ({"content-length": "1"}, 403),
+        ({"transfer-encoding": "chunked"}, 403),
     ],
 )
 def test_requests_of_other_sites_are_refused(
@@ -532,7 +536,7 @@ def test_no_page_links_to_another_site_that_the_address_names(
 def port() -> Iterator[int]:
     """Serve nothing, as the pages are served."""
     listener = socket.create_server(("127.0.0.1", 0))
-    served = make_server(Starlette())
+    served = make_server(Starlette(middleware=[Middleware(Guard)]))
     thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     yield listener.getsockname()[1]
@@ -565,6 +569,23 @@ def test_a_head_without_end_is_cut_off(port: int, begun: bytes, repeated: bytes)
         client.sendall(endless)
         while client.recv(65536):
             pass
+
+
+@pytest.mark.parametrize("method", [b"GET", b"POST", b"PUT"])
+def test_a_body_that_no_page_takes_is_not_read(port: int, method: bytes) -> None:
+    """The attack: pieces of one byte kept the viewer busy for as long as they came."""
+    head = method + HEAD.removeprefix(b"GET") + b"Transfer-Encoding: chunked\r\n\r\n"
+    sent, answer = 0, b""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=30) as client,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        client.sendall(head)
+        answer = client.recv(65536)
+        while sent < 32 << 20:
+            sent += client.send(b"1\r\nx\r\n" * 1000)
+    assert b"connection: close" in answer
+    assert sent < 32 << 20
 
 
 def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
