@@ -5,6 +5,8 @@ records.py          the types that the catalog takes and returns: Group, Batch, 
 database.py         the owner: transactions, fencing by epochs, syncs
 transaction.py      what one transaction executes, and its lsn
 connection.py       SQLite's connections: the owner's, and those that only read
+catalog_files.py    the files that SQLite would open, looked at before
+private_copy.py     a copy of a catalog that another user could exchange
 ownership.py        the lock, and which runs this user may own or read
 schema.sql          the tables; schema_check.py refuses a catalog with other ones
 groups.py           a group from open to complete: open, lease, commit; groups by state

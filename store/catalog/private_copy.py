@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from store.catalog.catalog_files import open_checked
 from store.errors import StoreError
 from store.layout import RunLayout
 from store.untrusted.file_access import open_directory
@@ -24,9 +25,6 @@ from store.untrusted.own_directory import check_own_directory
 LOG_HEAD_BYTES = 32  # of a log: its salts change when it begins anew
 PIECE_BYTES = 1 << 20
 TRIES = 5
-
-# Opens a file of the directory behind a descriptor, by its path. It raises FileNotFoundError.
-OpenFile = Callable[[int, Path], int]
 
 
 def is_own_place(directory: Path) -> bool:
@@ -39,7 +37,7 @@ def is_own_place(directory: Path) -> bool:
 
 
 @contextmanager
-def copied(layout: RunLayout, *, open_checked: OpenFile) -> Iterator[Path]:
+def copied(layout: RunLayout) -> Iterator[Path]:
     """Give the path of a copy of a catalog and its log as they were at one moment.
 
     The owner may write meanwhile. Then pages move from the log to the catalog, and all of them are
@@ -50,7 +48,7 @@ def copied(layout: RunLayout, *, open_checked: OpenFile) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="gigpo-catalog-") as place:
         to = Path(place) / layout.catalog.name
         for _ in range(TRIES):
-            if _copy_once(layout, to, open_checked=open_checked):
+            if _copy_once(layout, to):
                 break
         else:
             raise StoreError(
@@ -60,7 +58,7 @@ def copied(layout: RunLayout, *, open_checked: OpenFile) -> Iterator[Path]:
         yield to
 
 
-def _copy_once(layout: RunLayout, to: Path, *, open_checked: OpenFile) -> bool:
+def _copy_once(layout: RunLayout, to: Path) -> bool:
     """Copy both files. Return whether they are of one moment."""
     catalog, log = layout.catalog, _log(layout.catalog)
     with ExitStack() as opened:

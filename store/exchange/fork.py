@@ -21,10 +21,10 @@ from os import link as link_file  # a test stands in for it, as for a file syste
 from pathlib import Path
 
 from store.atomic_write import keep_private, make_directory, sync_directory
+from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import (
     check_pages,
     is_damage,
-    make_catalog_file,
     opened_read_only,
     raise_if_interrupted,
 )

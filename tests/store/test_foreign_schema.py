@@ -16,7 +16,7 @@ import pytest
 
 from cli.__main__ import main
 from store import Catalog, RunLayout, restart_points
-from store.catalog import connection as module
+from store.catalog import catalog_files
 from store.catalog.connection import opened_read_only
 from store.catalog.snapshot import read_as_of
 from store.errors import ForeignSchemaError, FormatError
@@ -106,7 +106,6 @@ STATISTICS = {
 INTERRUPTED = f"""
 import os, pathlib, signal, sys, threading
 from store import RunLayout
-from store.catalog import connection as module
 from store.catalog.connection import opened_read_only
 with opened_read_only(RunLayout.open(pathlib.Path(sys.argv[1]))) as connection:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -433,8 +432,8 @@ def test_a_catalog_with_holes_is_not_read(layout: RunLayout) -> None:
 def test_a_catalog_whose_blocks_are_not_counted_yet_is_read(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 0)
+    monkeypatch.setattr(catalog_files, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(catalog_files, "_BLOCK_BYTES", 0)
     with Catalog.open(layout):
         pass
     assert check(layout, level=CONTENTS) == []
