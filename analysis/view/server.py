@@ -41,6 +41,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from analysis.view.charts import warm_up
 from analysis.view.downloads import DOWNLOADS, download
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
+from analysis.view.linear_h11 import use_linear_patterns
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages import PAGES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder, why
@@ -420,6 +421,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
     uvicorn's other parser, httptools, keeps headers, trailers and waiting requests without end. Its
     other loop, uvloop, reads a connection until it is empty before it goes on to the next.
     """
+    use_linear_patterns()
     return uvicorn.Server(
         uvicorn.Config(
             app,
