@@ -130,6 +130,7 @@ from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment
 from .storage import open_storage as open_storage
 from .storage import split_uri as split_uri
+from .untrusted.file_access import copy_first as copy_first
 from .untrusted.file_access import is_directory as is_directory
 from .untrusted.file_access import open_file as open_file
 from .untrusted.file_access import open_file_in as open_file_in

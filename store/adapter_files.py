@@ -15,7 +15,7 @@ The base model is not copied. Whoever serves or merges an adapter compares the b
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from store.errors import UnsafePathError
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,
+    copy_first,
     open_file_in,
     read_bytes,
     read_bytes_in,
@@ -68,8 +69,8 @@ def copy_adapter(opened: int, dest: Path, *, source: Path) -> None:
             )
         (dest / name).write_bytes(data)
     descriptor = open_file_in(opened, ADAPTER_FILE, path=source / ADAPTER_FILE)
-    with open(descriptor, "rb") as file, (dest / ADAPTER_FILE).open("wb") as copied:
-        shutil.copyfileobj(file, copied)
+    with open(descriptor, "rb"), (dest / ADAPTER_FILE).open("wb") as copied:
+        copy_first(descriptor, copied, n_bytes=os.fstat(descriptor).st_size)
 
 
 def check_adapter(

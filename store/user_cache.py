@@ -1,6 +1,7 @@
 """This user's cache: directories that nobody else may enter.
 
 directory = own_cache("runs", "a1b2")    # ~/.cache/async-gigpo/runs/a1b2
+with private_directory("gigpo-") as directory: ...    # a new one, for a while
 keep_compiled_code()                     # before anything imports transformers or vLLM
 """
 
@@ -8,8 +9,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from store.errors import StoreError
 from store.untrusted.file_access import is_directory
@@ -46,6 +50,30 @@ def own_cache(*names: str) -> Path:
     except OSError as error:
         raise StoreError(f"cannot make {directory}: {error.strerror}; {instead}") from error
     return directory
+
+
+@contextmanager
+def private_directory(prefix: str) -> Iterator[Path]:
+    """Give a new directory that nobody else may enter or exchange, and remove it at the end.
+
+    It is a temporary one, or lies in this user's cache if somebody else may exchange what is in
+    TMPDIR. Raises StoreError.
+    """
+
+    def made(place: Path | None) -> Path:
+        return Path(opened.enter_context(TemporaryDirectory(prefix=prefix, dir=place)))
+
+    with ExitStack() as opened:
+        try:
+            directory = made(None)
+            try:
+                check_own_directory(directory, with_ancestors=True)
+            except StoreError:
+                directory = made(own_cache("copies"))
+        except OSError as error:
+            text = f"no temporary directory can be made: {error.strerror}; set TMPDIR"
+            raise StoreError(text) from error
+        yield directory
 
 
 def keep_compiled_code() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from store import (
     check_adapter,
     check_trusted,
     copy_adapter,
+    copy_first,
     files_digest,
     is_adapter,
     local_directory,
@@ -163,16 +163,17 @@ def _copy_version(directory: int, dest: Path, *, source: Path, follows_links: bo
             descriptor = os.open(path.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
         else:
             descriptor = open_file_in(directory, path.name, path=path)
-        with open(descriptor, "rb") as file, (dest / path.name).open("wb") as copy:
+        with open(descriptor, "rb"), (dest / path.name).open("wb") as copy:
+            size = os.fstat(descriptor).st_size
             if path.suffix != WEIGHTS_SUFFIX:
-                n_bytes += os.fstat(descriptor).st_size
+                n_bytes += size
             if n_bytes > MAX_SIDE_BYTES:
                 raise ExportError(
                     f"the files of {source} beside its weights have {n_bytes:,} bytes, more "
                     f"than {MAX_SIDE_BYTES:,}: no run wrote them; export another version, or a "
                     "checkpoint"
                 )
-            shutil.copyfileobj(file, copy)
+            copy_first(descriptor, copy, n_bytes=size)
 
 
 def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:

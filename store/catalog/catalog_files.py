@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,19 +61,25 @@ def check_catalog_files(layout: RunLayout) -> None:
     try:
         for suffix in ("", "-wal", "-shm", "-journal"):
             path = layout.catalog.with_name(f"{layout.catalog.name}{suffix}")
-            with suppress(FileNotFoundError), open(open_checked(directory, path), "rb") as file:
-                n_bytes += os.fstat(file.fileno()).st_size
+            try:
+                descriptor, n_more = open_checked(directory, path)
+            except FileNotFoundError:  # its owner may just have closed the catalog
+                continue
+            n_bytes += n_more
+            with open(descriptor, "rb") as file:
                 if suffix == "-journal":
                     _check_journal(file, path, n_bytes=n_bytes, root=layout.root)
     finally:
         os.close(directory)
 
 
-def open_checked(directory: int, path: Path) -> int:
-    """Open a file of a catalog beneath the descriptor of its directory. The caller closes it.
+def open_checked(directory: int, path: Path) -> tuple[int, int]:
+    """Open a file of a catalog beneath the descriptor of its directory.
 
-    Raises FileNotFoundError, PrivateCatalogError, UnsafePathError for what is no file, and
-    FormatError for one that stands for many more bytes than it has.
+    Return its descriptor, which the caller closes, and its size in bytes when it was looked at: a
+    stranger may make it longer after that. Raises FileNotFoundError, PrivateCatalogError,
+    UnsafePathError for what is no file, and FormatError for one that stands for many more bytes
+    than it has.
     """
     catalog = path.with_name(path.name.partition("-")[0])
     try:
@@ -90,14 +95,14 @@ def open_checked(directory: int, path: Path) -> int:
             "is made for its owner alone, because who may read it can lock it. Its owner can "
             f"share it: chmod g+r {shell_word(str(catalog))}*"
         ) from error
+    found = os.fstat(descriptor)
     try:
-        found = os.fstat(descriptor)
         if found.st_size > _SMALL_BYTES + _MAX_RATIO_OF_HOLES * found.st_blocks * _BLOCK_BYTES:
             _check_holes(descriptor, path, n_bytes=found.st_size)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+    return descriptor, found.st_size
 
 
 def _check_holes(descriptor: int, path: Path, *, n_bytes: int) -> None:

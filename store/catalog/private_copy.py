@@ -11,7 +11,6 @@ beneath one descriptor of the directory, and only the copy is SQLite's.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,11 +18,11 @@ from pathlib import Path
 from store.catalog.catalog_files import open_checked
 from store.errors import StoreError
 from store.layout import RunLayout
-from store.untrusted.file_access import open_directory
+from store.untrusted.file_access import copy_first, open_directory
 from store.untrusted.own_directory import check_own_directory
+from store.user_cache import private_directory
 
 LOG_HEAD_BYTES = 32  # of a log: its salts change when it begins anew
-PIECE_BYTES = 1 << 20
 TRIES = 5
 
 
@@ -45,8 +44,8 @@ def copied(layout: RunLayout) -> Iterator[Path]:
     not copied, as none is played back. Raises StoreError if the log begins anew each time, or if
     there is no room for the copy.
     """
-    with tempfile.TemporaryDirectory(prefix="gigpo-catalog-") as place:
-        to = Path(place) / layout.catalog.name
+    with private_directory("gigpo-catalog-") as place:
+        to = place / layout.catalog.name
         for _ in range(TRIES):
             if _copy_once(layout, to):
                 break
@@ -64,20 +63,21 @@ def _copy_once(layout: RunLayout, to: Path) -> bool:
     with ExitStack() as opened:
         directory = open_directory(layout.run_directory, root=layout.run_directory)
         opened.callback(os.close, directory)
-        written = open_checked(directory, catalog)
+        # Looked at once: its owner may make it longer, or full of holes, after that.
+        written, n_written = open_checked(directory, catalog)
         opened.callback(os.close, written)
         try:
-            ahead = open_checked(directory, log)
+            ahead, n_ahead = open_checked(directory, log)
         except FileNotFoundError:
             before = os.fstat(written).st_mtime_ns
-            _copy(written, to)
+            _copy(written, to, n_bytes=n_written)
             _log(to).unlink(missing_ok=True)
             is_still = os.fstat(written).st_mtime_ns == before
             return is_still and not _is_there(log.name, directory)
         opened.callback(os.close, ahead)
         head = os.pread(ahead, LOG_HEAD_BYTES, 0)
-        _copy(written, to)
-        _copy(ahead, _log(to))
+        _copy(written, to, n_bytes=n_written)
+        _copy(ahead, _log(to), n_bytes=n_ahead)
         return head == os.pread(ahead, LOG_HEAD_BYTES, 0) and _is_same(ahead, log.name, directory)
 
 
@@ -85,14 +85,10 @@ def _log(catalog: Path) -> Path:
     return catalog.with_name(f"{catalog.name}-wal")
 
 
-def _copy(source: int, to: Path) -> None:
-    """Copy as many bytes as the file has now."""
+def _copy(source: int, to: Path, *, n_bytes: int) -> None:
     try:
         with open(to, "wb") as file:
-            left = os.fstat(source).st_size
-            while left and (piece := os.pread(source, min(PIECE_BYTES, left), file.tell())):
-                file.write(piece)
-                left -= len(piece)
+            copy_first(source, file, n_bytes=n_bytes)
     except OSError as error:
         raise StoreError(
             f"cannot copy a catalog to {to}: {error.strerror}; set TMPDIR to a directory with room"

@@ -12,7 +12,6 @@ training.
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import stat
 from collections.abc import Sequence
@@ -46,6 +45,7 @@ from store.remote_directory import copy_directory, has_directory, publish_direct
 from store.run_json import parse_run_json
 from store.storage import open_storage
 from store.untrusted.file_access import (
+    copy_first,
     is_directory,
     is_file,
     names,
@@ -470,7 +470,8 @@ def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
         open(open_file(source.root / path, root=source.root), "rb") as original,
         open(open_file(layout.root / path, root=layout.root, flags=new), "wb") as copy,
     ):
-        shutil.copyfileobj(original, copy)
-        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(original.fileno()).st_mode))
+        found = os.fstat(original.fileno())
+        copy_first(original.fileno(), copy, n_bytes=found.st_size)
+        os.fchmod(copy.fileno(), stat.S_IMODE(found.st_mode))
         copy.flush()
         os.fsync(copy.fileno())

@@ -182,10 +182,10 @@ def find_sources(sources: Sequence[OfflineSource], *, order: str) -> None:
         selections = [_select(source, opened) for source in sources]
         in_order(selections, order=order)
         for selection in selections:
+            name = _name(selection.source, selection.run_id)
             for table in _rows(selection) if selection.is_dataset else ():
-                check_tokens(
-                    table, name=_name(selection.source, selection.run_id), source=selection.source
-                )
+                for piece in _pieces(table, name=name):
+                    check_tokens(piece, name=name, source=selection.source)
 
 
 def in_order(selections: Sequence[_Selection], *, order: str) -> dict[bytes, str]:
@@ -445,7 +445,7 @@ def _written(
     )
     missing = set(pc.list_flatten(selection.groups["members"]).to_pylist())
     for table in _rows(selection):
-        for piece in _pieces(table):
+        for piece in _pieces(table, name=name):
             check_tokens(piece, name=name, source=selection.source)
             rows.write(piece, name=name)
             missing.difference_update(piece["traj_uid"].unique().to_pylist())
@@ -468,11 +468,17 @@ def _rows(selection: _Selection) -> Iterator[pa.Table]:
         yield table.filter(pc.is_in(table["group_uid"], value_set=uids))
 
 
-def _pieces(table: pa.Table) -> Iterator[pa.Table]:
-    """Yield slices of whole groups with at least FILE_STEPS rows, the last with the rest."""
+def _pieces(table: pa.Table, *, name: str) -> Iterator[pa.Table]:
+    """Yield slices of whole groups with at least FILE_STEPS rows, the last with the rest.
+
+    Raises FormatError, which has the name of the rows.
+    """
     if not len(table):
         return
-    table = in_group_order([table])
+    try:
+        table = in_group_order([table])
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from error
     uids = table["group_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
     starts = np.flatnonzero(np.diff(uids, prepend=-1))  # of each group
     begin = 0

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 
 from store.catalog.catalog import Catalog
 from store.catalog.records import LiveSegment
-from store.errors import StoreError, UnavailableError
+from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.segments import SegmentMeta, read_segment, write_rows
 from store.untrusted.trust import is_trusted
@@ -155,7 +155,8 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
     """Return all rows, group by group as first met, by member and step within a group.
 
     Rows that already follow each other stay one slice: the result shares the tables' memory. Rows
-    that a stranger wrote in any order are copied.
+    that a stranger wrote in any order are copied. Raises FormatError for more of them than
+    MAX_ROW_BYTES.
     """
     table = pa.concat_tables(tables)
     # numbered as they are first met
@@ -166,6 +167,11 @@ def in_group_order(tables: Sequence[pa.Table]) -> pa.Table:
     ).to_numpy()
     starts = np.flatnonzero(np.diff(order, prepend=-2) != 1)
     if len(starts) > MAX_SLICES:
+        if table.nbytes > MAX_ROW_BYTES:
+            raise FormatError(
+                f"{len(table):,} rows are in no order of groups, members and steps, and too many "
+                "bytes to be sorted; no run writes them so. Export them again"
+            )
         return table.take(order)
     lengths = np.diff(starts, append=len(order))
     places = zip(order[starts].tolist(), lengths.tolist(), strict=True)

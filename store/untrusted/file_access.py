@@ -20,6 +20,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from store.errors import UnsafePathError
 from store.hashing import HASH_BYTES
@@ -33,6 +34,7 @@ MAX_MANIFEST_BYTES = 16 << 20
 MAX_OPEN_SQL_BYTES = 1 << 20  # the views, and the macros of a run
 # Levels below a directory that is walked. A run has three; a user's files in logs/ may have more.
 MAX_DEPTH = 16
+PIECE_BYTES = 1 << 20  # of a file are read at once
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -124,16 +126,34 @@ def read_bytes(path: Path, *, root: Path, at_most: int) -> bytes:
 def read_bytes_in(directory: int, name: str, *, path: Path, at_most: int) -> bytes:
     """Return the content of a regular file of an open directory, which errors name `path`."""
     with open(open_file_in(directory, name, path=path), "rb") as file:
-        _check_size(file.fileno(), path, at_most=at_most)
-        return file.read()
+        # Its owner may make it longer meanwhile.
+        return file.read(_checked_size(file.fileno(), path, at_most=at_most))
 
 
 def digest_in(directory: int, name: str, *, path: Path, at_most: int) -> str:
     """Return the digest of a regular file of an open directory. It may be larger than memory."""
     with open(open_file_in(directory, name, path=path), "rb") as file:
-        _check_size(file.fileno(), path, at_most=at_most)
-        hashed = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=HASH_BYTES))
+        left = _checked_size(file.fileno(), path, at_most=at_most)
+        hashed = hashlib.blake2b(digest_size=HASH_BYTES)
+        while piece := file.read(min(left, PIECE_BYTES)):
+            hashed.update(piece)
+            left -= len(piece)
         return hashed.hexdigest()
+
+
+def copy_first(source: int, copy: BinaryIO, *, n_bytes: int) -> None:
+    """Copy the first `n_bytes` of a file, whose owner may make it longer or shorter meanwhile.
+
+    Zeros become holes: a file may stand for many more bytes than it has.
+    """
+    at = 0
+    while piece := os.pread(source, min(n_bytes - at, PIECE_BYTES), at):
+        if piece.count(0) == len(piece):
+            copy.seek(len(piece), os.SEEK_CUR)
+        else:
+            copy.write(piece)
+        at += len(piece)
+    copy.truncate(at)
 
 
 def read_text(path: Path, *, root: Path, errors: str = "strict") -> str:
@@ -259,11 +279,12 @@ def open_directory_in(directory: int, name: str, *, path: Path) -> int:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _check_size(descriptor: int, path: Path, *, at_most: int) -> None:
+def _checked_size(descriptor: int, path: Path, *, at_most: int) -> int:
     n_bytes = os.fstat(descriptor).st_size
     if n_bytes > at_most:
         text = f"{path} has {n_bytes:,} bytes, more than {at_most:,}: no run wrote it"
         raise UnsafePathError(errno.EFBIG, f"{text}; restore it from a backup")
+    return n_bytes
 
 
 def _names(path: Path, root: Path) -> tuple[str, ...]:

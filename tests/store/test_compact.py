@@ -37,6 +37,8 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.errors import FormatError
+from store.maintenance import compact
 from store.maintenance import maintainer as maintainer_module
 from store.maintenance.compact import MAX_SLICES, choose, file_limit, in_group_order
 from store.maintenance.sweep import (
@@ -242,7 +244,7 @@ def test_rows_are_in_the_order_of_their_groups() -> None:
     assert in_group_order([rows()]).num_rows == 0
 
 
-def test_rows_in_any_order_are_few_pieces_of_memory() -> None:
+def test_rows_in_any_order_are_few_pieces_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack: a million rows in reverse order took 19 GB as slices."""
     n = 3 * MAX_SLICES
     ordered = pa.table(
@@ -258,6 +260,9 @@ def test_rows_in_any_order_are_few_pieces_of_memory() -> None:
     merged = in_group_order([reverse.slice(0, n // 2), reverse.slice(n // 2)])
     assert merged.equals(ordered)
     assert merged["obs_text"].num_chunks <= 2
+    monkeypatch.setattr(compact, "MAX_ROW_BYTES", reverse.nbytes - 1)
+    with pytest.raises(FormatError, match="are in no order of groups"):
+        in_group_order([reverse])
 
 
 # Rows are the same.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -27,6 +28,7 @@ from store import (
     rebuild_run,
     restart_points,
 )
+from store.catalog import private_copy
 from store.catalog.connection import opened_read_only
 from store.errors import UnsafePathError
 from store.exchange import bring
@@ -298,6 +300,23 @@ def test_a_reader_is_led_to_the_catalog_of_no_other_run(
         n_groups_of(theirs)
     assert theirs.root.is_symlink()
     assert sorted(path.name for path in mine.root.iterdir()) == before
+
+
+def test_a_log_that_grows_while_it_is_copied_fills_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = written_by_a_neighbour(tmp_path, monkeypatch)
+    copied_before = private_copy.copy_first
+    sizes = []
+
+    def grown(source: int, copy: BinaryIO, *, n_bytes: int) -> None:
+        os.truncate(layout.catalog.with_name("catalog.sqlite-wal"), 1 << 42)
+        sizes.append(n_bytes)
+        copied_before(source, copy, n_bytes=n_bytes)
+
+    monkeypatch.setattr(private_copy, "copy_first", grown)
+    assert n_groups_of(layout) == 3
+    assert max(sizes) < 1 << 20
 
 
 def test_a_reader_waits_for_no_log_of_another_user(

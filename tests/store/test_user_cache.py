@@ -6,13 +6,15 @@ import getpass
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from store import StoreError, check_own_directory, own_cache
 from store.untrusted import own_directory
-from tests.support.neighbours import Neighbour
+from store.user_cache import private_directory
+from tests.support.neighbours import ORDINARY, Neighbour
 
 IMPORTS = """
 import os, store, sys
@@ -91,6 +93,26 @@ def test_a_cache_beneath_another_users_directory_is_refused_wherever_it_lies(
     assert not list(shared.iterdir())
     shared.chmod(0o1777)
     check_own_directory(shared, with_ancestors=True)
+
+
+def test_no_temporary_directory_is_used_that_another_user_could_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a copy that was written there went through a link to any file of the user."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "geteuid", lambda: ORDINARY)  # for root every directory passes
+    with private_directory("gigpo-") as made:
+        assert made.parent == scratch
+    scratch.chmod(0o777)
+    monkeypatch.setattr("store.user_cache.own_cache", lambda name: tmp_path / name)
+    (tmp_path / "copies").mkdir()
+    with private_directory("gigpo-") as made:
+        assert made.parent == tmp_path / "copies"
+        assert made.stat().st_mode & 0o777 == 0o700
+    assert not [*scratch.iterdir(), *(tmp_path / "copies").iterdir()]
 
 
 def test_the_owner_above_a_cache_may_be_unknown_in_a_user_namespace(

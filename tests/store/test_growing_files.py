@@ -1,0 +1,61 @@
+"""A stranger makes a file longer after its size was looked at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from store import open_storage
+from store.untrusted import file_access
+from store.untrusted.file_access import PIECE_BYTES, copy_first, read_bytes
+
+GROWN_BYTES = 1 << 42  # all of it holes: hours to read, and no disk has room for a copy
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the owner of a file make it longer as soon as its size was looked at."""
+    look = file_access._checked_size
+
+    def attacked(descriptor: int, path: Path, *, at_most: int) -> int:
+        n_bytes = look(descriptor, path, at_most=at_most)
+        os.truncate(path, GROWN_BYTES)
+        return n_bytes
+
+    monkeypatch.setattr(file_access, "_checked_size", attacked)
+
+
+@pytest.mark.usefixtures("grown")
+def test_what_is_read_is_what_was_there_when_its_size_was_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"abc")
+    assert read_bytes(tmp_path / "text", root=tmp_path, at_most=10) == b"abc"
+    (tmp_path / "text").write_bytes(b"abc")
+    assert open_storage(str(tmp_path)).read("text").to_pybytes() == b"abc"
+
+
+def test_so_is_a_digest(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    content = os.urandom(2 * PIECE_BYTES + 3)
+    (tmp_path / "weights").write_bytes(content)
+    digest = open_storage(str(tmp_path)).digest("weights")
+    request.getfixturevalue("grown")
+    assert open_storage(str(tmp_path)).digest("weights") == digest
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 3, 3 * PIECE_BYTES])
+def test_a_copy_has_the_first_bytes(tmp_path: Path, n_bytes: int) -> None:
+    content = bytes(PIECE_BYTES) + os.urandom(PIECE_BYTES) + b"end"
+    (tmp_path / "source").write_bytes(content)
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "copy").open("wb") as copy:
+        copy_first(source.fileno(), copy, n_bytes=n_bytes)
+    assert (tmp_path / "copy").read_bytes() == content[:n_bytes]
+
+
+def test_a_copy_of_holes_takes_no_room(tmp_path: Path) -> None:
+    with (tmp_path / "source").open("wb") as source:
+        source.truncate(64 * PIECE_BYTES)
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "copy").open("wb") as copy:
+        copy_first(source.fileno(), copy, n_bytes=64 * PIECE_BYTES)
+    assert (tmp_path / "copy").stat().st_size == 64 * PIECE_BYTES
+    assert (tmp_path / "copy").stat().st_blocks * 512 <= PIECE_BYTES
