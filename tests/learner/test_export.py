@@ -27,7 +27,7 @@ from learner.distributed.optimizer_state import trainable
 from learner.files.atomic_directory import new_directory, prune_oldest
 from learner.model.lora import adapter_weights, add_adapters, merged, write_adapter_config
 from learner.model.policy_model import load_policy
-from learner.publishing import export
+from learner.publishing import export as export_module
 from learner.publishing.publish import WeightsCopy, write_weights
 from learner.training.engine import Engine
 from store import (
@@ -549,14 +549,14 @@ def test_a_link_that_comes_while_a_version_is_copied_is_not_followed(
     version, secret = run / "weights" / "v000003", tmp_path / "secret"
     secret.write_text("private")
     last = max(path for path in version.iterdir() if path.suffix == ".json")
-    copy = export.copy_first
+    copy = export_module.copy_first
 
     def exchanged(file: int, copied: BinaryIO, *, n_bytes: int) -> None:
         copy(file, copied, n_bytes=n_bytes)
         last.unlink(missing_ok=True)
         last.symlink_to(secret)
 
-    monkeypatch.setattr(export, "copy_first", exchanged)
+    monkeypatch.setattr(export_module, "copy_first", exchanged)
     assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
     assert f"{last.name} is or lies behind a symbolic link" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -594,15 +594,15 @@ def test_a_run_that_is_exchanged_while_a_version_is_copied_leads_to_nobodys_file
     shutil.copytree(place, private)
     for file in private.rglob("tokenizer.json"):
         file.write_text('{"private": 1}')
-    copy = shutil.copyfileobj
+    copy = export_module.copy_first
 
-    def exchanging(file: BinaryIO, copied: BinaryIO) -> None:
-        copy(file, copied)
+    def exchanging(file: int, copied: BinaryIO, *, n_bytes: int) -> None:
+        copy(file, copied, n_bytes=n_bytes)
         if not place.is_symlink():
             place.rename(place.with_name("aside"))
             place.symlink_to(private)
 
-    monkeypatch.setattr(shutil, "copyfileobj", exchanging)
+    monkeypatch.setattr(export_module, "copy_first", exchanging)
     expected = (run / "weights" / "v000003" / "tokenizer.json").read_bytes()
     assert main(["export-model", str(run), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == expected
