@@ -8,9 +8,11 @@ keep_compiled_code()                     # before anything imports transformers 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +26,8 @@ from store.untrusted.signatures import user_directory
 # can take first, and torch makes it when transformers or vLLM import it.
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 TEMPORARY = "gigpo-compiled-"  # how the name of a directory for it begins, if there is no cache
+OWN_CACHE = "set XDG_CACHE_HOME to a directory of yours"
+MAX_AGE_S = 24 * 3600.0  # of a copy that a command reads
 
 
 def own_cache(*names: str) -> Path:
@@ -35,9 +39,8 @@ def own_cache(*names: str) -> Path:
     """
     ours = user_directory("XDG_CACHE_HOME", default=".cache")
     directory = ours.joinpath(*names)
-    instead = "set XDG_CACHE_HOME to a directory of yours"
     try:
-        check_own_directory(ours, is_made=False, with_ancestors=True, instead=instead)
+        check_own_directory(ours, is_made=False, with_ancestors=True, instead=OWN_CACHE)
         make_own_directory(ours.parent)
         for made in accumulate(names, Path.joinpath, initial=ours):
             made.mkdir(mode=0o700, exist_ok=True)
@@ -46,9 +49,9 @@ def own_cache(*names: str) -> Path:
                 raise StoreError(
                     f"{made} is a link or another user's; remove it, or set XDG_CACHE_HOME"
                 )
-        check_own_directory(directory, with_ancestors=True, instead=instead)
+        check_own_directory(directory, with_ancestors=True, instead=OWN_CACHE)
     except OSError as error:
-        raise StoreError(f"cannot make {directory}: {error.strerror}; {instead}") from error
+        raise StoreError(f"cannot make {directory}: {error.strerror}; {OWN_CACHE}") from error
     return directory
 
 
@@ -56,24 +59,32 @@ def own_cache(*names: str) -> Path:
 def private_directory(prefix: str) -> Iterator[Path]:
     """Give a new directory that nobody else may enter or exchange, and remove it at the end.
 
-    It is a temporary one, or lies in this user's cache if somebody else may exchange what is in
-    TMPDIR. Raises StoreError.
+    It lies in this user's cache: where TMPDIR leads to a directory of a group, its members could
+    put a link in its place. Without a cache it is a temporary one. Raises StoreError.
     """
-
-    def made(place: Path | None) -> Path:
-        return Path(opened.enter_context(TemporaryDirectory(prefix=prefix, dir=place)))
-
     with ExitStack() as opened:
         try:
-            directory = made(None)
-            try:
-                check_own_directory(directory, with_ancestors=True)
-            except StoreError:
-                directory = made(own_cache("copies"))
+            place = own_cache("copies")
+            _remove_old(place)
+        except StoreError:
+            place = None
+        try:
+            made = Path(opened.enter_context(TemporaryDirectory(prefix=prefix, dir=place)))
         except OSError as error:
-            text = f"no temporary directory can be made: {error.strerror}; set TMPDIR"
-            raise StoreError(text) from error
-        yield directory
+            where = place or tempfile.gettempdir()
+            raise StoreError(
+                f"no directory can be made in {where}: {error.strerror}; {OWN_CACHE}"
+            ) from error
+        check_own_directory(made, with_ancestors=True, instead=OWN_CACHE)
+        yield made
+
+
+def _remove_old(place: Path) -> None:
+    """Remove what commands that were killed left there."""
+    for left in place.iterdir():
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > MAX_AGE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def keep_compiled_code() -> None:
@@ -93,12 +104,11 @@ def keep_compiled_code() -> None:
 
 def _temporary() -> Path:
     """Return the temporary directory of the process that started this one, or a new one."""
-    instead = "set XDG_CACHE_HOME to a directory of yours"
     given = Path(os.environ.get(COMPILED, ""))
     try:
         if not given.name.startswith(TEMPORARY) or not given.is_dir():
             given = Path(tempfile.mkdtemp(prefix=TEMPORARY))
-        check_own_directory(given, with_ancestors=True, instead=instead)
+        check_own_directory(given, with_ancestors=True, instead=OWN_CACHE)
     except OSError as error:
-        raise StoreError(f"cannot keep compiled code: {error.strerror}; {instead}") from error
+        raise StoreError(f"cannot keep compiled code: {error.strerror}; {OWN_CACHE}") from error
     return given

@@ -91,7 +91,7 @@ def _copy(source: int, to: Path, *, n_bytes: int) -> None:
             copy_first(source, file, n_bytes=n_bytes)
     except OSError as error:
         raise StoreError(
-            f"cannot copy a catalog to {to}: {error.strerror}; set TMPDIR to a directory with room"
+            f"cannot copy a catalog to {to}: {error.strerror}; it needs room there"
         ) from error
 
 

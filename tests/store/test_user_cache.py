@@ -95,24 +95,49 @@ def test_a_cache_beneath_another_users_directory_is_refused_wherever_it_lies(
     check_own_directory(shared, with_ancestors=True)
 
 
-def test_no_temporary_directory_is_used_that_another_user_could_exchange(
+def test_a_directory_for_a_while_lies_in_the_cache_and_not_in_one_of_a_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack: a copy that was written there went through a link to any file of the user."""
+    """The attack: a copy that was written below TMPDIR went through a link to another file."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with private_directory("gigpo-") as made:
+        assert made.parent == own_cache("copies")
+        assert made.stat().st_mode & 0o777 == 0o700
+    assert not made.exists()
+
+
+def test_without_a_cache_it_is_a_temporary_one_that_nobody_could_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    (tmp_path / "cache").write_text("no directory")
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "geteuid", lambda: ORDINARY)  # for root every directory passes
     with private_directory("gigpo-") as made:
         assert made.parent == scratch
     scratch.chmod(0o777)
-    monkeypatch.setattr("store.user_cache.own_cache", lambda name: tmp_path / name)
-    (tmp_path / "copies").mkdir()
-    with private_directory("gigpo-") as made:
-        assert made.parent == tmp_path / "copies"
-        assert made.stat().st_mode & 0o777 == 0o700
-    assert not [*scratch.iterdir(), *(tmp_path / "copies").iterdir()]
+    monkeypatch.setattr(os, "geteuid", lambda: ORDINARY)  # for root every directory passes
+    with (
+        pytest.raises(StoreError, match=r"every user may write in .*set XDG_CACHE_HOME"),
+        private_directory("gigpo-"),
+    ):
+        pass
+    assert not list(scratch.iterdir())
+
+
+def test_what_a_killed_command_left_is_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    old, new = own_cache("copies") / "old", own_cache("copies") / "new"
+    for left in (old, new):
+        left.mkdir()
+        (left / "catalog.sqlite").write_bytes(b"x")
+    os.utime(old, (0, 0))
+    with private_directory("gigpo-"):
+        assert new.exists() and not old.exists()
 
 
 def test_the_owner_above_a_cache_may_be_unknown_in_a_user_namespace(
