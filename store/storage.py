@@ -39,6 +39,7 @@ DEADLINE_S = 30.0
 MAX_FILE_BYTES = 8 << 30
 SLOWEST_BYTES_PER_S = 4_000_000  # extends the deadline of a large file
 PIECE_BYTES = 64 << 20  # of a file for each request; a compacted one of a small run is one piece
+MARK_BYTES = 16  # at the end of each piece until it is read
 RETRY_AFTER_S = 0.5
 # Arrow follows no redirect where this is the region. It signs requests for the usual one then.
 WITHOUT_REDIRECTS, USUAL_REGION = "aws-global", "us-east-1"
@@ -255,8 +256,9 @@ class RemoteStorage:
         self._ask("write", path, put, n_bytes=len(data))
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
-        def piece(remote: pafs.FileSystem, at: str, *, first: int, last: int) -> bytes:
-            return file.read_at(last - first, first)
+        def fill(remote: pafs.FileSystem, at: str, *, first: int, room: memoryview) -> int:
+            file.seek(first)
+            return file.readinto(room)
 
         began = time.monotonic()
         # This asks for the size. It is not closed here, because a thread may still be reading.
@@ -269,16 +271,22 @@ class RemoteStorage:
                 "from a backup"
             )
         whole = pa.allocate_buffer(n_bytes)
-        n_read, room = 0, memoryview(whole).cast("B")
-        for end in (*range(PIECE_BYTES, n_bytes, PIECE_BYTES), n_bytes):
+        room, mark = memoryview(whole).cast("B"), os.urandom(MARK_BYTES)
+        for first in range(0, n_bytes, PIECE_BYTES):
             # A server that drips is waited for until the deadline of a piece, not of what it says.
-            get = functools.partial(piece, first=n_read, last=end)
-            got = self._ask("read", path, get, n_bytes=end, began=began)
-            room[n_read : n_read + len(got)] = got
-            n_read += len(got)
-            if n_read < end:  # whoever looks at its digest says so
-                break
-        return whole[:n_read]
+            piece = room[first : first + PIECE_BYTES]
+            # Arrow takes an answer that is too short for a whole one: the rest is what was there.
+            piece[-MARK_BYTES:] = mark[-len(piece) :]
+            get = functools.partial(fill, first=first, room=piece)
+            end = first + len(piece)
+            n_read = self._ask("read", path, get, n_bytes=end, began=began)
+            is_short = len(piece) >= MARK_BYTES and piece[-MARK_BYTES:] == mark
+            if is_short or n_read < len(piece):
+                raise UnavailableError(
+                    f"cannot read {self.locate(path)}: the answer is shorter than it says; check "
+                    "the URI, and who answers there"
+                )
+        return whole
 
     def digest(self, path: str) -> str:
         return file_digest(self.read(path))

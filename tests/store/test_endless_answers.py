@@ -115,6 +115,15 @@ def test_a_file_that_drips_is_not_waited_for_until_the_deadline_of_the_size_that
         storage.open_storage(uri).read("dataset.json")
 
 
+def test_an_answer_that_is_shorter_than_it_says_is_no_memory_of_this_process() -> None:
+    """The attack: a text of 1,000 bytes of which 10 came had others that were read before."""
+    with (
+        endless_server("short") as uri,
+        pytest.raises(UnavailableError, match="config.yaml: the answer is shorter than it says"),
+    ):
+        storage.open_storage(uri).read("config.yaml")
+
+
 def test_a_long_list_is_read() -> None:
     with endless_server("list") as uri:
         assert has_begun(uri)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-Kind = Literal["body", "pages", "file", "list", "drip"]
+Kind = Literal["body", "pages", "file", "list", "drip", "short"]
 LONG_KEY = "segments/" + 900 * "k"
 N_PAGES = 100  # of a list that has an end
 DRIPPED_BYTES, DROP_S = 1_000_000, 0.25  # of a file that comes in drops of a few bytes
@@ -49,6 +49,12 @@ class _Handler(socketserver.StreamRequestHandler):
     def _answer(self, request: bytes, *, kind: Kind) -> None:
         if kind == "drip" and b"dataset.json" in request:
             self._drip(is_asked_whole=request.startswith(b"GET"))
+        elif kind == "short":
+            is_head = request.startswith(b"HEAD")
+            self.wfile.write(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (100 if is_head else 4)
+            )
+            self.wfile.write(b"" if is_head else b"some")
         elif request.startswith(b"HEAD"):
             status = b"200 OK" if kind == "file" else b"404 Not Found"
             self.wfile.write(b"HTTP/1.1 %b\r\nContent-Length: 100\r\n\r\n" % status)
@@ -89,7 +95,7 @@ def endless_server(kind: Kind) -> Iterator[str]:
 
     `body` is one list without an end, `pages` lists that each name a next one, `file` a file that
     is longer than its head says, and `list` is whole. `drip` is a dataset that comes slower than
-    anybody can wait.
+    anybody can wait. `short` is a file of 100 bytes, of which 4 come.
     """
     with _Server(("127.0.0.1", 0), _Handler) as server:
         server.kind = kind  # type: ignore[attr-defined]
