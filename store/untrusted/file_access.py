@@ -35,6 +35,8 @@ MAX_OPEN_SQL_BYTES = 1 << 20  # the views, and the macros of a run
 # Levels below a directory that is walked. A run has three; a user's files in logs/ may have more.
 MAX_DEPTH = 16
 PIECE_BYTES = 1 << 20  # of a file are read at once
+BLOCK_BYTES = 4096  # of most file systems: what is written of a block takes all of it
+_ZEROS = bytes(BLOCK_BYTES)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WITHOUT_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -144,14 +146,17 @@ def digest_in(directory: int, name: str, *, path: Path, at_most: int) -> str:
 def copy_first(source: int, copy: BinaryIO, *, n_bytes: int) -> None:
     """Copy the first `n_bytes` of a file, whose owner may make it longer or shorter meanwhile.
 
-    Zeros become holes: a file may stand for many more bytes than it has.
+    Blocks of zeros become holes: a file may stand for many more bytes than it has.
     """
     at = 0
     while piece := os.pread(source, min(n_bytes - at, PIECE_BYTES), at):
-        if piece.count(0) == len(piece):
-            copy.seek(len(piece), os.SEEK_CUR)
-        else:
-            copy.write(piece)
+        step = BLOCK_BYTES if _ZEROS in piece else PIECE_BYTES
+        for begin in range(0, len(piece), step):
+            block = piece[begin : begin + step]
+            if block == _ZEROS:
+                copy.seek(BLOCK_BYTES, os.SEEK_CUR)
+            else:
+                copy.write(block)
         at += len(piece)
     copy.truncate(at)
 
