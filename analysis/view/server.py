@@ -55,6 +55,8 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
 MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
 MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
+PIECE_BYTES = 1 << 20  # of an answer
+TAKEN_WITHIN_S = 30.0  # by the client, each piece
 KEPT_CHARACTERS = 2**24  # of panels; most have tens of thousands
 HEADERS = {
     # Bokeh sets styles in the page; scripts come from files of ours only.
@@ -102,13 +104,21 @@ class Guard:
                     ),
                     *([(b"connection", b"close")] if _has_body(request) else []),
                 ]
-            await send(message)
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            # A client that takes nothing would keep the whole answer in memory.
+            body, is_last = message.get("body", b""), not message.get("more_body", False)
+            for begin in range(0, max(len(body), 1), PIECE_BYTES):
+                piece = body[begin : begin + PIECE_BYTES]
+                more = not is_last or begin + PIECE_BYTES < len(body)
+                sent = send({"type": message["type"], "body": piece, "more_body": more})
+                await asyncio.wait_for(sent, TAKEN_WITHIN_S)
 
         refusal = refusal_of(request)
-        if refusal:
-            await PlainTextResponse(refusal, status_code=403)(scope, receive, send_with_headers)
-        else:
-            await self.app(scope, receive, send_with_headers)
+        answer = PlainTextResponse(refusal, status_code=403) if refusal else self.app
+        with contextlib.suppress(TimeoutError):  # the server ends the connection
+            await answer(scope, receive, send_with_headers)
 
 
 def _has_body(request: Request) -> bool:

@@ -25,6 +25,8 @@ import pytest
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
@@ -532,11 +534,15 @@ def test_no_page_links_to_another_site_that_the_address_names(
     assert links and all(re.match(r"/[^/]", link) for link in links)
 
 
+LARGE = bytes(64 << 20)
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """Serve nothing, as the pages are served."""
     listener = socket.create_server(("127.0.0.1", 0))
-    served = make_server(Starlette(middleware=[Middleware(Guard)]))
+    large = Route("/large", lambda _: Response(LARGE))
+    served = make_server(Starlette(routes=[large], middleware=[Middleware(Guard)]))
     thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     yield listener.getsockname()[1]
@@ -586,6 +592,20 @@ def test_a_body_that_no_page_takes_is_not_read(port: int, method: bytes) -> None
             sent += client.send(b"1\r\nx\r\n" * 1000)
     assert b"connection: close" in answer
     assert sent < 32 << 20
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 2.0])
+def test_an_answer_that_nobody_takes_is_not_kept(
+    port: int, monkeypatch: pytest.MonkeyPatch, waits_s: float
+) -> None:
+    monkeypatch.setattr("analysis.view.server.TAKEN_WITHIN_S", 0.5)
+    taken = 0
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        time.sleep(waits_s)
+        while data := client.recv(1 << 20):
+            taken += len(data)
+    assert (taken > len(LARGE)) == (waits_s == 0)
 
 
 def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
