@@ -48,18 +48,20 @@ ANYTHING = CompactionPolicy(fan_in=2, max_live_files=1, min_file_bytes=1 << 20)
 
 
 def refusing(call: Callable, *, names: str, code: int = errno.EIO) -> Callable:
-    """`call`, but paths with `names` in them fail."""
+    """`call`, but paths with `names` in them fail. The path is the first argument, or named."""
 
-    def answer(path: object, *rest: object, **options: object) -> object:
-        if names in os.fspath(path):  # type: ignore[call-overload]
-            raise OSError(code, os.strerror(code), os.fspath(path))  # type: ignore[call-overload]
-        return call(path, *rest, **options)
+    def answer(*given: Any, **options: Any) -> object:
+        path = os.fspath(options["path"] if "path" in options else given[0])
+        if names in path:
+            raise OSError(code, os.strerror(code), path)
+        return call(*given, **options)
 
     return answer
 
 
 def outage(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
-    monkeypatch.setattr(beneath, "read_bytes", refusing(beneath.read_bytes, names=names))
+    for name in ("read_bytes", "read_bytes_in"):
+        monkeypatch.setattr(beneath, name, refusing(getattr(beneath, name), names=names))
 
 
 def said(layout: RunLayout, catalog: Catalog, component: str) -> list[str]:
@@ -310,9 +312,10 @@ class SlowStore:
     def seek(self, position: int) -> None:
         assert position == 0
 
-    def read_buffer(self) -> pa.Buffer:
+    def readinto(self, room: memoryview) -> int:
         self._transfer()
-        return pa.py_buffer(b"read")
+        room[:] = bytes(len(room))
+        return len(room)
 
     def _transfer(self) -> None:
         self.now += 40.0
@@ -326,6 +329,7 @@ def test_a_large_file_has_more_time(
     n_bytes: int, is_enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(storage, "PIECE_BYTES", n_bytes)  # the file is one
     for ask in (lambda remote: remote.write("w", bytes(n_bytes)), lambda remote: remote.read("w")):
         slow, remote = SlowStore(n_bytes), storage.RemoteStorage("s3://bucket/x")
         remote.__dict__["_client"] = (slow, "bucket/x")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socketserver
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -75,9 +74,9 @@ class _Handler(socketserver.StreamRequestHandler):
         head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n"
         head += b"Last-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\n\r\n"
         self.wfile.write(head % DRIPPED_BYTES)
-        while is_asked_whole:
+        ended: threading.Event = self.server.ended  # type: ignore[attr-defined]
+        while is_asked_whole and not ended.wait(DROP_S):
             self.wfile.write(16 * b"x")
-            time.sleep(DROP_S)
 
     def _send(self, body: bytes) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n"
@@ -99,7 +98,10 @@ def endless_server(kind: Kind) -> Iterator[str]:
     """
     with _Server(("127.0.0.1", 0), _Handler) as server:
         server.kind = kind  # type: ignore[attr-defined]
+        # A read that is never answered would hold up all others of Arrow in this process.
+        server.ended = threading.Event()  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host, port = server.server_address[:2]
         yield f"s3://bucket/run?endpoint_override=http://{host!s}:{port}&scheme=http&region=r"
+        server.ended.set()  # type: ignore[attr-defined]
         server.shutdown()

@@ -57,5 +57,5 @@ def test_a_piece_begins_as_for_h11_or_is_refused(size: str, rest: bytes) -> None
     ],
 )
 def test_a_line_of_blanks_is_refused_at_once(pattern: re.Pattern[bytes], line: bytes) -> None:
-    """Of 10 MB, which would take days in quadratic time."""
+    """The attack: a line of blanks, here 10 MB, which would take days in quadratic time."""
     assert pattern.fullmatch(line % (b" " * 10_000_000)) is None
