@@ -112,8 +112,8 @@ class Guard:
             for begin in range(0, max(len(body), 1), PIECE_BYTES):
                 piece = body[begin : begin + PIECE_BYTES]
                 more = not is_last or begin + PIECE_BYTES < len(body)
-                sent = send({"type": message["type"], "body": piece, "more_body": more})
-                await asyncio.wait_for(sent, TAKEN_WITHIN_S)
+                async with asyncio.timeout(TAKEN_WITHIN_S):
+                    await send({"type": message["type"], "body": piece, "more_body": more})
 
         refusal = refusal_of(request)
         answer = PlainTextResponse(refusal, status_code=403) if refusal else self.app
