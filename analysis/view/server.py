@@ -55,8 +55,8 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
 MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
 MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
-PIECE_BYTES = 1 << 20  # of an answer
-TAKEN_WITHIN_S = 30.0  # by the client, each piece
+PIECE_BYTES = 1 << 20  # of an answer are sent at once
+TAKEN_WITHIN_S = 30.0  # a client takes each piece within this time
 KEPT_CHARACTERS = 2**24  # of panels; most have tens of thousands
 HEADERS = {
     # Bokeh sets styles in the page; scripts come from files of ours only.
@@ -102,31 +102,43 @@ class Guard:
                         for name, value in HEADERS.items()
                         if name.encode() not in own
                     ),
+                    # What comes of a body after the answer is not read: in pieces of one byte it
+                    # takes 0.75 s a megabyte, and nobody else is answered meanwhile.
                     *([(b"connection", b"close")] if _has_body(request) else []),
                 ]
-            if message["type"] != "http.response.body":
+            if message["type"] == "http.response.body":
+                await _send_in_pieces(send, message)
+            else:
                 await send(message)
-                return
-            # A client that takes nothing would keep the whole answer in memory.
-            body, is_last = message.get("body", b""), not message.get("more_body", False)
-            for begin in range(0, max(len(body), 1), PIECE_BYTES):
-                piece = body[begin : begin + PIECE_BYTES]
-                more = not is_last or begin + PIECE_BYTES < len(body)
-                async with asyncio.timeout(TAKEN_WITHIN_S):
-                    await send({"type": message["type"], "body": piece, "more_body": more})
 
         refusal = refusal_of(request)
         answer = PlainTextResponse(refusal, status_code=403) if refusal else self.app
-        with contextlib.suppress(TimeoutError):  # the server ends the connection
+        with contextlib.suppress(_StalledError):  # the server ends the connection
             await answer(scope, receive, send_with_headers)
 
 
-def _has_body(request: Request) -> bool:
-    """Return whether a request brings a body.
+class _StalledError(Exception):
+    """A client takes nothing, or too little, of its answer."""
 
-    What comes after its answer is not waited for: a body of one byte in each piece takes a core for
-    0.75 s a megabyte, and nobody else is answered meanwhile.
+
+async def _send_in_pieces(send: Send, message: Message) -> None:
+    """Send a body. Raises _StalledError if a piece is not taken within TAKEN_WITHIN_S.
+
+    The whole answer would stay in memory for as long as a client that reads nothing stays.
     """
+    body, is_last = message.get("body", b""), not message.get("more_body", False)
+    for begin in range(0, max(len(body), 1), PIECE_BYTES):
+        piece = body[begin : begin + PIECE_BYTES]
+        more = not is_last or begin + PIECE_BYTES < len(body)
+        try:
+            async with asyncio.timeout(TAKEN_WITHIN_S):
+                await send({"type": message["type"], "body": piece, "more_body": more})
+        except TimeoutError as error:
+            raise _StalledError from error
+
+
+def _has_body(request: Request) -> bool:
+    """Return whether a request brings a body."""
     lengths = request.headers.getlist("content-length")
     return "transfer-encoding" in request.headers or any(length != "0" for length in lengths)
 

@@ -73,12 +73,14 @@ def _copy_once(layout: RunLayout, to: Path) -> bool:
             _copy(written, to, n_bytes=n_written)
             _log(to).unlink(missing_ok=True)
             is_still = os.fstat(written).st_mtime_ns == before
-            return is_still and not _is_there(log.name, directory)
+            return is_still and _status(log.name, directory) is None
         opened.callback(os.close, ahead)
         head = os.pread(ahead, LOG_HEAD_BYTES, 0)
         _copy(written, to, n_bytes=n_written)
         _copy(ahead, _log(to), n_bytes=n_ahead)
-        return head == os.pread(ahead, LOG_HEAD_BYTES, 0) and _is_same(ahead, log.name, directory)
+        found = _status(log.name, directory)
+        is_same = found is not None and os.path.samestat(found, os.fstat(ahead))
+        return is_same and head == os.pread(ahead, LOG_HEAD_BYTES, 0)
 
 
 def _log(catalog: Path) -> Path:
@@ -95,18 +97,9 @@ def _copy(source: int, to: Path, *, n_bytes: int) -> None:
         ) from error
 
 
-def _is_there(name: str, directory: int) -> bool:
+def _status(name: str, directory: int) -> os.stat_result | None:
+    """Return the status of a file of an open directory, None if it is not there."""
     try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
-        return False
-    return True
-
-
-def _is_same(descriptor: int, name: str, directory: int) -> bool:
-    """Return whether the name still leads to the file that was opened."""
-    try:
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(descriptor))
+        return None

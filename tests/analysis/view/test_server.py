@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import httpx2
@@ -594,18 +596,34 @@ def test_a_body_that_no_page_takes_is_not_read(port: int, method: bytes) -> None
     assert sent < 32 << 20
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 2.0])
-def test_an_answer_that_nobody_takes_is_not_kept(
-    port: int, monkeypatch: pytest.MonkeyPatch, waits_s: float
-) -> None:
-    monkeypatch.setattr("analysis.view.server.TAKEN_WITHIN_S", 0.5)
+def bytes_of_the_large_answer(port: int, *, wait: Callable[[], object]) -> int:
+    """Return how many bytes of it a client gets that takes nothing before `wait` returns."""
     taken = 0
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-        time.sleep(waits_s)
+        wait()
         while data := client.recv(1 << 20):
             taken += len(data)
-    assert (taken > len(LARGE)) == (waits_s == 0)
+    return taken
+
+
+def test_an_answer_that_nobody_takes_is_not_kept(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bytes_of_the_large_answer(port, wait=lambda: None) > len(LARGE)
+    stalled, send = threading.Event(), server._send_in_pieces
+
+    async def watched(*given: Any) -> None:
+        try:
+            await send(*given)
+        except server._StalledError:
+            stalled.set()
+            raise
+
+    monkeypatch.setattr(server, "_send_in_pieces", watched)
+    monkeypatch.setattr(server, "TAKEN_WITHIN_S", 0.5)
+    assert bytes_of_the_large_answer(port, wait=partial(stalled.wait, 60)) < len(LARGE)
+    assert stalled.is_set()
 
 
 def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
