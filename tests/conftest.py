@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
@@ -147,12 +148,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.fixture(scope="session", autouse=True)
 def _directory_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run module and session fixtures in an empty directory, and keep keys and caches apart from
-    the user's.
+    """Run module and session fixtures in an empty directory, and keep keys, caches and temporary
+    files apart from the user's.
     """
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
-    with contextlib.chdir(tmp_path_factory.mktemp("session")):
+    with (
+        # not pytest's: names of sockets must be short
+        tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as temporary,
+        contextlib.chdir(tmp_path_factory.mktemp("session")),
+    ):
+        os.environ["TMPDIR"], tempfile.tempdir = temporary, None  # it asks TMPDIR once
         yield
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from store.catalog.catalog_files import open_checked
 from store.errors import StoreError
 from store.layout import RunLayout
-from store.untrusted.file_access import copy_first, open_directory
+from store.untrusted.file_access import copy_first
 from store.untrusted.own_directory import check_own_directory
 from store.user_cache import private_directory
 
@@ -40,9 +40,9 @@ def copied(layout: RunLayout) -> Iterator[Path]:
     """Give the path of a copy of a catalog and its log as they were at one moment.
 
     The owner may write meanwhile. Then pages move from the log to the catalog, and all of them are
-    in the copy of the log too, unless it began anew: that is looked for at the end. A journal is
-    not copied, as none is played back. Raises StoreError if the log begins anew each time, or if
-    there is no room for the copy.
+    in the log that is copied after it, unless it began anew: that is looked for at the end. A
+    journal is not copied, as none is played back. Raises StoreError if the log begins anew each
+    time, or if there is no room for the copy.
     """
     with private_directory("gigpo-catalog-") as place:
         to = place / layout.catalog.name
@@ -61,13 +61,13 @@ def _copy_once(layout: RunLayout, to: Path) -> bool:
     """Copy both files. Return whether they are of one moment."""
     catalog, log = layout.catalog, _log(layout.catalog)
     with ExitStack() as opened:
-        directory = open_directory(layout.run_directory, root=layout.run_directory)
-        opened.callback(os.close, directory)
+        # Not a run of this user to which the owner leads the path meanwhile.
+        directory = opened.enter_context(layout.opened(layout.run_directory))
         # Looked at once: its owner may make it longer, or full of holes, after that.
         written, n_written = open_checked(directory, catalog)
         opened.callback(os.close, written)
         try:
-            ahead, n_ahead = open_checked(directory, log)
+            ahead, _ = open_checked(directory, log)
         except FileNotFoundError:
             before = os.fstat(written).st_mtime_ns
             _copy(written, to, n_bytes=n_written)
@@ -77,10 +77,15 @@ def _copy_once(layout: RunLayout, to: Path) -> bool:
         opened.callback(os.close, ahead)
         head = os.pread(ahead, LOG_HEAD_BYTES, 0)
         _copy(written, to, n_bytes=n_written)
-        _copy(ahead, _log(to), n_bytes=n_ahead)
-        found = _status(log.name, directory)
-        is_same = found is not None and os.path.samestat(found, os.fstat(ahead))
-        return is_same and head == os.pread(ahead, LOG_HEAD_BYTES, 0)
+        # Its size now: it has grown by what was written meanwhile, which may be in the catalog too.
+        try:
+            now, n_now = open_checked(directory, log)
+        except FileNotFoundError:
+            return False
+        opened.callback(os.close, now)
+        _copy(now, _log(to), n_bytes=n_now)
+        is_same = os.path.samestat(os.fstat(ahead), os.fstat(now))
+        return is_same and head == os.pread(now, LOG_HEAD_BYTES, 0)
 
 
 def _log(catalog: Path) -> Path:

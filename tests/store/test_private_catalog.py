@@ -31,7 +31,7 @@ from store import (
 )
 from store.catalog import private_copy
 from store.catalog.connection import opened_read_only
-from store.errors import UnsafePathError
+from store.errors import FormatError, UnsafePathError
 from store.exchange import bring
 from store.exchange.bring import bring_catalog, bring_run, run_at
 from store.maintenance.fsck import CATALOG, check
@@ -149,7 +149,7 @@ def new_layout(tmp_path: Path) -> RunLayout:
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """Return a directory that every user may enter, unlike pytest's."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # TMPDIR is closed to others
         Path(directory).chmod(0o755)
         yield Path(directory)
 
@@ -163,6 +163,8 @@ def as_another_user(do: Callable[[], str]) -> str:
         os.setresgid(ANOTHER, ANOTHER, ANOTHER)
         os.setgroups([])
         os.setresuid(ANOTHER, ANOTHER, ANOTHER)
+        del os.environ["TMPDIR"]  # of the tests
+        tempfile.tempdir = None
         try:
             said.put(do())
         except (StoreError, OSError) as error:
@@ -303,6 +305,18 @@ def test_a_reader_is_led_to_the_catalog_of_no_other_run(
     assert sorted(path.name for path in mine.root.iterdir()) == before
 
 
+def test_a_run_that_was_exchanged_for_a_link_to_a_private_one_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = new_layout(tmp_path / "mine")
+    theirs = written_by_a_neighbour(tmp_path, monkeypatch)
+    theirs.root.rename(tmp_path / "aside")
+    theirs.root.symlink_to(mine.root)
+    monkeypatch.setattr("store.catalog.connection.is_own_place", lambda _: False)
+    with pytest.raises(StoreError, match="was exchanged"):
+        n_groups_of(theirs)
+
+
 def test_a_log_that_grows_while_it_is_copied_fills_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +330,8 @@ def test_a_log_that_grows_while_it_is_copied_fills_no_disk(
         copied_before(source, copy, n_bytes=n_bytes)
 
     monkeypatch.setattr(private_copy, "copy_first", grown)
-    assert n_groups_of(layout) == 3
+    with pytest.raises(FormatError, match="catalog.sqlite-wal"):
+        n_groups_of(layout)
     assert max(sizes) < 1 << 20
 
 
@@ -329,6 +344,30 @@ def test_a_reader_waits_for_no_log_of_another_user(
     os.mkfifo(wal)
     with pytest.raises(UnsafePathError, match="catalog.sqlite-wal"):
         n_groups_of(layout)
+
+
+def test_pages_that_reach_a_catalog_while_it_is_copied_are_in_the_copy_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner commits, and SQLite moves all pages of the log, just before the catalog is read."""
+    layout = new_layout(tmp_path / "theirs")
+    copied_before = private_copy.copy_first
+    with Catalog.open(layout) as catalog:
+        open_train_group(catalog, 0)
+        neighbour = Neighbour(monkeypatch)
+        neighbour.gets(layout.root)
+
+        def written_meanwhile(source: int, copy: BinaryIO, *, n_bytes: int) -> None:
+            if not Path(copy.name).name.endswith("-wal"):
+                for ordinal in range(1, 40):
+                    open_train_group(catalog, ordinal)
+                catalog._database._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            copied_before(source, copy, n_bytes=n_bytes)
+
+        monkeypatch.setattr(private_copy, "copy_first", written_meanwhile)
+        with opened_read_only(layout) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            assert connection.execute("SELECT count(*) FROM grp").fetchone() == (40,)
 
 
 def test_a_copy_of_a_catalog_that_is_written_has_one_moment(

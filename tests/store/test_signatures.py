@@ -210,7 +210,7 @@ except StoreError as error: print(error)
     if os.geteuid() != 0:
         pytest.skip("only root can become a user without a home")
     environment = {**os.environ, "XDG_STATE_HOME": "/nowhere", "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as directory:  # tmp_path is closed to other users
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # tmp_path is closed to other users
         os.chmod(directory, 0o777)
         said = subprocess.run(
             [sys.executable, "-c", code],
