@@ -35,6 +35,10 @@ SMALL_BYTES = 32 * 1024
 ROW_GROUP_STEPS = 8192
 # With images, a few hundred rows are as large as thousands without.
 ROW_GROUP_BYTES = 256 * 1024**2
+# A step of a tiny game takes 32 bytes. Those of equal episodes have times of their own, and each
+# trajectory has a uid, which does not compress. The work on a file grows with both.
+MIN_ROWS, ROW_BYTES = 4096, 2
+MIN_TRAJECTORIES, UID_BYTES = 1000, 16
 # Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
@@ -227,7 +231,10 @@ def decode(
     names = SEGMENT_SCHEMA.names if columns is None else list(columns)
     try:
         source = pa.BufferReader(data)
-        file = open_parquet(source, n_bytes=data.size, name=path, verify=False)
+        at_most = None if is_own else most_rows(data.size)
+        file = open_parquet(
+            source, n_bytes=data.size, name=path, verify=False, at_most_rows=at_most
+        )
         found = file.schema_arrow  # made anew every time it is asked for
         metadata = {key.decode(): value.decode() for key, value in (found.metadata or {}).items()}
         check_format(metadata, name=str(path))
@@ -238,11 +245,26 @@ def decode(
             table = file.read(columns=chosen, use_threads=False)
         else:
             table = read_table(file, source, n_bytes=data.size, name=path, columns=chosen)
+            _check_trajectories(table, n_bytes=data.size)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise FormatError(
             f"{path} is not a segment ({one_line(error)}); restore it from a backup"
         ) from error
     return table.select(names).replace_schema_metadata(None)
+
+
+def most_rows(n_bytes: int) -> int:
+    """Return the rows that a segment of `n_bytes` has at most."""
+    return MIN_ROWS + n_bytes // ROW_BYTES
+
+
+def _check_trajectories(table: pa.Table, *, n_bytes: int) -> None:
+    """Raise ValueError for more trajectories than a file of this size has room for their uids."""
+    if "traj_uid" not in table.column_names or table.num_rows <= MIN_TRAJECTORIES:
+        return
+    n_trajectories = pc.count_distinct(table["traj_uid"]).as_py()
+    if n_trajectories > MIN_TRAJECTORIES + n_bytes // UID_BYTES:
+        raise ValueError(f"it has {n_trajectories:,} trajectories in {n_bytes:,} bytes")
 
 
 def encode(table: pa.Table, *, metadata: dict[str, str]) -> pa.Buffer:

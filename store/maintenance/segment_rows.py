@@ -15,7 +15,7 @@ from row_bounds import MAX_CHARACTERS, MAX_REWARD
 from store.errors import FormatError
 from store.hashing import state_hash
 from store.records import CHANNELS, uid_text
-from store.segments import TrajectoryMeta, decode
+from store.segments import TrajectoryMeta, decode, most_rows
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
 # Columns whose values are the same in all rows of a trajectory, and all columns that are looked at.
@@ -72,7 +72,13 @@ def open_rows(data: pa.Buffer, *, path: Path) -> Rows:
     """
     try:
         source = pa.BufferReader(data)
-        file = open_parquet(source, n_bytes=data.size, name=path, verify=True)
+        file = open_parquet(
+            source,
+            n_bytes=data.size,
+            name=path,
+            verify=True,
+            at_most_rows=most_rows(data.size),
+        )
         read_table(file, source, n_bytes=data.size, name=path, columns=None)
         metadata = file.schema_arrow.metadata or {}
         names = (b"run_id", b"worker", b"epoch")

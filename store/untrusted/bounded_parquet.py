@@ -55,11 +55,16 @@ def _memory_is_no_damage() -> Iterator[None]:
 
 
 @_memory_is_no_damage()
-def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq.ParquetFile:
+def open_parquet(
+    source: Any, *, n_bytes: int, name: object, verify: bool, at_most_rows: int | None = None
+) -> pq.ParquetFile:
     """Open a file of `n_bytes`. Raises FormatError if its footer says more rows than any run wrote.
 
-    With `verify`, the checksum of each page is compared as it is read. Arrow's errors pass through.
+    Those are `at_most_rows`, or MAX_ROWS and a row for each byte. With `verify`, the checksum of
+    each page is compared as it is read. Arrow's errors pass through.
     """
+    if at_most_rows is None:
+        at_most_rows = MAX_ROWS + n_bytes
     try:
         file = pq.ParquetFile(
             source,
@@ -84,7 +89,7 @@ def open_parquet(source: Any, *, n_bytes: int, name: object, verify: bool) -> pq
         raise _not_ours(f"{name} has a column of values of one large size, or an extension type")
     rows_of_groups = _rows_of_groups(file)
     for n_rows in (file.metadata.num_rows, sum(rows_of_groups), *rows_of_groups):
-        if not 0 <= n_rows <= MAX_ROWS + n_bytes:
+        if not 0 <= n_rows <= at_most_rows:
             raise _not_ours(f"{name} has {n_rows:,} rows in {n_bytes:,} bytes")
     return file
 

@@ -28,8 +28,9 @@ from store import (
     write_segment,
 )
 from store.hashing import file_digest
+from store.maintenance.segment_rows import open_rows
 from store.reading import mirror
-from store.records import SEGMENT_SCHEMA
+from store.records import SEGMENT_SCHEMA, UID_TYPE
 from store.segments import SegmentMeta, decode
 from store.storage import LocalStorage
 from store.untrusted import bounded_parquet
@@ -42,7 +43,7 @@ from tests.support.store_samples import make_trajectory, open_train_group, play
 LIMIT_BYTES = 5 * 2**30  # of private memory, half of what the files below stand for
 TIME_LIMIT_S = 120
 HUGE_BYTES = 20 * 2**30
-N_ROWS, TEXT_BYTES = 12_000, 1_000_000  # 12 GB
+N_ROWS, TEXT_BYTES = 6_000, 2_000_000  # 12 GB
 LIMITED = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, ({LIMIT_BYTES}, -1))  # a query's process has its own
@@ -125,6 +126,43 @@ def bomb(layout: RunLayout, meta: SegmentMeta) -> SegmentMeta:
         n_bytes=data.size,
         trajectories=(dataclasses.replace(trajectory, n_steps=N_ROWS),),
     )
+
+
+def counted(n_rows: int) -> pa.Array:
+    """Return a uid for each row. Split into streams of bytes, they compress to almost nothing."""
+    return pa.array([number.to_bytes(16, "little") for number in range(n_rows)], UID_TYPE)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "has_uids", "says"),
+    [(100_000, False, "100,000 rows"), (4000, True, "4,000 trajectories")],
+)
+def test_a_small_file_has_no_room_for_many_rows(
+    tmp_path: Path, n_rows: int, has_uids: bool, says: str
+) -> None:
+    """The attack: files of 40 KB with 250,000 trajectories each kept `gigpo fsck` for minutes."""
+    layout, meta = run_with(tmp_path / "run", lambda _, meta: meta)
+    row = pq.read_table(layout.root / meta.path).slice(0, 1)
+    table = repeated(row, n_rows=n_rows)
+    if has_uids:
+        table = table.set_column(0, "traj_uid", counted(n_rows))
+    plain = table.set_column(
+        table.column_names.index("obs_text"), "obs_text", pa.array(["x"] * n_rows)
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        plain.cast(SEGMENT_SCHEMA).replace_schema_metadata(
+            {"format": FORMAT, "run_id": layout.info.run_id, "worker": "w0", "epoch": "1"}
+        ),
+        sink,
+        compression="zstd",
+        use_dictionary=[name for name in SEGMENT_SCHEMA.names if name != "traj_uid"],
+        column_encoding={"traj_uid": "BYTE_STREAM_SPLIT"},
+    )
+    data = sink.getvalue()
+    for read in (decode, open_rows):
+        with pytest.raises(FormatError, match=says):
+            read(data, path=tmp_path / "small.parquet")
 
 
 def sparse(path: Path) -> None:
