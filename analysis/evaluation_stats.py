@@ -37,6 +37,9 @@ SELECT
         AS score
 FROM played GROUP BY task_id ORDER BY task_id
 """
+ABANDONED = """
+SELECT task_id, reason FROM newest_round WHERE state = 'abandoned' ORDER BY task_id
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +96,10 @@ def mean_score(tasks: Sequence[TaskResult]) -> float | None:
 
 
 def show_evaluation(run: Path, console: Console) -> None:
-    """Print the newest round, one line per task type. Raises StoreError if there is no round."""
+    """Print the newest round, one line per task type, and the groups that it lacks.
+
+    Raises StoreError if there is no round.
+    """
     tasks, type_of = _round_of(run), _task_types(run)
     of_type: dict[str, list[TaskResult]] = {}
     for task in tasks:
@@ -116,6 +122,13 @@ def show_evaluation(run: Path, console: Console) -> None:
             f"{steps:.1f}",
         )
     console.print(table)
+    with store.open_run(run, warn=False) as reader:
+        abandoned = reader.rows(ABANDONED)
+    if abandoned:
+        console.print(f"groups that were abandoned, and count for nothing: {len(abandoned)}")
+    for row in abandoned[:MAX_SHOWN_TASKS]:
+        line = printable(f"  {row['task_id']}: {row['reason']}")
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def show_evaluation_comparison(first: Path, second: Path, *, console: Console) -> None:
@@ -178,7 +191,9 @@ def _task_types(run: Path) -> dict[str, str]:
 
     With several environments a type begins with the environment's name.
     """
-    config = configs.from_yaml(RunLayout.open(run).info.config_yaml)
+    layout = RunLayout.open(run)
+    layout.check_trusted()  # its environment is imported
+    config = configs.from_yaml(layout.info.config_yaml)
     types = {}
     for name, own in configs.environments(config).items():
         for task in list_tasks(own.env.name, own.env.options)["heldout"]:

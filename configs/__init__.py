@@ -70,7 +70,7 @@ from configs.model_directory import (
     refused_for_vision,
     weight_indexes,
 )
-from configs.model_server import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
+from configs.model_server import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
 from configs.model_size import Shape, check_heads, known_shape, vocabulary_size
 from configs.overrides import split_run_dir
 from configs.per_environment import environment_config, environment_weights, environments
@@ -127,7 +127,6 @@ __all__ = [
     "TinyModelConfig",
     "WorkerRange",
     "as_yaml",
-    "bound_answer",
     "check",
     "check_heads",
     "check_is_list",
@@ -150,6 +149,7 @@ __all__ = [
     "groups_of_a_step",
     "has_critic",
     "holds_secrets",
+    "http_client",
     "is_offline",
     "is_served",
     "is_vision_model",

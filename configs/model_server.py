@@ -1,9 +1,6 @@
 """Ask an OpenAI-compatible server that is not trusted, through the `openai` client.
 
-    http_client = openai.DefaultAsyncHttpxClient(
-        follow_redirects=False, event_hooks={"response": [bound_answer]}
-    )
-    client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", http_client=http_client)
+    client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", http_client=http_client())
     options = {"headers": own_headers(client, key=key)}     # of each request
     response = await client.get("/models", cast_to=httpx2.Response, options=options)
     json_of(response.content)
@@ -14,9 +11,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from bounded_json import check_values
+from linear_h11 import use_linear_patterns
 from printable import one_line
 
 if TYPE_CHECKING:
@@ -44,7 +43,20 @@ def own_headers(client: openai.AsyncOpenAI, *, key: str) -> dict[str, Any]:
     return {**headers, "authorization": f"Bearer {key}" if key else Omit()}
 
 
-async def bound_answer(response: httpx2.Response) -> None:
+def http_client(*hooks: Callable[[httpx2.Response], Awaitable[None]]) -> httpx2.AsyncClient:
+    """Make a client that is led nowhere, and reads a bounded answer in linear time.
+
+    Each of `hooks` gets an answer that was read.
+    """
+    import openai
+
+    use_linear_patterns()
+    return openai.DefaultAsyncHttpxClient(
+        follow_redirects=False, event_hooks={"response": [_bound_answer, *hooks]}
+    )
+
+
+async def _bound_answer(response: httpx2.Response) -> None:
     """Read an answer before the client does, and stop when it is longer than MAX_ANSWER_BYTES.
 
     A longer answer is kept with a little more than MAX_ANSWER_BYTES, so that its length tells.

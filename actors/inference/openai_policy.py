@@ -29,7 +29,7 @@ from configs import (
     MAX_ANSWER_BYTES,
     Config,
     EndpointConfig,
-    bound_answer,
+    http_client,
     json_of,
     own_headers,
     quoted,
@@ -47,8 +47,9 @@ MAX_NAMES_SHOWN = 10  # of the server's models
 MAX_NAMES_COMPARED = 1000  # with a wrong one; more take seconds
 RETRIED, NOT_RETRIED = 502, 400  # statuses for unusable answers; the client retries the first
 
-# how the newest answer to this task's request failed; "" if it did not
+# how the newest answer to this task's request failed, "" if it did not; and the answer's value
 _fault: ContextVar[str] = ContextVar("_fault", default="")
+_value: ContextVar[Any] = ContextVar("_value", default=None)
 
 
 class EndpointFailed(UserError, RuntimeError):
@@ -67,15 +68,14 @@ class ChatPolicy:
         self._max_response_tokens = config.actors.max_response_tokens
         self._key = api_key(config.endpoint)
         self._gate = RequestGate(config.endpoint.requests)
+        self._reading = asyncio.Lock()
         self.waits = PendingOperations()
         self._client = openai.AsyncOpenAI(
             base_url=config.endpoint.url,
             api_key=self._key or "none",
             max_retries=config.endpoint.attempts - 1,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            http_client=openai.DefaultAsyncHttpxClient(
-                follow_redirects=False, event_hooks={"response": [bound_answer, _check]}
-            ),
+            http_client=http_client(self._check),
         )
         self._options: Any = {"headers": own_headers(self._client, key=self._key)}
 
@@ -142,7 +142,7 @@ class ChatPolicy:
         try:
             async with asyncio.timeout(self._endpoint.timeout_s), self._gate:
                 with self.waits.on(f"a reply of {self._endpoint.url}"):
-                    response = await client.post(
+                    await client.post(
                         "/chat/completions", body=body, cast_to=Response, options=self._options
                     )
         except TimeoutError:
@@ -152,7 +152,7 @@ class ChatPolicy:
             raise self._failed(why) from None
         except OpenAIError as error:
             raise self._failed(_reason(error, attempts=client.max_retries + 1)) from error
-        return reply_of(json_of(response.content), stop=self._stop)
+        return reply_of(_value.get(), stop=self._stop)
 
     async def _models(self) -> list[str]:
         """Return the names of the server's models; none if it does not tell.
@@ -166,8 +166,8 @@ class ChatPolicy:
         _fault.set("")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                response = await client.get("/models", cast_to=Response, options=self._options)
-            return sorted(str(model["id"]) for model in json_of(response.content)["data"])
+                await client.get("/models", cast_to=Response, options=self._options)
+            return sorted(str(model["id"]) for model in _value.get()["data"])
         except APIConnectionError as error:
             raise self._failed(_reason(error, attempts=1)) from error
         except APIStatusError as error:
@@ -176,6 +176,25 @@ class ChatPolicy:
             return []
         except (TimeoutError, LookupError, TypeError):
             return []
+
+    async def _check(self, response: httpx2.Response) -> None:
+        """Give an unusable answer an error status, before the client sees it.
+
+        The status decides whether the client repeats the request. The reason is kept in `_fault`,
+        the value in `_value`.
+        """
+        body = response.content
+        # A value of 16 MiB takes a second. One after the other, the event loop waits for one only.
+        async with self._reading:
+            value = None
+            if len(body) <= MAX_ANSWER_BYTES:
+                value = await asyncio.to_thread(json_of, body)
+        _value.set(value)
+        method = response.request.method
+        response.status_code, fault = _judge(response.status_code, body, value, method=method)
+        _fault.set(fault)
+        if fault:
+            response._content = b""
 
     def _known(self, names: Sequence[str]) -> str:
         if not names:
@@ -242,20 +261,11 @@ def with_stop_text(
     return (text + opened[last], True) if has_ended and last >= 0 else (text, False)
 
 
-async def _check(response: httpx2.Response) -> None:
-    """Give an unusable answer an error status, before the client sees it.
+def _judge(status: int, body: bytes, answer: Any, *, method: str) -> tuple[int, str]:
+    """Return the status that an answer deserves, and what is wrong with it; "" if nothing is.
 
-    The status decides whether the client repeats the request. The reason is kept in `_fault`.
+    `answer` is the value of its JSON.
     """
-    status, fault = _judge(response.status_code, response.content, method=response.request.method)
-    _fault.set(fault)
-    response.status_code = status
-    if fault:
-        response._content = b""
-
-
-def _judge(status: int, body: bytes, *, method: str) -> tuple[int, str]:
-    """Return the status that an answer deserves, and what is wrong with it; "" if nothing is."""
     if 300 <= status < 400:
         why = "a redirect, which is not followed; set endpoint.url to its end"
         return status, f"answered {status}, {why}"
@@ -264,7 +274,6 @@ def _judge(status: int, body: bytes, *, method: str) -> tuple[int, str]:
             f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB; endpoint.url must be a server "
             "of chat completions"
         )
-    answer = json_of(body)
     error = answer.get("error") if isinstance(answer, dict) else None
     if status == 200 and error:  # some routers report errors so
         code = error.get("code") if isinstance(error, dict) else None

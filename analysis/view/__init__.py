@@ -19,7 +19,6 @@ snapshots.py        readers by (run, lsn), and their answers
 report_file.py      several panels as one HTML file that needs no server: `gigpo report`
 report_summary.py   its sentences: did it learn, is it stable, what limits it
 run_settings.py     a run's settings, and those that differ from others
-linear_h11.py       the lines of a request, matched in linear time
 server.py           the application: routes, checks of each request, headers
 
 To add a page: write pages/NAME.py with a `PAGE`, add it to PAGES in pages/__init__.py. Panels need

@@ -41,12 +41,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from analysis.view.charts import warm_up
 from analysis.view.downloads import DOWNLOADS, download
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
-from analysis.view.linear_h11 import use_linear_patterns
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages import PAGES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder, why
 from analysis.view.snapshots import Snapshots
 from analysis.view.text import plain
+from linear_h11 import use_linear_patterns
 from printable import printable
 from store import StoreError
 

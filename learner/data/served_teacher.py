@@ -21,7 +21,7 @@ import numpy as np
 import openai
 import pyarrow as pa
 
-from configs import MAX_ANSWER_BYTES, bound_answer, json_of, own_headers, quoted
+from configs import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
 from learner.data.arrow_lists import lists
 from learner.data.sequences import sequences
 from printable import UserError
@@ -147,9 +147,7 @@ class ServedTeacher:
             api_key="none",
             max_retries=ATTEMPTS - 1,
             timeout=TIMEOUT_S,
-            http_client=openai.DefaultAsyncHttpxClient(
-                follow_redirects=False, event_hooks={"response": [bound_answer]}
-            ),
+            http_client=http_client(),
         )
 
     def _value(self, response: httpx2.Response) -> Any:

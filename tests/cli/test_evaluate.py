@@ -114,6 +114,27 @@ def test_the_newest_round_is_shown_task_by_task(played: Path) -> None:
     assert "all   20     40" in console.export_text()
 
 
+def test_a_group_that_was_abandoned_is_named_below_the_table(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", max_staleness=0)
+    layout = RunLayout.create(tmp_path / "run", config_yaml=configs.as_yaml(config))
+    write_open_sql(layout, macros=[], max_staleness=0)
+    coordinator = Coordinator(config, learns=False)
+    publish(coordinator, 0, 0)
+    coordinator.evaluate(0, 2)
+    lease = coordinator.lease("w")
+    assert lease is not None
+    coordinator.abandon("w", lease.group.group_uid, why="it is [bold]broken")
+    while (other := coordinator.lease("w")) is not None:
+        play(coordinator, other)
+    coordinator.close()
+    console = Console(width=100, record=True)
+    evaluation.show_evaluation(tmp_path / "run", console)
+    text = console.export_text()
+    assert "all   20     39" in text
+    assert "groups that were abandoned, and count for nothing: 1" in text
+    assert f"  {lease.group.task_id}: it is [bold]broken" in text
+
+
 def test_an_evaluated_run_is_shown_and_nothing_is_started(
     played: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = (
     "bounded_json",
     "bounded_yaml",
+    "linear_h11",
     "printable",
     "row_bounds",
     "usage_statistics",

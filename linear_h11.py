@@ -1,4 +1,6 @@
-"""Match a request's lines in linear time, where h11 0.16 takes quadratic time for blanks.
+"""Match the lines of HTTP in linear time, where h11 0.16 takes quadratic time for blanks.
+
+It reads what the viewer is sent, and what model servers answer.
 
 Its patterns may give a blank at the end of a line to two parts. For a line that does not match, all
 ways are tried: 120 KB of blanks held the whole process for a minute. Here each part keeps what it
