@@ -62,17 +62,18 @@ class ToolCallParser:
         # vLLM logs a traceback for each malformed call. A policy that learns writes thousands.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._tokenizer = tokenizer
-        # Kept from reply to reply: qwen3_coder needs 50 ms for a vocabulary of 150,000 tokens.
-        self._reader: tuple[Tools, Any, Any] | None = None
+        self._request: tuple[Tools, Any] | None = None  # the newest reply's
         known = ToolParserManager.list_registered()
         if name not in (AUTO, *known):
             raise ValueError(
                 f"prompt.tool_parser={name!r} is no parser of this vLLM; it has {', '.join(known)}"
             )
         written = _written_probe(tokenizer)
+        # Each parser asks for it, and needs 50 ms for one of 150,000 tokens.
+        same = {"vocab": tokenizer.get_vocab()}
         for candidate in FAMILIES if name == AUTO else (name,):
-            self._parser: Any = ToolParserManager.get_tool_parser(candidate)
-            self._reader = None
+            found = ToolParserManager.get_tool_parser(candidate)
+            self._parser: Any = type(found.__name__, (found,), same)
             if self._reads_back(written):
                 return
         fix = "name the one of the model's family" if name == AUTO else "use another"
@@ -86,11 +87,13 @@ class ToolCallParser:
 
         `text` has special tokens, but not the end token.
         """
-        if self._reader is None or self._reader[0] != tools:
-            self._reader = (tools, *self._make_reader(tools))
-        _, parser, request = self._reader
+        if self._request is None or self._request[0] != tools:
+            self._request = tools, _request_of(tools)
+        request = self._request[1]
+        # A new one for each reply: some remember a call that a reply left unfinished.
+        parser = self._parser(self._tokenizer, request.tools)
         try:
-            found = parser.extract_tool_calls(text, request)
+            found = parser.extract_tool_calls(text, parser.adjust_request(request.model_copy()))
         except Exception:  # noqa: BLE001  a malformed call may raise anything, RecursionError too
             return text, ()
         calls = tuple(
@@ -101,15 +104,6 @@ class ToolCallParser:
             return text, ()
         return found.content or "", calls
 
-    def _make_reader(self, tools: Tools) -> tuple[Any, Any]:
-        """Return vLLM's parser for these tools, and the request that it wants to see."""
-        # Imported here: see above.
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        request = ChatCompletionRequest(messages=[], model="", tools=list(tools))
-        parser = self._parser(self._tokenizer, request.tools)
-        return parser, parser.adjust_request(request)
-
     def _reads_back(self, written: str) -> bool:
         try:
             _, calls = self.read(written, PROBE)
@@ -118,6 +112,14 @@ class ToolCallParser:
         return [(call.name, parse_arguments(call.arguments)) for call in calls] == [
             (PROBED.name, parse_arguments(PROBED.arguments))
         ]
+
+
+def _request_of(tools: Tools) -> Any:
+    """Return the request that a parser of vLLM wants to see."""
+    # Imported here: see above.
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(messages=[], model="", tools=list(tools))
 
 
 def _written_probe(tokenizer: Tokenizer) -> str:

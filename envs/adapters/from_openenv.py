@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bounded_json import MAX_VALUES, read_value
 from envs.adapters.common import SEEDS, adapter_options, close_soon, seeded_tasks
 from envs.base import Observation, Task, Transition
+from printable import REASON_CHARACTERS, one_line
 
 if TYPE_CHECKING:
     import aiohttp
@@ -80,7 +81,8 @@ class OpenEnvEnv:
             raise RuntimeError("the server ended the session")
         answer = read_value(message.encode(), most=MAX_VALUES)
         if answer["type"] == "error":
-            raise RuntimeError(f"the server says: {answer['data']['message']}")
+            reason = one_line(str(answer["data"]["message"])[:REASON_CHARACTERS])
+            raise RuntimeError(f"the server says: {reason}")
         return answer["data"]
 
     def _observe(self, answer: Mapping[str, Any]) -> Observation:

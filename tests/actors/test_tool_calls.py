@@ -251,6 +251,17 @@ def test_the_family_is_found_by_what_its_template_writes() -> None:
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": 3})
 
 
+def test_a_call_that_one_reply_leaves_unfinished_changes_no_later_reply() -> None:
+    """The attack: granite4's parser remembered it, and took the calls of all later episodes."""
+    parser = ToolCallParser(tokenizer("tooled"), name="granite4")
+    assert [call.name for call in parser.read(CALL, (ADD,))[1]] == ["add"]
+    cut = '<tool_call>\n{"name": "add", "argum'
+    assert parser.read(cut, (ADD,)) == (cut, ())
+    assert [call.name for call in parser.read(CALL, (ADD,))[1]] == ["add"]
+    end = '{"name": "add", "arguments": {"a": 666}}</tool_call>'
+    assert parser.read(end, (ADD,)) == (end, ())
+
+
 def test_the_state_after_several_calls_is_all_their_answers() -> None:
     def said(role: str, text: str) -> Message:
         return Message(role=role, content=text)
