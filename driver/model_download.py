@@ -158,7 +158,9 @@ def _repository(config: Config) -> Repository | None:
     repository, root = named(config.model.path), Path(config.run_dir)
     if repository is None or not RunLayout.exists(root):
         return repository
-    recorded = configs.from_yaml(RunLayout.open(root).info.config_yaml)
+    layout = RunLayout.open(root)
+    layout.check_trusted()
+    recorded = configs.from_yaml(layout.info.config_yaml)
     return pinned(repository, recorded.model.path)
 
 

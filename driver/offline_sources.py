@@ -30,7 +30,6 @@ from store import (
     files_digest,
     find_sources,
     has_directory,
-    is_trusted,
     limited_memory,
     local_directory,
     parse_source,
@@ -77,15 +76,17 @@ def _check_logprobs(config: Config) -> None:
                 f"to learn from with loss.policy={config.loss.policy}; use "
                 "loss.policy=behaviour_cloning"
             )
-        theirs = _config_of(text)
-        if theirs is not None and (url := _setting(theirs, "endpoint.url")):
+        layout = _run_of(text)
+        if layout is None:
+            continue
+        theirs = _config_of(layout)
+        if url := _setting(theirs, "endpoint.url"):
             raise ConfigError(
                 f"source={text} was played by {_setting(theirs, 'endpoint.model')} at {url}, whose "
                 "tokens and log-probabilities nobody has, so nothing can be trained from it; leave "
                 "it out"
             )
-        scripted = theirs is not None and _setting(theirs, "actors.scripted")
-        if scripted and config.loss.policy != "behaviour_cloning":
+        if _setting(theirs, "actors.scripted") and config.loss.policy != "behaviour_cloning":
             raise ConfigError(
                 f"source={text} was played by a script, which has no log-probabilities to learn "
                 f"from with loss.policy={config.loss.policy}; use loss.policy=behaviour_cloning"
@@ -278,15 +279,14 @@ def _base_of(text: str) -> Path | None:
 
     Returns None if it is no run, has none, or is a stranger's run.
     """
-    theirs = _config_of(text)
-    if theirs is None:
+    layout = _run_of(text)
+    if layout is None:
         return None
-    layout = RunLayout.open(_location(text))
     # its files are read by transformers, which would follow a link out of the run
     layout.check_no_links()
-    if _is_untrusted(text):
+    if not layout.is_trusted():
         return None
-    named = _setting(theirs, "model.path")
+    named = _setting(_config_of(layout), "model.path")
     if named or not has_directory(layout, BASE_POLICY):
         path = Path(str(named or layout.root / BASE_POLICY))
     else:
@@ -296,17 +296,19 @@ def _base_of(text: str) -> Path | None:
 
 def _is_untrusted(text: str) -> bool:
     """Return whether the source is a stranger's run, whose model is not loaded without --trust."""
-    return _config_of(text) is not None and not is_trusted(_location(text))
+    layout = _run_of(text)
+    return layout is not None and not layout.is_trusted()
 
 
-def _config_of(text: str) -> DictConfig | None:
-    """Return the stored config of a source, None for a dataset."""
+def _run_of(text: str) -> RunLayout | None:
+    """Return the run that is a source, None for a dataset."""
     location = _location(text)
-    if not RunLayout.exists(location):
-        return None
-    return configs.parse_saved(
-        RunLayout.open(location).info.config_yaml, name=f"the config of {location}"
-    )
+    return RunLayout.open(location) if RunLayout.exists(location) else None
+
+
+def _config_of(layout: RunLayout) -> DictConfig:
+    """Return the stored config of a source. Raises ConfigError."""
+    return configs.parse_saved(layout.info.config_yaml, name=f"the config of {layout.root}")
 
 
 def _setting(config: DictConfig, key: str) -> object:

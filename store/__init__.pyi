@@ -114,6 +114,7 @@ from .records import StepImage as StepImage
 from .records import Trajectory as Trajectory
 from .records import to_table as to_table
 from .records import uid_text as uid_text
+from .remote_directory import directory_to_read as directory_to_read
 from .remote_directory import has_directory as has_directory
 from .remote_directory import is_published as is_published
 from .remote_directory import local_directory as local_directory

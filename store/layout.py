@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,8 @@ from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.own_directory import opened_by_own_links
-from store.untrusted.signatures import RUN_JSON, SIGNED, sign_run, state_directory
+from store.untrusted.signatures import RUN_JSON, SIGNED, sign_run, signed_texts, state_directory
+from store.untrusted.trust import trusted_texts, trusted_texts_or_none
 
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
@@ -319,6 +320,30 @@ class RunLayout:
             if not is_it:
                 raise StoreError(f"{path} {EXCHANGED}")
             yield directory
+
+    def is_made_by_this_user(self) -> bool:
+        """Return whether this user signed the settings in `info`. Raises as `made_by_this_user`.
+
+        Somebody else may have put other settings there since they were read, or before.
+        """
+        texts = signed_texts(self.root)
+        return texts is not None and self._has_read(texts)
+
+    def is_trusted(self) -> bool:
+        """Return whether this user made or trusts the run with the settings in `info`.
+
+        Raises StoreError if others can read this user's key.
+        """
+        texts = trusted_texts_or_none(self.root)
+        return texts is not None and self._has_read(texts)
+
+    def check_trusted(self) -> None:
+        """Raise StoreError unless `is_trusted`. Call it before settings in `info` are followed."""
+        if not self._has_read(trusted_texts(self.root)):
+            raise StoreError(f"{self.root} {EXCHANGED}")
+
+    def _has_read(self, texts: Mapping[str, bytes]) -> bool:
+        return parse_run_json(texts[RUN_JSON], name=str(self.run_json)) == self.info
 
     def check_is_still(self, run_id: str) -> None:
         """Raise StoreError if this run, found at a path again, has not the id `run_id`."""

@@ -32,7 +32,7 @@ from learner.data.training_rows import (
 from learner.data.updates import Update, cut_updates
 from learner.data.values import AskCritic
 from learner.step_times import LoadTimes, timed
-from store import SEGMENT_SCHEMA, Batch, RunLayout, is_trusted, read_segments
+from store import SEGMENT_SCHEMA, Batch, RunLayout, read_segments
 
 # From a batch and its filtered groups to the batch with more groups; None if it stays as it is.
 More = Callable[[Batch, Mapping[bytes, str]], Batch | None]
@@ -121,7 +121,7 @@ def make_loader(
         n_own=groups_of_a_step(config)[0],
         refill_groups=config.algorithm.refill_groups,
         layout=layout,
-        is_trusted=is_trusted(layout.root),
+        is_trusted=layout.is_trusted(),
         settings=RowSettings.of(config, ask_critic=ask_critic),
         replay=config.replay,
         seed=config.seed,

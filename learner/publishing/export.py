@@ -30,12 +30,11 @@ from store import (
     RunLayout,
     VersionRecord,
     check_adapter,
-    check_trusted,
     copy_adapter,
     copy_first,
+    directory_to_read,
     files_digest,
     is_adapter,
-    local_directory,
     open_file_in,
     tensor_shapes,
     weight_files,
@@ -87,11 +86,16 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
     Return the digest of the written weights: an adapter is merged into the base model. Raises
     ExportError and StoreError.
     """
-    if is_adapter(local_directory(layout, version.path)):
-        return _export_merged(layout, version, dest=dest)
+    with directory_to_read(layout, version.path) as source:
+        if is_adapter(source):
+            return _export_merged(layout, version, source=source, dest=dest)
+        return _export_whole(layout, version, source=source, dest=dest)
+
+
+def _export_whole(layout: RunLayout, version: VersionRecord, *, source: Path, dest: Path) -> str:
+    """Copy the files of a version, and compare the copy's digest with the published. Return it."""
     try:
         with new_directory(dest) as unfinished:
-            source = local_directory(layout, version.path)
             with _opened_version(layout, source) as (directory, is_link):
                 configs.check_model_directory(source)
                 _copy_version(directory, unfinished, source=source, follows_links=is_link)
@@ -124,14 +128,16 @@ def _opened_version(layout: RunLayout, source: Path) -> Iterator[tuple[int, bool
     Otherwise the owner of a run may put a link in place of any directory at any moment, so none is
     followed, and all files are those of one descriptor. Raises StoreError and OSError.
     """
-    if not source.is_symlink():
+    is_link = source.is_symlink()
+    if not is_link and source.is_relative_to(layout.root):
         with layout.opened_directory(source) as directory:
             yield directory, False
         return
-    check_trusted(layout.root)
+    if is_link:
+        layout.check_trusted()
     directory = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield directory, True
+        yield directory, is_link
     finally:
         os.close(directory)
 
@@ -181,19 +187,19 @@ def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: P
 
     Raises ExportError and StoreError.
     """
-    if not is_adapter(local_directory(layout, version.path)):
-        raise ExportError(
-            f"version {version.version} of {layout.root} was published as whole weights; give "
-            "RUN@STEP for the adapters of a checkpoint, or leave out --adapter"
-        )
-    with new_directory(dest) as unfinished:
-        _copy_adapter(layout, version, unfinished)
+    with directory_to_read(layout, version.path) as source:
+        if not is_adapter(source):
+            raise ExportError(
+                f"version {version.version} of {layout.root} was published as whole weights; give "
+                "RUN@STEP for the adapters of a checkpoint, or leave out --adapter"
+            )
+        with new_directory(dest) as unfinished:
+            _copy_adapter(layout, version, source, unfinished)
     return version.digest
 
 
-def _copy_adapter(layout: RunLayout, version: VersionRecord, dest: Path) -> None:
+def _copy_adapter(layout: RunLayout, version: VersionRecord, source: Path, dest: Path) -> None:
     """Copy the files of a version's adapter, and compare the copy's digest with the published."""
-    source = local_directory(layout, version.path)
     try:
         with _opened_version(layout, source) as (directory, _):
             copy_adapter(directory, dest, source=source)
@@ -210,13 +216,13 @@ def _copy_adapter(layout: RunLayout, version: VersionRecord, dest: Path) -> None
         )
 
 
-def _export_merged(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
+def _export_merged(layout: RunLayout, version: VersionRecord, *, source: Path, dest: Path) -> str:
     """Merge a version's adapter into the base model, and write it. Return the digest."""
     config = configs.from_yaml(layout.info.config_yaml)
     base = base_model(layout, config).resolve()
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)
-        _copy_adapter(layout, version, copy)
+        _copy_adapter(layout, version, source, copy)
         check_adapter(
             copy,
             rank=config.model.lora_rank,
@@ -268,7 +274,7 @@ def base_model(layout: RunLayout, config: Config) -> Path:
     Raises FileNotFoundError naming its place if it is not there. Raises StoreError for a stranger's
     run: transformers loads the model, and follows what its files name.
     """
-    check_trusted(layout.root)
+    layout.check_trusted()
     candidates = [layout.root / name for name in MADE_BASE_MODELS]
     if config.model.path:
         candidates = [Path(config.model.path)]
@@ -282,7 +288,11 @@ def base_model(layout: RunLayout, config: Config) -> Path:
 
 
 def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Path]:
-    """Return the model of a checkpoint, with its adapters, and the base model's directory."""
+    """Return the model of a checkpoint, with its adapters, and the base model's directory.
+
+    Raises StoreError for a stranger's run: its files are opened by path.
+    """
+    layout.check_trusted()
     source = layout.checkpoint_dir(learner_step)
     if not source.is_dir():
         there = _whose_files_are_there(layout, _versions(layout))

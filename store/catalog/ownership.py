@@ -12,7 +12,6 @@ from store.errors import LockedError, StoreError, UnsafePathError
 from store.layout import RunLayout
 from store.storage import check_own_storage, split_uri
 from store.untrusted.file_access import is_file, open_file, status
-from store.untrusted.signatures import made_by_this_user
 from store.untrusted.trust import check_own_run
 
 _LOCK_MODE = 0o600  # whoever may open the file, also only to read it, can lock it
@@ -73,7 +72,7 @@ def check_owner(layout: RunLayout) -> None:
     """
     layout.check_no_links()
     check_own_storage(layout.storage)
-    if layout.info.storage_uri is not None and not made_by_this_user(layout.root):
+    if layout.info.storage_uri is not None and not layout.is_made_by_this_user():
         raise StoreError(
             f"{layout.root} keeps its files at {layout.info.storage_uri}, and you did not make "
             "this run: going on would write and remove files there. If you trust it: gigpo train "
@@ -90,7 +89,7 @@ def check_consent(layout: RunLayout) -> None:
     uri = layout.info.storage_uri or ""
     parts = split_uri(uri)
     asks_network = parts is not None and parts.scheme != "file"
-    if asks_network and not made_by_this_user(layout.root):
+    if asks_network and not layout.is_made_by_this_user():
         raise StoreError(
             f"{layout.root} keeps its files at {uri}, and you did not make this run: reading it "
             "would ask there with your "

@@ -33,7 +33,6 @@ from store.catalog.records import LiveSegment
 from store.errors import FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.segments import SegmentMeta, read_segment, write_rows
-from store.untrusted.trust import is_trusted
 
 COMPONENT = "compaction"
 WORKER = "compact"  # the directory of merged files
@@ -79,7 +78,7 @@ def merges(
     """
     live = catalog.live_segments()
     skip = {*skip}
-    is_own = is_trusted(layout.root)
+    is_own = layout.is_trusted()
     while sources := choose(live, policy=policy, skip=skip):
         result = _merge(catalog, layout, sources=sources, is_own=is_own)
         skip.update(result.left_out)

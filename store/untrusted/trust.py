@@ -76,7 +76,7 @@ def is_trusted(run: Path) -> bool:
 
     Raises StoreError if others can read this user's key.
     """
-    return _trusted_texts(run) is not None
+    return trusted_texts_or_none(run) is not None
 
 
 def check_trusted(run: Path) -> None:
@@ -99,7 +99,7 @@ def trusted_texts(run: Path) -> Mapping[str, bytes]:
     StoreError, naming what the settings do, for a stranger's run, and UnsafePathError for one
     behind a link of another user.
     """
-    texts = _trusted_texts(run)
+    texts = trusted_texts_or_none(run)
     if texts is not None:
         return texts
     with suppress(FileNotFoundError), opened_by_own_links(run):
@@ -113,7 +113,8 @@ def trusted_texts(run: Path) -> Mapping[str, bytes]:
     )
 
 
-def _trusted_texts(run: Path) -> dict[str, bytes] | None:
+def trusted_texts_or_none(run: Path) -> dict[str, bytes] | None:
+    """Return what `trusted_texts` does, None for a stranger's run."""
     with suppress(OSError), opened_by_own_links(run) as (directory, place):
         if place in _trusted_now:
             return texts_in(directory, place)

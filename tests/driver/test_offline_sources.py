@@ -233,7 +233,7 @@ def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(
 
         return read_so
 
-    monkeypatch.setattr(sources, "_config_of", limited(sources._config_of))
+    monkeypatch.setattr(sources, "_run_of", limited(sources._run_of))
     sources.check_sources(mine, Console(file=out, width=999))
     assert f"tokens of {played} were not compared: you did not make it" in out.getvalue()
     monkeypatch.setattr("driver.preflight.check_trusted", limited(check_trusted))

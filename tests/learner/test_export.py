@@ -40,6 +40,7 @@ from store import (
     write_base,
     write_open_sql,
 )
+from store.remote_directory import publish_directory
 from tests.support.engine_samples import copied, cut, make_base, random_rows, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -606,6 +607,37 @@ def test_a_run_that_is_exchanged_while_a_version_is_copied_leads_to_nobodys_file
     expected = (run / "weights" / "v000003" / "tokenizer.json").read_bytes()
     assert main(["export-model", str(run), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == expected
+
+
+def test_no_file_of_a_strangers_checkpoint_is_opened(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A FIFO that came while the files were hashed was waited for without end."""
+    (run / "signed.json").unlink()
+    for path in (run / "checkpoints" / "step000003").iterdir():
+        path.unlink()
+        os.mkfifo(path)
+    assert main(["export-model", f"{run}@3", str(tmp_path / "model")]) == 2
+    assert "was not made by you" in capsys.readouterr().err
+
+
+def test_a_version_that_is_only_in_the_storage_is_copied_past_the_run(
+    run: Path, trained: tuple[RunLayout, dict[int, Weights]], tmp_path: Path
+) -> None:
+    """The owner of the run could put a link in place of a directory that was made in it."""
+    storage = tmp_path / "storage"
+    shutil.copytree(run, storage)
+    settings = json.loads((run / "run.json").read_text())
+    settings["storage_uri"] = f"file://{storage}"
+    (run / "run.json").write_text(json.dumps(settings))
+    layout = RunLayout.open(run)
+    publish_directory(layout, layout.weights_dir(3))
+    shutil.rmtree(layout.weights_dir(3))
+    before = sorted(run.rglob("*"))
+    assert main(["export-model", str(run), str(tmp_path / "model")]) == 0
+    assert_weights(tmp_path / "model", trained[1][3])
+    assert sorted(run.rglob("*")) == before
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("gigpo-weights-*"))
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])

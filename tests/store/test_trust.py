@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rich.console import Console
 
 import configs
 import driver
 import store.untrusted.trust
+from analysis import evaluation_stats
 from cli.__main__ import main
 from configs import ConfigError
 from driver import resume
@@ -31,6 +33,7 @@ from store import (
     trust,
     trusted_texts,
 )
+from store.catalog.ownership import check_consent
 from store.untrusted import settings_text
 from store.untrusted import trust as trust_module
 from store.untrusted.settings_text import parse_settings_text
@@ -258,6 +261,34 @@ def test_settings_that_somebody_changed_are_a_strangers(mine: Path, name: str) -
     path.write_text(text)
     with pytest.raises(StoreError, match=r"payload_of_another.*--trust"):
         check_trusted(mine)
+
+
+def test_settings_that_were_read_before_the_signature_was_looked_at_are_a_strangers(
+    mine: Path,
+) -> None:
+    """The attack: the stranger's run.json was read, and then this user's put in its place."""
+    path = mine / "run.json"
+    signed = path.read_bytes()
+    path.unlink()
+    theirs = json.loads(signed) | {"storage_uri": "s3://bucket/run?endpoint_override=127.0.0.1:9"}
+    path.write_text(json.dumps(theirs))
+    layout = RunLayout.open(mine)
+    path.write_bytes(signed)
+    assert is_trusted(mine) and made_by_this_user(mine)
+    assert not layout.is_trusted() and not layout.is_made_by_this_user()
+    with pytest.raises(StoreError, match="was exchanged"):
+        layout.check_trusted()
+    with pytest.raises(StoreError, match="would ask there with your credentials"):
+        check_consent(layout)
+    RunLayout.open(mine).check_trusted()
+
+
+def test_the_table_of_an_evaluation_imports_no_environment_of_a_stranger(
+    strangers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation_stats, "_round_of", lambda run: [])
+    with pytest.raises(StoreError, match="--trust"):
+        evaluation_stats.show_evaluation(strangers, Console())
 
 
 def test_a_run_on_read_only_media_is_trusted_for_one_command(
