@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # hundreds of times the longest reply that is asked for; log-probabilities of 200,000 tokens
 MAX_ANSWER_BYTES = 16 * 2**20
+MAX_ERROR_BYTES = 2**16  # the client itself reads the JSON of an error, whatever its values
 MAX_ANSWER_VALUES = 2**21  # log-probabilities have about five values for each token
 MAX_QUOTED_CHARACTERS = 300  # of an answer, in an error
 
@@ -59,8 +60,10 @@ def http_client(*hooks: Callable[[httpx2.Response], Awaitable[None]]) -> httpx2.
 async def _bound_answer(response: httpx2.Response) -> None:
     """Read an answer before the client does, and stop when it is longer than MAX_ANSWER_BYTES.
 
-    A longer answer is kept with a little more than MAX_ANSWER_BYTES, so that its length tells.
+    Of a longer answer one byte more is kept, so that its length tells. An error has at most
+    MAX_ERROR_BYTES.
     """
+    most = MAX_ANSWER_BYTES + 1 if response.is_success else MAX_ERROR_BYTES
     # The client would build a request to the new address, and fail if it is none.
     response.headers.pop("location", None)
     # Among the character sets that Python knows is zlib, which has no limit.
@@ -68,10 +71,10 @@ async def _bound_answer(response: httpx2.Response) -> None:
     body = bytearray()
     async for piece in response.aiter_bytes():  # decompressed, at most 1 MiB at once
         body += piece
-        if len(body) > MAX_ANSWER_BYTES:
+        if len(body) >= most:
             await response.aclose()
             break
-    response._content = bytes(body)  # as `aread` does, which has no limit
+    response._content = bytes(body[:most])  # as `aread` does, which has no limit
 
 
 def json_of(data: bytes) -> Any:

@@ -6,9 +6,11 @@ import atexit
 import contextlib
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -153,12 +155,12 @@ def _directory_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Itera
     """
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
-    with (
-        # not pytest's: names of sockets must be short
-        tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as temporary,
-        contextlib.chdir(tmp_path_factory.mktemp("session")),
-    ):
-        os.environ["TMPDIR"], tempfile.tempdir = temporary, None  # it asks TMPDIR once
+    temporary = tempfile.mkdtemp(prefix="t-")  # not pytest's: names of sockets must be short
+    os.environ["TMPDIR"], tempfile.tempdir = temporary, None  # it asks TMPDIR once
+    # At the very end: multiprocessing removes a directory of its own in it, with priority -100.
+    remove = {"args": (temporary,), "kwargs": {"ignore_errors": True}}
+    Finalize(None, shutil.rmtree, **remove, exitpriority=-200)
+    with contextlib.chdir(tmp_path_factory.mktemp("session")):
         yield
 
 

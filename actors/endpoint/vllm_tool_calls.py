@@ -11,6 +11,7 @@ exponential time: `ToolCallReader` bounds it.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from actors.endpoint.conversation import Conversation, Tools
@@ -31,6 +32,8 @@ FAMILIES = (
     "glm45",
     "pythonic",
 )
+# In values of these types a parser remembers something from reply to reply.
+PLAIN = (bool, int, str, list, type(None))
 PROBE_CHARACTERS = 2**16  # more than any template writes around one tool
 PROBED = ToolCall(id="123456789", name="probed_tool", arguments='{"number": 7}')
 PROBE: Tools = (
@@ -49,6 +52,16 @@ PROBE: Tools = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reader:
+    """vLLM's parser for some tools."""
+
+    tools: Tools
+    parser: Any
+    request: Any  # that the parser wants to see
+    memory: str  # before the first reply
+
+
 class ToolCallParser:
     """Find the parser for a tokenizer, by its name in vLLM or by trying FAMILIES.
 
@@ -62,18 +75,17 @@ class ToolCallParser:
         # vLLM logs a traceback for each malformed call. A policy that learns writes thousands.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._tokenizer = tokenizer
-        self._request: tuple[Tools, Any] | None = None  # the newest reply's
+        # Kept from reply to reply: qwen3_coder needs 50 ms for a vocabulary of 150,000 tokens.
+        self._reader: _Reader | None = None
         known = ToolParserManager.list_registered()
         if name not in (AUTO, *known):
             raise ValueError(
                 f"prompt.tool_parser={name!r} is no parser of this vLLM; it has {', '.join(known)}"
             )
         written = _written_probe(tokenizer)
-        # Each parser asks for it, and needs 50 ms for one of 150,000 tokens.
-        same = {"vocab": tokenizer.get_vocab()}
         for candidate in FAMILIES if name == AUTO else (name,):
-            found = ToolParserManager.get_tool_parser(candidate)
-            self._parser: Any = type(found.__name__, (found,), same)
+            self._parser: Any = ToolParserManager.get_tool_parser(candidate)
+            self._reader = None
             if self._reads_back(written):
                 return
         fix = "name the one of the model's family" if name == AUTO else "use another"
@@ -87,15 +99,16 @@ class ToolCallParser:
 
         `text` has special tokens, but not the end token.
         """
-        if self._request is None or self._request[0] != tools:
-            self._request = tools, _request_of(tools)
-        request = self._request[1]
-        # A new one for each reply: some remember a call that a reply left unfinished.
-        parser = self._parser(self._tokenizer, request.tools)
+        reader, self._reader = self._reader, None
+        if reader is None or reader.tools != tools:
+            reader = self._make_reader(tools)
         try:
-            found = parser.extract_tool_calls(text, parser.adjust_request(request.model_copy()))
+            found = reader.parser.extract_tool_calls(text, reader.request)
         except Exception:  # noqa: BLE001  a malformed call may raise anything, RecursionError too
             return text, ()
+        # granite4's remembers a call that a reply left unfinished: the next reply gets a new one.
+        if _memory(reader.parser) == reader.memory:
+            self._reader = reader
         calls = tuple(
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in found.tool_calls
@@ -103,6 +116,15 @@ class ToolCallParser:
         if not (found.tools_called and calls and all(map(_is_object, calls))):
             return text, ()
         return found.content or "", calls
+
+    def _make_reader(self, tools: Tools) -> _Reader:
+        # Imported here: see above.
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(messages=[], model="", tools=list(tools))
+        parser = self._parser(self._tokenizer, request.tools)
+        request = parser.adjust_request(request)
+        return _Reader(tools=tools, parser=parser, request=request, memory=_memory(parser))
 
     def _reads_back(self, written: str) -> bool:
         try:
@@ -114,12 +136,9 @@ class ToolCallParser:
         ]
 
 
-def _request_of(tools: Tools) -> Any:
-    """Return the request that a parser of vLLM wants to see."""
-    # Imported here: see above.
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest(messages=[], model="", tools=list(tools))
+def _memory(parser: Any) -> str:
+    """Return what a parser may remember of the replies that it read."""
+    return repr([one for one in vars(parser).items() if isinstance(one[1], PLAIN)])
 
 
 def _written_probe(tokenizer: Tokenizer) -> str:

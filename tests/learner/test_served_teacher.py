@@ -272,6 +272,22 @@ def test_an_answer_that_drips_is_given_up(kind: str, monkeypatch: pytest.MonkeyP
             judge.logprobs([np.array([1, 2, 3])])
 
 
+def test_no_value_is_made_of_an_error_of_many_values() -> None:
+    """The attack: the client itself read 16 MiB of JSON into objects of 500 MiB."""
+    answer = gzip.compress(b"[" + b'{"":0},' * (MAX_ANSWER_BYTES // 7 - 2) + b"0]")
+    with chat_server(
+        lambda body: (400, answer, {"Content-Encoding": "gzip"}), models=["teacher"]
+    ) as server:
+        judge = ServedTeacher(server.url)
+        tracemalloc.start()
+        try:
+            with pytest.raises(TeacherError, match="refused tokens"):
+                judge.logprobs([np.array([1, 2, 3])])
+            assert tracemalloc.get_traced_memory()[1] < 4 * MAX_ANSWER_BYTES
+        finally:
+            tracemalloc.stop()
+
+
 def test_images_are_not_sent(teacher: Path) -> None:
     rows = history_rows()
     images = pa.array([[b"pixels"], *[None] * (len(rows) - 1)])
