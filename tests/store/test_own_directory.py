@@ -211,7 +211,7 @@ def test_a_storage_whose_place_another_user_took_is_not_written_to(
     storage = for_all / "storage"
     run = signed_run(tmp_path / "run", monkeypatch, uri=storage.as_uri())
     neighbour.gets(storage)
-    monkeypatch.setattr("store.catalog.ownership.made_by_this_user", lambda _: True)
+    monkeypatch.setattr(RunLayout, "is_made_by_this_user", lambda _: True)
     before = fingerprint(storage)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert main(["compact", str(run.root)]) == 2
