@@ -186,8 +186,8 @@ def copy_base_policy(config: Config, directory: Path) -> Path:
     from learner import copy_weights  # here: it loads torch
 
     base = _first_base(config)
-    own = [run / BASE_POLICY for run in source_runs(config)]
-    copy_weights(base, directory, follow_links=base not in own)
+    own = [run.absolute() / BASE_POLICY for run in source_runs(config)]
+    copy_weights(base, directory, follow_links=base.absolute() not in own)
     return directory
 
 

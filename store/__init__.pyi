@@ -14,6 +14,7 @@ from .atomic_write import write_atomically as write_atomically
 from .atomic_write import write_atomically_in as write_atomically_in
 from .atomic_write import written_aside as written_aside
 from .catalog.catalog import Catalog as Catalog
+from .catalog.ownership import check_consent as check_consent
 from .catalog.ownership import check_unowned as check_unowned
 from .catalog.records import EXTRA_OF as EXTRA_OF
 from .catalog.records import HELDOUT as HELDOUT
@@ -155,6 +156,7 @@ from .untrusted.trust import trusted_texts as trusted_texts
 from .user_cache import COMPILED as COMPILED
 from .user_cache import keep_compiled_code as keep_compiled_code
 from .user_cache import own_cache as own_cache
+from .user_cache import private_directory as private_directory
 from .weight_files import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from .weight_files import TensorEntry as TensorEntry
 from .weight_files import WeightFileError as WeightFileError

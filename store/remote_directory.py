@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 
 from store.atomic_write import TEMPORARY_SUFFIX, make_directory
+from store.catalog.ownership import check_consent
 from store.errors import StoreError
 from store.layout import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, RunLayout, checked_name
 from store.storage import LocalStorage
@@ -109,8 +110,10 @@ def directory_to_read(layout: RunLayout, path: str) -> Iterator[Path]:
     """Give the path of a directory. One that is only remote is copied to this user's cache first.
 
     The copy is removed at the end. Nothing is written into the run: its owner may be a stranger,
-    who could put a link in place of what was made there. Raises as `local_directory`.
+    who could put a link in place of what was made there. Raises as `local_directory`, and as
+    `check_consent`.
     """
+    check_consent(layout)
     here = layout.root / checked_name(path, PUBLISHED_PATH, where=str(layout.catalog))
     if here.is_dir() or layout.info.storage_uri is None:
         yield here

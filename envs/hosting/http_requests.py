@@ -38,6 +38,7 @@ READ_TIMEOUT_S = 30.0
 # A client that leaves an answer unread is disconnected unless it takes this much in this time.
 WRITE_TIMEOUT_S = 30.0
 MIN_WRITTEN_BYTES = 2**20
+SMALL_ANSWER_BYTES = 2**16  # each connection may have one: 256 MiB of them all
 MAX_CONNECTIONS = 4096  # and at most half of the files that this process may open
 
 MALFORMED_REQUEST = (HttpProcessingError, web.RequestPayloadError, ClientPayloadError)
@@ -93,7 +94,7 @@ def _check_request(request: web.Request, key: str) -> None:
 
 
 class BodiesAtOnce:
-    """Bound the sum of the bodies that a server holds, which clients without a key send.
+    """Bound the sum of the bodies that a server holds for clients without a key.
 
     bodies = BodiesAtOnce(64 * 2**20)
     with bodies.one() as body:
@@ -112,11 +113,43 @@ class BodiesAtOnce:
         finally:
             self._left_bytes += len(body.received)
 
+    @contextlib.contextmanager
+    def counted(self, n_bytes: int) -> Iterator[None]:
+        """Count so many bytes more in the block. Raises as `take`."""
+        self.take(n_bytes)
+        try:
+            yield
+        finally:
+            self._left_bytes += n_bytes
+
     def take(self, n_bytes: int) -> None:
         """Count so many bytes more. Raises RequestRefused if they are too many."""
         if n_bytes > self._left_bytes:
-            raise RequestRefused(503, "the server reads too many requests now; ask again later")
+            raise RequestRefused(503, "the server has too many requests now; ask again later")
         self._left_bytes -= n_bytes
+
+
+async def write_answer(
+    request: web.Request, value: object, *, answers: BodiesAtOnce
+) -> web.StreamResponse:
+    """Write a JSON answer, which counts among `answers` until the client has taken it.
+
+    A client is disconnected unless it takes MIN_WRITTEN_BYTES in each WRITE_TIMEOUT_S. Raises
+    RequestRefused if the server holds too many bytes of answers.
+    """
+    response = web.json_response(value)
+    assert isinstance(response.body, bytes)
+    n_bytes = len(response.body)
+    with answers.counted(n_bytes if n_bytes > SMALL_ANSWER_BYTES else 0):
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S * (1 + n_bytes / MIN_WRITTEN_BYTES)):
+                await response.prepare(request)
+                await response.write_eof()
+                await request.writer.drain()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+    return response
 
 
 class Body:

@@ -21,6 +21,7 @@ from envs.hosting.http_requests import (
     guard,
     listen,
     read_json,
+    write_answer,
 )
 from envs.options import load_target
 from envs.search.corpus import Corpus, Hit, bm25_index, read_passages
@@ -35,35 +36,35 @@ MAX_BODIES_BYTES = 64 * 2**20
 # Bound of the passages in an answer, which stays in memory until the client has read it. A batch of
 # 512 queries with three passages each has about 1.5 million.
 MAX_ANSWER_CHARACTERS = 16_000_000
+# Bound of all answers together that clients have not read yet. One has 192 MB at most, as escapes.
+MAX_ANSWERS_BYTES = 256 * 2**20
 
 
 def application(corpus: Corpus, *, topk: int) -> web.Application:
     """Return the web application. `topk` is the default of a request's `topk`."""
 
-    bodies = BodiesAtOnce(MAX_BODIES_BYTES)
+    bodies, answers = BodiesAtOnce(MAX_BODIES_BYTES), BodiesAtOnce(MAX_ANSWERS_BYTES)
 
-    async def retrieve(request: web.Request) -> web.Response:
+    async def retrieve(request: web.Request) -> web.StreamResponse:
         with bodies.one() as body:
             read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
-            return await answer(await read_json(request, body_of=read))
+            result = await found(await read_json(request, body_of=read))
+        return await write_answer(request, {"result": result}, answers=answers)
 
-    async def answer(asked: object) -> web.Response:
+    async def found(asked: object) -> list[list[dict[str, object]]]:
         try:
             queries, wanted, with_scores = _parse_request(asked, topk=topk)
         except ValueError as error:
-            return web.json_response({"detail": str(error)}, status=422)
-        found = await asyncio.to_thread(corpus.search, queries, wanted)
-        n_characters = sum(len(hit.passage.contents) for hits in found for hit in hits)
+            raise RequestRefused(422, str(error)) from None
+        hits_of = await asyncio.to_thread(corpus.search, queries, wanted)
+        n_characters = sum(len(hit.passage.contents) for hits in hits_of for hit in hits)
         if n_characters > MAX_ANSWER_CHARACTERS:
             raise RequestRefused(
                 422,
                 f"the passages found have {n_characters:,} characters, more than "
                 f"{MAX_ANSWER_CHARACTERS:,}; send fewer queries at once, or a smaller topk",
             )
-        result = []
-        for hits in found:
-            result.append([_to_json(hit, with_scores=with_scores) for hit in hits])
-        return web.json_response({"result": result})
+        return [[_to_json(hit, with_scores=with_scores) for hit in hits] for hits in hits_of]
 
     # Search-R1's protocol has no key: the corpus is open to everybody who can reach the server.
     app = web.Application(middlewares=[guard("", error_field="detail")])

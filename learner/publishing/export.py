@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,12 +29,14 @@ from store import (
     RunLayout,
     VersionRecord,
     check_adapter,
+    check_consent,
     copy_adapter,
     copy_first,
     directory_to_read,
     files_digest,
     is_adapter,
     open_file_in,
+    private_directory,
     tensor_shapes,
     weight_files,
 )
@@ -97,9 +98,8 @@ def _export_whole(layout: RunLayout, version: VersionRecord, *, source: Path, de
     try:
         with new_directory(dest) as unfinished:
             with _opened_version(layout, source) as (directory, is_link):
-                configs.check_model_directory(source)
                 _copy_version(directory, unfinished, source=source, follows_links=is_link)
-            configs.check_model_directory(unfinished)  # somebody may have changed the source
+            _check_model(unfinished, source=source)
             names = [path.name for path in weight_files(unfinished)]
             for index in configs.weight_indexes(unfinished):
                 if others := sorted(configs.files_of_index(index) - {*names}):
@@ -118,6 +118,17 @@ def _export_whole(layout: RunLayout, version: VersionRecord, *, source: Path, de
             f"version {version.version} was removed while it was copied; ask for a newer one"
         ) from error
     return digest
+
+
+def _check_model(copy: Path, *, source: Path) -> None:
+    """Raise ConfigError, which names `source`, unless the copy can be loaded as a model.
+
+    The owner of the source could put a FIFO in place of a file that is opened by its path.
+    """
+    try:
+        configs.check_model_directory(copy)
+    except configs.ConfigError as error:
+        raise configs.ConfigError(str(error).replace(str(copy), str(source))) from None
 
 
 @contextmanager
@@ -220,8 +231,7 @@ def _export_merged(layout: RunLayout, version: VersionRecord, *, source: Path, d
     """Merge a version's adapter into the base model, and write it. Return the digest."""
     config = configs.from_yaml(layout.info.config_yaml)
     base = base_model(layout, config).resolve()
-    with tempfile.TemporaryDirectory() as name:
-        copy = Path(name)
+    with private_directory("gigpo-adapter-") as copy:
         _copy_adapter(layout, version, source, copy)
         check_adapter(
             copy,
@@ -332,6 +342,8 @@ def _versions(layout: RunLayout) -> list[VersionRecord]:
 def _whose_files_are_there(
     layout: RunLayout, versions: Iterable[VersionRecord]
 ) -> list[VersionRecord]:
+    # For these very settings: `open_run` may have read others, which were put there meanwhile.
+    check_consent(layout)
     exists = layout.storage.exists
     return [
         version

@@ -28,7 +28,7 @@ from envs.hosting import http_requests as http_server
 from envs.search import client
 from envs.search import server as search_server
 from envs.search.client import MAX_ANSWER_VALUES, ask_server
-from envs.search.corpus import MAX_QUERY_CHARACTERS, Corpus, Passage, bm25_corpus
+from envs.search.corpus import MAX_QUERY_CHARACTERS, Corpus, Passage, bm25_corpus, bm25_index
 from envs.search.server import application, load
 from envs.search.world import show_passages
 from tests.support.search_samples import CORPUS, ROOT, a_task, remote
@@ -589,13 +589,41 @@ def test_the_bodies_of_all_clients_together_are_bounded(monkeypatch: pytest.Monk
             status, refused = await post(url_of(server), {"queries": ["x" * 80_000]})
             assert (status, refused["detail"]) == (
                 503,
-                "the server reads too many requests now; ask again later",
+                "the server has too many requests now; ask again later",
             )
             for each in waiting:
                 each.cancel()
             for _, writer in held:
                 writer.close()
             while (await post(url_of(server), {"queries": ["x" * 80_000]}))[0] == 503:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(attack(), 120))
+
+
+def test_the_answers_that_clients_leave_unread_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: 150 clients asked for 96 MB each and read nothing, which took 14 GB."""
+    monkeypatch.setattr(search_server, "MAX_ANSWERS_BYTES", 20_000_000)
+    long = Passage(id="1", contents="word " + "x" * 6_000_000)
+    corpus = Corpus([long], bm25_index([long]))
+    asked = json.dumps({"queries": ["word"], "topk": 1}).encode()
+    head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(asked)}\r\n\r\n".encode() + asked
+
+    async def attack() -> None:
+        async with ours(corpus) as server:
+            held = []
+            for _ in range(3):
+                _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1000)
+                writer.write(request)
+                held.append(writer)
+            while (await post(url_of(server), {"queries": ["word"], "topk": 1}))[0] != 503:
+                await asyncio.sleep(0.01)
+            for writer in held:
+                writer.close()
+            while (await post(url_of(server), {"queries": ["word"], "topk": 1}))[0] == 503:
                 await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(attack(), 120))

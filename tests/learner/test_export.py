@@ -34,6 +34,7 @@ from store import (
     Catalog,
     CheckpointRecord,
     RunLayout,
+    StoreError,
     VersionRecord,
     export,
     files_digest,
@@ -619,6 +620,36 @@ def test_no_file_of_a_strangers_checkpoint_is_opened(
         os.mkfifo(path)
     assert main(["export-model", f"{run}@3", str(tmp_path / "model")]) == 2
     assert "was not made by you" in capsys.readouterr().err
+
+
+def test_no_storage_is_asked_by_settings_that_were_exchanged_meanwhile(run: Path) -> None:
+    """The attack: `export-model` read a run.json with a storage, and the views one without."""
+    layout = RunLayout.open(run)
+    uri = "s3://bucket/run?endpoint_override=127.0.0.1:9"
+    read_before = replace(layout, info=replace(layout.info, storage_uri=uri))
+    with pytest.raises(StoreError, match="would ask there with your credentials"):
+        export_module.find_version(read_before, None)
+    version = export_module.find_version(layout, 3)
+    with pytest.raises(StoreError, match="would ask there with your credentials"):
+        export_module.export_version(read_before, version, dest=run.with_name("model"))
+
+
+def test_a_strangers_model_is_looked_at_in_the_copy(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could put a FIFO in place of a file that is opened by its path."""
+    looked_at, check = [], configs.check_model_directory
+    monkeypatch.setattr(
+        configs, "check_model_directory", lambda path: (looked_at.append(path), check(path))
+    )
+    (run / "weights" / "v000003" / "tokenizer_config.json").write_text('{"auto_map": "x.py"}')
+    with pytest.raises(configs.ConfigError, match=f"{run}/weights/v000003/tokenizer_config.json"):
+        export_module.export_version(
+            RunLayout.open(run),
+            export_module.find_version(RunLayout.open(run), 3),
+            dest=tmp_path / "model",
+        )
+    assert len(looked_at) == 1 and not looked_at[0].is_relative_to(run)
 
 
 def test_a_version_that_is_only_in_the_storage_is_copied_past_the_run(
