@@ -384,6 +384,23 @@ def test_no_pin_is_made_outside_of_a_run_that_is_exchanged(
     assert list(private.iterdir()) == list((tmp_path / "aside" / "readers").iterdir()) == []
 
 
+def test_nobody_else_may_open_a_pin_before_it_is_locked(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a neighbour locked it first, and the reader waited for as long as they liked."""
+    modes, lock = [], fcntl.flock
+
+    def looked_at(descriptor: int, how: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode & 0o777)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
+    pin = Pin(layout, 3)
+    (path,) = layout.readers.iterdir()
+    assert (modes, path.stat().st_mode & 0o777) == ([0o600], 0o644)
+    pin.close()
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK])
 def test_a_run_that_this_user_may_not_write_is_read_without_a_pin(
     code: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
