@@ -642,8 +642,9 @@ def test_a_strangers_model_is_looked_at_in_the_copy(
     monkeypatch.setattr(
         configs, "check_model_directory", lambda path: (looked_at.append(path), check(path))
     )
-    (run / "weights" / "v000003" / "tokenizer_config.json").write_text('{"auto_map": "x.py"}')
-    with pytest.raises(configs.ConfigError, match=f"{run}/weights/v000003/tokenizer_config.json"):
+    index = run / "weights" / "v000003" / "model.safetensors.index.json"
+    index.write_text("{")
+    with pytest.raises(configs.ConfigError, match=f"{index} cannot be used"):
         export_module.export_version(
             RunLayout.open(run),
             export_module.find_version(RunLayout.open(run), 3),
