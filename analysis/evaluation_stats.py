@@ -129,6 +129,8 @@ def show_evaluation(run: Path, console: Console) -> None:
     for row in abandoned[:MAX_SHOWN_TASKS]:
         line = printable(f"  {row['task_id']}: {row['reason']}")
         console.print(line, markup=False, soft_wrap=True)
+    if len(abandoned) > MAX_SHOWN_TASKS:
+        console.print(f"  and {len(abandoned) - MAX_SHOWN_TASKS} more")
 
 
 def show_evaluation_comparison(first: Path, second: Path, *, console: Console) -> None:

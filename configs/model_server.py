@@ -45,7 +45,7 @@ def own_headers(client: openai.AsyncOpenAI, *, key: str) -> dict[str, Any]:
 
 
 def http_client(*hooks: Callable[[httpx2.Response], Awaitable[None]]) -> httpx2.AsyncClient:
-    """Make a client that is led nowhere, and reads a bounded answer in linear time.
+    """Make a client that follows no redirect, and reads a bounded answer in linear time.
 
     Each of `hooks` gets an answer that was read.
     """

@@ -35,10 +35,11 @@ SMALL_BYTES = 32 * 1024
 ROW_GROUP_STEPS = 8192
 # With images, a few hundred rows are as large as thousands without.
 ROW_GROUP_BYTES = 256 * 1024**2
-# A step of a tiny game takes 32 bytes. Those of equal episodes have times of their own, and each
-# trajectory has a uid, which does not compress. The work on a file grows with both.
-MIN_ROWS, ROW_BYTES = 4096, 2
-MIN_TRAJECTORIES, UID_BYTES = 1000, 16
+# A file has at most so many rows beside one for each ROW_BYTES of it, because the work on it grows
+# with them. A step of a tiny game takes 32 bytes, and one of equal episodes 6: their times differ.
+# A uid does not compress. What is allowed beside them costs a command milliseconds.
+ALLOWED_ROWS, ROW_BYTES = 4096, 2
+ALLOWED_TRAJECTORIES, UID_BYTES = 1000, 16
 # Files read at once. Decoding takes the time, and the learner's process has other work.
 MAX_READERS = 8
 # A dictionary helps with repeated text. On token ids it halves the writing speed, and adds a third
@@ -255,15 +256,15 @@ def decode(
 
 def most_rows(n_bytes: int) -> int:
     """Return the rows that a segment of `n_bytes` has at most."""
-    return MIN_ROWS + n_bytes // ROW_BYTES
+    return ALLOWED_ROWS + n_bytes // ROW_BYTES
 
 
 def _check_trajectories(table: pa.Table, *, n_bytes: int) -> None:
     """Raise ValueError for more trajectories than a file of this size has room for their uids."""
-    if "traj_uid" not in table.column_names or table.num_rows <= MIN_TRAJECTORIES:
+    if "traj_uid" not in table.column_names or table.num_rows <= ALLOWED_TRAJECTORIES:
         return
     n_trajectories = pc.count_distinct(table["traj_uid"]).as_py()
-    if n_trajectories > MIN_TRAJECTORIES + n_bytes // UID_BYTES:
+    if n_trajectories > ALLOWED_TRAJECTORIES + n_bytes // UID_BYTES:
         raise ValueError(f"it has {n_trajectories:,} trajectories in {n_bytes:,} bytes")
 
 

@@ -33,7 +33,7 @@ FAMILIES = (
     "pythonic",
 )
 # In values of these types a parser remembers something from reply to reply.
-PLAIN = (bool, int, str, list, type(None))
+PLAIN = (bool, int, str, list, set, type(None))
 PROBE_CHARACTERS = 2**16  # more than any template writes around one tool
 PROBED = ToolCall(id="123456789", name="probed_tool", arguments='{"number": 7}')
 PROBE: Tools = (

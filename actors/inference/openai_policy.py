@@ -184,7 +184,8 @@ class ChatPolicy:
         the value in `_value`.
         """
         body = response.content
-        # A value of 16 MiB takes a second. One after the other, the event loop waits for one only.
+        # json.loads keeps Python's lock for up to a second. With one answer after the other, the
+        # event loop waits for one only.
         async with self._reading:
             value = None
             if len(body) <= MAX_ANSWER_BYTES:

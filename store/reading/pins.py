@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.atomic_write import PRIVATE
+from store.atomic_write import PRIVATE, READ_WRITE
 from store.errors import StoreError, UnsafePathError
 from store.layout import RunLayout
 from store.untrusted.file_access import (
@@ -31,7 +31,6 @@ from store.untrusted.file_access import (
 
 _NAME = re.compile(r"(\d+)-\d+-[0-9a-f]+")
 _SHOWN = re.compile(rb"(\d{1,19})\n")
-SHARED = 0o644  # the owner of the run, who may be another user, looks whether it is locked
 _MAX_BYTES = 32  # of a pin's content
 # Errors of a run that this user may not write, and of a file system without locks. Reading goes on
 # without a pin.
@@ -81,7 +80,9 @@ class Pin:
                 mode=PRIVATE,  # somebody who may read it could lock it first, for good
             )
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-            os.fchmod(self._descriptor, SHARED)
+            # As the umask left the directory: the owner of the run, who may be another user, looks
+            # whether the pin is locked.
+            os.fchmod(self._descriptor, READ_WRITE & os.fstat(self._readers).st_mode)
             os.rename(unlocked, self._name, src_dir_fd=self._readers, dst_dir_fd=self._readers)
         except OSError as error:
             if self._descriptor >= 0:
