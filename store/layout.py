@@ -322,9 +322,9 @@ class RunLayout:
             yield directory
 
     def is_made_by_this_user(self) -> bool:
-        """Return whether this user signed the settings in `info`. Raises as `made_by_this_user`.
+        """Return whether this user signed the very settings in `info`.
 
-        Somebody else may have put other settings there since they were read, or before.
+        Others may lie there by now. Raises StoreError if others can read this user's key.
         """
         texts = signed_texts(self.root)
         return texts is not None and self._has_read(texts)

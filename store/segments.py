@@ -37,7 +37,7 @@ ROW_GROUP_STEPS = 8192
 ROW_GROUP_BYTES = 256 * 1024**2
 # A file has at most so many rows beside one for each ROW_BYTES of it, because the work on it grows
 # with them. A step of a tiny game takes 32 bytes, and one of equal episodes 6: their times differ.
-# A uid does not compress. What is allowed beside them costs a command milliseconds.
+# A uid does not compress.
 ALLOWED_ROWS, ROW_BYTES = 4096, 2
 ALLOWED_TRAJECTORIES, UID_BYTES = 1000, 16
 # Files read at once. Decoding takes the time, and the learner's process has other work.

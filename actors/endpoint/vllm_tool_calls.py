@@ -32,7 +32,7 @@ FAMILIES = (
     "glm45",
     "pythonic",
 )
-# In values of these types a parser remembers something from reply to reply.
+# Types of the values in which a parser is looked at for what it remembers. granite4's has a bool.
 PLAIN = (bool, int, str, list, set, type(None))
 PROBE_CHARACTERS = 2**16  # more than any template writes around one tool
 PROBED = ToolCall(id="123456789", name="probed_tool", arguments='{"number": 7}')

@@ -93,10 +93,10 @@ def _check_request(request: web.Request, key: str) -> None:
         )
 
 
-class BodiesAtOnce:
-    """Bound the sum of the bodies that a server holds for clients without a key.
+class BytesAtOnce:
+    """Bound the bytes of bodies, or of answers, that a server holds for clients without a key.
 
-    bodies = BodiesAtOnce(64 * 2**20)
+    bodies = BytesAtOnce(64 * 2**20)
     with bodies.one() as body:
         value = await read_json(request, body_of=partial(body.read, request, at_most_bytes=n))
     """
@@ -130,7 +130,7 @@ class BodiesAtOnce:
 
 
 async def write_answer(
-    request: web.Request, value: object, *, answers: BodiesAtOnce
+    request: web.Request, value: object, *, answers: BytesAtOnce
 ) -> web.StreamResponse:
     """Write a JSON answer, which counts among `answers` until the client has taken it.
 
@@ -149,7 +149,7 @@ async def write_answer(
 class Body:
     """The body of one request, as far as it was received."""
 
-    def __init__(self, bodies: BodiesAtOnce) -> None:
+    def __init__(self, bodies: BytesAtOnce) -> None:
         self._bodies = bodies
         self.received = bytearray()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from aiohttp import web
 
 from envs.hosting.http_requests import (
-    BodiesAtOnce,
+    BytesAtOnce,
     RequestRefused,
     guard,
     listen,
@@ -43,15 +43,15 @@ MAX_ANSWERS_BYTES = 256 * 2**20
 def application(corpus: Corpus, *, topk: int) -> web.Application:
     """Return the web application. `topk` is the default of a request's `topk`."""
 
-    bodies, answers = BodiesAtOnce(MAX_BODIES_BYTES), BodiesAtOnce(MAX_ANSWERS_BYTES)
+    bodies, answers = BytesAtOnce(MAX_BODIES_BYTES), BytesAtOnce(MAX_ANSWERS_BYTES)
 
     async def retrieve(request: web.Request) -> web.StreamResponse:
         with bodies.one() as body:
             read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
-            result = await found(await read_json(request, body_of=read))
+            result = await search(await read_json(request, body_of=read))
         return await write_answer(request, {"result": result}, answers=answers)
 
-    async def found(asked: object) -> list[list[dict[str, object]]]:
+    async def search(asked: object) -> list[list[dict[str, object]]]:
         try:
             queries, wanted, with_scores = _parse_request(asked, topk=topk)
         except ValueError as error:

@@ -137,7 +137,8 @@ def _opened_version(layout: RunLayout, source: Path) -> Iterator[tuple[int, bool
 
     Version 0 of an evaluation is a link to a model outside of the run, which must be trusted.
     Otherwise the owner of a run may put a link in place of any directory at any moment, so none is
-    followed, and all files are those of one descriptor. Raises StoreError and OSError.
+    followed, and all files are those of one descriptor. A copy in this user's cache is nobody
+    else's. Raises StoreError and OSError.
     """
     is_link = source.is_symlink()
     if not is_link and source.is_relative_to(layout.root):

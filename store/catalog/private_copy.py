@@ -64,28 +64,28 @@ def _copy_once(layout: RunLayout, to: Path) -> bool:
         # Not a run of this user to which the owner leads the path meanwhile.
         directory = opened.enter_context(layout.opened(layout.run_directory))
         # Looked at once: its owner may make it longer, or full of holes, after that.
-        written, n_written = open_checked(directory, catalog)
-        opened.callback(os.close, written)
+        catalog_file, n_catalog_bytes = open_checked(directory, catalog)
+        opened.callback(os.close, catalog_file)
         try:
-            ahead, _ = open_checked(directory, log)
+            log_before, _ = open_checked(directory, log)
         except FileNotFoundError:
-            before = os.fstat(written).st_mtime_ns
-            _copy(written, to, n_bytes=n_written)
+            before = os.fstat(catalog_file).st_mtime_ns
+            _copy(catalog_file, to, n_bytes=n_catalog_bytes)
             _log(to).unlink(missing_ok=True)
-            is_still = os.fstat(written).st_mtime_ns == before
+            is_still = os.fstat(catalog_file).st_mtime_ns == before
             return is_still and _status(log.name, directory) is None
-        opened.callback(os.close, ahead)
-        head = os.pread(ahead, LOG_HEAD_BYTES, 0)
-        _copy(written, to, n_bytes=n_written)
+        opened.callback(os.close, log_before)
+        head = os.pread(log_before, LOG_HEAD_BYTES, 0)
+        _copy(catalog_file, to, n_bytes=n_catalog_bytes)
         # Its size now: it has grown by what was written meanwhile, which may be in the catalog too.
         try:
-            now, n_now = open_checked(directory, log)
+            log_now, n_log_bytes = open_checked(directory, log)
         except FileNotFoundError:
             return False
-        opened.callback(os.close, now)
-        _copy(now, _log(to), n_bytes=n_now)
-        is_same = os.path.samestat(os.fstat(ahead), os.fstat(now))
-        return is_same and head == os.pread(now, LOG_HEAD_BYTES, 0)
+        opened.callback(os.close, log_now)
+        _copy(log_now, _log(to), n_bytes=n_log_bytes)
+        is_same = os.path.samestat(os.fstat(log_before), os.fstat(log_now))
+        return is_same and head == os.pread(log_now, LOG_HEAD_BYTES, 0)
 
 
 def _log(catalog: Path) -> Path:

@@ -674,9 +674,8 @@ def test_another_user_cannot_take_the_lock_away(
 
     A directory in which the user can write nothing has no locks, as before.
     """
-    with tempfile.TemporaryDirectory(
-        dir="/tmp"
-    ) as shared:  # other users cannot enter pytest's directory
+    # other users cannot enter pytest's directory
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
         root = Path(shared) / "run"
         lock = Path(shared) / f".run{bring.LOCK_ENDING}"
         if make is not None:
