@@ -56,7 +56,7 @@ from configs.errors import ConfigError
 from configs.estimate import misfits
 from configs.estimate_text import describe_estimate
 from configs.learner_memory import BUCKET_ELEMENTS, pass_bytes, rank_bytes
-from configs.load import as_yaml, from_yaml, load, load_saved
+from configs.load import as_yaml, from_yaml, load, load_saved, read_file
 from configs.model_directory import (
     SAFE_LOADING,
     VISION_MODEL_TYPES,
@@ -172,6 +172,7 @@ __all__ = [
     "quoted",
     "rank_bytes",
     "read_description",
+    "read_file",
     "refused_for_vision",
     "replayed_groups",
     "sequence_groups",

@@ -56,12 +56,12 @@ def load(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    before: Callable[[Path], None] = lambda path: None,
+    read: Callable[[Path], str] | None = None,
 ) -> Config:
     """Return the checked config of a YAML file, its `base` files and `key=value` overrides.
 
-    `before` is called with each of the files before it is read, and may raise. Raises ConfigError
-    for a missing file, an unknown key (with the nearest match), a wrong type, or a combination that
+    `read` gives the text of each of the files, by default as `read_file`. Raises ConfigError for a
+    missing file, an unknown key (with the nearest match), a wrong type, or a combination that
     `check` refuses.
     """
     path = Path(path)
@@ -73,7 +73,7 @@ def load(
     if not path.is_file():
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
-    return _checked(_read_file(path, above=(), before=before), overrides, name=str(path))
+    return _checked(_settings_of(path, above=(), read=read or read_file), overrides, name=str(path))
 
 
 def load_saved(text: str, overrides: Sequence[str] = (), *, name: str) -> Config:
@@ -96,16 +96,18 @@ def as_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _read_file(
-    path: Path, *, above: tuple[Path, ...], before: Callable[[Path], None]
-) -> DictConfig:
-    """Return the settings of a file and its base; `above` are the files that build on it."""
-    before(path)
+def read_file(path: Path) -> str:
+    """Return the text of a config file, cut where it is too long. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
+            return file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {describe_error(error)}") from None
+
+
+def _settings_of(path: Path, *, above: tuple[Path, ...], read: Callable[[Path], str]) -> DictConfig:
+    """Return the settings of a file and its base; `above` are the files that build on it."""
+    text = read(path)
     content = OmegaConf.to_container(parse_settings(text, name=str(path), may_refer=True))
     assert isinstance(content, dict), "parse_settings returns a mapping"
     base = content.pop(BASE, None)
@@ -120,7 +122,7 @@ def _read_file(
     chain = (*above, path.resolve())
     if (path.parent / base).resolve() in chain:
         raise ConfigError(f"{path}: base={base} is a circle: that file builds on {path.name}")
-    below = _read_file(path.parent / base, above=chain, before=before)
+    below = _settings_of(path.parent / base, above=chain, read=read)
     name = OmegaConf.select(settings, "env.name")
     if name is not None and name != OmegaConf.select(below, "env.name"):
         OmegaConf.update(below, "env.options", {}, merge=False)  # another environment's options

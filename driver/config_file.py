@@ -15,7 +15,7 @@ from pathlib import Path
 
 import configs
 from configs import Config
-from store import check_trusted, is_lost, limited_memory, trust
+from store import CONFIG_FILE, decoded, is_lost, limited_memory, trust, trusted_texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,15 +34,21 @@ def load_config(file: str, overrides: Sequence[str], *, trusts: bool) -> GivenCo
     """
     trusted: list[Path] = []
 
-    def look_at(path: Path) -> None:
+    def read(path: Path) -> str:
+        text = None
         for run in _runs_around(path):
             if trusts:
                 trust(run)
                 trusted.append(run)
             with limited_memory([run]):  # an error quotes the settings of a stranger's run
-                check_trusted(run)
+                texts = trusted_texts(run)
+            # Not read again: somebody else may have put other settings in its place since.
+            is_config = run / CONFIG_FILE in (path.absolute(), path.resolve())
+            if is_config and CONFIG_FILE in texts:
+                text = decoded(texts[CONFIG_FILE], path=path)
+        return configs.read_file(path) if text is None else text
 
-    config = configs.load(file, overrides, before=look_at)
+    config = configs.load(file, overrides, read=read)
     return GivenConfig(config=config, trusted=trusted)
 
 

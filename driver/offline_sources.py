@@ -26,7 +26,6 @@ from store import (
     OfflineRows,
     OfflineSource,
     RunLayout,
-    check_trusted,
     files_digest,
     find_sources,
     has_directory,
@@ -266,8 +265,8 @@ def _first_base(config: Config) -> Path:
     found = [path for text in config.source if (path := _base_of(text)) is not None]
     if not found:
         for text in config.source:
-            if _is_untrusted(text):
-                check_trusted(_location(text))
+            if layout := _run_of(text):
+                layout.check_trusted()
         raise ConfigError(
             f"source={config.source[0]} has no base policy (any more); give one: model.path=DIR"
         )

@@ -20,7 +20,6 @@ from store import (
     MADE_BEFORE_RUN_JSON,
     RunLayout,
     check_own_directory,
-    check_trusted,
     check_unowned,
     keep_private,
     limited_memory,
@@ -79,7 +78,7 @@ def check_run_dir(config: Config) -> None:
         )
     if RunLayout.exists(root):
         with limited_memory([root]):  # an error quotes the settings of a stranger's run
-            check_trusted(root)
+            RunLayout.open(root).check_trusted()
         check_own_directory(root, may_be_anothers=True)
     elif there is root:
         expected = (".", *MADE_BEFORE_RUN_JSON)

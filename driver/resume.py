@@ -39,7 +39,6 @@ from store import (
     RunLayout,
     StoreError,
     decoded,
-    made_by_this_user,
     parse_object,
     parse_run_json,
     parse_run_step,
@@ -140,11 +139,11 @@ def remember(config: Config) -> None:
     template = absolute.get("prompt.template", config.prompt.template)
     prompt = replace(config.prompt, template=template)
     text = configs.as_yaml(replace(config, model=model, critic=critic, prompt=prompt))
-    if made_by_this_user(run):
-        # Signed before it is written: killed in between, the run still has a signed config.yaml.
-        sign_run(run, config=text.encode())
-    write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
     layout = RunLayout.open(run)
+    if layout.is_made_by_this_user():
+        # Signed before it is written: killed in between, the run still has a signed config.yaml.
+        sign_run(run, texts={CONFIG_FILE: text.encode()})
+    write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
     if layout.info.storage_uri is not None:  # for `bring`; signatures first, as above
         for name in (SIGNED, OUTSIDE_FILE, CONFIG_FILE):
             if (run / name).is_file():

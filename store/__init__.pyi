@@ -146,10 +146,9 @@ from .untrusted.own_directory import check_own_directory as check_own_directory
 from .untrusted.own_directory import opened_by_own_links as opened_by_own_links
 from .untrusted.signatures import RUN_JSON as RUN_JSON
 from .untrusted.signatures import SIGNED as SIGNED
-from .untrusted.signatures import made_by_this_user as made_by_this_user
 from .untrusted.signatures import sign_run as sign_run
+from .untrusted.signatures import signed_texts as signed_texts
 from .untrusted.trust import check_own_run as check_own_run
-from .untrusted.trust import check_trusted as check_trusted
 from .untrusted.trust import is_trusted as is_trusted
 from .untrusted.trust import trust as trust
 from .untrusted.trust import trusted_texts as trusted_texts

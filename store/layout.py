@@ -230,11 +230,12 @@ class RunLayout:
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
                 layout._take_storage(info.storage_uri, content)
             # Signed first: a run that is killed here is this user's, and can be continued.
-            sign_run(root, run_json=content)
+            sign_run(root, texts={RUN_JSON: content})
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
             make_directory(layout.run_json_backup.parent, beneath=root)
             write_atomically(layout.run_json_backup, content, mode=READ_ONLY, beneath=root)
-            is_signed = sign_run(root)  # again: another start may have replaced the signatures
+            # Again: another start may have replaced the signatures.
+            is_signed = sign_run(root, texts={RUN_JSON: content})
             if storage_uri and is_signed:
                 layout.storage.write(SIGNED, (root / SIGNED).read_bytes())
         except FileExistsError as error:

@@ -51,7 +51,7 @@ from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.memory_limit import limited_memory
 from store.untrusted.own_directory import check_own_directory
 from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED, add_signatures
-from store.untrusted.trust import check_trusted, trust
+from store.untrusted.trust import trust
 
 RUN_JSON, VIEWS = "run.json", "open.sql"
 # Read of a run that may be a stranger's, each once: the storage may answer something else later.
@@ -167,7 +167,7 @@ def _bring(
         if trusts:
             trust(root)
         with limited_memory([root]):  # an error quotes the settings of a stranger's run
-            check_trusted(root)
+            layout.check_trusted()
         for directory in (layout.segments, layout.exports, layout.weights, layout.checkpoints):
             make_directory(directory, beneath=root)
         make_directory(layout.logs, beneath=root)
@@ -231,8 +231,8 @@ def bring_catalog(location: str) -> None:
     root = run_at(location)
     if not is_uri(location) or not RunLayout.exists(root):
         return
-    check_trusted(root)
     layout = RunLayout.open(root)
+    layout.check_trusted()
     backup = layout.relative(layout.backup)
     if layout.storage.exists(backup):
         data = layout.storage.read(backup)

@@ -56,7 +56,7 @@ from store.untrusted.file_access import (
     walk,
 )
 from store.untrusted.own_directory import check_own_directory
-from store.untrusted.signatures import made_by_this_user
+from store.untrusted.signatures import RUN_JSON, signed_texts
 
 UNFINISHED = ".unfinished"
 # Go back to the lsn :cut. The order matters: files outlive their rows.
@@ -229,11 +229,11 @@ def _is_complete(unfinished: Path, *, forked_from: str, config_yaml: str) -> boo
     It was killed after it removed the marker, and before it renamed the directory.
     """
     try:
-        info = RunLayout.open(unfinished).info
+        layout = RunLayout.open(unfinished)
     except StoreError:
         return False
-    is_same = (info.forked_from, info.config_yaml) == (forked_from, config_yaml)
-    return is_same and made_by_this_user(unfinished)
+    is_same = (layout.info.forked_from, layout.info.config_yaml) == (forked_from, config_yaml)
+    return is_same and layout.is_made_by_this_user()
 
 
 def _put_in_place(unfinished: Path, root: Path) -> None:
@@ -278,17 +278,20 @@ def _remove(unfinished: Path) -> None:
 
 def _remove_stored(unfinished: Path) -> None:
     """Remove what an unfinished fork has in its storage, if that is not another run's by now."""
-    try:
-        data = (unfinished / "run.json").read_bytes()
-        uri = parse_run_json(data, name=str(unfinished / "run.json")).storage_uri
-    except (FileNotFoundError, FormatError):
+    texts = signed_texts(unfinished)
+    if texts is None:
         return
-    if uri is None or not made_by_this_user(unfinished):
+    data = texts[RUN_JSON]
+    try:
+        uri = parse_run_json(data, name=str(unfinished / RUN_JSON)).storage_uri
+    except FormatError:  # of another version
+        return
+    if uri is None:
         return
     storage = open_storage(uri)
-    if storage.exists("run.json") and storage.read("run.json").to_pybytes() == data:
+    if storage.exists(RUN_JSON) and storage.read(RUN_JSON).to_pybytes() == data:
         paths = [file.path for file in storage.files("")]
-        for path in sorted(paths, key=lambda path: path == "run.json"):
+        for path in sorted(paths, key=lambda path: path == RUN_JSON):
             storage.remove(path)
 
 

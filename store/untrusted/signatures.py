@@ -1,8 +1,7 @@
 """Sign the runs that this user made. Settings are followed in signed runs only.
 
-    sign_run(run)                      # by the process that makes a run, or trusts one
-    made_by_this_user(run)             # True, also for a copy, and after a move
-    signed_texts(run)                  # its settings: the very bytes that were looked at
+    sign_run(run)         # by the process that makes a run, or trusts one
+    signed_texts(run)     # its settings, if this user made it; also of a copy, and after a move
 
 The owner of a file proves nothing, because a run that was unpacked belongs to the user who unpacked
 it. So each user has a key of 32 random bytes that nobody else can read. RUN/signed.json holds an
@@ -19,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -55,18 +54,11 @@ def state_directory() -> Path:
     return user_directory("XDG_STATE_HOME", default=".local/state")
 
 
-def made_by_this_user(run: Path) -> bool:
-    """Return whether this user made or trusted the run, and nobody changed its settings since.
-
-    These are run.json and config.yaml. Raises StoreError if others can read the user's key.
-    """
-    return signed_texts(run) is not None
-
-
 def signed_texts(run: Path) -> dict[str, bytes] | None:
     """Return run.json, and config.yaml if it is there, if this user signed these very bytes.
 
-    None if not, and for a run behind a link of another user. Raises as `made_by_this_user`.
+    None if not, and for a run behind a link of another user. Use these bytes, and do not read the
+    files again: others may lie there by then. Raises StoreError if others can read the user's key.
     """
     key = _key()
     if key is None:
@@ -80,22 +72,20 @@ def signed_texts(run: Path) -> dict[str, bytes] | None:
     return texts if is_signed else None
 
 
-def sign_run(run: Path, *, config: bytes | None = None, run_json: bytes | None = None) -> bool:
-    """Sign run.json and config.yaml. `run_json` and `config` are texts that will be written next.
+def sign_run(run: Path, *, texts: Mapping[str, bytes] | None = None) -> bool:
+    """Sign run.json and config.yaml, or `texts`: those of them that will be written next, by name.
 
-    A run that has these signatures already is left as it is. Return False if this user can have no
-    key. Raises StoreError; OSError if another user signed the run, who alone can read and write its
-    signed.json.
+    With `texts` nothing else is signed, whatever lies there. A run that has these signatures
+    already is left as it is. Return False if this user can have no key. Raises StoreError; OSError
+    if another user signed the run, who alone can read and write its signed.json.
     """
     key = _key() or _new_key()
     if key is None:
         return False
     with _opened_to_sign(run) as (directory, place):
         with _unreadable_is_named(run):
-            texts = texts_in(directory, place) if run_json is None else {RUN_JSON: run_json}
+            texts = texts_in(directory, place) if texts is None else texts
         new = [_signature(key, name=name, text=text) for name, text in texts.items()]
-        if config is not None:
-            new.append(_signature(key, name=CONFIG, text=config))
         signed = _signed(directory, place)
         if not set(new) <= set(signed):
             old = [signature for signature in signed if signature not in new]

@@ -1,7 +1,6 @@
 """Follow the settings of a run only if this user made or trusts it.
 
-    check_trusted(run)      # before a class, model or server that its settings name is used
-    trusted_texts(run)      # the same, and the very settings that were looked at
+    trusted_texts(run)      # before a class, model or server that its settings name is used
     check_own_run(run)      # before anything in it is written or removed
     trust(run)              # for --trust: from now on the run counts as one of this user's
 
@@ -72,16 +71,12 @@ def trust(run: Path) -> None:
 
 
 def is_trusted(run: Path) -> bool:
-    """Return whether this user made or trusts the run.
+    """Return whether this user made or trusts the run that lies here now.
 
-    Raises StoreError if others can read this user's key.
+    To follow its settings, use `trusted_texts`. Raises StoreError if others can read this user's
+    key.
     """
     return trusted_texts_or_none(run) is not None
-
-
-def check_trusted(run: Path) -> None:
-    """Raise StoreError, naming what its settings do, unless this user made or trusts the run."""
-    trusted_texts(run)
 
 
 def check_own_run(run: Path, *, instead: str = "copy it to a directory of yours") -> None:

@@ -25,7 +25,6 @@ from store import (
     RunLayout,
     StoreError,
     VersionRecord,
-    check_trusted,
     open_run,
     to_table,
     trust,
@@ -236,7 +235,7 @@ def test_a_strangers_source_is_trained_from_with_a_model_of_ones_own(
     monkeypatch.setattr(sources, "_run_of", limited(sources._run_of))
     sources.check_sources(mine, Console(file=out, width=999))
     assert f"tokens of {played} were not compared: you did not make it" in out.getvalue()
-    monkeypatch.setattr("driver.preflight.check_trusted", limited(check_trusted))
+    monkeypatch.setattr(RunLayout, "check_trusted", limited(RunLayout.check_trusted))
     with pytest.raises(StoreError, match="was not made by you"):
         preflight.check_run_dir(replace(config, run_dir=str(played)))
     assert len(limits) >= 3 and before not in limits

@@ -36,12 +36,12 @@ from store import (
     is_brought,
     local_directory,
     local_model,
-    made_by_this_user,
     open_run,
     primary_directory,
     publish_directory,
     run_at,
     sign_run,
+    signed_texts,
     trust,
     trusted_texts,
     write_open_sql,
@@ -521,7 +521,7 @@ def test_of_a_strangers_run_at_a_uri_only_small_files_are_fetched_unasked(
         return trusted_texts(run)
 
     monkeypatch.setattr(LocalStorage, "read", noted)
-    for name in ("store.exchange.bring.check_trusted", "driver.resume.trusted_texts"):
+    for name in ("store.layout.trusted_texts", "driver.resume.trusted_texts"):
         monkeypatch.setattr(name, checked)
     new = f"run_dir={tmp_path / 'new'}"
     for asked in (["--fork", f"{uri_of(lost)}@1", "--dry-run"], ["--resume", uri_of(lost)]):
@@ -550,10 +550,10 @@ def test_signatures_of_a_storage_do_not_stay_if_they_are_no_signatures(
     with pytest.raises(StoreError, match=r"signed.json has 2,\d+,\d+ bytes"):
         run_at(uri_of(lost))
     lost.storage.write(SIGNED, json.dumps({"signatures": ["x" * 900_000]}).encode())
-    assert not made_by_this_user(run_at(uri_of(lost)))
+    assert not signed_texts(run_at(uri_of(lost)))
     run_at.cache_clear()
     lost.storage.write(SIGNED, good)
-    assert made_by_this_user(run_at(uri_of(lost)))
+    assert signed_texts(run_at(uri_of(lost)))
 
 
 def test_groups_are_taken_from_a_uri(lost: RunLayout, tmp_path: Path, cache: Path) -> None:

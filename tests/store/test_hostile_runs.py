@@ -315,8 +315,8 @@ def test_an_owner_writes_at_no_storage_that_a_stranger_chose(
         assert snapshot(tmp_path / "shared") == before, command
     with pytest.raises(StoreError, match="you did not make this run"):
         store.Catalog.open(RunLayout.open(run))
-    sign_run(run, config=None)
-    assert store.made_by_this_user(run)
+    sign_run(run)
+    assert store.signed_texts(run)
 
 
 def test_a_run_on_a_linked_path_and_a_copy_of_one_still_work(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from store import RunLayout, StoreError, made_by_this_user, sign_run
+from store import RunLayout, StoreError, sign_run, signed_texts
 from store.untrusted import signatures
 from store.untrusted.signatures import (
     MAX_SIGNED_BYTES,
@@ -36,35 +36,35 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_that_this_user_made_is_known_also_when_it_was_copied_or_moved(
     run: Path, tmp_path: Path
 ) -> None:
-    assert made_by_this_user(run)
+    assert signed_texts(run)
     shutil.copytree(run, tmp_path / "copy")
     run.rename(tmp_path / "moved")
     (tmp_path / "link").symlink_to(tmp_path / "moved")
-    assert all(made_by_this_user(tmp_path / name) for name in ("copy", "moved", "link"))
+    assert all(signed_texts(tmp_path / name) for name in ("copy", "moved", "link"))
 
 
 def test_a_run_of_another_user_is_not_known_whoever_owns_its_files(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(run.parent / "another user's"))
-    assert not made_by_this_user(run)  # no key at all
+    assert not signed_texts(run)  # no key at all
     RunLayout.create(run.parent / "other", config_yaml="a: 1\n")
-    assert not made_by_this_user(run)  # another key
-    sign_run(run, config=None)  # what --trust does
-    assert made_by_this_user(run)
+    assert not signed_texts(run)  # another key
+    sign_run(run)  # what --trust does
+    assert signed_texts(run)
 
 
 def test_a_signature_that_was_copied_signs_no_other_text(run: Path) -> None:
-    sign_run(run, config=b"env: {name: ours}\n")
-    assert made_by_this_user(run)  # with the old config.yaml, or none
+    sign_run(run, texts={"config.yaml": b"env: {name: ours}\n"})
+    assert signed_texts(run)  # with the old config.yaml, or none
     (run / "config.yaml").write_text("env: {name: ours}\n")
-    assert made_by_this_user(run)
+    assert signed_texts(run)
     (run / "config.yaml").write_text("env: {name: theirs}\n")
-    assert not made_by_this_user(run)
+    assert not signed_texts(run)
     (run / "config.yaml").unlink()
     (run / "run.json").chmod(0o644)
     (run / "run.json").write_text((run / "run.json").read_text().replace("a: 1", "a: 2"))
-    assert not made_by_this_user(run)
+    assert not signed_texts(run)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_signature_that_was_copied_signs_no_other_text(run: Path) -> None:
 )
 def test_a_damaged_signature_is_none(run: Path, content: str) -> None:
     (run / SIGNED).write_text(content)
-    assert not made_by_this_user(run)
+    assert not signed_texts(run)
 
 
 def test_texts_that_are_no_signatures_are_not_kept(run: Path) -> None:
@@ -92,11 +92,11 @@ def test_texts_that_are_no_signatures_are_not_kept(run: Path) -> None:
     )
     other = json.dumps({"signatures": ["f" * 64]}).encode()
     for keep in (
-        lambda: sign_run(run, config=b"env: {name: ours}"),
+        lambda: sign_run(run, texts={"config.yaml": b"env: {name: ours}"}),
         lambda: add_signatures(run, other),
     ):
         (run / SIGNED).write_text(fat)
-        assert made_by_this_user(run)
+        assert signed_texts(run)
         keep()
         kept = json.loads((run / SIGNED).read_text())["signatures"]
         assert {*good} < {*kept} and all(len(one) == 64 for one in kept)
@@ -128,7 +128,7 @@ def test_signing_a_run_that_is_exchanged_replaces_no_other_runs_signatures(
         else:
             add_signatures(theirs, json.dumps({"signatures": ["f" * 64]}).encode())
     assert (run / SIGNED).read_bytes() == before
-    assert made_by_this_user(run)
+    assert signed_texts(run)
     assert (aside / SIGNED).is_file()
 
 
@@ -149,18 +149,18 @@ def test_a_key_that_another_user_could_exchange_is_refused(
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(shared / "state"))
     if is_there:
-        sign_run(tmp_path / "run", run_json=b"{}")  # before the directory was shared
+        sign_run(tmp_path / "run", texts={"run.json": b"{}"})  # before the directory was shared
         give_to_the_user(state_directory() / "key")
     shared.chmod(0o777)
     neighbour = Neighbour(monkeypatch)
     neighbour.gets(shared)
     with pytest.raises(StoreError, match=r"shared belongs to another user .*set XDG_STATE_HOME"):
-        sign_run(tmp_path / "run", run_json=b"{}")
+        sign_run(tmp_path / "run", texts={"run.json": b"{}"})
     neighbour.gives_back(shared)
     with pytest.raises(
         StoreError, match=r"every user may write in .*shared, .*chmod o-w.*set XDG_STATE_HOME"
     ):
-        sign_run(tmp_path / "run", run_json=b"{}")
+        sign_run(tmp_path / "run", texts={"run.json": b"{}"})
 
 
 def test_what_is_made_above_the_key_is_the_users_alone(
@@ -171,7 +171,7 @@ def test_what_is_made_above_the_key_is_the_users_alone(
     (tmp_path / "run").mkdir()
     umask = os.umask(0)
     try:
-        sign_run(tmp_path / "run", run_json=b"{}")
+        sign_run(tmp_path / "run", texts={"run.json": b"{}"})
     finally:
         os.umask(umask)
     for made in ("local", "local/state", "local/state/async-gigpo"):
@@ -180,10 +180,10 @@ def test_what_is_made_above_the_key_is_the_users_alone(
 
 def test_a_config_behind_a_link_is_not_ours(run: Path) -> None:
     text = b"env: {name: ours}\n"
-    sign_run(run, config=text)
+    sign_run(run, texts={"config.yaml": text})
     (run.parent / "elsewhere.yaml").write_bytes(text)
     (run / "config.yaml").symlink_to(run.parent / "elsewhere.yaml")
-    assert not made_by_this_user(run)
+    assert not signed_texts(run)
 
 
 def test_the_key_is_the_users_alone_and_one_that_others_can_read_is_refused(run: Path) -> None:
@@ -194,15 +194,15 @@ def test_the_key_is_the_users_alone_and_one_that_others_can_read_is_refused(run:
     )
     key.chmod(0o644)
     with pytest.raises(StoreError, match="is not this user's alone"):
-        made_by_this_user(run)
+        signed_texts(run)
 
 
 def test_a_user_without_a_home_can_make_a_run() -> None:
     code = """import os, sys
 from pathlib import Path
-from store import RunLayout, StoreError, made_by_this_user
+from store import RunLayout, StoreError, signed_texts
 os.setgid(65534); os.setuid(65534)
-print(made_by_this_user(RunLayout.create(Path("run"), config_yaml="").root))
+print(signed_texts(RunLayout.create(Path("run"), config_yaml="").root))
 uri = Path("storage").absolute().as_uri()
 try: RunLayout.create(Path("elsewhere"), config_yaml="", storage_uri=uri)
 except StoreError as error: print(error)
@@ -219,4 +219,4 @@ except StoreError as error: print(error)
             capture_output=True,
             text=True,
         )
-    assert said.stdout.startswith("False\n/nowhere/async-gigpo cannot be written"), said.stderr
+    assert said.stdout.startswith("None\n/nowhere/async-gigpo cannot be written"), said.stderr

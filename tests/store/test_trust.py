@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +22,14 @@ import store.untrusted.trust
 from analysis import evaluation_stats
 from cli.__main__ import main
 from configs import ConfigError
-from driver import resume
+from driver import config_file, resume
 from store import (
     FormatError,
     RunLayout,
     StoreError,
-    check_trusted,
     is_trusted,
-    made_by_this_user,
+    sign_run,
+    signed_texts,
     trust,
     trusted_texts,
 )
@@ -141,8 +141,8 @@ def test_a_run_of_this_user_behind_a_link_of_another_one_is_not_trusted(
     behind = tmp_path / "theirs" / "run"
     assert is_trusted(behind), "a link of root's, or of this user's"
     neighbour.gets(tmp_path / "theirs")
-    assert is_trusted(mine) and not is_trusted(behind) and not made_by_this_user(behind)
-    for look in (check_trusted, trust):
+    assert is_trusted(mine) and not is_trusted(behind) and not signed_texts(behind)
+    for look in (trusted_texts, trust):
         with pytest.raises(StoreError, match=r"theirs is a link of another user.*behind it"):
             look(behind)
 
@@ -172,7 +172,7 @@ def test_what_was_trusted_once_is_not_asked_about_again(
         capsys.readouterr().err
     )
     assert mark.exists(), "the attack itself works"
-    assert made_by_this_user(strangers)
+    assert signed_texts(strangers)
     assert main(["train", "--resume", str(strangers), "--dry-run"]) == 0
 
 
@@ -238,19 +238,19 @@ def test_a_secret_is_not_sent_to_whom_a_strangers_config_names(
     error = capsys.readouterr().err
     assert "sends the secret in the variable 'AWS_SECRET_ACCESS_KEY'" in error
     with pytest.raises(StoreError, match="--trust"):
-        check_trusted(strangers)
+        trusted_texts(strangers)
 
 
 def test_ones_own_run_goes_on_wherever_it_lies(mine: Path, tmp_path: Path) -> None:
-    check_trusted(mine)
+    trusted_texts(mine)
     shutil.copytree(mine, tmp_path / "copy")
-    check_trusted(tmp_path / "copy")
+    trusted_texts(tmp_path / "copy")
     (tmp_path / "link").symlink_to(mine)
-    check_trusted(tmp_path / "link")
+    trusted_texts(tmp_path / "link")
     mine.rename(tmp_path / "moved")
-    check_trusted(tmp_path / "moved")
+    trusted_texts(tmp_path / "moved")
     (tmp_path / "runs").symlink_to(tmp_path)
-    check_trusted(tmp_path / "runs" / "moved")
+    trusted_texts(tmp_path / "runs" / "moved")
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])
@@ -260,7 +260,7 @@ def test_settings_that_somebody_changed_are_a_strangers(mine: Path, name: str) -
     path.unlink()
     path.write_text(text)
     with pytest.raises(StoreError, match=r"payload_of_another.*--trust"):
-        check_trusted(mine)
+        trusted_texts(mine)
 
 
 def test_settings_that_were_read_before_the_signature_was_looked_at_are_a_strangers(
@@ -274,13 +274,46 @@ def test_settings_that_were_read_before_the_signature_was_looked_at_are_a_strang
     path.write_text(json.dumps(theirs))
     layout = RunLayout.open(mine)
     path.write_bytes(signed)
-    assert is_trusted(mine) and made_by_this_user(mine)
+    assert is_trusted(mine) and signed_texts(mine)
     assert not layout.is_trusted() and not layout.is_made_by_this_user()
     with pytest.raises(StoreError, match="was exchanged"):
         layout.check_trusted()
     with pytest.raises(StoreError, match="would ask there with your credentials"):
         check_consent(layout)
     RunLayout.open(mine).check_trusted()
+
+
+@pytest.mark.parametrize("is_behind_a_link", [False, True])
+def test_the_config_file_that_is_loaded_is_the_one_whose_signature_was_looked_at(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind_a_link: bool
+) -> None:
+    """The attack: another config.yaml lay there once the signature had been looked at."""
+    file, given = mine / "config.yaml", tmp_path / "given.yaml"
+    given.symlink_to(file)
+    look = trusted_texts
+
+    def exchanged_after(run: Path) -> Mapping[str, bytes]:
+        texts = look(run)
+        changed = file.read_text().replace("payload_of_a_run", "payload_of_another")
+        file.unlink()
+        file.write_text(changed)
+        return texts
+
+    monkeypatch.setattr(config_file, "trusted_texts", exchanged_after)
+    loaded = config_file.load_config(str(given if is_behind_a_link else file), [], trusts=False)
+    assert "payload_of_a_run" in configs.as_yaml(loaded.config)
+    assert "payload_of_another" in file.read_text()
+
+
+def test_the_settings_of_a_start_are_signed_without_a_run_json_that_was_put_there(
+    mine: Path,
+) -> None:
+    """The attack: another run.json lay there when the settings of the next start were signed."""
+    path = mine / "run.json"
+    path.unlink()
+    path.write_text(json.dumps({"storage_uri": "s3://theirs/run"}))
+    assert sign_run(mine, texts={"config.yaml": (mine / "config.yaml").read_bytes()})
+    assert signed_texts(mine) is None
 
 
 def test_the_table_of_an_evaluation_imports_no_environment_of_a_stranger(
@@ -300,8 +333,8 @@ def test_a_run_on_read_only_media_is_trusted_for_one_command(
     monkeypatch.setattr(store.untrusted.trust, "sign_run", refused)
     monkeypatch.setattr(store.untrusted.trust, "_trusted_now", set())
     trust(strangers)
-    check_trusted(strangers)
-    assert not made_by_this_user(strangers)
+    trusted_texts(strangers)
+    assert not signed_texts(strangers)
 
 
 @pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES, errno.ENOSPC])
@@ -320,8 +353,8 @@ def test_a_run_in_which_nothing_can_be_written_is_trusted_for_one_command(
             trust(strangers)
     else:
         trust(strangers)
-        check_trusted(strangers)
-    assert not made_by_this_user(strangers)
+        trusted_texts(strangers)
+    assert not signed_texts(strangers)
 
 
 # Settings that are texts, or have texts in them, and name nothing outside of the run that would be
@@ -384,14 +417,14 @@ def test_the_settings_are_parsed_once_and_a_large_file_is_not(
 
     monkeypatch.setattr(trust_module, "parse_settings_text", parse)
     with pytest.raises(StoreError, match="--trust"):
-        check_trusted(strangers)
+        trusted_texts(strangers)
     assert len(parsed) == 2  # config.yaml, and its text in run.json
     path = strangers / "run.json"
     content = path.read_text()
     path.unlink()
     path.write_text(content[: content.rindex("}")] + ', "more": [' + "[]," * (2 << 20) + "[]]}")
     with pytest.raises(StoreError, match="--trust"):
-        check_trusted(strangers)
+        trusted_texts(strangers)
     assert len(parsed) == 3
     with pytest.raises(StoreError, match="more than 4,194,304: no run wrote it"):
         RunLayout.open(strangers)
@@ -402,7 +435,7 @@ def test_what_the_environments_of_a_run_name_is_shown(strangers: Path) -> None:
         "environments: {a: {env: {name: 'theirs:Env'}}, b: {prompt: {template: /etc/passwd}}}\n"
     )
     with pytest.raises(StoreError, match="imports the environment 'theirs:Env'") as refused:
-        check_trusted(strangers)
+        trusted_texts(strangers)
     assert "reads the template '/etc/passwd'" in str(refused.value)
 
 
@@ -413,7 +446,7 @@ def test_the_variable_with_a_secret_is_shown(strangers: Path) -> None:
     with pytest.raises(
         StoreError, match="sends the secret in the variable 'AWS_SECRET_ACCESS_KEY'"
     ):
-        check_trusted(strangers)
+        trusted_texts(strangers)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +463,7 @@ def test_deep_settings_are_refused_without_being_read_to_their_end(
         configs.load_saved(text, name="config.yaml")
     (strangers / "config.yaml").write_text(text)
     with pytest.raises(StoreError, match="--trust"):
-        check_trusted(strangers)
+        trusted_texts(strangers)
 
 
 def test_as_deep_settings_as_are_allowed_are_read() -> None:
@@ -476,7 +509,7 @@ def test_settings_that_are_hostile_are_shown_in_one_short_line(
     monkeypatch.setattr(settings_text, "MAX_SETTINGS_EVENTS", 10_000)
     (strangers / "config.yaml").write_text(text)
     with pytest.raises(StoreError, match="--trust") as refused:
-        check_trusted(strangers)
+        trusted_texts(strangers)
     shown = str(refused.value)
     assert "payload_of_a_run:Env" in shown, "run.json is read whatever config.yaml holds"
     assert len(shown) < 3000 and shown.isascii() and shown.isprintable()
@@ -488,4 +521,4 @@ def test_the_text_of_a_run_is_shown_whatever_run_json_says(strangers: Path) -> N
     path.unlink()
     path.write_text(json.dumps({**content, "config_yaml": 7}))
     with pytest.raises(StoreError, match="payload_of_a_run"):
-        check_trusted(strangers)
+        trusted_texts(strangers)
