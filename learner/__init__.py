@@ -37,7 +37,9 @@ model/
 publishing/
   publish.py           copies weights, and writes them as files
   broadcast_sender.py  sends weights to engines
-  export.py            exports a run's policy for other programs
+  exportable.py        finds what a run has to export
+  export_version.py    writes a published version for other programs
+  export_checkpoint.py writes a checkpoint for other programs
 checkpoint.py          copies, writes and loads everything that a restart needs
 restore.py             loads a restart's checkpoint, describes what it kept and lost
 distributed/

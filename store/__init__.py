@@ -19,6 +19,7 @@ untrusted/           files and settings that a stranger may have written
 user_cache.py        this user's cache, which nobody else may enter
 storage.py           the files of a run in a local directory or an object store
 remote_directory.py  weights and checkpoints in an object store
+opened_version.py    a published version, opened once to be copied
 primary_directory.py the one directory that goes on with a run whose files are elsewhere
 atomic_write.py      files that are either absent or whole after a crash
 hashing.py           state hashes, uids and digests

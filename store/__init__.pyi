@@ -93,6 +93,8 @@ from .maintenance.whole_run import needs_rebuild as needs_rebuild
 from .maintenance.whole_run import needs_repair as needs_repair
 from .maintenance.whole_run import rebuild_run as rebuild_run
 from .maintenance.whole_run import repair_run as repair_run
+from .opened_version import OpenedVersion as OpenedVersion
+from .opened_version import opened_version as opened_version
 from .reading.lineage import Metric as Metric
 from .reading.lineage import MetricChanges as MetricChanges
 from .reading.lineage import TrainedStep as TrainedStep
@@ -115,7 +117,6 @@ from .records import StepImage as StepImage
 from .records import Trajectory as Trajectory
 from .records import to_table as to_table
 from .records import uid_text as uid_text
-from .remote_directory import directory_to_read as directory_to_read
 from .remote_directory import has_directory as has_directory
 from .remote_directory import is_published as is_published
 from .remote_directory import local_directory as local_directory

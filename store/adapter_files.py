@@ -21,13 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from store.errors import UnsafePathError
-from store.untrusted.file_access import (
-    MAX_TEXT_BYTES,
-    copy_first,
-    open_file_in,
-    read_bytes,
-    read_bytes_in,
-)
+from store.opened_version import OpenedVersion
+from store.untrusted.file_access import MAX_TEXT_BYTES, copy_first, read_bytes
 from store.weight_files import WeightFileError, tensor_shapes
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -51,24 +46,23 @@ def write_base(directory: Path, *, digest: str) -> None:
     (directory / BASE_FILE).write_text(json.dumps({"digest": digest}) + "\n")
 
 
-def copy_adapter(opened: int, dest: Path, *, source: Path) -> None:
+def copy_adapter(version: OpenedVersion, dest: Path) -> None:
     """Copy an adapter's files, which may be a stranger's. The base model's tokenizer is left.
 
-    `opened` is the descriptor of the directory `source`. Raises UnsafePathError for a link, a file
-    that is not regular, and JSON beyond MAX_TEXT_BYTES: the copy would hold a file of the reader,
-    or fill the disk. Raises FileNotFoundError, and WeightFileError for a configuration that names
-    code.
+    Raises UnsafePathError for a link, a file that is not regular, and JSON beyond MAX_TEXT_BYTES:
+    the copy would hold a file of the reader, or fill the disk. Raises FileNotFoundError, and
+    WeightFileError for a configuration that names code.
     """
     for name in (ADAPTER_CONFIG_FILE, BASE_FILE):
-        data = read_bytes_in(opened, name, path=source / name, at_most=MAX_TEXT_BYTES)
+        data = version.read_file(name, at_most=MAX_TEXT_BYTES)
         is_config = name == ADAPTER_CONFIG_FILE
-        if is_config and _parsed(data, source / name).get(AUTO_MAPPING) is not None:
+        if is_config and _parsed(data, version.path / name).get(AUTO_MAPPING) is not None:
             raise WeightFileError(
-                f"{source / name} has the key {AUTO_MAPPING!r}, which names code that peft would "
-                "import; no run writes it. Export another version"
+                f"{version.path / name} has the key {AUTO_MAPPING!r}, which names code that peft "
+                "would import; no run writes it. Export another version"
             )
         (dest / name).write_bytes(data)
-    descriptor = open_file_in(opened, ADAPTER_FILE, path=source / ADAPTER_FILE)
+    descriptor = version.open_file(ADAPTER_FILE)
     with open(descriptor, "rb"), (dest / ADAPTER_FILE).open("wb") as copied:
         copy_first(descriptor, copied, n_bytes=os.fstat(descriptor).st_size)
 

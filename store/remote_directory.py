@@ -11,19 +11,16 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
 from store.atomic_write import TEMPORARY_SUFFIX, make_directory
-from store.catalog.ownership import check_consent
 from store.errors import StoreError
 from store.layout import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, RunLayout, checked_name
 from store.storage import LocalStorage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, is_directory, remove_tree
-from store.user_cache import OWN_CACHE, private_directory
 
 # Names the files and their sizes. It is written last and removed first.
 MARKER = "complete.json"
@@ -105,29 +102,13 @@ def local_directory(layout: RunLayout, path: str) -> Path:
     return here
 
 
-@contextmanager
-def directory_to_read(layout: RunLayout, path: str) -> Iterator[Path]:
-    """Give the path of a directory. One that is only remote is copied to this user's cache first.
+def copy_published(layout: RunLayout, path: str, dest: Path) -> None:
+    """Copy the files of a published directory into `dest`, a new directory of this user.
 
-    The copy is removed at the end. Nothing is written into the run: its owner may be a stranger,
-    who could put a link in place of what was made there. Raises as `local_directory`, and as
-    `check_consent`.
+    Raises OSError, and StoreError if it is not whole in the storage.
     """
-    check_consent(layout)
-    here = layout.root / checked_name(path, PUBLISHED_PATH, where=str(layout.catalog))
-    if here.is_dir() or layout.info.storage_uri is None:
-        yield here
-        return
-    with private_directory("gigpo-weights-") as copy:
-        try:
-            for name, data in _files(layout, path, sizes=_sizes(layout, path)):
-                (copy / name).write_bytes(memoryview(data))
-        except OSError as error:
-            raise StoreError(
-                f"cannot copy {layout.storage.locate(path)} to {copy}: {error.strerror}; "
-                f"it needs room there, or {OWN_CACHE}"
-            ) from error
-        yield copy
+    for name, data in _files(layout, path, sizes=_sizes(layout, path)):
+        (dest / name).write_bytes(memoryview(data))
 
 
 def remove_copy(layout: RunLayout, path: str) -> None:

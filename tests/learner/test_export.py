@@ -27,7 +27,8 @@ from learner.distributed.optimizer_state import trainable
 from learner.files.atomic_directory import new_directory, prune_oldest
 from learner.model.lora import adapter_weights, add_adapters, merged, write_adapter_config
 from learner.model.policy_model import load_policy
-from learner.publishing import export as export_module
+from learner.publishing import export_version as export_module
+from learner.publishing.exportable import find_version
 from learner.publishing.publish import WeightsCopy, write_weights
 from learner.training.engine import Engine
 from store import (
@@ -628,8 +629,8 @@ def test_no_storage_is_asked_by_settings_that_were_exchanged_meanwhile(run: Path
     uri = "s3://bucket/run?endpoint_override=127.0.0.1:9"
     read_before = replace(layout, info=replace(layout.info, storage_uri=uri))
     with pytest.raises(StoreError, match="would ask there with your credentials"):
-        export_module.find_version(read_before, None)
-    version = export_module.find_version(layout, 3)
+        find_version(read_before, None)
+    version = find_version(layout, 3)
     with pytest.raises(StoreError, match="would ask there with your credentials"):
         export_module.export_version(read_before, version, dest=run.with_name("model"))
 
@@ -647,7 +648,7 @@ def test_a_strangers_model_is_looked_at_in_the_copy(
     with pytest.raises(configs.ConfigError, match=f"{index} cannot be used"):
         export_module.export_version(
             RunLayout.open(run),
-            export_module.find_version(RunLayout.open(run), 3),
+            find_version(RunLayout.open(run), 3),
             dest=tmp_path / "model",
         )
     assert len(looked_at) == 1 and not looked_at[0].is_relative_to(run)

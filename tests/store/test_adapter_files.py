@@ -11,6 +11,7 @@ import pytest
 from store import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
+    OpenedVersion,
     TensorEntry,
     WeightFileError,
     check_adapter,
@@ -51,7 +52,7 @@ def write(path: Path, shapes: dict[str, list[int]]) -> None:
 def copied(adapter: Path, dest: Path) -> None:
     directory = os.open(adapter, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        copy_adapter(directory, dest, source=adapter)
+        copy_adapter(OpenedVersion(directory=directory, path=adapter), dest)
     finally:
         os.close(directory)
 

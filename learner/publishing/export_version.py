@@ -1,0 +1,176 @@
+"""Write a published version of a run as a model, or as a LoRA adapter, for other programs.
+
+The run may be a stranger's: its files are copied first, and what is checked is the copy.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+import configs
+from learner.files.atomic_directory import new_directory
+from learner.model.lora import add_adapters, merged, read_adapter
+from learner.model.policy_model import load_policy
+from learner.publishing.exportable import ExportError, base_model
+from learner.publishing.publish import SIDE_FILE_SUFFIXES, WEIGHTS_SUFFIX, write_weights
+from printable import UNSAFE
+from store import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    OpenedVersion,
+    RunLayout,
+    VersionRecord,
+    check_adapter,
+    copy_adapter,
+    copy_first,
+    files_digest,
+    opened_version,
+    private_directory,
+    tensor_shapes,
+    weight_files,
+)
+
+# Of a version's configuration, tokenizer and weight index. Large tokenizers have 40 MB.
+MAX_SIDE_BYTES = 256 << 20
+
+
+def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
+    """Write a published version as a whole model, and check its digest.
+
+    Return the digest of the written weights: an adapter is merged into the base model. Raises
+    ExportError and StoreError.
+    """
+    with opened_version(layout, version.path) as source:
+        if source.has_file(ADAPTER_CONFIG_FILE):
+            return _export_merged(layout, version, source, dest)
+        return _export_whole(version, source, dest)
+
+
+def _export_whole(version: VersionRecord, source: OpenedVersion, dest: Path) -> str:
+    """Copy the files of a version, and compare the copy's digest with the published. Return it."""
+    try:
+        with new_directory(dest) as unfinished:
+            _copy_model(source, unfinished)
+            _check_model(unfinished, source=source.path)
+            names = [path.name for path in weight_files(unfinished)]
+            for index in configs.weight_indexes(unfinished):
+                if others := sorted(configs.files_of_index(index) - {*names}):
+                    raise ExportError(
+                        f"{source.path / index.name} names {others[0]}, which the version's digest "
+                        "does not cover; export another version, or a checkpoint"
+                    )
+            _check_digest([unfinished / name for name in names], version, source)
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"version {version.version} was removed while it was copied; ask for a newer one"
+        ) from error
+    return version.digest
+
+
+def _check_digest(copies: list[Path], version: VersionRecord, source: OpenedVersion) -> None:
+    """Raise ExportError unless the copied weights are those that were published."""
+    digest = files_digest(copies)
+    if digest != version.digest:
+        raise ExportError(
+            f"{source.path} has digest {digest}, published was {version.digest}: it was changed or "
+            "cut; export another version, or a checkpoint"
+        )
+
+
+def _check_model(copy: Path, *, source: Path) -> None:
+    """Raise ConfigError, which names `source`, unless the copy can be loaded as a model.
+
+    The owner of the source could put a FIFO in place of a file that is opened by its path.
+    """
+    try:
+        configs.check_model_directory(copy)
+    except configs.ConfigError as error:
+        raise configs.ConfigError(str(error).replace(str(copy), str(source))) from None
+
+
+def _copy_model(source: OpenedVersion, dest: Path) -> None:
+    """Copy the files that `write_weights` may have written.
+
+    Raises ExportError for names that nobody gives a file, and for more than MAX_SIDE_BYTES beside
+    the weights: no digest covers those files, and a stranger's would fill the disk. Raises OSError,
+    and UnsafePathError for a link, and for what is no regular file.
+    """
+    names = [
+        name
+        for name in source.names()
+        if Path(name).suffix in (WEIGHTS_SUFFIX, *SIDE_FILE_SUFFIXES)
+        and name != "complete.json"  # it only marks a finished download
+    ]
+    if unsafe := next(filter(UNSAFE.search, names), None):
+        raise ExportError(
+            f"{source.path} has a file {unsafe!r:.200}, with characters that no file of a model "
+            "has in its name; remove it, or export another version"
+        )
+    n_side_bytes = 0
+    for name in names:
+        descriptor = source.open_file(name)
+        with open(descriptor, "rb"), (dest / name).open("wb") as copy:
+            n_bytes = os.fstat(descriptor).st_size
+            n_side_bytes += n_bytes if Path(name).suffix != WEIGHTS_SUFFIX else 0
+            if n_side_bytes > MAX_SIDE_BYTES:
+                raise ExportError(
+                    f"the files of {source.path} beside its weights have {n_side_bytes:,} bytes, "
+                    f"more than {MAX_SIDE_BYTES:,}: no run wrote them; export another version, or "
+                    "a checkpoint"
+                )
+            copy_first(descriptor, copy, n_bytes=n_bytes)
+
+
+def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
+    """Copy a version's adapter as a peft directory, and check its digest. Return the digest.
+
+    Raises ExportError and StoreError.
+    """
+    with opened_version(layout, version.path) as source:
+        if not source.has_file(ADAPTER_CONFIG_FILE):
+            raise ExportError(
+                f"version {version.version} of {layout.root} was published as whole weights; give "
+                "RUN@STEP for the adapters of a checkpoint, or leave out --adapter"
+            )
+        with new_directory(dest) as unfinished:
+            _copy_adapter(version, source, unfinished)
+    return version.digest
+
+
+def _copy_adapter(version: VersionRecord, source: OpenedVersion, dest: Path) -> None:
+    """Copy the files of a version's adapter, and compare the copy's digest with the published."""
+    try:
+        copy_adapter(source, dest)
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"version {version.version} was removed while it was copied, or lacks {error.filename};"
+            " ask for a newer one"
+        ) from error
+    _check_digest([dest / ADAPTER_FILE], version, source)
+
+
+def _export_merged(
+    layout: RunLayout, version: VersionRecord, source: OpenedVersion, dest: Path
+) -> str:
+    """Merge a version's adapter into the base model, and write it. Return the digest."""
+    config = configs.from_yaml(layout.info.config_yaml)
+    base = base_model(layout, config).resolve()
+    with private_directory("gigpo-adapter-") as copy:
+        _copy_adapter(version, source, copy)
+        check_adapter(
+            copy,
+            rank=config.model.lora_rank,
+            alpha=config.model.lora_alpha,
+            base_shapes=tensor_shapes(base),
+            base_digest=files_digest(weight_files(base)),
+        )
+        disable_progress_bar()  # the output is one line
+        model = load_policy(
+            base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0
+        ).causal_lm
+        add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+        read_adapter(model, copy)
+    return write_weights(merged(model), dest, source_dir=base)
