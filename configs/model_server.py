@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from http.cookiejar import CookieJar
 from typing import TYPE_CHECKING, Any
 
 from bounded_json import check_values
@@ -40,6 +41,7 @@ def own_headers(client: openai.AsyncOpenAI, *, key: str) -> dict[str, Any]:
 
     headers: dict[str, Any] = {name.lower(): Omit() for name in client.default_headers}
     headers |= {"accept": "application/json", "content-type": "application/json"}
+    headers |= {"accept-encoding": "identity"}  # `_bound_answer` takes no compressed answer
     headers |= {"user-agent": client.user_agent}
     return {**headers, "authorization": f"Bearer {key}" if key else Omit()}
 
@@ -47,29 +49,50 @@ def own_headers(client: openai.AsyncOpenAI, *, key: str) -> dict[str, Any]:
 def http_client(*hooks: Callable[[httpx2.Response], Awaitable[None]]) -> httpx2.AsyncClient:
     """Make a client that follows no redirect, and reads a bounded answer in linear time.
 
-    Each of `hooks` gets an answer that was read.
+    It keeps no cookies: each answer could add some, and all later requests would carry them. Each
+    of `hooks` gets an answer that was read.
     """
     import openai
 
     use_linear_patterns()
     return openai.DefaultAsyncHttpxClient(
-        follow_redirects=False, event_hooks={"response": [_bound_answer, *hooks]}
+        follow_redirects=False,
+        cookies=_NoCookies(),
+        event_hooks={"response": [_bound_answer, *hooks]},
     )
+
+
+class _NoCookies(CookieJar):
+    def extract_cookies(self, response: object, request: object) -> None:
+        """Keep none, and parse none."""
 
 
 async def _bound_answer(response: httpx2.Response) -> None:
     """Read an answer before the client does, and stop when it is longer than MAX_ANSWER_BYTES.
 
     Of a longer answer one byte more is kept, so that its length tells. An error has at most
-    MAX_ERROR_BYTES.
+    MAX_ERROR_BYTES. A compressed answer is not unpacked: a few kilobytes can stand for terabytes of
+    nothing, which no limit of bytes would see. Raises httpx2.DecodingError for one.
     """
+    from httpx2 import DecodingError
+
     most = MAX_ANSWER_BYTES + 1 if response.is_success else MAX_ERROR_BYTES
     # The client would build a request to the new address, and fail if it is none.
     response.headers.pop("location", None)
     # Among the character sets that Python knows is zlib, which has no limit.
     response.headers.pop("content-type", None)
+    encoding = response.headers.pop("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        await response.aclose()
+        response._content = b""
+        if response.is_success:
+            raise DecodingError(
+                f"the answer has Content-Encoding {quoted(encoding)}, and none was asked for",
+                request=response.request,
+            )
+        return
     body = bytearray()
-    async for piece in response.aiter_bytes():  # decompressed, at most 1 MiB at once
+    async for piece in response.aiter_raw():
         body += piece
         if len(body) >= most:
             await response.aclose()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -38,25 +39,31 @@ MAX_BODIES_BYTES = 64 * 2**20
 MAX_ANSWER_CHARACTERS = 16_000_000
 # Bound of all answers together that clients have not read yet. One has 192 MB at most, as escapes.
 MAX_ANSWERS_BYTES = 256 * 2**20
+# A larger request is searched for in pieces, few such requests at once, and only as long as its
+# client waits. So a question is answered soon, whatever others ask for.
+PIECE_QUERIES = 64
+LARGE_REQUESTS_AT_ONCE = 2
 
 
 def application(corpus: Corpus, *, topk: int) -> web.Application:
     """Return the web application. `topk` is the default of a request's `topk`."""
 
     bodies, answers = BytesAtOnce(MAX_BODIES_BYTES), BytesAtOnce(MAX_ANSWERS_BYTES)
+    large = asyncio.Semaphore(LARGE_REQUESTS_AT_ONCE)
 
     async def retrieve(request: web.Request) -> web.StreamResponse:
         with bodies.one() as body:
             read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
-            result = await search(await read_json(request, body_of=read))
+            result = await search(request, await read_json(request, body_of=read))
         return await write_answer(request, {"result": result}, answers=answers)
 
-    async def search(asked: object) -> list[list[dict[str, object]]]:
+    async def search(request: web.Request, asked: object) -> list[list[dict[str, object]]]:
         try:
             queries, wanted, with_scores = _parse_request(asked, topk=topk)
         except ValueError as error:
             raise RequestRefused(422, str(error)) from None
-        hits_of = await asyncio.to_thread(corpus.search, queries, wanted)
+        async with large if len(queries) > PIECE_QUERIES else nullcontext():
+            hits_of = await hits(request, queries, wanted)
         n_characters = sum(len(hit.passage.contents) for hits in hits_of for hit in hits)
         if n_characters > MAX_ANSWER_CHARACTERS:
             raise RequestRefused(
@@ -65,6 +72,15 @@ def application(corpus: Corpus, *, topk: int) -> web.Application:
                 f"{MAX_ANSWER_CHARACTERS:,}; send fewer queries at once, or a smaller topk",
             )
         return [[_to_json(hit, with_scores=with_scores) for hit in hits] for hits in hits_of]
+
+    async def hits(request: web.Request, queries: list[str], wanted: int) -> list[list[Hit]]:
+        found: list[list[Hit]] = []
+        for begin in range(0, len(queries), PIECE_QUERIES):
+            if request.transport is None:  # nobody waits for the rest
+                raise RequestRefused(499, "the client has closed the connection")
+            piece = queries[begin : begin + PIECE_QUERIES]
+            found += await asyncio.to_thread(corpus.search, piece, wanted)
+        return found
 
     # Search-R1's protocol has no key: the corpus is open to everybody who can reach the server.
     app = web.Application(middlewares=[guard("", error_field="detail")])

@@ -85,7 +85,7 @@ class ServedTeacher:
             except TimeoutError:
                 raise self._failed(f"gave no whole answer within {TIMEOUT_S:g} s") from None
             except openai.OpenAIError as error:
-                raise self._failed(f"did not answer: {quoted(error)}") from error
+                raise self._failed(f"did not answer: {_reason(error)}") from error
         try:
             names = [str(model["id"]) for model in self._value(response)["data"]]
         except (LookupError, TypeError):
@@ -126,7 +126,7 @@ class ServedTeacher:
         except TimeoutError:
             raise self._failed(f"gave no whole answer within {REQUEST_TIMEOUT_S:g} s") from None
         except openai.OpenAIError as error:
-            raise self._failed(f"refused tokens: {quoted(error)}") from error
+            raise self._failed(f"refused tokens: {_reason(error)}") from error
         try:
             found = self._value(response)["choices"][0]["logprobs"]["token_logprobs"][1:]
         except (LookupError, TypeError):
@@ -158,3 +158,11 @@ class ServedTeacher:
 
     def _failed(self, why: str) -> TeacherError:
         return TeacherError(f"loss.teacher={self._url} {why}")
+
+
+def _reason(error: openai.OpenAIError) -> str:
+    """Return what went wrong with a request. The client calls all of it a connection error."""
+    import openai
+
+    cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else None
+    return quoted(cause or error)

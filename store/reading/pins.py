@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -72,6 +73,7 @@ class Pin:
                 with suppress(FileExistsError):
                     os.mkdir(layout.readers.name, dir_fd=run)
                 self._readers = open_directory_in(run, layout.readers.name, path=layout.readers)
+                self._give_permissions_of(run)
             self._descriptor = open_file_in(
                 self._readers,
                 unlocked,
@@ -80,9 +82,7 @@ class Pin:
                 mode=PRIVATE,  # somebody who may read it could lock it first, for good
             )
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-            # As the umask left the directory: the owner of the run, who may be another user, looks
-            # whether the pin is locked.
-            os.fchmod(self._descriptor, READ_WRITE & os.fstat(self._readers).st_mode)
+            self._show_to_owners()
             os.rename(unlocked, self._name, src_dir_fd=self._readers, dst_dir_fd=self._readers)
         except OSError as error:
             if self._descriptor >= 0:
@@ -96,6 +96,25 @@ class Pin:
                     f"{layout.readers}: {error.strerror}; free space, raise ulimit -n, or mend the "
                     "directory, then retry"
                 ) from error
+
+    def _show_to_owners(self) -> None:
+        """Let whoever may own the run's catalog look whether the pin is locked.
+
+        If that is this user alone, nobody else may open it: they could lock what a killed reader
+        left, and the run would keep all files from then on.
+        """
+        found = os.fstat(self._readers)
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            os.fchmod(self._descriptor, READ_WRITE & found.st_mode)
+
+    def _give_permissions_of(self, run: int) -> None:
+        """Open the directory of pins to all who may write in the run, whatever this umask is.
+
+        A reader's umask would lock the owner of the run out of it.
+        """
+        made, expected = os.fstat(self._readers), stat.S_IMODE(os.fstat(run).st_mode)
+        if made.st_uid == os.geteuid() and stat.S_IMODE(made.st_mode) != expected:
+            os.fchmod(self._readers, expected)
 
     def settle(self, lsn: int) -> None:
         """Say that the reader shows this snapshot and no other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 import threading
 import time
@@ -415,6 +416,26 @@ def test_an_answer_of_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch)
 def test_an_answer_without_end_is_not_read_to_its_end() -> None:
     with chat_server(in_turn(said("x" * MAX_ANSWER_BYTES))) as server:
         assert "more than 16 MiB" in failure(config_of(server.url))
+
+
+def test_a_compressed_answer_is_not_unpacked() -> None:
+    """The attack: 56 KB of gzip in gzip unpacked to terabytes of nothing, and held the event loop.
+
+    It is not asked for either. An error keeps its status.
+    """
+    packed = {"Content-Encoding": "gzip, gzip"}
+    with chat_server(in_turn((200, gzip.compress(b"{}"), packed))) as server:
+        assert "has Content-Encoding gzip, gzip, and none was" in failure(config_of(server.url))
+        assert "accept-encoding: identity" in server.headers[0].lower()
+    with chat_server(in_turn((403, gzip.compress(b"{}"), packed))) as server:
+        assert "answered 403" in failure(config_of(server.url))
+
+
+def test_a_servers_cookies_are_not_kept() -> None:
+    """The attack: after 60 answers with 3,500 cookies each, a request took seconds."""
+    with chat_server(in_turn((503, {}, {"Set-Cookie": "name=value"}), said("wait"))) as server:
+        assert ask(config_of(server.url))
+        assert len(server.headers) == 2 and "cookie" not in "".join(server.headers).lower()
 
 
 @pytest.mark.parametrize("after", ["9" * 400, "\u00b2"])

@@ -11,6 +11,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 import tracemalloc
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -625,5 +626,38 @@ def test_the_answers_that_clients_leave_unread_are_bounded_together(
                 writer.close()
             while (await post(url_of(server), {"queries": ["word"], "topk": 1}))[0] == 503:
                 await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(attack(), 120))
+
+
+def test_large_requests_hold_up_no_question_and_end_with_their_clients() -> None:
+    """The attack: 300 clients asked for 4,096 queries each, and left. For two minutes no question
+    was answered.
+    """
+    go_on, searched = threading.Event(), []
+
+    def index(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
+        searched.append(len(queries))
+        if len(queries) > 1:
+            go_on.wait(60)
+        return [[("1", 1.0)]] * len(queries)
+
+    async def attack() -> None:
+        async with ours(Corpus([Passage(id="1", contents="word")], index)) as server:
+            large = {"queries": ["word"] * 4096, "topk": 1}
+            clients = [asyncio.create_task(post(url_of(server), large)) for _ in range(20)]
+            while not searched:
+                await asyncio.sleep(0.01)
+            assert (await post(url_of(server), {"queries": ["word"], "topk": 1}))[0] == 200
+            for client in clients:
+                client.cancel()
+            await asyncio.wait(clients)
+            await asyncio.sleep(0.1)  # until the server knows it
+            go_on.set()
+            status, answer = await post(url_of(server), large)
+            assert status == 200 and len(answer["result"]) == 4096
+            pieces = [n for n in searched if n > 1]
+            assert set(pieces) == {search_server.PIECE_QUERIES}
+            assert len(pieces) < 2 * 4096 / search_server.PIECE_QUERIES
 
     asyncio.run(asyncio.wait_for(attack(), 120))

@@ -388,6 +388,7 @@ def test_nobody_else_may_open_a_pin_before_it_is_locked(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: a neighbour locked it first, and the reader waited for as long as they liked."""
+    layout.root.chmod(0o2775)
     modes, lock = [], fcntl.flock
 
     def looked_at(descriptor: int, how: int) -> None:
@@ -399,6 +400,25 @@ def test_nobody_else_may_open_a_pin_before_it_is_locked(
     (path,) = layout.readers.iterdir()
     assert (modes, path.stat().st_mode & 0o777) == ([0o600], 0o644)
     pin.close()
+
+
+def test_nobody_else_may_lock_the_pin_that_a_killed_reader_left(layout: RunLayout) -> None:
+    """The attack: the run then kept all files, until its manifest was too long."""
+    layout.root.chmod(0o755)
+    pin = Pin(layout, 3)
+    (path,) = layout.readers.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    pin.close()
+
+
+def test_a_readers_umask_locks_nobody_out_of_the_run(layout: RunLayout) -> None:
+    layout.root.chmod(0o2775)
+    before = os.umask(0o077)
+    try:
+        Pin(layout, 3).close()
+    finally:
+        os.umask(before)
+    assert layout.readers.stat().st_mode & 0o7777 == 0o2775
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK])

@@ -203,6 +203,7 @@ def test_a_config_anywhere_in_a_strangers_run_is_a_strangers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The attack: a secret was sent, as only `RUN/config.yaml` beside a `run.json` counted."""
+    signatures = (strangers / "signed.json").read_bytes()
     (strangers / folder).mkdir(parents=True, exist_ok=True)
     given = strangers / folder / "other.yaml"
     shutil.copy(strangers / "config.yaml", given)
@@ -214,9 +215,28 @@ def test_a_config_anywhere_in_a_strangers_run_is_a_strangers(
     command = ["train", str(given), f"run_dir={tmp_path / 'new'}", "--dry-run"]
     assert main(command) == 2
     assert str(strangers) in capsys.readouterr().err
-    if run_json != "as it was":
-        assert main([*command, "--trust"]) == 2, "nobody can sign what is no run"
+    assert main([*command, "--trust"]) == 2, "what is no run, or is not named, is not signed"
+    assert (strangers / "signed.json").read_bytes() == signatures
     assert not mark.exists()
+
+
+def test_no_neighbour_makes_a_run_of_a_directory_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a run.json in /tmp made all configs below it a stranger's."""
+    shared = tmp_path / "shared"
+    config = shared / "mine" / "config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("env: {name: sokoban}\n")
+    (shared / "manifest.json").write_text("{}")  # not beside the config: no run was handed over
+    config_file.load_config(str(config), [], trusts=False)
+    (shared / "run.json").write_text("{}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Neighbour(monkeypatch).gets(shared / "run.json")
+    with pytest.raises(StoreError, match=r"lies in .*shared, a run .* copy it elsewhere"):
+        config_file.load_config(str(config), [], trusts=False)
+    shared.chmod(0o1777)
+    config_file.load_config(str(config), [], trusts=False)
 
 
 def test_a_strangers_config_is_followed_once_it_is_trusted(
@@ -303,6 +323,9 @@ def test_the_config_file_that_is_loaded_is_the_one_whose_signature_was_looked_at
     loaded = config_file.load_config(str(given if is_behind_a_link else file), [], trusts=False)
     assert "payload_of_a_run" in configs.as_yaml(loaded.config)
     assert "payload_of_another" in file.read_text()
+    monkeypatch.setattr(config_file, "trusted_texts", lambda run: {"run.json": b""})  # moved away
+    with pytest.raises(StoreError, match="was exchanged while it was opened"):
+        config_file.load_config(str(given if is_behind_a_link else file), [], trusts=False)
 
 
 def test_the_settings_of_a_start_are_signed_without_a_run_json_that_was_put_there(
