@@ -45,7 +45,14 @@ from actors.prompting.prompt_thread import LONG_PROMPTS, SHORT_PROMPTS, PromptSt
 from actors.rollout.episode import AttemptProgress, EpisodeRules, completion_of
 from actors.rollout.step_records import EpisodeIds, SampledAnswer, anchor_of, step_of
 from configs import Config, max_model_tokens
-from envs import MALFORMED_REQUEST, ClientSettings, GuardedSite, Observation, server_logger
+from envs import (
+    MALFORMED_REQUEST,
+    ClientSettings,
+    GuardedSite,
+    Observation,
+    content_encoding,
+    server_logger,
+)
 from printable import one_line
 from store import Step, now_us, uid_text
 
@@ -187,6 +194,7 @@ class Endpoint:
             app,
             handler_cancellation=True,
             access_log=None,
+            auto_decompress=False,
             shutdown_timeout=CLOSE_TIMEOUT_S,
             keepalive_timeout=IDLE_TIMEOUT_S,
             logger=server_logger(),
@@ -259,6 +267,9 @@ class Endpoint:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
+        if encoding := content_encoding(request):
+            message = f"the body is compressed ({encoding}); send it as it is"
+            raise RequestError(message, status=415, code="unsupported_encoding", param=None)
         # Reserved before anything is read: a program that sends a thousand requests at once would
         # fill the memory with them, and the prompts of other episodes would wait for theirs.
         with recording.reserve(1):

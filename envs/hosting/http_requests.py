@@ -87,10 +87,22 @@ def _check_request(request: web.Request, key: str) -> None:
         raise RequestRefused(
             401, "the API key is missing or wrong; send `Authorization: Bearer KEY`"
         )
+    if encoding := content_encoding(request):
+        raise RequestRefused(415, f"the body is compressed ({encoding}); send it as it is")
     if request.method == "POST" and request.content_type != "application/json":
         raise RequestRefused(
             415, f"{request.path} takes application/json, not {request.content_type[:60]!r}"
         )
+
+
+def content_encoding(request: web.Request) -> str:
+    """Return how the body of a request is compressed, "" if it is not.
+
+    A server that refuses it is made with `auto_decompress=False`. Otherwise the body is unpacked
+    before its handler is asked, and kilobytes without a key can stand for gigabytes.
+    """
+    encoding = request.headers.get("Content-Encoding", "")
+    return "" if encoding.strip().lower() == "identity" else encoding[:60]
 
 
 class BytesAtOnce:
@@ -209,7 +221,11 @@ async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
     Raises OSError if it cannot listen there.
     """
     runner = web.AppRunner(
-        app, access_log=None, keepalive_timeout=READ_TIMEOUT_S, logger=server_logger()
+        app,
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=READ_TIMEOUT_S,
+        logger=server_logger(),
     )
     await runner.setup()
     try:

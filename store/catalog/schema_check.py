@@ -30,7 +30,7 @@ INDEX_OF_A_KEY = b"sqlite_autoindex_"
 LARGEST_COUNTER = 2**53
 LARGEST_NUMBER = 2**62  # of an epoch or lsn that is read at all: fsck names what is between the two
 # Column of `meta` -> whether its cell is what code reads as a text or a number. NULL is not.
-CELLS_OF_META = {"run_id": "typeof(run_id) = 'text'"} | {
+CELLS_OF_META = {"id": "id = 1", "run_id": "typeof(run_id) = 'text'"} | {
     name: f"typeof({name}) = 'integer' AND {name} BETWEEN 0 AND {LARGEST_NUMBER}"
     for name in ("epoch", "lsn", "horizon_lsn")
 }
@@ -128,7 +128,7 @@ def let_ctrl_c_end_queries(connection: sqlite3.Connection) -> None:
 def _check_meta(connection: sqlite3.Connection) -> None:
     """Raise sqlite3.DatabaseError for a cell of `meta` of a wrong type or size.
 
-    A STRICT table takes no such value. A file that was damaged or edited has it nevertheless.
+    The table's own checks take no such value. A file that was damaged or edited may have it.
     """
     rows = connection.execute(f"SELECT {', '.join(CELLS_OF_META.values())} FROM meta LIMIT 2")
     for number, cells in enumerate(rows):

@@ -22,7 +22,6 @@ from tests.support.store_samples import open_train_group, play
 COLUMNS = """SELECT m.name, c.name, c.type
              FROM sqlite_schema m, pragma_table_info(m.name) c WHERE m.type = 'table'"""
 UNKNOWN = {  # cells whose value is nowhere else
-    "meta.id": "a CHECK keeps it 1, and nothing reads it",
     "meta.lsn": "a larger one only leaves numbers out; a smaller one is found",
     "meta.epoch": "a larger one only fences workers; a smaller one is found",
     "meta.horizon_lsn": "how old a snapshot may be is told by nothing else",
