@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,11 @@ from configs import Config
 from store import (
     CONFIG_FILE,
     RUN_JSON,
+    RunLayout,
+    RunTexts,
     StoreError,
     decoded,
+    is_anothers,
     is_lost,
     is_trusted,
     limited_memory,
@@ -46,35 +48,39 @@ def load_config(file: str, overrides: Sequence[str], *, trusts: bool) -> GivenCo
     trusted: list[Path] = []
 
     def read(path: Path) -> str:
-        text = None
+        signed = None
         for run in _runs_around(path):
             # Not one further up: the command does not name it, so anybody may have put it there.
-            is_named = run in _folders(path) and _has_run_json(run)
-            if trusts and is_named:
+            if trusts and run in _folders(path) and RunLayout.exists(run):
                 trust(run)
                 trusted.append(run)
-            if not is_named and not is_trusted(run):
-                raise StoreError(
-                    f"{path} lies in {run}, a run that was not made by you on this machine, and "
-                    "its settings may run any code; if you know who made the file, copy it "
-                    "elsewhere"
-                )
-            with limited_memory([run]):  # an error quotes the settings of a stranger's run
-                texts = trusted_texts(run)
-            # Not read again: somebody else may have put other settings in its place since.
-            if run / CONFIG_FILE in (path.absolute(), path.resolve()):
-                if CONFIG_FILE not in texts:
+            texts = _trusted_texts(run, path)
+            if run / CONFIG_FILE in _places(path):
+                if texts.config is None:
                     raise StoreError(f"{path} was exchanged while it was opened; open it again")
-                text = decoded(texts[CONFIG_FILE], path=path)
-        return configs.read_file(path) if text is None else text
+                signed = texts.config
+        # Not read again: somebody else may have put other settings in its place since.
+        return configs.read_file(path) if signed is None else decoded(signed, path=path)
 
     config = configs.load(file, overrides, read=read)
     return GivenConfig(config=config, trusted=trusted)
 
 
-def _folders(path: Path) -> tuple[Path, Path]:
-    """Return the folders that have a file: as it was named, and of the end of a link."""
-    return path.absolute().parent, path.resolve().parent
+def _trusted_texts(run: Path, path: Path) -> RunTexts:
+    """Return the settings of a run around the file. Raises StoreError for a stranger's."""
+    elsewhere = f"copy {path.name} elsewhere, if you know who made it"
+    if run not in _folders(path) and not is_trusted(run):
+        raise StoreError(
+            f"{path} lies in {run}, a run that was not made by you on this machine, and its "
+            f"settings may run any code; {elsewhere}"
+        )
+    if not os.path.lexists(run / RUN_JSON):
+        raise StoreError(
+            f"{path} lies in {run}, a run without its {RUN_JSON}, so nobody knows who made it; "
+            f"bring that back (gigpo rebuild {run}), or {elsewhere}"
+        )
+    with limited_memory([run]):  # an error quotes the settings of a stranger's run
+        return trusted_texts(run)
 
 
 def _runs_around(path: Path) -> list[Path]:
@@ -83,19 +89,34 @@ def _runs_around(path: Path) -> list[Path]:
     Whoever made a run says what its run.json is: a link, or nothing beside its other files.
     """
     folders = _folders(path)
-    around = dict.fromkeys(each for folder in folders for each in (folder, *folder.parents))
-    return [each for each in around if _has_run_json(each) or (each in folders and is_lost(each))]
+    runs = [each for each in folders if os.path.lexists(each / RUN_JSON) or is_lost(each)]
+    above = (run for folder in folders for run in folder.parents)
+    return list(dict.fromkeys([*runs, *(run for run in above if _is_run_around(run, path))]))
 
 
-def _has_run_json(folder: Path) -> bool:
-    """Return whether a run.json is there, but not one that a third user put into a folder for all.
+def _is_run_around(run: Path, path: Path) -> bool:
+    """Return whether a run is at `run`, which did not come there after the file did.
 
-    In /tmp anybody may make files, and nobody else can remove them.
+    Who may write in a directory above the user's own, such as /tmp, could put a run.json there.
     """
-    try:
-        its, file = folder.stat(), (folder / RUN_JSON).lstat()
-    except OSError:
-        return os.path.lexists(folder / RUN_JSON)
-    me, for_all = os.geteuid(), stat.S_ISVTX | stat.S_IWOTH
-    is_strangers = me != 0 and file.st_uid not in (me, its.st_uid)
-    return not (is_strangers and its.st_mode & for_all == for_all)
+    if not os.path.lexists(run / RUN_JSON):
+        return False
+    below = [place for place in _places(path) if place.is_relative_to(run)]
+    return not is_anothers(run / RUN_JSON) or not all(_is_own_below(run, file) for file in below)
+
+
+def _is_own_below(run: Path, file: Path) -> bool:
+    """Return whether the file, and each directory between it and `run`, is this user's."""
+    between = (each for each in file.parents if each.is_relative_to(run) and each != run)
+    return not any(map(is_anothers, (file, *between)))
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """Return where the file lies: as it was named, and, of a link, its end."""
+    # Of a/../b nothing in a counts.
+    named = path.parent.resolve() / path.name if ".." in path.parts else path.absolute()
+    return named, path.resolve()
+
+
+def _folders(path: Path) -> list[Path]:
+    return [place.parent for place in _places(path)]

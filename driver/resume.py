@@ -43,7 +43,7 @@ from store import (
     parse_run_json,
     parse_run_step,
     read_run_file,
-    sign_run,
+    sign_next,
     trusted_texts,
     write_atomically,
 )
@@ -77,11 +77,11 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
         )
     config_path = run / CONFIG_FILE
     # Its files are not read again: somebody else may have put another run in its place since.
-    if CONFIG_FILE in texts:
-        text, name = decoded(texts[CONFIG_FILE], path=config_path), str(config_path)
+    if texts.config is not None:
+        text, name = decoded(texts.config, path=config_path), str(config_path)
     else:  # the first start was killed before it wrote the file
         run_json = run / RUN_JSON
-        text = parse_run_json(texts[RUN_JSON], name=str(run_json)).config_yaml
+        text = parse_run_json(texts.run_json, name=str(run_json)).config_yaml
         name = f"the config in {run_json}"
     return replace(configs.load_saved(text, overrides, name=name), run_dir=str(run))
 
@@ -142,7 +142,7 @@ def remember(config: Config) -> None:
     layout = RunLayout.open(run)
     if layout.is_made_by_this_user():
         # Signed before it is written: killed in between, the run still has a signed config.yaml.
-        sign_run(run, texts={CONFIG_FILE: text.encode()})
+        sign_next(run, config=text.encode())
     write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
     if layout.info.storage_uri is not None:  # for `bring`; signatures first, as above
         for name in (SIGNED, OUTSIDE_FILE, CONFIG_FILE):

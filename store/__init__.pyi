@@ -144,9 +144,12 @@ from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
 from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.own_directory import check_own_directory as check_own_directory
+from .untrusted.own_directory import is_anothers as is_anothers
 from .untrusted.own_directory import opened_by_own_links as opened_by_own_links
 from .untrusted.signatures import RUN_JSON as RUN_JSON
 from .untrusted.signatures import SIGNED as SIGNED
+from .untrusted.signatures import RunTexts as RunTexts
+from .untrusted.signatures import sign_next as sign_next
 from .untrusted.signatures import sign_run as sign_run
 from .untrusted.signatures import signed_texts as signed_texts
 from .untrusted.trust import check_own_run as check_own_run

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,14 @@ from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.own_directory import opened_by_own_links
-from store.untrusted.signatures import RUN_JSON, SIGNED, sign_run, signed_texts, state_directory
+from store.untrusted.signatures import (
+    RUN_JSON,
+    SIGNED,
+    RunTexts,
+    sign_next,
+    signed_texts,
+    state_directory,
+)
 from store.untrusted.trust import trusted_texts, trusted_texts_or_none
 
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
@@ -230,12 +237,12 @@ class RunLayout:
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
                 layout._take_storage(info.storage_uri, content)
             # Signed first: a run that is killed here is this user's, and can be continued.
-            sign_run(root, texts={RUN_JSON: content})
+            sign_next(root, run_json=content)
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
             make_directory(layout.run_json_backup.parent, beneath=root)
             write_atomically(layout.run_json_backup, content, mode=READ_ONLY, beneath=root)
             # Again: another start may have replaced the signatures.
-            is_signed = sign_run(root, texts={RUN_JSON: content})
+            is_signed = sign_next(root, run_json=content)
             if storage_uri and is_signed:
                 layout.storage.write(SIGNED, (root / SIGNED).read_bytes())
         except FileExistsError as error:
@@ -343,8 +350,8 @@ class RunLayout:
         if not self._has_read(trusted_texts(self.root)):
             raise StoreError(f"{self.root} {EXCHANGED}")
 
-    def _has_read(self, texts: Mapping[str, bytes]) -> bool:
-        return parse_run_json(texts[RUN_JSON], name=str(self.run_json)) == self.info
+    def _has_read(self, texts: RunTexts) -> bool:
+        return parse_run_json(texts.run_json, name=str(self.run_json)) == self.info
 
     def check_is_still(self, run_id: str) -> None:
         """Raise StoreError if this run, found at a path again, has not the id `run_id`."""

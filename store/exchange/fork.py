@@ -281,7 +281,7 @@ def _remove_stored(unfinished: Path) -> None:
     texts = signed_texts(unfinished)
     if texts is None:
         return
-    data = texts[RUN_JSON]
+    data = texts.run_json
     try:
         uri = parse_run_json(data, name=str(unfinished / RUN_JSON)).storage_uri
     except FormatError:  # of another version

@@ -1,6 +1,7 @@
 """Look who could lead a path elsewhere: who owns a directory, and the links on the way to it.
 
 check_own_directory(run)    # before anything is written or removed there
+is_anothers(file)           # who made it
 make_own_directory(cache)   # for this user alone, with what is missing above it
 with opened_by_own_links(run) as (directory, place): ...    # before its files are believed
 """
@@ -100,6 +101,18 @@ def check_own_directory(
     if is_made and descriptor is None:
         # Not passed over: another user's may be there a moment later.
         raise StoreError(f"{path} is not there (any more), or no directory; {instead}")
+
+
+def is_anothers(path: Path) -> bool:
+    """Return whether what lies there, also a link, belongs to neither this user nor root.
+
+    False for root, for whom everything passes, and if nothing is there.
+    """
+    try:
+        owner = path.lstat().st_uid
+    except OSError:
+        return False
+    return os.geteuid() != 0 and owner not in (os.geteuid(), 0)
 
 
 def make_own_directory(directory: Path) -> None:

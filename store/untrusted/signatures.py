@@ -18,8 +18,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from store.atomic_write import PRIVATE, write_atomically_in, write_once
@@ -37,7 +38,7 @@ RUN_JSON, CONFIG = "run.json", "config.yaml"
 KEY_BYTES = 32
 KEY_NAME = "key"
 OWN_STATE = "set XDG_STATE_HOME to a directory of yours"
-MAX_SIGNATURES = 1000  # of config.yaml: the newest starts
+MAX_SIGNATURES = 1000  # of config.yaml: the newest starts, far more than a run has
 MAX_SIGNED_BYTES = 1 << 20
 SIGNATURE = re.compile(r"[0-9a-f]{64}")
 
@@ -54,8 +55,16 @@ def state_directory() -> Path:
     return user_directory("XDG_STATE_HOME", default=".local/state")
 
 
-def signed_texts(run: Path) -> dict[str, bytes] | None:
-    """Return run.json, and config.yaml if it is there, if this user signed these very bytes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTexts:
+    """The texts of a run that a signature is of."""
+
+    run_json: bytes
+    config: bytes | None  # None: config.yaml is not there (yet)
+
+
+def signed_texts(run: Path) -> RunTexts | None:
+    """Return the texts of a run if this user signed these very bytes.
 
     None if not, and for a run behind a link of another user. Use these bytes, and do not read the
     files again: others may lie there by then. Raises StoreError if others can read the user's key.
@@ -68,28 +77,33 @@ def signed_texts(run: Path) -> dict[str, bytes] | None:
             signed, texts = _signed(directory, place), texts_in(directory, place)
     except OSError:  # also for a link
         return None
-    is_signed = all(_signature(key, name=name, text=text) in signed for name, text in texts.items())
-    return texts if is_signed else None
+    return texts if set(_signatures(key, texts.run_json, texts.config)) <= set(signed) else None
 
 
-def sign_run(run: Path, *, texts: Mapping[str, bytes] | None = None) -> bool:
-    """Sign run.json and config.yaml, or `texts`: those of them that will be written next, by name.
-
-    With `texts` nothing else is signed, whatever lies there. A run that has these signatures
-    already is left as it is. Return False if this user can have no key. Raises StoreError; OSError
-    if another user signed the run, who alone can read and write its signed.json.
-    """
+def sign_run(run: Path) -> bool:
+    """Sign run.json and config.yaml as they are. Return and raise as `sign_next`."""
     key = _key() or _new_key()
     if key is None:
         return False
     with _opened_to_sign(run) as (directory, place):
         with _unreadable_is_named(run):
-            texts = texts_in(directory, place) if texts is None else texts
-        new = [_signature(key, name=name, text=text) for name, text in texts.items()]
-        signed = _signed(directory, place)
-        if not set(new) <= set(signed):
-            old = [signature for signature in signed if signature not in new]
-            _write(directory, place, old + new)
+            texts = texts_in(directory, place)
+        _add(directory, place, _signatures(key, texts.run_json, texts.config))
+    return True
+
+
+def sign_next(run: Path, *, run_json: bytes | None = None, config: bytes | None = None) -> bool:
+    """Sign texts that will be written next, and nothing else, whatever lies there.
+
+    A run that has these signatures already is left as it is. Return False if this user can have no
+    key. Raises StoreError; OSError if another user signed the run, who alone can read and write its
+    signed.json.
+    """
+    key = _key() or _new_key()
+    if key is None:
+        return False
+    with _opened_to_sign(run) as (directory, place):
+        _add(directory, place, _signatures(key, run_json, config))
     return True
 
 
@@ -127,21 +141,35 @@ def _unreadable_is_named(run: Path) -> Iterator[None]:
         ) from error
 
 
+def _add(directory: int, place: Path, new: list[str]) -> None:
+    """Add signatures to a run, the newest last, if it has not got them all."""
+    signed = _signed(directory, place)
+    if not set(new) <= set(signed):
+        _write(directory, place, [one for one in signed if one not in new] + new)
+
+
 def _write(directory: int, place: Path, signatures: list[str]) -> None:
     content = json.dumps({"signatures": signatures[-MAX_SIGNATURES:]}, indent=1)
     # Whoever can copy it, with the two files that it signs, can build another run around them.
     write_atomically_in(directory, SIGNED, content.encode(), mode=PRIVATE, path=place / SIGNED)
 
 
-def texts_in(directory: int, place: Path) -> dict[str, bytes]:
-    """Return the texts that a signature is of: run.json, and config.yaml if it is there.
+def texts_in(directory: int, place: Path) -> RunTexts:
+    """Return the texts of the run whose directory is open, and lies at `place`.
 
-    `directory` is open, and lies at `place`. Raises OSError, UnsafePathError for a link.
+    Raises OSError, UnsafePathError for a link.
     """
-    texts = {RUN_JSON: _read(directory, place / RUN_JSON, at_most=MAX_TEXT_BYTES)}
+    run_json, config = _read(directory, place / RUN_JSON, at_most=MAX_TEXT_BYTES), None
     with suppress(FileNotFoundError):
-        texts[CONFIG] = _read(directory, place / CONFIG, at_most=MAX_TEXT_BYTES)
-    return texts
+        config = _read(directory, place / CONFIG, at_most=MAX_TEXT_BYTES)
+    return RunTexts(run_json=run_json, config=config)
+
+
+def _signatures(key: bytes, run_json: bytes | None, config: bytes | None) -> list[str]:
+    texts = {RUN_JSON: run_json, CONFIG: config}
+    return [
+        _signature(key, name=name, text=text) for name, text in texts.items() if text is not None
+    ]
 
 
 def _signature(key: bytes, *, name: str, text: bytes) -> str:

@@ -21,7 +21,14 @@ from store.untrusted import json_values
 from store.untrusted.file_access import is_file, read_text
 from store.untrusted.own_directory import check_own_directory, opened_by_own_links
 from store.untrusted.settings_text import parse_settings_text, setting
-from store.untrusted.signatures import CONFIG, RUN_JSON, sign_run, signed_texts, texts_in
+from store.untrusted.signatures import (
+    CONFIG,
+    RUN_JSON,
+    RunTexts,
+    sign_run,
+    signed_texts,
+    texts_in,
+)
 
 # Settings that name something outside the run, and what the program does with it.
 FOLLOWED = {
@@ -87,8 +94,8 @@ def check_own_run(run: Path, *, instead: str = "copy it to a directory of yours"
     check_own_directory(run, may_be_anothers=is_trusted(run), instead=instead)
 
 
-def trusted_texts(run: Path) -> Mapping[str, bytes]:
-    """Return run.json, and config.yaml if it is there, of a run that this user made or trusts.
+def trusted_texts(run: Path) -> RunTexts:
+    """Return the texts of a run that this user made or trusts.
 
     Follow these settings, and do not read the files again: others may lie there by then. Raises
     StoreError, naming what the settings do, for a stranger's run, and UnsafePathError for one
@@ -108,7 +115,7 @@ def trusted_texts(run: Path) -> Mapping[str, bytes]:
     )
 
 
-def trusted_texts_or_none(run: Path) -> dict[str, bytes] | None:
+def trusted_texts_or_none(run: Path) -> RunTexts | None:
     """Return what `trusted_texts` does, None for a stranger's run."""
     with suppress(OSError), opened_by_own_links(run) as (directory, place):
         if place in _trusted_now:

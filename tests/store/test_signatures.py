@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from store import RunLayout, StoreError, sign_run, signed_texts
+from store import RunLayout, StoreError, sign_next, sign_run, signed_texts
 from store.untrusted import signatures
 from store.untrusted.signatures import (
     MAX_SIGNED_BYTES,
@@ -55,7 +55,7 @@ def test_a_run_of_another_user_is_not_known_whoever_owns_its_files(
 
 
 def test_a_signature_that_was_copied_signs_no_other_text(run: Path) -> None:
-    sign_run(run, texts={"config.yaml": b"env: {name: ours}\n"})
+    sign_next(run, config=b"env: {name: ours}\n")
     assert signed_texts(run)  # with the old config.yaml, or none
     (run / "config.yaml").write_text("env: {name: ours}\n")
     assert signed_texts(run)
@@ -92,7 +92,7 @@ def test_texts_that_are_no_signatures_are_not_kept(run: Path) -> None:
     )
     other = json.dumps({"signatures": ["f" * 64]}).encode()
     for keep in (
-        lambda: sign_run(run, texts={"config.yaml": b"env: {name: ours}"}),
+        lambda: sign_next(run, config=b"env: {name: ours}"),
         lambda: add_signatures(run, other),
     ):
         (run / SIGNED).write_text(fat)
@@ -149,18 +149,18 @@ def test_a_key_that_another_user_could_exchange_is_refused(
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(shared / "state"))
     if is_there:
-        sign_run(tmp_path / "run", texts={"run.json": b"{}"})  # before the directory was shared
+        sign_next(tmp_path / "run", run_json=b"{}")  # before the directory was shared
         give_to_the_user(state_directory() / "key")
     shared.chmod(0o777)
     neighbour = Neighbour(monkeypatch)
     neighbour.gets(shared)
     with pytest.raises(StoreError, match=r"shared belongs to another user .*set XDG_STATE_HOME"):
-        sign_run(tmp_path / "run", texts={"run.json": b"{}"})
+        sign_next(tmp_path / "run", run_json=b"{}")
     neighbour.gives_back(shared)
     with pytest.raises(
         StoreError, match=r"every user may write in .*shared, .*chmod o-w.*set XDG_STATE_HOME"
     ):
-        sign_run(tmp_path / "run", texts={"run.json": b"{}"})
+        sign_next(tmp_path / "run", run_json=b"{}")
 
 
 def test_what_is_made_above_the_key_is_the_users_alone(
@@ -171,7 +171,7 @@ def test_what_is_made_above_the_key_is_the_users_alone(
     (tmp_path / "run").mkdir()
     umask = os.umask(0)
     try:
-        sign_run(tmp_path / "run", texts={"run.json": b"{}"})
+        sign_next(tmp_path / "run", run_json=b"{}")
     finally:
         os.umask(umask)
     for made in ("local", "local/state", "local/state/async-gigpo"):
@@ -180,7 +180,7 @@ def test_what_is_made_above_the_key_is_the_users_alone(
 
 def test_a_config_behind_a_link_is_not_ours(run: Path) -> None:
     text = b"env: {name: ours}\n"
-    sign_run(run, texts={"config.yaml": text})
+    sign_next(run, config=text)
     (run.parent / "elsewhere.yaml").write_bytes(text)
     (run / "config.yaml").symlink_to(run.parent / "elsewhere.yaml")
     assert not signed_texts(run)

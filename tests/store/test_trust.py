@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +26,10 @@ from driver import config_file, resume
 from store import (
     FormatError,
     RunLayout,
+    RunTexts,
     StoreError,
     is_trusted,
-    sign_run,
+    sign_next,
     signed_texts,
     trust,
     trusted_texts,
@@ -232,11 +233,31 @@ def test_no_neighbour_makes_a_run_of_a_directory_for_all(
     config_file.load_config(str(config), [], trusts=False)
     (shared / "run.json").write_text("{}")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    Neighbour(monkeypatch).gets(shared / "run.json")
-    with pytest.raises(StoreError, match=r"lies in .*shared, a run .* copy it elsewhere"):
-        config_file.load_config(str(config), [], trusts=False)
-    shared.chmod(0o1777)
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(shared / "run.json")
     config_file.load_config(str(config), [], trusts=False)
+    # Not if the file, or a folder on the way to it, may have come with the run.
+    beside = shared / "config.yaml"
+    shutil.copy(config, beside)
+    link = config.with_name("link.yaml")
+    link.symlink_to(beside)
+    for given in (beside, link):
+        with pytest.raises(StoreError, match="shared was not made by you"):
+            config_file.load_config(str(given), [], trusts=False)
+    neighbour.gets(config.parent)
+    with pytest.raises(StoreError, match=r"lies in .*shared, a run .* copy config.yaml elsewhere"):
+        config_file.load_config(str(config), [], trusts=False)
+
+
+def test_a_path_that_leads_out_of_a_run_again_is_not_in_it(strangers: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("env: {name: sokoban}\n")
+    config_file.load_config(str(strangers / "weights/../../mine.yaml"), [], trusts=False)
+
+
+def test_a_run_without_its_run_json_says_how_to_bring_it_back(strangers: Path) -> None:
+    (strangers / "run.json").unlink()
+    with pytest.raises(StoreError, match=r"gigpo rebuild .*run\), or copy config.yaml elsewhere"):
+        config_file.load_config(str(strangers / "config.yaml"), [], trusts=True)
 
 
 def test_a_strangers_config_is_followed_once_it_is_trusted(
@@ -312,7 +333,7 @@ def test_the_config_file_that_is_loaded_is_the_one_whose_signature_was_looked_at
     given.symlink_to(file)
     look = trusted_texts
 
-    def exchanged_after(run: Path) -> Mapping[str, bytes]:
+    def exchanged_after(run: Path) -> RunTexts:
         texts = look(run)
         changed = file.read_text().replace("payload_of_a_run", "payload_of_another")
         file.unlink()
@@ -323,7 +344,9 @@ def test_the_config_file_that_is_loaded_is_the_one_whose_signature_was_looked_at
     loaded = config_file.load_config(str(given if is_behind_a_link else file), [], trusts=False)
     assert "payload_of_a_run" in configs.as_yaml(loaded.config)
     assert "payload_of_another" in file.read_text()
-    monkeypatch.setattr(config_file, "trusted_texts", lambda run: {"run.json": b""})  # moved away
+    monkeypatch.setattr(
+        config_file, "trusted_texts", lambda run: RunTexts(run_json=b"", config=None)
+    )  # moved away
     with pytest.raises(StoreError, match="was exchanged while it was opened"):
         config_file.load_config(str(given if is_behind_a_link else file), [], trusts=False)
 
@@ -335,7 +358,7 @@ def test_the_settings_of_a_start_are_signed_without_a_run_json_that_was_put_ther
     path = mine / "run.json"
     path.unlink()
     path.write_text(json.dumps({"storage_uri": "s3://theirs/run"}))
-    assert sign_run(mine, texts={"config.yaml": (mine / "config.yaml").read_bytes()})
+    assert sign_next(mine, config=(mine / "config.yaml").read_bytes())
     assert signed_texts(mine) is None
 
 
