@@ -38,6 +38,7 @@ publishing/
   publish.py           copies weights, and writes them as files
   broadcast_sender.py  sends weights to engines
   exportable.py        finds what a run has to export
+  base_model.py        finds and loads the base model of a run
   export_version.py    writes a published version for other programs
   export_checkpoint.py writes a checkpoint for other programs
 checkpoint.py          copies, writes and loads everything that a restart needs

@@ -41,7 +41,7 @@ from learner.distributed.private_ray import (
     remove_ray_directories,
 )
 from learner.explain import Explanation, explain, left_out_lines, table
-from learner.publishing.exportable import base_model
+from learner.publishing.base_model import base_model
 from learner.rank_group import RankGroup
 from learner.training.critic import critic_metrics
 from learner.training.engine import train_batch

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from store.catalog.ownership import check_consent
 from store.errors import StoreError, UnsafePathError
 from store.layout import VERSION_PATH, RunLayout, checked_name
 from store.remote_directory import copy_published
-from store.untrusted.file_access import is_directory, open_file_in, read_bytes_in
+from store.untrusted.file_access import is_directory, open_file_in, read_opened
 from store.user_cache import OWN_CACHE, private_directory
 
 
@@ -49,15 +49,16 @@ class OpenedVersion:
     def open_file(self, name: str) -> int:
         """Return the descriptor of a file, which the caller closes.
 
-        Raises OSError, and UnsafePathError for a link and for what is no regular file.
+        Raises OSError, and UnsafePathError for what is no regular file.
         """
-        if not self.follows_links:
-            return open_file_in(self.directory, name, path=self.path / name)
-        return os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.directory)
+        return open_file_in(
+            self.directory, name, path=self.path / name, follows_links=self.follows_links
+        )
 
     def read_file(self, name: str, *, at_most: int) -> bytes:
-        """Return the content of a file that is no link. Raises as `open_file`, and StoreError."""
-        return read_bytes_in(self.directory, name, path=self.path / name, at_most=at_most)
+        """Return the content of a file. Raises as `open_file`, also beyond `at_most` bytes."""
+        with open(self.open_file(name), "rb") as file:
+            return read_opened(file, self.path / name, at_most=at_most)
 
 
 @contextmanager
@@ -65,9 +66,21 @@ def opened_version(layout: RunLayout, path: str) -> Iterator[OpenedVersion]:
     """Give the version at `path`, as the catalog has it: weights/v000012.
 
     One that is only in a remote storage is copied to this user's cache first, and removed at the
-    end. Raises StoreError and OSError: as `RunLayout.opened_directory`, as `check_consent`, and for
-    a version behind a link in a run that is not trusted.
+    end. Raises StoreError and OSError: as `RunLayout.opened_directory`, as `check_consent`, for one
+    that was removed, and for one behind a link in a run that is not trusted.
     """
+    with ExitStack() as opened:
+        try:
+            version = opened.enter_context(_opened_version(layout, path))
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{layout.root / path} is not there (any more); ask for a newer version"
+            ) from error
+        yield version
+
+
+@contextmanager
+def _opened_version(layout: RunLayout, path: str) -> Iterator[OpenedVersion]:
     check_consent(layout)
     here = layout.root / checked_name(path, VERSION_PATH, where=str(layout.catalog))
     if here.is_symlink():

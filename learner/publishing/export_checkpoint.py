@@ -6,15 +6,14 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 import configs
 from learner.checkpoint import check_parameters, check_whole, read_content, saved_tensors
 from learner.distributed.optimizer_state import MASTER, trainable
-from learner.model.lora import add_adapters, merged, write_adapter
-from learner.model.policy_model import load_policy
+from learner.model.lora import merged, write_adapter
 from learner.model.vision import checkpoint_names
-from learner.publishing.exportable import ExportError, base_model, find_checkpoint
+from learner.publishing.base_model import base_model, load_base_model
+from learner.publishing.exportable import ExportError, find_checkpoint
 from learner.publishing.publish import write_weights
 from store import RunLayout, files_digest, weight_files
 
@@ -58,14 +57,8 @@ def _restored(layout: RunLayout, learner_step: int) -> tuple[PreTrainedModel, Pa
     config = configs.from_yaml(layout.info.config_yaml)
     content = read_content(source)
     check_whole(source, content)
-    # An adapter's configuration names it, so the path must be absolute.
-    base = base_model(layout, config).resolve()
-    disable_progress_bar()  # the output is one line
-    model = load_policy(
-        base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0
-    ).causal_lm
-    if config.model.lora_rank:
-        add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+    base = base_model(layout, config)
+    model = load_base_model(base, config)
     parameters = trainable(model)
     check_parameters(source, saved=content.policy_parameters, parameters=parameters)
     saved = saved_tensors(source, content)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 import configs
 from learner.files.atomic_directory import new_directory
-from learner.model.lora import add_adapters, merged, read_adapter
-from learner.model.policy_model import load_policy
-from learner.publishing.exportable import ExportError, base_model
+from learner.model.lora import merged, read_adapter
+from learner.publishing.base_model import base_model, load_base_model
+from learner.publishing.exportable import ExportError
 from learner.publishing.publish import SIDE_FILE_SUFFIXES, WEIGHTS_SUFFIX, write_weights
 from printable import UNSAFE
 from store import (
@@ -51,22 +49,22 @@ def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> 
 
 def _export_whole(version: VersionRecord, source: OpenedVersion, dest: Path) -> str:
     """Copy the files of a version, and compare the copy's digest with the published. Return it."""
-    try:
-        with new_directory(dest) as unfinished:
+    with new_directory(dest) as unfinished:
+        try:
             _copy_model(source, unfinished)
-            _check_model(unfinished, source=source.path)
-            names = [path.name for path in weight_files(unfinished)]
-            for index in configs.weight_indexes(unfinished):
-                if others := sorted(configs.files_of_index(index) - {*names}):
-                    raise ExportError(
-                        f"{source.path / index.name} names {others[0]}, which the version's digest "
-                        "does not cover; export another version, or a checkpoint"
-                    )
-            _check_digest([unfinished / name for name in names], version, source)
-    except FileNotFoundError as error:
-        raise ExportError(
-            f"version {version.version} was removed while it was copied; ask for a newer one"
-        ) from error
+        except FileNotFoundError as error:
+            raise ExportError(
+                f"version {version.version} was removed while it was copied; ask for a newer one"
+            ) from error
+        _check_model(unfinished, source=source.path)
+        names = [path.name for path in weight_files(unfinished)]
+        for index in configs.weight_indexes(unfinished):
+            if others := sorted(configs.files_of_index(index) - {*names}):
+                raise ExportError(
+                    f"{source.path / index.name} names {others[0]}, which the version's digest "
+                    "does not cover; export another version, or a checkpoint"
+                )
+        _check_digest([unfinished / name for name in names], version, source)
     return version.digest
 
 
@@ -157,7 +155,7 @@ def _export_merged(
 ) -> str:
     """Merge a version's adapter into the base model, and write it. Return the digest."""
     config = configs.from_yaml(layout.info.config_yaml)
-    base = base_model(layout, config).resolve()
+    base = base_model(layout, config)
     with private_directory("gigpo-adapter-") as copy:
         _copy_adapter(version, source, copy)
         check_adapter(
@@ -167,10 +165,6 @@ def _export_merged(
             base_shapes=tensor_shapes(base),
             base_digest=files_digest(weight_files(base)),
         )
-        disable_progress_bar()  # the output is one line
-        model = load_policy(
-            base, dtype=config.model.dtype, gradient_checkpointing=False, temperature=1.0
-        ).causal_lm
-        add_adapters(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+        model = load_base_model(base, config)
         read_adapter(model, copy)
     return write_weights(merged(model), dest, source_dir=base)

@@ -1,4 +1,4 @@
-"""Find what a run has to export: published versions, checkpoints, and the base model."""
+"""Find what a run has to export: published versions and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import store
-from configs import Config
 from printable import UserError
 from store import ADAPTER_CONFIG_FILE, RunLayout, VersionRecord, check_consent
-
-# Places of a base model made for a run: of one without model.path, and of one that clones it.
-MADE_BASE_MODELS = ("base/policy", "untrained")
 
 
 class ExportError(UserError, ValueError):
@@ -58,25 +54,6 @@ def find_checkpoint(layout: RunLayout, learner_step: int) -> Path:
     raise ExportError(
         f"{layout.root} has no checkpoint of learner step {learner_step}; {_listed(layout, there)}"
     )
-
-
-def base_model(layout: RunLayout, config: Config) -> Path:
-    """Return the Hugging Face directory of a run's base model, whose weights are version 0.
-
-    Raises FileNotFoundError naming its place if it is not there. Raises StoreError for a stranger's
-    run: transformers loads the model, and follows what its files name.
-    """
-    layout.check_trusted()
-    candidates = [layout.root / name for name in MADE_BASE_MODELS]
-    if config.model.path:
-        candidates = [Path(config.model.path)]
-    there = [path for path in candidates if (path / "config.json").is_file()]
-    if not there:
-        raise FileNotFoundError(
-            f"{candidates[0]}, the base model of {layout.root}, is not here; a checkpoint needs "
-            "its configuration and tokenizer, and what is not trained. Bring it back"
-        )
-    return there[0]
 
 
 def _versions(layout: RunLayout) -> list[VersionRecord]:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.atomic_write import PRIVATE, READ_WRITE
+from store.atomic_write import PRIVATE
 from store.errors import StoreError, UnsafePathError
 from store.layout import RunLayout
 from store.untrusted.file_access import (
@@ -70,10 +70,7 @@ class Pin:
         try:
             # The owner of a stranger's run can put a link in its place at any moment.
             with layout.opened() as run:
-                with suppress(FileExistsError):
-                    os.mkdir(layout.readers.name, dir_fd=run)
-                self._readers = open_directory_in(run, layout.readers.name, path=layout.readers)
-                self._give_permissions_of(run)
+                self._readers = _open_readers(run, path=layout.readers)
             self._descriptor = open_file_in(
                 self._readers,
                 unlocked,
@@ -104,17 +101,14 @@ class Pin:
         left, and the run would keep all files from then on.
         """
         found = os.fstat(self._readers)
-        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            os.fchmod(self._descriptor, READ_WRITE & found.st_mode)
-
-    def _give_permissions_of(self, run: int) -> None:
-        """Open the directory of pins to all who may write in the run, whatever this umask is.
-
-        A reader's umask would lock the owner of the run out of it.
-        """
-        made, expected = os.fstat(self._readers), stat.S_IMODE(os.fstat(run).st_mode)
-        if made.st_uid == os.geteuid() and stat.S_IMODE(made.st_mode) != expected:
-            os.fchmod(self._readers, expected)
+        mode = PRIVATE
+        if found.st_mode & stat.S_IWGRP:
+            with suppress(PermissionError):  # this user is not in that group
+                os.fchown(self._descriptor, -1, found.st_gid)
+            mode |= stat.S_IRGRP
+        if found.st_mode & stat.S_IWOTH or found.st_uid != os.geteuid():
+            mode |= stat.S_IRGRP | stat.S_IROTH
+        os.fchmod(self._descriptor, mode)
 
     def settle(self, lsn: int) -> None:
         """Say that the reader shows this snapshot and no other."""
@@ -132,6 +126,22 @@ class Pin:
         if self._readers >= 0:
             os.close(self._readers)
             self._readers = -1
+
+
+def _open_readers(run: int, *, path: Path) -> int:
+    """Return the descriptor of the directory of pins, which is made if need be.
+
+    Then all may write in it who may write in the run: a reader's umask would lock its owner out.
+    """
+    is_new = True
+    try:
+        os.mkdir(path.name, dir_fd=run)
+    except FileExistsError:
+        is_new = False
+    readers = open_directory_in(run, path.name, path=path)
+    if is_new:
+        os.fchmod(readers, stat.S_IMODE(os.fstat(run).st_mode))
+    return readers
 
 
 def oldest_pinned_lsn(layout: RunLayout) -> int | None:

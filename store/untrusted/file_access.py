@@ -95,15 +95,22 @@ def open_file(path: Path, *, root: Path, flags: int = os.O_RDONLY, mode: int = 0
 
 
 def open_file_in(
-    directory: int, name: str, *, path: Path, flags: int = os.O_RDONLY, mode: int = 0o666
+    directory: int,
+    name: str,
+    *,
+    path: Path,
+    flags: int = os.O_RDONLY,
+    mode: int = 0o666,
+    follows_links: bool = False,
 ) -> int:
     """Open a regular file of an open directory, which errors name `path`.
 
     The caller closes the descriptor.
     """
     _check_no_null(name)
+    flags |= _WITHOUT_WAITING & ~os.O_NOFOLLOW if follows_links else _WITHOUT_WAITING
     try:
-        descriptor = os.open(name, flags | _WITHOUT_WAITING, mode, dir_fd=directory)
+        descriptor = os.open(name, flags, mode, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise _a_link(path) from error
@@ -128,8 +135,13 @@ def read_bytes(path: Path, *, root: Path, at_most: int) -> bytes:
 def read_bytes_in(directory: int, name: str, *, path: Path, at_most: int) -> bytes:
     """Return the content of a regular file of an open directory, which errors name `path`."""
     with open(open_file_in(directory, name, path=path), "rb") as file:
-        # Its owner may make it longer meanwhile.
-        return file.read(_checked_size(file.fileno(), path, at_most=at_most))
+        return read_opened(file, path, at_most=at_most)
+
+
+def read_opened(file: BinaryIO, path: Path, *, at_most: int) -> bytes:
+    """Return the content of an open file. Raises UnsafePathError beyond `at_most` bytes."""
+    # Its owner may make it longer meanwhile.
+    return file.read(_checked_size(file.fileno(), path, at_most=at_most))
 
 
 def digest_in(directory: int, name: str, *, path: Path, at_most: int) -> str:

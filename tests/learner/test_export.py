@@ -623,6 +623,16 @@ def test_no_file_of_a_strangers_checkpoint_is_opened(
     assert "was not made by you" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_version_that_is_removed_before_it_is_opened_is_named(run: Path, adapter: bool) -> None:
+    layout = RunLayout.open(run)
+    version = find_version(layout, 3)
+    shutil.rmtree(layout.weights_dir(3))
+    export = export_module.export_adapter_version if adapter else export_module.export_version
+    with pytest.raises(StoreError, match=r"v000003 is not there \(any more\); ask for a newer"):
+        export(layout, version, dest=run.with_name("model"))
+
+
 def test_no_storage_is_asked_by_settings_that_were_exchanged_meanwhile(run: Path) -> None:
     """The attack: `export-model` read a run.json with a storage, and the views one without."""
     layout = RunLayout.open(run)

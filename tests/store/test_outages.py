@@ -398,7 +398,7 @@ def test_nobody_else_may_open_a_pin_before_it_is_locked(
     monkeypatch.setattr(fcntl, "flock", looked_at)
     pin = Pin(layout, 3)
     (path,) = layout.readers.iterdir()
-    assert (modes, path.stat().st_mode & 0o777) == ([0o600], 0o644)
+    assert (modes, path.stat().st_mode & 0o777) == ([0o600], 0o640)
     pin.close()
 
 
