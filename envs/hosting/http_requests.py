@@ -105,44 +105,44 @@ def content_encoding(request: web.Request) -> str:
     return "" if encoding.strip().lower() == "identity" else encoding[:60]
 
 
-class BytesAtOnce:
-    """Bound the bytes of bodies, or of answers, that a server holds for clients without a key.
+class AtOnce:
+    """Bound what a server holds for all clients together: bytes of bodies, for example.
 
-    bodies = BytesAtOnce(64 * 2**20)
-    with bodies.one() as body:
+    bodies = AtOnce(64 * 2**20)
+    with bodies.body() as body:
         value = await read_json(request, body_of=partial(body.read, request, at_most_bytes=n))
     """
 
-    def __init__(self, at_most_bytes: int) -> None:
-        self._left_bytes = at_most_bytes
+    def __init__(self, at_most: int) -> None:
+        self._left = at_most
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[Body]:
-        """Give one body, which counts until the request is answered."""
+    def body(self) -> Iterator[Body]:
+        """Give the body of a request, whose bytes count in the block."""
         body = Body(self)
         try:
             yield body
         finally:
-            self._left_bytes += len(body.received)
+            self._left += len(body.received)
 
     @contextlib.contextmanager
-    def counted(self, n_bytes: int) -> Iterator[None]:
-        """Count so many bytes more in the block. Raises as `take`."""
-        self.take(n_bytes)
+    def counted(self, number: int) -> Iterator[None]:
+        """Count so many more in the block. Raises as `take`."""
+        self.take(number)
         try:
             yield
         finally:
-            self._left_bytes += n_bytes
+            self._left += number
 
-    def take(self, n_bytes: int) -> None:
-        """Count so many bytes more. Raises RequestRefused if they are too many."""
-        if n_bytes > self._left_bytes:
+    def take(self, number: int) -> None:
+        """Count so many more. Raises RequestRefused if they are too many."""
+        if number > self._left:
             raise RequestRefused(503, "the server has too many requests now; ask again later")
-        self._left_bytes -= n_bytes
+        self._left -= number
 
 
 async def write_answer(
-    request: web.Request, value: object, *, answers: BytesAtOnce
+    request: web.Request, value: object, *, answers: AtOnce
 ) -> web.StreamResponse:
     """Write a JSON answer, which counts among `answers` until the client has taken it.
 
@@ -161,7 +161,7 @@ async def write_answer(
 class Body:
     """The body of one request, as far as it was received."""
 
-    def __init__(self, bodies: BytesAtOnce) -> None:
+    def __init__(self, bodies: AtOnce) -> None:
         self._bodies = bodies
         self.received = bytearray()
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
 from envs.hosting.http_requests import (
-    BytesAtOnce,
+    AtOnce,
     RequestRefused,
     guard,
     listen,
@@ -39,31 +38,42 @@ MAX_BODIES_BYTES = 64 * 2**20
 MAX_ANSWER_CHARACTERS = 16_000_000
 # Bound of all answers together that clients have not read yet. One has 192 MB at most, as escapes.
 MAX_ANSWERS_BYTES = 256 * 2**20
-# A larger request is searched for in pieces, few such requests at once, and only as long as its
-# client waits. So a question is answered soon, whatever others ask for.
+# A larger request is searched for in pieces of so many queries, which takes some 10 ms.
 PIECE_QUERIES = 64
+# Larger requests that are searched for at once: a question waits for a piece of each at most.
 LARGE_REQUESTS_AT_ONCE = 2
+# Bound of the queries of all larger requests together. A training batch has some hundred.
+MAX_WAITING_QUERIES = 64 * MAX_QUERIES
 
 
 def application(corpus: Corpus, *, topk: int) -> web.Application:
     """Return the web application. `topk` is the default of a request's `topk`."""
+    # Search-R1's protocol has no key: the corpus is open to everybody who can reach the server.
+    app = web.Application(middlewares=[guard("", error_field="detail")])
+    app.router.add_post("/retrieve", Retrieval(corpus, topk=topk).answer)
+    return app
 
-    bodies, answers = BytesAtOnce(MAX_BODIES_BYTES), BytesAtOnce(MAX_ANSWERS_BYTES)
-    large = asyncio.Semaphore(LARGE_REQUESTS_AT_ONCE)
 
-    async def retrieve(request: web.Request) -> web.StreamResponse:
-        with bodies.one() as body:
+class Retrieval:
+    """Answer requests, and bound what all clients together can take."""
+
+    def __init__(self, corpus: Corpus, *, topk: int) -> None:
+        self._corpus, self._topk = corpus, topk
+        self._bodies = AtOnce(MAX_BODIES_BYTES)
+        self._answers = AtOnce(MAX_ANSWERS_BYTES)
+        self._waiting_queries = AtOnce(MAX_WAITING_QUERIES)
+        self._large = asyncio.Semaphore(LARGE_REQUESTS_AT_ONCE)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request."""
+        with self._bodies.body() as body:
             read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
-            result = await search(request, await read_json(request, body_of=read))
-        return await write_answer(request, {"result": result}, answers=answers)
-
-    async def search(request: web.Request, asked: object) -> list[list[dict[str, object]]]:
+            asked = await read_json(request, body_of=read)
         try:
-            queries, wanted, with_scores = _parse_request(asked, topk=topk)
+            queries, wanted, with_scores = _parse_request(asked, topk=self._topk)
         except ValueError as error:
             raise RequestRefused(422, str(error)) from None
-        async with large if len(queries) > PIECE_QUERIES else nullcontext():
-            hits_of = await hits(request, queries, wanted)
+        hits_of = await self._search(request, queries, wanted)
         n_characters = sum(len(hit.passage.contents) for hits in hits_of for hit in hits)
         if n_characters > MAX_ANSWER_CHARACTERS:
             raise RequestRefused(
@@ -71,21 +81,25 @@ def application(corpus: Corpus, *, topk: int) -> web.Application:
                 f"the passages found have {n_characters:,} characters, more than "
                 f"{MAX_ANSWER_CHARACTERS:,}; send fewer queries at once, or a smaller topk",
             )
-        return [[_to_json(hit, with_scores=with_scores) for hit in hits] for hits in hits_of]
+        result = [[_to_json(hit, with_scores=with_scores) for hit in hits] for hits in hits_of]
+        return await write_answer(request, {"result": result}, answers=self._answers)
 
-    async def hits(request: web.Request, queries: list[str], wanted: int) -> list[list[Hit]]:
+    async def _search(self, request: web.Request, queries: list[str], topk: int) -> list[list[Hit]]:
+        if len(queries) <= PIECE_QUERIES:
+            return await asyncio.to_thread(self._search_piece, request, queries, topk)
         found: list[list[Hit]] = []
-        for begin in range(0, len(queries), PIECE_QUERIES):
-            if request.transport is None:  # nobody waits for the rest
-                raise RequestRefused(499, "the client has closed the connection")
-            piece = queries[begin : begin + PIECE_QUERIES]
-            found += await asyncio.to_thread(corpus.search, piece, wanted)
+        with self._waiting_queries.counted(len(queries)):
+            async with self._large:
+                for begin in range(0, len(queries), PIECE_QUERIES):
+                    piece = queries[begin : begin + PIECE_QUERIES]
+                    found += await asyncio.to_thread(self._search_piece, request, piece, topk)
         return found
 
-    # Search-R1's protocol has no key: the corpus is open to everybody who can reach the server.
-    app = web.Application(middlewares=[guard("", error_field="detail")])
-    app.router.add_post("/retrieve", retrieve)
-    return app
+    def _search_piece(self, request: web.Request, queries: list[str], topk: int) -> list[list[Hit]]:
+        """Search, in a thread. Raises RequestRefused if nobody waits for the answer any more."""
+        if request.transport is None:
+            raise RequestRefused(499, "the client has closed the connection")
+        return self._corpus.search(queries, topk)
 
 
 def _parse_request(body: object, *, topk: int) -> tuple[list[str], int, bool]:

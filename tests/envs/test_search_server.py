@@ -641,11 +641,14 @@ def test_the_answers_that_clients_leave_unread_are_bounded_together(
     asyncio.run(asyncio.wait_for(attack(), 120))
 
 
-def test_large_requests_hold_up_no_question_and_end_with_their_clients() -> None:
+def test_large_requests_hold_up_no_question_and_end_with_their_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The attack: 300 clients asked for 4,096 queries each, and left. For two minutes no question
     was answered.
     """
     go_on, searched = threading.Event(), []
+    monkeypatch.setattr(search_server, "MAX_WAITING_QUERIES", 20 * 4096)
 
     def index(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
         searched.append(len(queries))
@@ -656,16 +659,20 @@ def test_large_requests_hold_up_no_question_and_end_with_their_clients() -> None
     async def attack() -> None:
         async with ours(Corpus([Passage(id="1", contents="word")], index)) as server:
             large = {"queries": ["word"] * 4096, "topk": 1}
-            clients = [asyncio.create_task(post(url_of(server), large)) for _ in range(20)]
+            clients = [asyncio.create_task(post(url_of(server), large)) for _ in range(21)]
             while not searched:
                 await asyncio.sleep(0.01)
             assert (await post(url_of(server), {"queries": ["word"], "topk": 1}))[0] == 200
-            for client in clients:
+            one_too_many, waiting = await asyncio.wait(clients, return_when=asyncio.FIRST_COMPLETED)
+            assert [client.result()[0] for client in one_too_many] == [503]
+            for client in waiting:
                 client.cancel()
-            await asyncio.wait(clients)
+            await asyncio.wait(waiting)
             await asyncio.sleep(0.1)  # until the server knows it
             go_on.set()
-            status, answer = await post(url_of(server), large)
+            while (told := await post(url_of(server), large))[0] == 503:
+                await asyncio.sleep(0.01)
+            status, answer = told
             assert status == 200 and len(answer["result"]) == 4096
             pieces = [n for n in searched if n > 1]
             assert set(pieces) == {search_server.PIECE_QUERIES}
