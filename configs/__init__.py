@@ -24,7 +24,6 @@ estimate_text.py    that estimate as text
 shown_settings.py   settings as others may see them, without secrets
 variants.py         configs of its tiny base policy's run, and of an external model's evaluation
 model_directory.py  the directory of the model that a run starts from
-model_server.py     a model server that is not trusted: what it is sent, and a bounded answer
 *.yaml              the runs that we vouch for; `base: FILE` builds one on another
 """
 
@@ -70,7 +69,6 @@ from configs.model_directory import (
     refused_for_vision,
     weight_indexes,
 )
-from configs.model_server import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
 from configs.model_size import Shape, check_heads, known_shape, vocabulary_size
 from configs.overrides import split_run_dir
 from configs.per_environment import environment_config, environment_weights, environments
@@ -102,7 +100,6 @@ __all__ = [
     "GIB",
     "HEAD_SIZE",
     "KEPT_CHECKPOINTS",
-    "MAX_ANSWER_BYTES",
     "PIPELINE",
     "REFUSED_ARGUMENTS",
     "SAFE_LOADING",
@@ -149,11 +146,9 @@ __all__ = [
     "groups_of_a_step",
     "has_critic",
     "holds_secrets",
-    "http_client",
     "is_offline",
     "is_served",
     "is_vision_model",
-    "json_of",
     "known_shape",
     "least_workers",
     "load",
@@ -165,11 +160,9 @@ __all__ = [
     "most_updates",
     "most_workers",
     "n_workers",
-    "own_headers",
     "parallel_sizes",
     "parse_saved",
     "pass_bytes",
-    "quoted",
     "rank_bytes",
     "read_description",
     "read_file",

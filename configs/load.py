@@ -70,7 +70,7 @@ def load(
             f"{path} is a directory, not a config file; give a YAML file, e.g. "
             "configs/key_room.yaml"
         )
-    if not path.is_file():
+    if not path.exists():
         known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
         raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
     return _checked(_settings_of(path, above=(), read=read or read_file), overrides, name=str(path))

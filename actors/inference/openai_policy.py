@@ -25,16 +25,9 @@ from actors.concurrency import RequestGate
 from actors.inference.codepoint_tokenizer import ids_of, messages_of
 from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
-from configs import (
-    MAX_ANSWER_BYTES,
-    Config,
-    EndpointConfig,
-    http_client,
-    json_of,
-    own_headers,
-    quoted,
-)
+from configs import Config, EndpointConfig
 from envs import PendingOperations
+from model_server import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
 from printable import UserError, did_you_mean
 
 if TYPE_CHECKING:

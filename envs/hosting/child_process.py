@@ -62,8 +62,9 @@ class ChildProcess:
         the machine can read a command line. The child's output is appended to `log`, or goes where
         this process's output goes.
         """
-        project = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([project, *map(os.path.abspath, sys.path)])
+        # Nothing more, such as this project's folder: a class that the child finds there would be
+        # missing in the driver and in workers.
+        path = os.pathsep.join(map(os.path.abspath, sys.path))
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process has ended
         with (
             tempfile.TemporaryFile() as options_file,

@@ -21,9 +21,9 @@ import numpy as np
 import openai
 import pyarrow as pa
 
-from configs import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
 from learner.data.arrow_lists import lists
 from learner.data.sequences import sequences
+from model_server import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
 from printable import UserError
 
 REQUESTS = 16  # at once; the server makes batches of them
@@ -162,7 +162,5 @@ class ServedTeacher:
 
 def _reason(error: openai.OpenAIError) -> str:
     """Return what went wrong with a request. The client calls all of it a connection error."""
-    import openai
-
     cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else None
     return quoted(cause or error)

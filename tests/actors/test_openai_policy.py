@@ -31,8 +31,9 @@ from actors.policy import Completion
 from actors.prompting.chat_template import Chat
 from actors.prompting.template import Turn
 from actors.rollout.episode import AttemptProgress, EpisodeRules
-from configs import MAX_ANSWER_BYTES, Config, EndpointConfig, PromptConfig, json_of
+from configs import Config, EndpointConfig, PromptConfig
 from envs import Observation
+from model_server import MAX_ANSWER_BYTES, json_of
 from tests.support.chat_samples import IDS, TextPolicy, rules, served
 from tests.support.chat_server import Answer, ChatServer, chat_server, said
 
@@ -405,7 +406,7 @@ def test_json_nested_without_end_is_no_answer(body: str) -> None:
 
 def test_an_answer_of_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    monkeypatch.setattr("configs.model_server.json.loads", parsed.append)
+    monkeypatch.setattr("model_server.json.loads", parsed.append)
     body = '{"choices": [' + "[]," * 2**20 + "[]]}"
     assert json_of(body.encode()) is None
     assert not parsed

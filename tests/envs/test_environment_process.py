@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -21,6 +23,7 @@ from envs import (
     list_tasks_in_child,
     try_environment,
 )
+from envs.hosting import child_process
 from tests.support.processes import end_with_their_owner, wait_until_gone
 
 OPTIONS: Mapping[str, object] = {}
@@ -285,6 +288,22 @@ class Hanging:
     def step(self, action): ...
     def close(self): pass
 """
+
+
+def test_a_child_finds_no_class_that_its_parent_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class in this project's folder was listed by the child, and then missing in the driver."""
+    started: list[Any] = []
+
+    def noted(arguments: Sequence[str], **options: Any) -> NoReturn:
+        started.append(options["env"])
+        raise InterruptedError
+
+    monkeypatch.setattr(child_process.subprocess, "Popen", noted)
+    monkeypatch.setattr(sys, "path", ["/somewhere"])
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(InterruptedError):
+        child_process.ChildProcess([], options={}, channel=theirs, log=None)
+    assert started[0]["PYTHONPATH"] == "/somewhere"
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -22,12 +22,13 @@ import pytest
 
 import store
 from cli.__main__ import main
-from configs import MAX_ANSWER_BYTES, LearnerConfig, LossConfig, ModelConfig
+from configs import LearnerConfig, LossConfig, ModelConfig
 from learner import ServedTeacher
 from learner.data import served_teacher
 from learner.data.served_teacher import TeacherError
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
+from model_server import MAX_ANSWER_BYTES
 from tests.support.chat_server import Answer, chat_server
 from tests.support.engine_samples import CUT, cut, history_rows, make_base
 from tests.support.fast_directory import fast_directory

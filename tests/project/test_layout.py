@@ -23,6 +23,7 @@ SHARED = (
     "bounded_json",
     "bounded_yaml",
     "linear_h11",
+    "model_server",
     "printable",
     "row_bounds",
     "usage_statistics",

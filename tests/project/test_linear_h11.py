@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import http_client
 from linear_h11 import CHUNK_HEADER, HEADER_FIELD
+from model_server import http_client
 
 HEADER = re.compile(h11._abnf.header_field.encode())
 CHUNK = re.compile(h11._abnf.chunk_header.encode())
