@@ -132,7 +132,7 @@ def _progress_line(standing: Standing, config: Config, *, is_driven: bool) -> st
     clones = config.loss.policy == "behaviour_cloning"
     at = f"learner step {step} of {steps}, newest version {standing.version}"
     n_played = standing.round_groups - standing.round_to_play
-    evaluation = f"{n_played} of {standing.round_groups} held-out tasks played"
+    evaluation = f"{n_played} of {standing.round_groups} held-out episodes played"
     if standing.version is None:
         state = "starting" if is_driven else "stopped"
         return f"{state}: there are no weights yet, so no learner step of {steps}"

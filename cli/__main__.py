@@ -63,6 +63,7 @@ class Program(click.Group):
                 )
 
 
+@click.version_option(package_name="async-gigpo", message="gigpo %(version)s")
 @click.group(cls=Program, epilog=EPILOG, context_settings={"max_content_width": 100})
 def program() -> None:
     """Train LLM agents with GiGPO, and look at what they did.

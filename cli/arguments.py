@@ -124,7 +124,8 @@ settings_argument = click.argument("settings", cls=Settings, nargs=-1, metavar="
 trust_option = click.option(
     "--trust",
     is_flag=True,
-    help="Follow the settings of a run that somebody else made; needed once.",
+    help="Follow the settings of a run that somebody else made. It is remembered, also after "
+    "--dry-run.",
 )
 as_of_option = click.option(
     "--as-of", type=AT_LEAST_0, metavar="LSN", help="Show the run as it was at this log number."

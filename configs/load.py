@@ -71,8 +71,9 @@ def load(
             "configs/key_room.yaml"
         )
     if not path.exists():
-        known = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
-        raise ConfigError(f"config file {str(path)!r} does not exist; configs/ holds {known}")
+        ours = Path(__file__).parent
+        known = ", ".join(sorted(p.name for p in ours.glob("*.yaml")))
+        raise ConfigError(f"config file {str(path)!r} does not exist; {ours} holds {known}")
     return _checked(_settings_of(path, above=(), read=read or read_file), overrides, name=str(path))
 
 

@@ -91,7 +91,7 @@ class TaskQueue:
         )
 
     def open_round(self, catalog: Catalog, version: int, *, episodes_per_task: int) -> None:
-        """Enter a group of `episodes_per_task` episodes for every held-out task.
+        """Enter `episodes_per_task` groups of one episode for every held-out task.
 
         They are leased before any training group.
         """

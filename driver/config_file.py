@@ -23,12 +23,15 @@ from store import (
     StoreError,
     decoded,
     is_anothers,
-    is_lost,
     is_trusted,
     limited_memory,
+    passed,
     trust,
     trusted_texts,
 )
+
+# Two of them make a run of a directory without run.json. One alone may be anything's.
+SIGNS_OF_A_RUN = ("catalog.sqlite", "manifest.json", "segments", "backup/run.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +58,7 @@ def load_config(file: str, overrides: Sequence[str], *, trusts: bool) -> GivenCo
                 trust(run)
                 trusted.append(run)
             texts = _trusted_texts(run, path)
-            if run / CONFIG_FILE in _places(path):
+            if run / CONFIG_FILE in passed(path):
                 if texts.config is None:
                     raise StoreError(f"{path} was exchanged while it was opened; open it again")
                 signed = texts.config
@@ -84,25 +87,36 @@ def _trusted_texts(run: Path, path: Path) -> RunTexts:
 
 
 def _runs_around(path: Path) -> list[Path]:
-    """Return the runs in which the file lies, however deep; of a link, also those of its end.
+    """Return the runs in which the file lies, however deep, and those of each link to it."""
+    folders = _folders(path)
+    above = dict.fromkeys(run for folder in folders for run in folder.parents)
+    return [
+        *filter(_has_run, folders),
+        *(each for each in above if _has_run(each) and not _came_later(each, path)),
+    ]
+
+
+def _has_run(folder: Path) -> bool:
+    """Return whether a run is there, which may have lost its run.json.
 
     Whoever made a run says what its run.json is: a link, or nothing beside its other files.
     """
-    folders = _folders(path)
-    runs = [each for each in folders if os.path.lexists(each / RUN_JSON) or is_lost(each)]
-    above = (run for folder in folders for run in folder.parents)
-    return list(dict.fromkeys([*runs, *(run for run in above if _is_run_around(run, path))]))
+    return os.path.lexists(folder / RUN_JSON) or len(_signs_of_a_run(folder)) > 1
 
 
-def _is_run_around(run: Path, path: Path) -> bool:
-    """Return whether a run is at `run`, which did not come there after the file did.
+def _came_later(run: Path, path: Path) -> bool:
+    """Return whether others put the run above files of the user's own.
 
-    Who may write in a directory above the user's own, such as /tmp, could put a run.json there.
+    Who may write in a directory above them, such as /tmp, can do that.
     """
-    if not os.path.lexists(run / RUN_JSON):
-        return False
-    below = [place for place in _places(path) if place.is_relative_to(run)]
-    return not is_anothers(run / RUN_JSON) or not all(_is_own_below(run, file) for file in below)
+    below = [place for place in passed(path) if place.is_relative_to(run)]
+    run_json = run / RUN_JSON
+    told_by = [run_json] if os.path.lexists(run_json) else _signs_of_a_run(run)
+    return all(map(is_anothers, told_by)) and all(_is_own_below(run, place) for place in below)
+
+
+def _signs_of_a_run(folder: Path) -> list[Path]:
+    return [folder / name for name in SIGNS_OF_A_RUN if os.path.lexists(folder / name)]
 
 
 def _is_own_below(run: Path, file: Path) -> bool:
@@ -111,12 +125,6 @@ def _is_own_below(run: Path, file: Path) -> bool:
     return not any(map(is_anothers, (file, *between)))
 
 
-def _places(path: Path) -> tuple[Path, Path]:
-    """Return where the file lies: as it was named, and, of a link, its end."""
-    # Of a/../b nothing in a counts.
-    named = path.parent.resolve() / path.name if ".." in path.parts else path.absolute()
-    return named, path.resolve()
-
-
 def _folders(path: Path) -> list[Path]:
-    return [place.parent for place in _places(path)]
+    """Return the folder of the file, and of each link through which it is reached."""
+    return list(dict.fromkeys(place.parent for place in passed(path)))

@@ -42,7 +42,7 @@ class Progress:
         self.started_s = time.monotonic()
         self.first_step: int | None = None  # None: nothing was shown yet
         self.shown_at_s = float("-inf")  # of the last line
-        self.heldout_groups = 0  # of the round that is shown
+        self.heldout_groups = 0  # of the round that is shown; each is one episode
         self.last_notice = 0  # number of the last notice shown
 
     def __enter__(self) -> Progress:
@@ -142,11 +142,10 @@ class Progress:
         elapsed_s = time.monotonic() - self.started_s
         endpoint = self.config.endpoint
         return [
-            ("held-out tasks", f"{done}/{self.heldout_groups} played"),
+            ("held-out episodes", f"{done}/{self.heldout_groups} played"),
             ("elapsed", duration(elapsed_s)),
             ("left", duration(elapsed_s / done * status.heldout_open) if done else "?"),
             ("model", endpoint.model) if endpoint.url else ("version", str(status.version)),
-            ("episodes of each", str(self.config.evaluation.final_episodes_per_task)),
         ]
 
     def _time_left(self, status: Status) -> str:

@@ -105,7 +105,8 @@ def restored_lines(
     Example of a run killed after learner step 9, with a checkpoint at every fourth step:
 
         continues at learner step 8 as version 11; 8 groups consumed after the checkpoint are
-        available again, 3 unfinished groups are played first; 412 trajectories are kept
+        available again, 3 unfinished groups are played first; 412 trajectories are kept,
+        held-out ones included
         thrown away: 1 learner step, which is trained again; 4 complete groups too old now for
         version 11 (max_staleness=1), which stay in the store as stale (fewer with a smaller
         learner.checkpoint_every)
@@ -131,7 +132,8 @@ def restored_lines(
         f"continues at learner step {learner_step} as version {version}{left_out}; "
         f"{counted(again, 'group')} consumed after the checkpoint {_is_or_are(again)} available "
         f"again, {counted(n_open, 'unfinished group')} {_is_or_are(n_open)} played first; "
-        f"{counted(n_kept, 'trajectory')} {_is_or_are(n_kept)} kept\n"
+        f"{counted(n_kept, 'trajectory')} {_is_or_are(n_kept)} kept, "
+        f"held-out ones included\n"
         f"thrown away: {'; '.join(lost) or 'nothing'}"
     )
 

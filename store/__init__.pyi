@@ -146,6 +146,7 @@ from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.own_directory import check_own_directory as check_own_directory
 from .untrusted.own_directory import is_anothers as is_anothers
 from .untrusted.own_directory import opened_by_own_links as opened_by_own_links
+from .untrusted.own_directory import passed as passed
 from .untrusted.signatures import RUN_JSON as RUN_JSON
 from .untrusted.signatures import SIGNED as SIGNED
 from .untrusted.signatures import RunTexts as RunTexts

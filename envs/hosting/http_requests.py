@@ -151,7 +151,8 @@ async def write_answer(
     response = web.json_response(value)
     assert isinstance(response.body, bytes)
     n_bytes = len(response.body)
-    with answers.counted(n_bytes if n_bytes > SMALL_ANSWER_BYTES else 0):
+    counted = answers.counted(n_bytes if n_bytes > SMALL_ANSWER_BYTES else 0)
+    with counted, contextlib.suppress(ConnectionError):  # the client has left
         await response.prepare(request)
         await response.write_eof()
         await request.writer.drain()  # GuardedSite disconnects a client that takes too little

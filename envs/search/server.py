@@ -24,7 +24,7 @@ from envs.hosting.http_requests import (
     write_answer,
 )
 from envs.options import load_target
-from envs.search.corpus import Corpus, Hit, bm25_index, read_passages
+from envs.search.corpus import MAX_QUERY_CHARACTERS, Corpus, Hit, bm25_index, read_passages
 from printable import ArgumentParser, printable, protect_terminal
 
 # Bounds of one request.
@@ -42,8 +42,10 @@ MAX_ANSWERS_BYTES = 256 * 2**20
 PIECE_QUERIES = 64
 # Larger requests that are searched for at once: a question waits for a piece of each at most.
 LARGE_REQUESTS_AT_ONCE = 2
-# Bound of the queries of all larger requests together. A training batch has some hundred.
-MAX_WAITING_QUERIES = 64 * MAX_QUERIES
+# Bounds of the queries that wait, of larger requests and of the others. A training batch has some
+# hundred thousand characters.
+MAX_WAITING_CHARACTERS = 32 * 2**20
+CHARACTERS_OF_AN_OBJECT = 64  # a short query takes as much memory as so many more characters
 
 
 def application(corpus: Corpus, *, topk: int) -> web.Application:
@@ -61,7 +63,7 @@ class Retrieval:
         self._corpus, self._topk = corpus, topk
         self._bodies = AtOnce(MAX_BODIES_BYTES)
         self._answers = AtOnce(MAX_ANSWERS_BYTES)
-        self._waiting_queries = AtOnce(MAX_WAITING_QUERIES)
+        self._few, self._many = AtOnce(MAX_WAITING_CHARACTERS), AtOnce(MAX_WAITING_CHARACTERS)
         self._large = asyncio.Semaphore(LARGE_REQUESTS_AT_ONCE)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -85,10 +87,12 @@ class Retrieval:
         return await write_answer(request, {"result": result}, answers=self._answers)
 
     async def _search(self, request: web.Request, queries: list[str], topk: int) -> list[list[Hit]]:
+        n_characters = sum(len(query) + CHARACTERS_OF_AN_OBJECT for query in queries)
         if len(queries) <= PIECE_QUERIES:
-            return await asyncio.to_thread(self._search_piece, request, queries, topk)
+            with self._few.counted(n_characters):
+                return await asyncio.to_thread(self._search_piece, request, queries, topk)
         found: list[list[Hit]] = []
-        with self._waiting_queries.counted(len(queries)):
+        with self._many.counted(n_characters):
             async with self._large:
                 for begin in range(0, len(queries), PIECE_QUERIES):
                     piece = queries[begin : begin + PIECE_QUERIES]
@@ -122,7 +126,8 @@ def _parse_request(body: object, *, topk: int) -> tuple[list[str], int, bool]:
             f"{len(queries)} queries with topk={wanted} ask for over {MAX_HITS} passages; send "
             "fewer queries at once"
         )
-    return queries, wanted, bool(body.get("return_scores", False))
+    searched = [query[:MAX_QUERY_CHARACTERS] for query in queries]  # as `Corpus.search` does
+    return searched, wanted, bool(body.get("return_scores", False))
 
 
 def _to_json(hit: Hit, *, with_scores: bool) -> dict[str, object]:

@@ -97,18 +97,16 @@ class Pin:
     def _show_to_owners(self) -> None:
         """Let whoever may own the run's catalog look whether the pin is locked.
 
-        If that is this user alone, nobody else may open it: they could lock what a killed reader
-        left, and the run would keep all files from then on.
+        These are who may write in the run. Nobody else may open it: they could lock what a killed
+        reader left, and the run would keep all files from then on.
         """
         found = os.fstat(self._readers)
-        mode = PRIVATE
-        if found.st_mode & stat.S_IWGRP:
-            with suppress(PermissionError):  # this user is not in that group
-                os.fchown(self._descriptor, -1, found.st_gid)
-            mode |= stat.S_IRGRP
-        if found.st_mode & stat.S_IWOTH or found.st_uid != os.geteuid():
-            mode |= stat.S_IRGRP | stat.S_IROTH
-        os.fchmod(self._descriptor, mode)
+        with suppress(OSError):  # this user is not in that group, or the file system has none
+            owner = found.st_uid if os.geteuid() == 0 else -1
+            os.fchown(self._descriptor, owner, found.st_gid)
+        for_group = stat.S_IRGRP if found.st_mode & stat.S_IWGRP else 0
+        for_all = stat.S_IROTH if found.st_mode & stat.S_IWOTH else 0
+        os.fchmod(self._descriptor, PRIVATE | for_group | for_all)
 
     def settle(self, lsn: int) -> None:
         """Say that the reader shows this snapshot and no other."""

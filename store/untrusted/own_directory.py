@@ -2,6 +2,7 @@
 
 check_own_directory(run)    # before anything is written or removed there
 is_anothers(file)           # who made it
+passed(file)                # the links to it
 make_own_directory(cache)   # for this user alone, with what is missing above it
 with opened_by_own_links(run) as (directory, place): ...    # before its files are believed
 """
@@ -113,6 +114,24 @@ def is_anothers(path: Path) -> bool:
     except OSError:
         return False
     return os.geteuid() != 0 and owner not in (os.geteuid(), 0)
+
+
+def passed(path: Path) -> list[Path]:
+    """Return the true path of each link through which `path` leads, in order, and of its end.
+
+    What is named before a `..` is passed only if a link lies there.
+    """
+    links: list[Path] = []
+    names, place = list(reversed(path.absolute().parts)), Path("/")
+    while names:
+        name = names.pop()
+        at = place.parent if name == ".." else place / name
+        if at.is_symlink() and len(links) < MAX_LINKS:
+            links.append(at)
+            names += reversed(Path(os.readlink(at)).parts)
+        else:
+            place = at
+    return [*links, place]
 
 
 def make_own_directory(directory: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_run_that_is_trained_is_evaluated_and_then_finished(run: Run) -> None:
     assert run.lines(is_driven=True)[0] == f"evaluating: {at}; the held-out tasks are next"
     assert run.lines(is_driven=False)[0] == f"trained, not evaluated: {at}"
     run.evaluate(["a", "b"], n_played=1)
-    assert run.lines(is_driven=True)[0] == f"evaluating: {at}; 1 of 2 held-out tasks played"
+    assert run.lines(is_driven=True)[0] == f"evaluating: {at}; 1 of 2 held-out episodes played"
     group = run.catalog.lease_open_group(worker="w0", lease_s=60.0)
     assert group is not None
     play(run.layout, run.catalog, group)
@@ -168,7 +168,7 @@ def test_a_run_that_only_evaluates_has_no_learner_steps(tmp_path: Path) -> None:
         tx.touch("component")
     run.publish_base()
     run.evaluate(["a", "b"], n_played=1)
-    assert run.lines(is_driven=True)[0] == "evaluation: 1 of 2 held-out tasks played"
+    assert run.lines(is_driven=True)[0] == "evaluation: 1 of 2 held-out episodes played"
     run.catalog.close()
 
 

@@ -85,7 +85,7 @@ def test_a_model_behind_a_server_is_evaluated_into_a_store_and_goes_on_where_it_
         assert len(server.asked) - n_before > 0
     assert (
         "all   20     40" in second.stdout
-        and "held-out tasks" in second.stdout
+        and "held-out episodes" in second.stdout
         and "learner" not in second.stdout
     )
     check_recorded(new)

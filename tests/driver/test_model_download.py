@@ -503,7 +503,8 @@ def test_a_disk_that_is_too_small_is_named_before_the_download(
     full = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr("driver.preflight.shutil.disk_usage", lambda path: full)
     with pytest.raises(
-        ConfigError, match=r"the download of the model needs 0\.0 GiB; .* set HF_HUB_CACHE"
+        ConfigError,
+        match=r"has 0 MiB free and the download of the model needs 11 MiB; .* set HF_HUB_CACHE",
     ):
         with_model(asking())
     assert not any("resolve" in asked and asked.startswith("GET") for asked in server.asked)
@@ -527,14 +528,10 @@ def test_a_download_and_a_run_that_fit_one_disk_only_one_by_one_are_named(
         monkeypatch.setattr("driver.preflight._device", lambda path: hash(path))
     assert main(["train", KEY_ROOM, "--dry-run", "run_dir=run", f"model.path={NAME}"]) == 0
     missing = capsys.readouterr().out.partition("missing here:")[2]
-    fault = re.search(
-        r"the disk of run_dir=run and .* has .* GiB free and the run needs .*", missing
-    )
+    fault = re.search(r"the disk of run_dir=run and .* has .* free and the run needs .*", missing)
     assert (fault is None) == disks_differ
     if fault:
-        assert (
-            " GiB and the download of the model needs 0.0 GiB; free some, or keep less" in fault[0]
-        )
+        assert " and the download of the model needs 11 MiB; free some, or keep less" in fault[0]
 
 
 @pytest.mark.parametrize(

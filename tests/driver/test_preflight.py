@@ -246,9 +246,9 @@ def test_an_evaluation_shows_its_own_progress(
     assert "step 60/" in training and "learner step" in training
     assert training.startswith("training  step ")
     assert first.startswith(
-        "evaluating  held-out tasks 0/20 played  elapsed 0 s  left ?  model m-7b"
+        "evaluating  held-out episodes 0/20 played  elapsed 0 s  left ?  model m-7b"
     )
-    assert last.startswith("evaluating  held-out tasks 5/20 played")
+    assert last.startswith("evaluating  held-out episodes 5/20 played")
     assert "step" not in first + last
 
 

@@ -451,7 +451,7 @@ def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
     assert restored == (
         "continues at learner step 5 as version 10; 8 groups consumed after the checkpoint are "
         "available again, "
-        "4 unfinished groups are played first; 116 trajectories are kept"
+        "4 unfinished groups are played first; 116 trajectories are kept, held-out ones included"
     )
     assert lost == (
         "thrown away: 2 learner steps, which are trained again; 9 complete groups too old now "
@@ -464,5 +464,6 @@ def test_what_was_restored_and_thrown_away_is_said_in_two_lines() -> None:
     said = restored_lines(one, none, ["a was cut"], learner_step=5, version=10, max_staleness=1)
     assert "as version 10, as newer checkpoints cannot be loaded (a was cut); 0 groups" in said
     assert (
-        ", 1 unfinished group is played first; 1 trajectory is kept\nthrown away: nothing" in said
+        ", 1 unfinished group is played first; 1 trajectory is kept, held-out ones included\nthrown away: nothing"
+        in said
     )

@@ -648,7 +648,7 @@ def test_large_requests_hold_up_no_question_and_end_with_their_clients(
     was answered.
     """
     go_on, searched = threading.Event(), []
-    monkeypatch.setattr(search_server, "MAX_WAITING_QUERIES", 20 * 4096)
+    monkeypatch.setattr(search_server, "MAX_WAITING_CHARACTERS", 20 * 4096 * 68)
 
     def index(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
         searched.append(len(queries))

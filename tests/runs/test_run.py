@@ -197,7 +197,7 @@ def test_the_run_says_how_well_it_did_and_where_everything_is(
     assert (
         "cloning  step " in output
         and "training  step " in output
-        and "evaluating  held-out tasks " in output
+        and "evaluating  held-out episodes " in output
     )
     assert "the base policy is cloned: " in output
     assert "Traceback" not in output

@@ -40,6 +40,7 @@ from store.reading.manifest import read_manifest
 from store.reading.mirror import mirror
 from store.reading.pins import Pin, oldest_pinned_lsn
 from store.untrusted import file_access as beneath
+from tests.support.neighbours import Neighbour
 from tests.support.store_damage import a_file
 from tests.support.store_runs import compact_once, fingerprint, flip
 from tests.support.store_samples import open_train_group, play
@@ -408,6 +409,20 @@ def test_nobody_else_may_lock_the_pin_that_a_killed_reader_left(layout: RunLayou
     pin = Pin(layout, 3)
     (path,) = layout.readers.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
+    pin.close()
+
+
+def test_a_member_of_a_group_shows_no_pin_to_others(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: others could lock the pin of a member who does not own `readers`."""
+    layout.root.chmod(0o2775)
+    Pin(layout, 3).close()
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(layout.readers)
+    pin = Pin(layout, 3)
+    (path,) = layout.readers.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o640
     pin.close()
 
 

@@ -177,23 +177,31 @@ def test_what_was_trusted_once_is_not_asked_about_again(
     assert main(["train", "--resume", str(strangers), "--dry-run"]) == 0
 
 
-@pytest.mark.parametrize("way", ["built on", "linked"])
+@pytest.mark.parametrize("way", ["built on", "linked", "linked on", "linked folder"])
 def test_a_config_that_leads_to_a_strangers_is_a_strangers(
     strangers: Path, mark: Path, tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = tmp_path / "given.yaml"
-    if way == "linked":
+    if way in ("linked on", "linked folder"):  # the stranger leads the link out of the run again
+        (strangers / "config.yaml").rename(tmp_path / "elsewhere.yaml")
+        (strangers / "config.yaml").symlink_to("../elsewhere.yaml")
+    if way == "linked folder":
+        (tmp_path / "folder").symlink_to(strangers)
+        given = tmp_path / "folder" / "config.yaml"
+    elif way.startswith("linked"):
         given.symlink_to(strangers / "config.yaml")
     else:
         given.write_text("base: run/config.yaml\n")
     assert main(["train", str(given), f"run_dir={tmp_path / 'new'}", "--dry-run"]) == 2
     error = capsys.readouterr().err
-    assert f"{strangers} was not made by you" in error and "payload_of_a_run:Env" in error
+    assert f"{strangers} was not made by you" in error
+    assert "payload_of_a_run:Env" in error
     assert not mark.exists()
 
 
 @pytest.mark.parametrize(
-    ("run_json", "folder"), [("as it was", "extra/deep"), ("a link", "."), ("lost", ".")]
+    ("run_json", "folder"),
+    [("as it was", "extra/deep"), ("a link", "."), ("lost", "."), ("lost", "extra/deep")],
 )
 def test_a_config_anywhere_in_a_strangers_run_is_a_strangers(
     strangers: Path,
