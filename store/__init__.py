@@ -5,7 +5,8 @@ owner, is the truth about which segments, groups, batches and versions count. Ev
 readers use is exported from it. Nothing here knows machine learning. In reading order:
 
 records.py           Step and Trajectory: the rows that are stored, and their Arrow schema
-layout.py            where each file of a run is
+run_names.py         the names of the files of a run
+layout.py            where each file of a run is, and make or open a run
 run_json.py          run.json, and the format of a run's files
 segments.py          write and read one segment
 weight_files.py      the files of a model's weights, and the head of one

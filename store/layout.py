@@ -21,13 +21,20 @@ from store.clock import now_us
 from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
+from store.run_names import (
+    DIRECTORIES_OF_A_RUN,
+    OF_A_RUN,
+    PRIMARY,
+    RUN_JSON,
+    SIGNED,
+    UNFINISHED_BRING,
+    UNFINISHED_FORK,
+)
 from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import file_access as beneath
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.own_directory import opened_by_own_links
 from store.untrusted.signatures import (
-    RUN_JSON,
-    SIGNED,
     RunTexts,
     sign_next,
     signed_texts,
@@ -35,18 +42,9 @@ from store.untrusted.signatures import (
 )
 from store.untrusted.trust import trusted_texts, trusted_texts_or_none
 
-# Files in a directory that is no run yet: it is being made from another run, or brought from a
-# storage. The last act of either removes its file.
-UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
 _URI = re.compile(r"([a-z0-9]+):/+(.*)")
 EXCHANGED = "was exchanged while it was opened; open it again"
 _WORKER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# Every path that a manifest or a catalog may name, relative to the run's root.
-SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
-EXPORT_PATH = re.compile(r"export/([a-z]+-[0-9]+-[0-9]+|empty_steps)\.parquet")
-VERSION_PATH = re.compile(r"weights/v[0-9]+")
-CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
-BASE_POLICY = "base/policy"  # of a run that began without model.path
 
 
 def read_run_file(run: Path, name: str) -> str:
@@ -75,80 +73,6 @@ def decoded(data: bytes, *, path: Path) -> str:
         ) from error
 
 
-CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps those of the first
-OUTSIDE_FILE = "outside.json"  # digests of the files that a run uses outside its directory
-DRIVER_FILE = "driver.json"  # the process that drives the run
-WANTED_WORKERS_FILE = "workers.wanted"  # the number of workers that was asked for
-GIVEN_FILE = "given.json"  # the metrics that trackers and the webhook have been given
-STOPPING_FILE = "stopping"  # the driver's last line while it stops the run
-REPORT_FILE = "report.html"  # what the run showed, for people; the end of a training writes it
-
-# Every name at the top of a run's directory. `base` holds another run.
-DIRECTORIES_OF_A_RUN = (
-    "segments",
-    "export",
-    "weights",
-    "checkpoints",
-    "readers",
-    "quarantine",
-    "backup",
-    "logs",
-    "tensorboard",
-    "trackers",
-    "untrained",  # the model with which a behaviour cloning run began
-)
-FILES_OF_A_RUN = (
-    "run.json",
-    "signed.json",
-    primary_directory.PRIMARY,
-    "manifest.json",
-    "published.json",
-    "open.sql",
-    "mirror.lock",
-    CONFIG_FILE,
-    OUTSIDE_FILE,
-    DRIVER_FILE,
-    WANTED_WORKERS_FILE,
-    STOPPING_FILE,
-    GIVEN_FILE,
-    REPORT_FILE,
-)
-OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
-# Names in a run's directory whose first start was killed before it wrote run.json, or that is the
-# root of a new file system.
-MADE_BEFORE_RUN_JSON = (
-    "run.json",
-    "signed.json",
-    primary_directory.PRIMARY,
-    "segments",
-    "export",
-    "weights",
-    "checkpoints",
-    "logs",
-    "backup",
-    DRIVER_FILE,
-    WANTED_WORKERS_FILE,
-    STOPPING_FILE,
-    "lost+found",
-)
-
-
-def parse_run_step(text: str) -> tuple[Path, int | None]:
-    """Split RUN@STEP: `runs/a@40` is runs/a and 40, `runs/a` is runs/a and None.
-
-    Raises StoreError.
-    """
-    run, at, step = text.rpartition("@")
-    if not at:
-        return Path(text), None
-    if not run or not step.isdecimal():
-        raise StoreError(
-            f"{text}: give a run, or a run and one of its checkpoints' learner steps, e.g. "
-            "runs/a@40"
-        )
-    return Path(run), int(step)
-
-
 def _uri_of(path: str) -> str | None:
     """Return the URI that a path was made of, None for a path that is none.
 
@@ -158,16 +82,6 @@ def _uri_of(path: str) -> str | None:
     if not found:
         return None
     return f"{found[1]}://{'/' * (found[1] == 'file')}{found[2]}"
-
-
-def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
-    """Return `path` if the store would have given this name. Raises FormatError."""
-    if isinstance(path, str) and pattern.fullmatch(path):
-        return path
-    raise FormatError(
-        f"{where} names {path!r}, and no run names such a file; do not use this run, or restore a "
-        "backup"
-    )
 
 
 def is_unused(uri: str) -> bool:
@@ -180,7 +94,7 @@ def is_unused(uri: str) -> bool:
 
 def _has_no_files(uri: str) -> bool:
     files = open_storage(uri).files("")
-    return all(file.path in ("run.json", primary_directory.PRIMARY) for file in files)
+    return all(file.path in (RUN_JSON, PRIMARY) for file in files)
 
 
 class _Below:
@@ -265,7 +179,7 @@ class RunLayout:
     def exists(cls, root: Path) -> bool:
         """Return whether a run was created at `root`."""
         root = root.absolute()
-        return beneath.is_file(root / "run.json", root=root)
+        return beneath.is_file(root / RUN_JSON, root=root)
 
     @classmethod
     def open(cls, root: Path | str) -> RunLayout:
@@ -275,7 +189,7 @@ class RunLayout:
         what is read of it and written elsewhere, or shown, they may be able to read.
         """
         given, root = str(root), Path(root).absolute()
-        path = root / "run.json"
+        path = root / RUN_JSON
         try:
             if beneath.status(root / UNFINISHED_FORK, root=root) is not None:
                 raise FormatError(
@@ -383,8 +297,8 @@ class RunLayout:
         if not storage_uri or cls.exists(root):
             return cls.open(root)
         storage = open_storage(storage_uri)
-        data: bytes = storage.read("run.json", at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
-        layout = cls(root=root, info=parse_run_json(data, name=storage.locate("run.json")))
+        data: bytes = storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
+        layout = cls(root=root, info=parse_run_json(data, name=storage.locate(RUN_JSON)))
         for directory in (root, layout.weights, layout.checkpoints, layout.logs):
             make_directory(directory, beneath=root)
         write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)
@@ -431,7 +345,7 @@ class RunLayout:
             )
         make_place(self.storage)
         primary_directory.take(self.root, self.storage)
-        self.storage.write("run.json", run_json)
+        self.storage.write(RUN_JSON, run_json)
 
     @property
     def storage(self) -> Storage:
@@ -458,7 +372,7 @@ class RunLayout:
         """Return manifest.json. With a remote storage this is the owner's copy of it."""
         return self.root / ("manifest.json" if self.info.storage_uri is None else "published.json")
 
-    run_json = _Below("run.json")
+    run_json = _Below(RUN_JSON)
     catalog_lock = _Below("catalog.lock")
     mirror_lock = _Below("mirror.lock")  # of who copies files from a remote storage to here
     open_sql = _Below("open.sql")

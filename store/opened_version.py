@@ -18,8 +18,9 @@ from pathlib import Path
 
 from store.catalog.ownership import check_consent
 from store.errors import StoreError, UnsafePathError
-from store.layout import VERSION_PATH, RunLayout, checked_name
+from store.layout import RunLayout
 from store.remote_directory import copy_published
+from store.run_names import VERSION_PATH, checked_name
 from store.untrusted.file_access import is_directory, open_file_in, read_opened
 from store.user_cache import OWN_CACHE, private_directory
 

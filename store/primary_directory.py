@@ -22,11 +22,11 @@ from pathlib import Path
 from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
+from store.run_names import PRIMARY
 from store.storage import Storage, open_storage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes
 
-PRIMARY = "primary.json"
 SHOWN_CHARACTERS = 200  # of a text that another machine wrote
 
 

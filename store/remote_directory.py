@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from store.atomic_write import TEMPORARY_SUFFIX, make_directory
 from store.errors import StoreError
-from store.layout import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, RunLayout, checked_name
+from store.layout import RunLayout
+from store.run_names import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, checked_name
 from store.storage import LocalStorage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, is_directory, remove_tree

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from store.catalog.records import WHY_UNFINISHED, CheckpointRecord, Unfinished, VersionRecord
 from store.catalog.transaction import Transaction, columns_of
 from store.errors import StoreError
-from store.layout import CHECKPOINT_PATH, VERSION_PATH, checked_name
+from store.run_names import CHECKPOINT_PATH, VERSION_PATH, checked_name
 
 VERSIONS = "SELECT version, path, digest, learner_step FROM version"
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from store.catalog.records import LiveSegment
 from store.catalog.transaction import Transaction
 from store.errors import StoreError
-from store.layout import SEGMENT_PATH, checked_name
+from store.run_names import SEGMENT_PATH, checked_name
 from store.segments import SEGMENT_COLUMNS, SegmentMeta
 
 # Groups whose rows the learner may still ask for. Offline groups always are, because the number of

@@ -19,8 +19,9 @@ from store.catalog.connection import check_pages, opened_read_only, raise_if_int
 from store.catalog.transaction import Transaction
 from store.clock import SNAPSHOT_WINDOW_S
 from store.errors import FormatError, StoreError
-from store.layout import SEGMENT_PATH, RunLayout, checked_name
+from store.layout import RunLayout
 from store.records import UID_TYPE
+from store.run_names import SEGMENT_PATH, checked_name
 
 MERGE_RATIO = 2  # a part is merged with a newer one at least half its size
 TIME = pa.timestamp("us")  # UTC; without a zone, so that no reader needs a time zone database

@@ -32,28 +32,29 @@ from store.atomic_write import (
     write_atomically,
 )
 from store.errors import FormatError, LockedError, StoreError
-from store.layout import (
-    BASE_POLICY,
-    CONFIG_FILE,
-    OUTSIDE_FILE,
-    UNFINISHED_BRING,
-    RunLayout,
-    is_unused,
-)
+from store.layout import RunLayout, is_unused
 from store.maintenance.rebuild import Report, rebuild
 from store.reading import open_sql
 from store.reading.mirror import cache_of
 from store.remote_directory import has_directory, local_directory
 from store.run_json import RunInfo, parse_run_json
+from store.run_names import (
+    BASE_POLICY,
+    CONFIG_FILE,
+    OUTSIDE_FILE,
+    RUN_JSON,
+    SIGNED,
+    UNFINISHED_BRING,
+)
 from store.storage import Storage, open_storage
 from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, MAX_TEXT_BYTES, remove, remove_tree
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.memory_limit import limited_memory
 from store.untrusted.own_directory import check_own_directory
-from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED, add_signatures
+from store.untrusted.signatures import MAX_SIGNED_BYTES, add_signatures
 from store.untrusted.trust import trust
 
-RUN_JSON, VIEWS = "run.json", "open.sql"
+VIEWS = "open.sql"
 # Read of a run that may be a stranger's, each once: the storage may answer something else later.
 SMALL_FILES = {
     RUN_JSON: MAX_TEXT_BYTES,

@@ -28,12 +28,13 @@ from store.exchange.dataset_files import (
     write_description,
 )
 from store.hashing import file_digest
-from store.layout import SEGMENT_PATH, RunLayout, checked_name
+from store.layout import RunLayout
 from store.reading.manifest import read_manifest
 from store.reading.mirror import mirror
 from store.reading.reader import Reader, open_run
 from store.records import UID_TYPE, uid_text
 from store.run_json import FORMAT
+from store.run_names import SEGMENT_PATH, checked_name
 from store.segments import decode, encode
 from store.storage import Storage, make_place, open_storage
 from store.untrusted.bounded_parquet import open_parquet, read_table

@@ -32,17 +32,18 @@ from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, StoreError
-from store.layout import (
-    BASE_POLICY,
-    CHECKPOINT_PATH,
-    SEGMENT_PATH,
-    UNFINISHED_FORK,
-    RunLayout,
-    checked_name,
-)
+from store.layout import RunLayout
 from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
 from store.run_json import parse_run_json
+from store.run_names import (
+    BASE_POLICY,
+    CHECKPOINT_PATH,
+    RUN_JSON,
+    SEGMENT_PATH,
+    UNFINISHED_FORK,
+    checked_name,
+)
 from store.storage import open_storage
 from store.untrusted.file_access import (
     copy_first,
@@ -56,7 +57,7 @@ from store.untrusted.file_access import (
     walk,
 )
 from store.untrusted.own_directory import check_own_directory
-from store.untrusted.signatures import RUN_JSON, signed_texts
+from store.untrusted.signatures import signed_texts
 
 UNFINISHED = ".unfinished"
 # Go back to the lsn :cut. The order matters: files outlive their rows.

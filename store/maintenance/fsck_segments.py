@@ -14,11 +14,12 @@ from store.catalog.segment_states import WANTED_BACK
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import CANONICALISER_VERSION, file_digest
-from store.layout import SEGMENT_PATH, RunLayout
+from store.layout import RunLayout
 from store.maintenance import segment_rows
 from store.maintenance.finding import SWEPT, Finding, found
 from store.maintenance.fsck_catalog import open_catalog
 from store.records import uid_text
+from store.run_names import SEGMENT_PATH
 from store.segments import SEGMENT_COLUMNS, SegmentMeta, TrajectoryMeta
 from store.storage import StoredFile
 

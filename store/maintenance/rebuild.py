@@ -39,7 +39,7 @@ from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, OtherFormatError, StoreError, UnavailableError
 from store.hashing import file_digest
-from store.layout import SEGMENT_PATH, RunLayout
+from store.layout import RunLayout
 from store.maintenance.backup import empty_database, read_backup
 from store.maintenance.compact import WORKER as COMPACTED
 from store.maintenance.fsck import NAMES, check
@@ -47,6 +47,7 @@ from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import Played, open_rows, trajectories
 from store.reading.manifest import export
 from store.run_json import RunInfo, parse_run_json
+from store.run_names import RUN_JSON, SEGMENT_PATH
 from store.segments import SegmentMeta
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,
@@ -398,7 +399,7 @@ def is_lost(root: Path) -> bool:
     """
     root = root.absolute()
     try:
-        info = _read_run_json(root, "run.json")
+        info = _read_run_json(root, RUN_JSON)
     except FileNotFoundError:
         files = ("catalog.sqlite", "manifest.json", RUN_JSON_COPY)
         is_run = is_directory(root / "segments", root=root)

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from store.atomic_write import TEMPORARY_SUFFIX
 from store.catalog.catalog import Catalog
 from store.clock import US_PER_S, now_us
-from store.layout import SEGMENT_PATH, RunLayout
+from store.layout import RunLayout
 from store.reading.manifest import read_manifest
 from store.reading.pins import oldest_pinned_lsn
 from store.remote_directory import has_directory
+from store.run_names import SEGMENT_PATH
 from store.untrusted.file_access import names, remove, status, walk
 
 COMPONENT = "sweep"

@@ -21,10 +21,11 @@ from store.catalog.snapshot import EXPORTS, ExportedPart, NewPart
 from store.catalog.transaction import columns_of
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError, StoreError
-from store.layout import EXPORT_PATH, SEGMENT_PATH, RunLayout, checked_name
+from store.layout import RunLayout
 from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
 from store.run_json import FORMAT, check_format
+from store.run_names import EXPORT_PATH, SEGMENT_PATH, checked_name
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 

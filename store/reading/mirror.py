@@ -39,6 +39,7 @@ from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read
 from store.reading.open_sql import placed, read_open_sql
 from store.reading.pins import oldest_pinned_lsn
 from store.run_json import parse_run_json
+from store.run_names import RUN_JSON
 from store.storage import Storage, open_storage
 from store.untrusted.bounded_parquet import open_parquet
 from store.untrusted.file_access import (
@@ -97,13 +98,13 @@ def fetch_run(uri: str, dest: Path) -> RunLayout:
 
 def _fetch_run(uri: str, dest: Path) -> None:
     storage = open_storage(uri)
-    if not storage.exists("run.json"):
+    if not storage.exists(RUN_JSON):
         raise FormatError(
             f"{storage.locate('run.json')} is not there; is it the store.uri of a run?"
         )
     try:
-        data = storage.read("run.json", at_most=MAX_TEXT_BYTES).to_pybytes()
-        content = parse_run_json(data, name=storage.locate("run.json"))
+        data = storage.read(RUN_JSON, at_most=MAX_TEXT_BYTES).to_pybytes()
+        content = parse_run_json(data, name=storage.locate(RUN_JSON))
     except FormatError as error:
         raise FormatError(f"{error}; is it the store.uri of a run?") from error
     info = dataclasses.replace(content, storage_uri=None)

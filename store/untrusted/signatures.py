@@ -25,6 +25,7 @@ from pathlib import Path
 
 from store.atomic_write import PRIVATE, write_atomically_in, write_once
 from store.errors import StoreError, UnsafePathError
+from store.run_names import CONFIG_FILE, RUN_JSON, SIGNED
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
 from store.untrusted.own_directory import (
@@ -33,8 +34,6 @@ from store.untrusted.own_directory import (
     opened_by_own_links,
 )
 
-SIGNED = "signed.json"
-RUN_JSON, CONFIG = "run.json", "config.yaml"
 KEY_BYTES = 32
 KEY_NAME = "key"
 OWN_STATE = "set XDG_STATE_HOME to a directory of yours"
@@ -161,12 +160,12 @@ def texts_in(directory: int, place: Path) -> RunTexts:
     """
     run_json, config = _read(directory, place / RUN_JSON, at_most=MAX_TEXT_BYTES), None
     with suppress(FileNotFoundError):
-        config = _read(directory, place / CONFIG, at_most=MAX_TEXT_BYTES)
+        config = _read(directory, place / CONFIG_FILE, at_most=MAX_TEXT_BYTES)
     return RunTexts(run_json=run_json, config=config)
 
 
 def _signatures(key: bytes, run_json: bytes | None, config: bytes | None) -> list[str]:
-    texts = {RUN_JSON: run_json, CONFIG: config}
+    texts = {RUN_JSON: run_json, CONFIG_FILE: config}
     return [
         _signature(key, name=name, text=text) for name, text in texts.items() if text is not None
     ]

@@ -17,13 +17,12 @@ from itertools import islice
 from pathlib import Path
 
 from store.errors import FormatError, StoreError, UnsafePathError
+from store.run_names import CONFIG_FILE, RUN_JSON
 from store.untrusted import json_values
 from store.untrusted.file_access import is_file, read_text
 from store.untrusted.own_directory import check_own_directory, opened_by_own_links
 from store.untrusted.settings_text import parse_settings_text, setting
 from store.untrusted.signatures import (
-    CONFIG,
-    RUN_JSON,
     RunTexts,
     sign_run,
     signed_texts,
@@ -160,7 +159,7 @@ def _settings(run: Path) -> list[dict[str, object]]:
     root = run.absolute()
     found: list[dict[str, object]] = []
     with suppress(OSError, ValueError):
-        found.append(parse_settings_text(read_text(root / CONFIG, root=root)))
+        found.append(parse_settings_text(read_text(root / CONFIG_FILE, root=root)))
     with suppress(OSError, ValueError):
         run_json = json_values.parse_object(read_text(root / RUN_JSON, root=root))
         found.append(parse_settings_text(json_values.text(run_json, "config_yaml")))

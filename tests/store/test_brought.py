@@ -49,14 +49,14 @@ from store import (
 )
 from store.exchange import bring
 from store.exchange.offline_import import parse_source, take_sources
-from store.layout import BASE_POLICY, UNFINISHED_BRING
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
 from store.remote_directory import has_directory, is_published, prune_published
 from store.run_json import parse_run_json
+from store.run_names import BASE_POLICY, SIGNED, UNFINISHED_BRING
 from store.storage import MAX_FILE_BYTES, LocalStorage
 from store.untrusted.file_access import MAX_TEXT_BYTES
-from store.untrusted.signatures import MAX_SIGNED_BYTES, SIGNED
+from store.untrusted.signatures import MAX_SIGNED_BYTES
 from tests.support.file_modes import modes_at_each_write
 from tests.support.neighbours import Neighbour
 from tests.support.store_runs import MERGE_TWO

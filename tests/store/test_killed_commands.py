@@ -14,7 +14,7 @@ import pytest
 
 from store import FormatError, RunLayout
 from store.exchange.fork import UNFINISHED
-from store.layout import UNFINISHED_FORK
+from store.run_names import UNFINISHED_FORK
 from tests.crash.commands import COMMANDS, kill_and_give_again, undisturbed
 from tests.crash.lab import scratch, workers
 from tests.store.test_crash import evenly

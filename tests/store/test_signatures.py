@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from store import RunLayout, StoreError, sign_next, sign_run, signed_texts
+from store.run_names import SIGNED
 from store.untrusted import signatures
 from store.untrusted.signatures import (
     MAX_SIGNED_BYTES,
-    SIGNED,
     add_signatures,
     state_directory,
 )

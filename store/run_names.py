@@ -1,0 +1,103 @@
+"""Name the files and directories of a run, and check names that somebody else wrote."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from store.errors import FormatError, StoreError
+
+RUN_JSON = "run.json"  # what a run is, written once
+SIGNED = "signed.json"  # its maker's signatures of run.json and config.yaml
+PRIMARY = "primary.json"  # which directory goes on with a run whose files are elsewhere
+# Files in a directory that is no run yet: it is being made from another run, or brought from a
+# storage. The last act of either removes its file.
+UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
+# Every path that a manifest or a catalog may name, relative to the run's root.
+SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
+EXPORT_PATH = re.compile(r"export/([a-z]+-[0-9]+-[0-9]+|empty_steps)\.parquet")
+VERSION_PATH = re.compile(r"weights/v[0-9]+")
+CHECKPOINT_PATH = re.compile(r"checkpoints/step[0-9]+")
+BASE_POLICY = "base/policy"  # of a run that began without model.path
+CONFIG_FILE = "config.yaml"  # settings of the newest start; run.json keeps those of the first
+OUTSIDE_FILE = "outside.json"  # digests of the files that a run uses outside its directory
+DRIVER_FILE = "driver.json"  # the process that drives the run
+WANTED_WORKERS_FILE = "workers.wanted"  # the number of workers that was asked for
+GIVEN_FILE = "given.json"  # the metrics that trackers and the webhook have been given
+STOPPING_FILE = "stopping"  # the driver's last line while it stops the run
+REPORT_FILE = "report.html"  # what the run showed, for people; the end of a training writes it
+
+# Every name at the top of a run's directory. `base` holds another run.
+DIRECTORIES_OF_A_RUN = (
+    "segments",
+    "export",
+    "weights",
+    "checkpoints",
+    "readers",
+    "quarantine",
+    "backup",
+    "logs",
+    "tensorboard",
+    "trackers",
+    "untrained",  # the model with which a behaviour cloning run began
+)
+FILES_OF_A_RUN = (
+    RUN_JSON,
+    SIGNED,
+    PRIMARY,
+    "manifest.json",
+    "published.json",
+    "open.sql",
+    "mirror.lock",
+    CONFIG_FILE,
+    OUTSIDE_FILE,
+    DRIVER_FILE,
+    WANTED_WORKERS_FILE,
+    STOPPING_FILE,
+    GIVEN_FILE,
+    REPORT_FILE,
+)
+OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
+# Names in a run's directory whose first start was killed before it wrote run.json, or that is the
+# root of a new file system.
+MADE_BEFORE_RUN_JSON = (
+    RUN_JSON,
+    SIGNED,
+    PRIMARY,
+    "segments",
+    "export",
+    "weights",
+    "checkpoints",
+    "logs",
+    "backup",
+    DRIVER_FILE,
+    WANTED_WORKERS_FILE,
+    STOPPING_FILE,
+    "lost+found",
+)
+
+
+def parse_run_step(text: str) -> tuple[Path, int | None]:
+    """Split RUN@STEP: `runs/a@40` is runs/a and 40, `runs/a` is runs/a and None.
+
+    Raises StoreError.
+    """
+    run, at, step = text.rpartition("@")
+    if not at:
+        return Path(text), None
+    if not run or not step.isdecimal():
+        raise StoreError(
+            f"{text}: give a run, or a run and one of its checkpoints' learner steps, e.g. "
+            "runs/a@40"
+        )
+    return Path(run), int(step)
+
+
+def checked_name(path: object, pattern: re.Pattern[str], *, where: str) -> str:
+    """Return `path` if the store would have given this name. Raises FormatError."""
+    if isinstance(path, str) and pattern.fullmatch(path):
+        return path
+    raise FormatError(
+        f"{where} names {path!r}, and no run names such a file; do not use this run, or restore a "
+        "backup"
+    )
