@@ -81,8 +81,8 @@ async def _bound_answer(response: httpx2.Response) -> None:
     response.headers.pop("location", None)
     # Among the character sets that Python knows is zlib, which has no limit.
     response.headers.pop("content-type", None)
-    encoding = response.headers.pop("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
+    encoding = response.headers.pop("content-encoding", "")
+    if encoding.strip().lower() not in ("", "identity"):
         await response.aclose()
         response._content = b""
         if response.is_success:

@@ -162,8 +162,10 @@ from .user_cache import keep_compiled_code as keep_compiled_code
 from .user_cache import own_cache as own_cache
 from .user_cache import private_directory as private_directory
 from .weight_files import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
+from .weight_files import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
 from .weight_files import TensorEntry as TensorEntry
 from .weight_files import WeightFileError as WeightFileError
+from .weight_files import check_side_files as check_side_files
 from .weight_files import decode_safetensors_head as decode_safetensors_head
 from .weight_files import encode_safetensors_head as encode_safetensors_head
 from .weight_files import tensor_shapes as tensor_shapes

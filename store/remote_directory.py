@@ -22,6 +22,7 @@ from store.run_names import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, checked_
 from store.storage import LocalStorage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, is_directory, remove_tree
+from store.weight_files import check_side_files
 
 # Names the files and their sizes. It is written last and removed first.
 MARKER = "complete.json"
@@ -104,11 +105,14 @@ def local_directory(layout: RunLayout, path: str) -> Path:
 
 
 def copy_published(layout: RunLayout, path: str, dest: Path) -> None:
-    """Copy the files of a published directory into `dest`, a new directory of this user.
+    """Copy the files of a published version into `dest`, a new directory of this user.
 
-    Raises OSError, and StoreError if it is not whole in the storage.
+    Raises OSError, and StoreError if it is not whole in the storage, or has more than
+    MAX_SIDE_BYTES beside its weights.
     """
-    for name, data in _files(layout, path, sizes=_sizes(layout, path)):
+    sizes = _sizes(layout, path)
+    check_side_files(sizes, of=layout.storage.locate(path))
+    for name, data in _files(layout, path, sizes=sizes):
         (dest / name).write_bytes(memoryview(data))
 
 

@@ -8,7 +8,7 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,9 @@ N_LENGTH_BYTES = 8  # safetensors: the length of the head comes first
 ALIGNMENT_BYTES = 8  # safetensors: the head is filled up to a multiple
 MOST_HEAD_BYTES = 100 * 2**20  # safetensors' own bound
 METADATA = "__metadata__"
+WEIGHTS_SUFFIX = ".safetensors"
+# Of a version's configuration, tokenizer and weight index. Large tokenizers have 40 MB.
+MAX_SIDE_BYTES = 256 << 20
 # Name in the format -> name of the torch dtype.
 SAFETENSORS_DTYPES = {
     "F64": "float64",
@@ -33,6 +36,20 @@ SAFETENSORS_DTYPES = {
 
 class WeightFileError(StoreError):
     """Weights are missing, damaged or of another model. An engine refuses them unchanged."""
+
+
+def check_side_files(sizes: Mapping[str, int], *, of: object) -> None:
+    """Raise WeightFileError if the files beside the weights have more than MAX_SIDE_BYTES together.
+
+    `sizes` are those in bytes of all files of a version, by name, and `of` is its place. No digest
+    covers the files beside the weights, and a stranger's would fill the disk.
+    """
+    n_bytes = sum(size for name, size in sizes.items() if not name.endswith(WEIGHTS_SUFFIX))
+    if n_bytes > MAX_SIDE_BYTES:
+        raise WeightFileError(
+            f"the files of {of} beside its weights have {n_bytes:,} bytes, more than "
+            f"{MAX_SIDE_BYTES:,}: no run wrote them; export another version, or a checkpoint"
+        )
 
 
 def weight_files(path: Path) -> list[Path]:

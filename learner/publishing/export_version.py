@@ -13,15 +13,17 @@ from learner.files.atomic_directory import new_directory
 from learner.model.lora import merged, read_adapter
 from learner.publishing.base_model import base_model, load_base_model
 from learner.publishing.exportable import ExportError
-from learner.publishing.publish import SIDE_FILE_SUFFIXES, WEIGHTS_SUFFIX, write_weights
+from learner.publishing.publish import SIDE_FILE_SUFFIXES, write_weights
 from printable import UNSAFE
 from store import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
+    WEIGHTS_SUFFIX,
     OpenedVersion,
     RunLayout,
     VersionRecord,
     check_adapter,
+    check_side_files,
     copy_adapter,
     copy_first,
     files_digest,
@@ -30,9 +32,6 @@ from store import (
     tensor_shapes,
     weight_files,
 )
-
-# Of a version's configuration, tokenizer and weight index. Large tokenizers have 40 MB.
-MAX_SIDE_BYTES = 256 << 20
 
 
 def export_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:
@@ -92,9 +91,8 @@ def _check_model(copy: Path, *, source: Path) -> None:
 def _copy_model(source: OpenedVersion, dest: Path) -> None:
     """Copy the files that `write_weights` may have written.
 
-    Raises ExportError for names that nobody gives a file, and for more than MAX_SIDE_BYTES beside
-    the weights: no digest covers those files, and a stranger's would fill the disk. Raises OSError,
-    and UnsafePathError for a link, and for what is no regular file.
+    Raises ExportError for names that nobody gives a file, WeightFileError as `check_side_files`,
+    OSError, and UnsafePathError for a link, and for what is no regular file.
     """
     names = [
         name
@@ -107,19 +105,13 @@ def _copy_model(source: OpenedVersion, dest: Path) -> None:
             f"{source.path} has a file {unsafe!r:.200}, with characters that no file of a model "
             "has in its name; remove it, or export another version"
         )
-    n_side_bytes = 0
+    sizes: dict[str, int] = {}
     for name in names:
         descriptor = source.open_file(name)
         with open(descriptor, "rb"), (dest / name).open("wb") as copy:
-            n_bytes = os.fstat(descriptor).st_size
-            n_side_bytes += n_bytes if Path(name).suffix != WEIGHTS_SUFFIX else 0
-            if n_side_bytes > MAX_SIDE_BYTES:
-                raise ExportError(
-                    f"the files of {source.path} beside its weights have {n_side_bytes:,} bytes, "
-                    f"more than {MAX_SIDE_BYTES:,}: no run wrote them; export another version, or "
-                    "a checkpoint"
-                )
-            copy_first(descriptor, copy, n_bytes=n_bytes)
+            sizes[name] = os.fstat(descriptor).st_size
+            check_side_files(sizes, of=source.path)
+            copy_first(descriptor, copy, n_bytes=sizes[name])
 
 
 def export_adapter_version(layout: RunLayout, version: VersionRecord, *, dest: Path) -> str:

@@ -28,13 +28,13 @@ from learner.files.atomic_directory import atomic_directory, new_directory, visi
 from store import (
     ADAPTER_FILE,
     SAFETENSORS_DTYPES,
+    WEIGHTS_SUFFIX,
     StoreError,
     TensorEntry,
     encode_safetensors_head,
 )
 
 SHARD_BYTES = 4 * 2**30  # of one file; `write_weights` holds the tensors of one at a time
-WEIGHTS_SUFFIX = ".safetensors"
 DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in SAFETENSORS_DTYPES.items()}
 # Receives a file in pieces: its head, and each tensor that is not empty.
 Send = Callable[[Sequence[memoryview]], None]

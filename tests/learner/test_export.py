@@ -683,6 +683,24 @@ def test_a_version_that_is_only_in_the_storage_is_copied_past_the_run(
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("gigpo-weights-*"))
 
 
+def test_files_beside_the_weights_of_a_storage_are_bounded_before_they_are_copied(
+    run: Path, tmp_path: Path
+) -> None:
+    """The attack: six files of 900 MB that took no room there filled the disk of the cache."""
+    storage = tmp_path / "storage"
+    shutil.copytree(run, storage)
+    info = replace(RunLayout.open(run).info, storage_uri=f"file://{storage}")
+    layout = replace(RunLayout.open(run), info=info)
+    version = find_version(layout, 3)
+    publish_directory(layout, layout.weights_dir(3))
+    shutil.rmtree(layout.weights_dir(3))
+    marker = storage / "weights" / "v000003" / "complete.json"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "side.json": 900 << 20}))
+    with pytest.raises(StoreError, match="beside its weights have .* no run wrote them"):
+        export_module.export_version(layout, version, dest=tmp_path / "model")
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("gigpo-weights-*"))
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_a_whole_model_has_the_permissions_that_the_umask_leaves(
     tmp_path: Path, umask: int
