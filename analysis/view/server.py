@@ -52,6 +52,7 @@ from store import StoreError
 
 LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
+IN_ADVANCE = ("sec-purpose", "purpose", "x-moz")  # headers by which browsers say so
 MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
 MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
 MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
@@ -150,6 +151,9 @@ def refusal_of(request: Request) -> str:
         return "this server answers to 127.0.0.1 and localhost only\n"
     if headers.get("origin") not in (None, f"http://{headers.get('host')}"):
         return "requests of other sites are refused\n"
+    # Of a page that is asked for in advance the browser does not say which site wanted it.
+    if any("prefetch" in headers.get(name, "").lower() for name in IN_ADVANCE):
+        return "no page is made in advance\n"
     # A link that somebody follows. A frame of another page navigates too.
     is_visit = headers.get("sec-fetch-dest") == "document" and request.method == "GET"
     is_visit = is_visit and headers.get("sec-fetch-mode") == "navigate"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from store.atomic_write import make_directory
 from store.catalog.connection import (
     SYNCED,
     UNSYNCED,
@@ -40,6 +41,7 @@ class Database:
         try:
             check_owner(layout)
             check_not_lost(layout)
+            make_directory(layout.readers, beneath=layout.root)
             # Looked up at each call: tests exchange the clock of an open catalog.
             self._connection = connect_owner(layout, now_us=lambda: now_us())
             self.epoch = self._take_over(shown_lsn=shown_lsn(layout))

@@ -70,7 +70,11 @@ class Pin:
         try:
             # The owner of a stranger's run can put a link in its place at any moment.
             with layout.opened() as run:
-                self._readers = _open_readers(run, path=layout.readers)
+                # Its owner makes it, so that no reader's umask locks anybody out. A copied run may
+                # lack it.
+                with suppress(FileExistsError):
+                    os.mkdir(layout.readers.name, dir_fd=run)
+                self._readers = open_directory_in(run, layout.readers.name, path=layout.readers)
             self._descriptor = open_file_in(
                 self._readers,
                 unlocked,
@@ -124,22 +128,6 @@ class Pin:
         if self._readers >= 0:
             os.close(self._readers)
             self._readers = -1
-
-
-def _open_readers(run: int, *, path: Path) -> int:
-    """Return the descriptor of the directory of pins, which is made if need be.
-
-    Then all may write in it who may write in the run: a reader's umask would lock its owner out.
-    """
-    is_new = True
-    try:
-        os.mkdir(path.name, dir_fd=run)
-    except FileExistsError:
-        is_new = False
-    readers = open_directory_in(run, path.name, path=path)
-    if is_new:
-        os.fchmod(readers, stat.S_IMODE(os.fstat(run).st_mode))
-    return readers
 
 
 def oldest_pinned_lsn(layout: RunLayout) -> int | None:

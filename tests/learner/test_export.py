@@ -295,6 +295,7 @@ def test_adapters_alone_are_the_same_policy_in_vllm(
     assert main(["export-model", str(layout.root), str(out), "--adapter"]) == 0
     command = [sys.executable, "-m", "tests.support.vllm_adapter", str(base), str(out)]
     environment = os.environ | engine_environment(ActorsConfig(), base, tmp_path / "engine.log")
+    environment["PYTHONPATH"] = str(ROOT)  # an engine takes no module from the current directory
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

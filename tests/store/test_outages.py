@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -389,7 +390,7 @@ def test_nobody_else_may_open_a_pin_before_it_is_locked(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: a neighbour locked it first, and the reader waited for as long as they liked."""
-    layout.root.chmod(0o2775)
+    layout.readers.chmod(0o2775)
     modes, lock = [], fcntl.flock
 
     def looked_at(descriptor: int, how: int) -> None:
@@ -405,7 +406,6 @@ def test_nobody_else_may_open_a_pin_before_it_is_locked(
 
 def test_nobody_else_may_lock_the_pin_that_a_killed_reader_left(layout: RunLayout) -> None:
     """The attack: the run then kept all files, until its manifest was too long."""
-    layout.root.chmod(0o755)
     pin = Pin(layout, 3)
     (path,) = layout.readers.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -416,8 +416,7 @@ def test_a_member_of_a_group_shows_no_pin_to_others(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: others could lock the pin of a member who does not own `readers`."""
-    layout.root.chmod(0o2775)
-    Pin(layout, 3).close()
+    layout.readers.chmod(0o2775)
     neighbour = Neighbour(monkeypatch)
     neighbour.gets(layout.readers)
     pin = Pin(layout, 3)
@@ -426,14 +425,11 @@ def test_a_member_of_a_group_shows_no_pin_to_others(
     pin.close()
 
 
-def test_a_readers_umask_locks_nobody_out_of_the_run(layout: RunLayout) -> None:
-    layout.root.chmod(0o2775)
-    before = os.umask(0o077)
-    try:
-        Pin(layout, 3).close()
-    finally:
-        os.umask(before)
-    assert layout.readers.stat().st_mode & 0o7777 == 0o2775
+def test_no_readers_umask_locks_anybody_out_of_the_run(tmp_path: Path) -> None:
+    """Who opens the run makes the directory of pins, so no reader makes it for themselves."""
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
+    Catalog.open(layout).close()
+    assert stat.S_IMODE(layout.readers.stat().st_mode) == stat.S_IMODE(layout.logs.stat().st_mode)
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOLCK])

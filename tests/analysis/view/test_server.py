@@ -191,6 +191,8 @@ def test_whatever_a_panel_raises_is_a_line_in_it(error: type[Exception]) -> None
         ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
         ({**VISIT, "sec-fetch-dest": "document"}, 200),
         (VISIT, 403),
+        # a page asked for in advance, by which site Chromium does not say
+        ({**VISIT, "sec-fetch-site": "none", "sec-purpose": "prefetch;prerender"}, 403),
         ({**VISIT, "sec-fetch-dest": "iframe"}, 403),
         ({**VISIT, "sec-fetch-dest": "frame"}, 403),
         ({**VISIT, "sec-fetch-dest": "object"}, 403),
