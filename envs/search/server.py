@@ -68,13 +68,7 @@ class Retrieval:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
-        with self._bodies.body() as body:
-            read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
-            asked = await read_json(request, body_of=read)
-        try:
-            queries, wanted, with_scores = _parse_request(asked, topk=self._topk)
-        except ValueError as error:
-            raise RequestRefused(422, str(error)) from None
+        queries, wanted, with_scores = await self._read(request)
         hits_of = await self._search(request, queries, wanted)
         n_characters = sum(len(hit.passage.contents) for hits in hits_of for hit in hits)
         if n_characters > MAX_ANSWER_CHARACTERS:
@@ -85,6 +79,16 @@ class Retrieval:
             )
         result = [[_to_json(hit, with_scores=with_scores) for hit in hits] for hits in hits_of]
         return await write_answer(request, {"result": result}, answers=self._answers)
+
+    async def _read(self, request: web.Request) -> tuple[list[str], int, bool]:
+        """Return what is asked for. When it returns, the body takes no memory any more."""
+        with self._bodies.body() as body:
+            read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
+            asked = await read_json(request, body_of=read)
+        try:
+            return _parse_request(asked, topk=self._topk)
+        except ValueError as error:
+            raise RequestRefused(422, str(error)) from None
 
     async def _search(self, request: web.Request, queries: list[str], topk: int) -> list[list[Hit]]:
         n_characters = sum(len(query) + CHARACTERS_OF_AN_OBJECT for query in queries)

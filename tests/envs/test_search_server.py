@@ -679,3 +679,30 @@ def test_large_requests_hold_up_no_question_and_end_with_their_clients(
             assert len(pieces) < 2 * 4096 / search_server.PIECE_QUERIES
 
     asyncio.run(asyncio.wait_for(attack(), 120))
+
+
+def test_a_request_that_waits_keeps_only_what_is_searched_for() -> None:
+    """The attack: 900 clients with bodies of 4 MiB took gigabytes while they waited."""
+    go_on = threading.Event()
+
+    def index(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
+        go_on.wait(60)
+        return [[("1", 1.0)]] * len(queries)
+
+    async def attack() -> int:
+        async with ours(Corpus([Passage(id="1", contents="word")], index)) as server:
+            asked = {"queries": ["x" * 2_000_000, *["word"] * 64], "topk": 1}
+            tracemalloc.start()
+            clients = []
+            try:
+                for _ in range(10):
+                    clients.append(asyncio.create_task(post(url_of(server), asked)))
+                    await asyncio.sleep(0.2)  # until the server has read it
+                go_on.set()
+                assert {(await client)[0] for client in clients} == {200}
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+    most_bytes = asyncio.run(asyncio.wait_for(attack(), 120))
+    assert most_bytes < 45_000_000, "ten clients here hold 20 MB, and the server held 40 more"
