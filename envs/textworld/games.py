@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,7 @@ WAYS = (("north", "south"), ("south", "north"), ("east", "west"), ("west", "east
 HELDOUT_SHARE = 3  # one goal in three is kept for the held-out split
 # Part of each cached file's name. Raise it when equal treasures would give another game.
 GENERATOR_VERSION = 2
+SAID_EVERY_S = 30.0
 COMPILER_CODE = "from envs.textworld.games import main; main()"
 
 
@@ -161,7 +162,7 @@ def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]
     compilers = [
         _start_compiler(games_to_compile[n::n_cores]) for n in range(min(len(missing), n_cores))
     ]
-    errors = [compiler.communicate()[1] for compiler in compilers]
+    errors = [_ended(compiler, missing) for compiler in compilers]
     failed = [
         error for compiler, error in zip(compilers, errors, strict=True) if compiler.returncode
     ]
@@ -170,6 +171,16 @@ def ensure_compiled(games: Sequence[Treasure], *, cache_dir: Path) -> list[Path]
         last_line = (failed[0].strip() or "its process was killed").splitlines()[-1]
         raise RuntimeError(f"compiling a game failed: {last_line}")
     return paths
+
+
+def _ended(compiler: subprocess.Popen[str], missing: Collection[Path]) -> str:
+    """Return the errors of a compiler when it has ended. Say meanwhile how many games are made."""
+    while True:
+        try:
+            return compiler.communicate(timeout=SAID_EVERY_S)[1]
+        except subprocess.TimeoutExpired:
+            n_made = sum(path.is_file() for path in missing)
+            print(f"made {n_made} of {len(missing)} games", flush=True)
 
 
 def _start_compiler(games: Sequence[tuple[Path, Treasure]]) -> subprocess.Popen[str]:

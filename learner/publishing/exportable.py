@@ -59,10 +59,10 @@ def find_checkpoint(layout: RunLayout, learner_step: int) -> Path:
 def _versions(layout: RunLayout) -> list[VersionRecord]:
     """Return all versions ever announced, oldest first."""
     with store.open_run(layout.root, warn=False) as reader:
-        rows = reader.rows(
-            "SELECT version, path, digest, learner_step FROM versions ORDER BY version"
+        return reader.records(
+            "SELECT version, path, digest, learner_step FROM versions ORDER BY version",
+            VersionRecord,
         )
-    return [VersionRecord(**row) for row in rows]
 
 
 def _whose_files_are_there(

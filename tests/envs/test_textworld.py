@@ -155,6 +155,35 @@ while len(os.listdir({str(meeting)!r})) < 2:
     assert len(list(meeting.iterdir())) == 2
 
 
+def test_how_many_games_are_made_is_said_while_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, said = tmp_path / "go on", []
+    makes = f"""
+import json, pathlib, sys, time
+(first, _), *others = json.load(sys.stdin)
+pathlib.Path(first).touch()
+deadline_s = time.monotonic() + 60
+while not pathlib.Path({str(go_on)!r}).exists():
+    assert time.monotonic() < deadline_s, "nothing was said"
+    time.sleep(0.05)
+for path, _ in others: pathlib.Path(path).touch()
+"""
+
+    def say(line: str, *, flush: bool) -> None:
+        said.append(line)
+        if line == "made 1 of 3 games":
+            go_on.touch()
+
+    monkeypatch.setattr("envs.textworld.games.COMPILER_CODE", makes)
+    monkeypatch.setattr("envs.textworld.games.SAID_EVERY_S", 0.05)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr("builtins.print", say)
+    games = [game for _, game in islice(treasures(split="train", seed=0, rooms=3, things=1), 3)]
+    ensure_compiled(games, cache_dir=tmp_path / "games")
+    assert "made 1 of 3 games" in said
+
+
 def test_a_compiler_that_is_killed_is_an_error_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
