@@ -253,5 +253,5 @@ def make_world(directory: Path, *, protection: str | None) -> World:
         export(catalog, layout)
     (layout.root / "link.txt").symlink_to(canary / "secret.txt")
     (layout.root / "link").symlink_to(canary)
-    layout.readers.mkdir()
+    layout.readers.mkdir(exist_ok=True)
     return World(layout=layout, canary=canary, protection=protection)
