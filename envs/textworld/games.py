@@ -180,7 +180,7 @@ def _ended(compiler: subprocess.Popen[str], missing: Collection[Path]) -> str:
             return compiler.communicate(timeout=SAID_EVERY_S)[1]
         except subprocess.TimeoutExpired:
             n_made = sum(path.is_file() for path in missing)
-            print(f"made {n_made} of {len(missing)} games", flush=True)
+            print(printable(f"made {n_made} of {len(missing)} games"), flush=True)
 
 
 def _start_compiler(games: Sequence[tuple[Path, Treasure]]) -> subprocess.Popen[str]:

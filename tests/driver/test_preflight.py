@@ -215,7 +215,7 @@ def test_what_is_quick_is_not_talked_about() -> None:
 def test_making_games_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = SimpleNamespace(communicate=lambda: ("", ""), returncode=0)
+    done = SimpleNamespace(communicate=lambda timeout: ("", ""), returncode=0)
     monkeypatch.setattr("envs.textworld.games._start_compiler", lambda games: done)
     games = [SimpleNamespace(fingerprint=name) for name in "abc"]
     (tmp_path / "b.z8").touch()

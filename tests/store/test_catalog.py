@@ -81,8 +81,8 @@ def test_leases_do_not_wait_for_the_disk(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr("store.catalog.database.os.fsync", synced.append)
     with Catalog.open(layout) as catalog:
+        monkeypatch.setattr("store.catalog.database.os.fsync", synced.append)
         for worker in "ab":
             with catalog.unsynced():
                 open_train_group(catalog, None)

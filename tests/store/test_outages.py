@@ -426,7 +426,7 @@ def test_a_member_of_a_group_shows_no_pin_to_others(
 
 
 def test_no_readers_umask_locks_anybody_out_of_the_run(tmp_path: Path) -> None:
-    """Who opens the run makes the directory of pins, so no reader makes it for themselves."""
+    """The owner makes the directory of pins, so no reader does."""
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")
     Catalog.open(layout).close()
     assert stat.S_IMODE(layout.readers.stat().st_mode) == stat.S_IMODE(layout.logs.stat().st_mode)
