@@ -143,6 +143,7 @@ def craft(world: World, seed: int) -> list[str]:
             TypeError,
             KeyError,
             RecursionError,
+            MemoryError,
             sqlite3.Error,
             pa.ArrowException,
         ) as error:  # an earlier one was in the way
