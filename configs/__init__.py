@@ -72,7 +72,7 @@ from configs.model_directory import (
 from configs.model_size import Shape, check_heads, known_shape, vocabulary_size
 from configs.overrides import split_run_dir
 from configs.per_environment import environment_config, environment_weights, environments
-from configs.plan import GIB, describe_plan, disk_bytes
+from configs.plan import GIB, describe_plan, disk_bytes, size_text
 from configs.schema import (
     ActorsConfig,
     AlgorithmConfig,
@@ -173,6 +173,7 @@ __all__ = [
     "shown",
     "shown_name",
     "shown_settings",
+    "size_text",
     "split_run_dir",
     "used_group_filter",
     "vocabulary_size",

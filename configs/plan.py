@@ -66,7 +66,7 @@ def describe_plan(config: Config) -> str:
         f"  each engine  {_engine_line(config, billions)}",
         f"  each rank    {rank_gib:.1f} GiB {gradients}; {activations} on top, "
         f"for {share}micro-batches of {learner.micro_batch_tokens} tokens",
-        f"  copies       {_size(copies_bytes(config))} of main memory on rank 0, of what is "
+        f"  copies       {size_text(copies_bytes(config))} of main memory on rank 0, of what is "
         "written while it trains",
         *_disk_lines(config),
         f"per learner step: {learner.groups_per_step} groups x {config.algorithm.group_size} "
@@ -126,9 +126,9 @@ def _engine_line(config: Config, billions: float) -> str:
 
 
 def _disk_lines(config: Config) -> list[str]:
-    checkpoints = f"  checkpoints  {_n_checkpoints(config)} x {_size(checkpoint_bytes(config))}"
+    checkpoints = f"  checkpoints  {_n_checkpoints(config)} x {size_text(checkpoint_bytes(config))}"
     weights = (
-        f"  weights      {_n_versions(config)} versions x {_size(version_bytes(config))}; "
+        f"  weights      {_n_versions(config)} versions x {size_text(version_bytes(config))}; "
         "trajectories come on top"
     )
     if not config.store.uri:
@@ -174,7 +174,8 @@ def copies_bytes(config: Config) -> float:
     return version_bytes(config) + checkpoint_bytes(config) / config.learner.ranks
 
 
-def _size(n_bytes: float) -> str:
+def size_text(n_bytes: float) -> str:
+    """Return a number of bytes in MiB or GiB: `4.3 MiB`."""
     if n_bytes < GIB / 10:
         return f"{n_bytes / MIB:.1f} MiB"
     return f"{n_bytes / GIB:.1f} GiB"

@@ -17,7 +17,9 @@ import configs
 from configs import Config
 from store import (
     CONFIG_FILE,
+    EXCHANGED,
     RUN_JSON,
+    SIGNS_OF_A_RUN,
     RunLayout,
     RunTexts,
     StoreError,
@@ -25,13 +27,10 @@ from store import (
     is_anothers,
     is_trusted,
     limited_memory,
-    passed,
+    links_and_end,
     trust,
     trusted_texts,
 )
-
-# Two of them make a run of a directory without run.json. One alone may be anything's.
-SIGNS_OF_A_RUN = ("catalog.sqlite", "manifest.json", "segments", "backup/run.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,16 +50,16 @@ def load_config(file: str, overrides: Sequence[str], *, trusts: bool) -> GivenCo
     trusted: list[Path] = []
 
     def read(path: Path) -> str:
-        signed = None
-        for run in _runs_around(path):
+        places, signed = links_and_end(path), None
+        for run in _runs_around(places):
             # Not one further up: the command does not name it, so anybody may have put it there.
-            if trusts and run in _folders(path) and RunLayout.exists(run):
+            if trusts and run in _folders(places) and RunLayout.exists(run):
                 trust(run)
                 trusted.append(run)
-            texts = _trusted_texts(run, path)
-            if run / CONFIG_FILE in passed(path):
+            texts = _trusted_texts(run, path, places)
+            if run / CONFIG_FILE in places:
                 if texts.config is None:
-                    raise StoreError(f"{path} was exchanged while it was opened; open it again")
+                    raise StoreError(f"{path} {EXCHANGED}")
                 signed = texts.config
         # Not read again: somebody else may have put other settings in its place since.
         return configs.read_file(path) if signed is None else decoded(signed, path=path)
@@ -69,10 +68,10 @@ def load_config(file: str, overrides: Sequence[str], *, trusts: bool) -> GivenCo
     return GivenConfig(config=config, trusted=trusted)
 
 
-def _trusted_texts(run: Path, path: Path) -> RunTexts:
+def _trusted_texts(run: Path, path: Path, places: Sequence[Path]) -> RunTexts:
     """Return the settings of a run around the file. Raises StoreError for a stranger's."""
     elsewhere = f"copy {path.name} elsewhere, if you know who made it"
-    if run not in _folders(path) and not is_trusted(run):
+    if run not in _folders(places) and not is_trusted(run):
         raise StoreError(
             f"{path} lies in {run}, a run that was not made by you on this machine, and its "
             f"settings may run any code; {elsewhere}"
@@ -86,32 +85,33 @@ def _trusted_texts(run: Path, path: Path) -> RunTexts:
         return trusted_texts(run)
 
 
-def _runs_around(path: Path) -> list[Path]:
-    """Return the runs in which the file lies, however deep, and those of each link to it."""
-    folders = _folders(path)
+def _runs_around(places: Sequence[Path]) -> list[Path]:
+    """Return the runs in which the places lie, however deep: those of a file, and of its links."""
+    folders = _folders(places)
     above = dict.fromkeys(run for folder in folders for run in folder.parents)
     return [
         *filter(_has_run, folders),
-        *(each for each in above if _has_run(each) and not _came_later(each, path)),
+        *(each for each in above if _has_run(each) and not _came_later(each, places)),
     ]
 
 
 def _has_run(folder: Path) -> bool:
     """Return whether a run is there, which may have lost its run.json.
 
-    Whoever made a run says what its run.json is: a link, or nothing beside its other files.
+    Whoever made a run says what its run.json is: a link, or nothing beside its other files. One
+    other sign alone may be of anything.
     """
     return os.path.lexists(folder / RUN_JSON) or len(_signs_of_a_run(folder)) > 1
 
 
-def _came_later(run: Path, path: Path) -> bool:
+def _came_later(run: Path, places: Sequence[Path]) -> bool:
     """Return whether others put the run above files of the user's own.
 
     Who may write in a directory above them, such as /tmp, can do that.
     """
-    below = [place for place in passed(path) if place.is_relative_to(run)]
     run_json = run / RUN_JSON
     told_by = [run_json] if os.path.lexists(run_json) else _signs_of_a_run(run)
+    below = [place for place in places if place.is_relative_to(run)]
     return all(map(is_anothers, told_by)) and all(_is_own_below(run, place) for place in below)
 
 
@@ -125,6 +125,6 @@ def _is_own_below(run: Path, file: Path) -> bool:
     return not any(map(is_anothers, (file, *between)))
 
 
-def _folders(path: Path) -> list[Path]:
-    """Return the folder of the file, and of each link through which it is reached."""
-    return list(dict.fromkeys(place.parent for place in passed(path)))
+def _folders(places: Sequence[Path]) -> list[Path]:
+    """Return the folder of each place, once."""
+    return list(dict.fromkeys(place.parent for place in places))

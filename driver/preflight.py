@@ -236,17 +236,10 @@ def _disk_fault(needs: Sequence[DiskNeed]) -> str | None:
     if sum(need.n_bytes for need in needs) <= free_bytes:
         return None
     places = " and ".join(need.place for need in needs)
-    wanted = " and ".join(f"{need.name} needs {_size(need.n_bytes)}" for need in needs)
+    wanted = " and ".join(f"{need.name} needs {configs.size_text(need.n_bytes)}" for need in needs)
     remedies = ", or ".join(need.remedy for need in needs)
-    return (
-        f"the disk of {places} has {_size(free_bytes)} free and {wanted}; free some, or {remedies}"
-    )
-
-
-def _size(n_bytes: float) -> str:
-    if n_bytes < configs.GIB:
-        return f"{n_bytes / 2**20:.0f} MiB"
-    return f"{n_bytes / configs.GIB:.1f} GiB"
+    free = f"{configs.size_text(free_bytes)} free"
+    return f"the disk of {places} has {free} and {wanted}; free some, or {remedies}"
 
 
 def _device(directory: Path) -> int:

@@ -133,7 +133,7 @@ def restored_lines(
         f"{counted(again, 'group')} consumed after the checkpoint {_is_or_are(again)} available "
         f"again, {counted(n_open, 'unfinished group')} {_is_or_are(n_open)} played first; "
         f"{counted(n_kept, 'trajectory')} {_is_or_are(n_kept)} kept, "
-        f"held-out ones included\n"
+        "held-out ones included\n"
         f"thrown away: {'; '.join(lost) or 'nothing'}"
     )
 

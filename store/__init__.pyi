@@ -66,6 +66,7 @@ from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid
 from .hashing import valid_text as valid_text
+from .layout import EXCHANGED as EXCHANGED
 from .layout import RunLayout as RunLayout
 from .layout import decoded as decoded
 from .layout import read_run_file as read_run_file
@@ -74,7 +75,6 @@ from .maintenance.compact import CompactionPolicy as CompactionPolicy
 from .maintenance.finding import Finding as Finding
 from .maintenance.maintainer import Maintainer as Maintainer
 from .maintenance.maintainer import MaintainerSettings as MaintainerSettings
-from .maintenance.rebuild import is_lost as is_lost
 from .maintenance.whole_run import Compacted as Compacted
 from .maintenance.whole_run import check_run as check_run
 from .maintenance.whole_run import compact_run as compact_run
@@ -125,6 +125,7 @@ from .run_names import OUTSIDE_FILE as OUTSIDE_FILE
 from .run_names import REPORT_FILE as REPORT_FILE
 from .run_names import RUN_JSON as RUN_JSON
 from .run_names import SIGNED as SIGNED
+from .run_names import SIGNS_OF_A_RUN as SIGNS_OF_A_RUN
 from .run_names import STOPPING_FILE as STOPPING_FILE
 from .run_names import WANTED_WORKERS_FILE as WANTED_WORKERS_FILE
 from .run_names import parse_run_step as parse_run_step
@@ -138,7 +139,6 @@ from .storage import split_uri as split_uri
 from .untrusted.file_access import copy_first as copy_first
 from .untrusted.file_access import is_directory as is_directory
 from .untrusted.file_access import open_file as open_file
-from .untrusted.file_access import open_file_in as open_file_in
 from .untrusted.json_values import entries as entries
 from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects
@@ -147,8 +147,8 @@ from .untrusted.json_values import text as text
 from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.own_directory import check_own_directory as check_own_directory
 from .untrusted.own_directory import is_anothers as is_anothers
+from .untrusted.own_directory import links_and_end as links_and_end
 from .untrusted.own_directory import opened_by_own_links as opened_by_own_links
-from .untrusted.own_directory import passed as passed
 from .untrusted.signatures import RunTexts as RunTexts
 from .untrusted.signatures import sign_next as sign_next
 from .untrusted.signatures import sign_run as sign_run

@@ -43,7 +43,7 @@ WAYS = (("north", "south"), ("south", "north"), ("east", "west"), ("west", "east
 HELDOUT_SHARE = 3  # one goal in three is kept for the held-out split
 # Part of each cached file's name. Raise it when equal treasures would give another game.
 GENERATOR_VERSION = 2
-SAID_EVERY_S = 30.0
+SAID_EVERY_S = 30.0  # how many games are made: a game takes about a second
 COMPILER_CODE = "from envs.textworld.games import main; main()"
 
 

@@ -47,7 +47,7 @@ from store.maintenance.repair import quarantine, repair
 from store.maintenance.segment_rows import Played, open_rows, trajectories
 from store.reading.manifest import export
 from store.run_json import RunInfo, parse_run_json
-from store.run_names import RUN_JSON, SEGMENT_PATH
+from store.run_names import RUN_JSON, SEGMENT_PATH, SIGNS_OF_A_RUN
 from store.segments import SegmentMeta
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,
@@ -401,8 +401,8 @@ def is_lost(root: Path) -> bool:
     try:
         info = _read_run_json(root, RUN_JSON)
     except FileNotFoundError:
-        files = ("catalog.sqlite", "manifest.json", RUN_JSON_COPY)
-        is_run = is_directory(root / "segments", root=root)
+        segments, *files = SIGNS_OF_A_RUN
+        is_run = is_directory(root / segments, root=root)
         return is_run or any(is_file(root / name, root=root) for name in files)
     except OtherFormatError:
         raise

@@ -2,7 +2,7 @@
 
 check_own_directory(run)    # before anything is written or removed there
 is_anothers(file)           # who made it
-passed(file)                # the links to it
+links_and_end(file)         # where the path leads
 make_own_directory(cache)   # for this user alone, with what is missing above it
 with opened_by_own_links(run) as (directory, place): ...    # before its files are believed
 """
@@ -42,8 +42,7 @@ class _Entry:
 
         For root it is False: what a container mounts has owners outside of it.
         """
-        me = os.geteuid()
-        return me != 0 and self.owner not in (me, 0)
+        return _is_another(self.owner)
 
     @property
     def is_nobodys(self) -> bool:
@@ -113,10 +112,15 @@ def is_anothers(path: Path) -> bool:
         owner = path.lstat().st_uid
     except OSError:
         return False
-    return os.geteuid() != 0 and owner not in (os.geteuid(), 0)
+    return _is_another(owner)
 
 
-def passed(path: Path) -> list[Path]:
+def _is_another(owner: int) -> bool:
+    me = os.geteuid()
+    return me != 0 and owner not in (me, 0)
+
+
+def links_and_end(path: Path) -> list[Path]:
     """Return the true path of each link through which `path` leads, in order, and of its end.
 
     What is named before a `..` is passed only if a link lies there.

@@ -668,7 +668,9 @@ def test_large_requests_hold_up_no_question_and_end_with_their_clients(
             for client in waiting:
                 client.cancel()
             await asyncio.wait(waiting)
-            await asyncio.sleep(0.1)  # until the server knows it
+            assert server.runner is not None and server.runner.server is not None
+            while server.runner.server.connections:  # until the server knows it
+                await asyncio.sleep(0.01)
             go_on.set()
             while (told := await post(url_of(server), large))[0] == 503:
                 await asyncio.sleep(0.01)
