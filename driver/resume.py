@@ -147,7 +147,8 @@ def remember(config: Config) -> None:
     if layout.info.storage_uri is not None:  # for `bring`; signatures first, as above
         for name in (SIGNED, OUTSIDE_FILE, CONFIG_FILE):
             if (run / name).is_file():
-                layout.storage.write(name, (run / name).read_bytes())
+                content = (run / name).read_bytes()
+                layout.storage.write(name, content, is_private=name == SIGNED)
 
 
 def differences(config: Config, recorded: Config) -> list[str]:

@@ -158,7 +158,7 @@ class RunLayout:
             # Again: another start may have replaced the signatures.
             is_signed = sign_next(root, run_json=content)
             if storage_uri and is_signed:
-                layout.storage.write(SIGNED, (root / SIGNED).read_bytes())
+                layout.storage.write(SIGNED, (root / SIGNED).read_bytes(), is_private=True)
         except FileExistsError as error:
             raise StoreError(
                 f"{root} already holds a run; continue it, or choose another run directory"

@@ -24,7 +24,13 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from printable import REASON_CHARACTERS, one_line
-from store.atomic_write import READ_ONLY, TEMPORARY_SUFFIX, make_directory, write_atomically
+from store.atomic_write import (
+    PRIVATE,
+    READ_ONLY,
+    TEMPORARY_SUFFIX,
+    make_directory,
+    write_atomically,
+)
 from store.errors import StoreError, UnavailableError, UnsafePathError
 from store.hashing import file_digest
 from store.untrusted import file_access as beneath
@@ -67,8 +73,12 @@ class Storage(Protocol):
     be whole. Only a plain StoreError of `read` means that it is gone.
     """
 
-    def write(self, path: str, data: pa.Buffer | bytes) -> None:
-        """Write a file, durable on return and not visible before. A repeated write is harmless."""
+    def write(self, path: str, data: pa.Buffer | bytes, *, is_private: bool = False) -> None:
+        """Write a file, durable on return and not visible before. A repeated write is harmless.
+
+        `is_private`: no other user of this machine may read it. Objects have the permissions of
+        their store.
+        """
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
         """Return the whole file. Raises StoreError for one of more than `at_most` bytes."""
@@ -164,10 +174,11 @@ class LocalStorage:
             )
         self.root = root
 
-    def write(self, path: str, data: pa.Buffer | bytes) -> None:
+    def write(self, path: str, data: pa.Buffer | bytes, *, is_private: bool = False) -> None:
         target = self.root / path
         make_directory(target.parent, beneath=self.root)
-        write_atomically(target, memoryview(data), mode=READ_ONLY, beneath=self.root)
+        mode = PRIVATE if is_private else READ_ONLY
+        write_atomically(target, memoryview(data), mode=mode, beneath=self.root)
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
         with self._opened_parent(path) as (directory, name):
@@ -248,7 +259,7 @@ class RemoteStorage:
         options = _s3_options(parts.query) if parts.scheme == "s3" else parts.query
         self._uri = f"{self._name}?{options}" if options else self._name
 
-    def write(self, path: str, data: pa.Buffer | bytes) -> None:
+    def write(self, path: str, data: pa.Buffer | bytes, *, is_private: bool = False) -> None:
         def put(remote: pafs.FileSystem, at: str) -> None:
             with remote.open_output_stream(at, compression=None) as stream:
                 stream.write(data)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,8 +39,9 @@ MAX_BODIES_BYTES = 64 * 2**20
 MAX_ANSWER_CHARACTERS = 16_000_000
 # Bound of all answers together that clients have not read yet. One has 192 MB at most, as escapes.
 MAX_ANSWERS_BYTES = 256 * 2**20
-# A larger request is searched for in pieces of so many queries, which takes some 10 ms.
-PIECE_QUERIES = 64
+# A larger request is searched for in pieces of at most so many queries and characters. A piece of
+# short questions takes some 10 ms, one of long texts some 200 ms.
+PIECE_QUERIES, PIECE_CHARACTERS = 64, 32_768
 # Larger requests that are searched for at once: a question waits for a piece of each at most.
 LARGE_REQUESTS_AT_ONCE = 2
 # Bounds of the queries that wait, of larger requests and of the others. A training batch has some
@@ -92,14 +94,14 @@ class Retrieval:
 
     async def _search(self, request: web.Request, queries: list[str], topk: int) -> list[list[Hit]]:
         n_characters = sum(len(query) + CHARACTERS_OF_AN_OBJECT for query in queries)
-        if len(queries) <= PIECE_QUERIES:
+        pieces = _pieces(queries)
+        if len(pieces) == 1:
             with self._few.counted(n_characters):
                 return await asyncio.to_thread(self._search_piece, request, queries, topk)
         found: list[list[Hit]] = []
         with self._many.counted(n_characters):
             async with self._large:
-                for begin in range(0, len(queries), PIECE_QUERIES):
-                    piece = queries[begin : begin + PIECE_QUERIES]
+                for piece in pieces:
                     found += await asyncio.to_thread(self._search_piece, request, piece, topk)
         return found
 
@@ -108,6 +110,20 @@ class Retrieval:
         if request.transport is None:
             raise RequestRefused(499, "the client has closed the connection")
         return self._corpus.search(queries, topk)
+
+
+def _pieces(queries: Sequence[str]) -> list[list[str]]:
+    """Return the queries as pieces, at least one. A query longer than a piece is one of its own."""
+    pieces: list[list[str]] = [[]]
+    n_characters = 0
+    for query in queries:
+        n_characters += len(query)
+        is_full = len(pieces[-1]) == PIECE_QUERIES or n_characters > PIECE_CHARACTERS
+        if pieces[-1] and is_full:
+            pieces.append([])
+            n_characters = len(query)
+        pieces[-1].append(query)
+    return pieces
 
 
 def _parse_request(body: object, *, topk: int) -> tuple[list[str], int, bool]:

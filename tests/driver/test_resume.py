@@ -65,6 +65,27 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
+def test_signatures_in_a_storage_are_kept_from_others_at_each_start(
+    config: Config, tmp_path: Path
+) -> None:
+    """Close what an older version left open to everybody."""
+    storage = tmp_path / "shared"
+    stored = replace(
+        config,
+        run_dir=str(tmp_path / "stored"),
+        store=replace(config.store, uri=storage.as_uri()),
+    )
+    RunLayout.create(
+        Path(stored.run_dir),
+        config_yaml=configs.as_yaml(stored),
+        storage_uri=stored.store.uri,
+    )
+    (storage / "signed.json").chmod(0o444)
+    resume.remember(stored)
+    assert (storage / "signed.json").stat().st_mode & 0o777 == 0o600
+    assert (storage / "config.yaml").stat().st_mode & 0o777 == 0o444
+
+
 def test_a_run_goes_on_with_the_settings_of_its_newest_start(config: Config) -> None:
     run = Path(config.run_dir)
     assert resume.load(run, []) == config

@@ -641,14 +641,19 @@ def test_the_answers_that_clients_leave_unread_are_bounded_together(
     asyncio.run(asyncio.wait_for(attack(), 120))
 
 
+@pytest.mark.parametrize(
+    ("n_queries", "n_characters", "in_a_piece"),
+    [(4096, 4, search_server.PIECE_QUERIES), (64, 16_000, 2)],
+)
 def test_large_requests_hold_up_no_question_and_end_with_their_clients(
-    monkeypatch: pytest.MonkeyPatch,
+    n_queries: int, n_characters: int, in_a_piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: 300 clients asked for 4,096 queries each, and left. For two minutes no question
-    was answered.
+    was answered. 12 clients with 64 queries of a whole page each did the same.
     """
     go_on, searched = threading.Event(), []
-    monkeypatch.setattr(search_server, "MAX_WAITING_CHARACTERS", 20 * 4096 * 68)
+    waiting_at_most = 20 * n_queries * (n_characters + search_server.CHARACTERS_OF_AN_OBJECT)
+    monkeypatch.setattr(search_server, "MAX_WAITING_CHARACTERS", waiting_at_most)
 
     def index(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
         searched.append(len(queries))
@@ -658,7 +663,7 @@ def test_large_requests_hold_up_no_question_and_end_with_their_clients(
 
     async def attack() -> None:
         async with ours(Corpus([Passage(id="1", contents="word")], index)) as server:
-            large = {"queries": ["word"] * 4096, "topk": 1}
+            large = {"queries": ["x" * n_characters] * n_queries, "topk": 1}
             clients = [asyncio.create_task(post(url_of(server), large)) for _ in range(21)]
             while not searched:
                 await asyncio.sleep(0.01)
@@ -675,10 +680,10 @@ def test_large_requests_hold_up_no_question_and_end_with_their_clients(
             while (told := await post(url_of(server), large))[0] == 503:
                 await asyncio.sleep(0.01)
             status, answer = told
-            assert status == 200 and len(answer["result"]) == 4096
+            assert status == 200 and len(answer["result"]) == n_queries
             pieces = [n for n in searched if n > 1]
-            assert set(pieces) == {search_server.PIECE_QUERIES}
-            assert len(pieces) < 2 * 4096 / search_server.PIECE_QUERIES
+            assert set(pieces) == {in_a_piece}
+            assert len(pieces) < 2 * n_queries / in_a_piece
 
     asyncio.run(asyncio.wait_for(attack(), 120))
 

@@ -103,7 +103,7 @@ def lost(tmp_path: Path) -> RunLayout:
     (layout.root / "config.yaml").write_text("a: 1\n")
     sign_run(layout.root)
     for name in ("config.yaml", "signed.json"):
-        layout.storage.write(name, (layout.root / name).read_bytes())
+        layout.storage.write(name, (layout.root / name).read_bytes(), is_private=name == SIGNED)
     publish_directory(layout, make_directory(layout, BASE_POLICY, b"base"))
     write_open_sql(layout, macros=(), max_staleness=9)
     catalog = Catalog.open(layout)
@@ -692,23 +692,45 @@ def test_another_user_cannot_take_the_lock_away(
 
 def lock_as_user(user: int, root: Path) -> str:
     """Hold the lock of `root` for a moment, in a process of this user. Return its error."""
+
+    def hold() -> str:
+        with bring._alone(root):
+            return "held"
+
+    return as_user(user, hold)
+
+
+def as_user(user: int, act: Callable[[], str]) -> str:
+    """Return what a function says, or its error, in a process of this user."""
     spawning = multiprocessing.get_context("fork")
     said = spawning.Queue()
 
-    def hold() -> None:
+    def run() -> None:
         os.seteuid(user)
         try:
-            with bring._alone(root):
-                pass
-            said.put("held")
+            said.put(act())
         except (StoreError, OSError) as error:
             said.put(str(error))
 
-    child = spawning.Process(target=hold)
+    child = spawning.Process(target=run)
     child.start()
     answer = said.get(timeout=60)
     child.join()
     return str(answer)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_users_run_is_read_without_their_signatures() -> None:
+    """Only its owner can read them. To everybody else it is a run of somebody else."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # others cannot enter pytest's
+        Path(shared).chmod(0o755)
+        storage = (Path(shared) / "storage").as_uri()
+        layout = RunLayout.create(Path(shared) / "run", config_yaml="a: 1\n", storage_uri=storage)
+        layout.storage.write("config.yaml", b"a: 1\n")
+        theirs = as_user(1234, lambda: " ".join(bring._read_small_files(storage) or {}))
+        assert theirs == "run.json config.yaml"
+        own = bring._read_small_files(storage)
+        assert own is not None and SIGNED in own
 
 
 def test_a_directory_is_locked_while_a_run_is_brought_to_it(

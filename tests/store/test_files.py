@@ -233,6 +233,18 @@ def test_signatures_and_the_lock_are_for_their_owner_only(layout: RunLayout) -> 
     assert layout.run_json.stat().st_mode & 0o777 == 0o444
 
 
+def test_signatures_in_a_storage_are_for_their_owner_only(tmp_path: Path) -> None:
+    """The attack: a neighbour copied the signed files of a shared directory, and built another run
+    around them. It counted as the user's own, so links in it were followed.
+    """
+    storage = tmp_path / "shared"
+    layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n", storage_uri=storage.as_uri())
+    signed, run_json = storage / "signed.json", storage / "run.json"
+    assert signed.read_bytes() == (layout.root / "signed.json").read_bytes()
+    assert signed.stat().st_mode & 0o777 == 0o600
+    assert run_json.stat().st_mode & 0o777 == 0o444
+
+
 def test_a_directory_is_kept_private_also_one_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir(mode=0o755)
     for name in ("there", "new"):
