@@ -14,7 +14,6 @@ also where the remaining ranks would wait for it.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -43,7 +42,7 @@ from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ra
 from learner.interface import RankError
 from learner.model.lora import write_adapter_config
 from learner.publishing.broadcast_sender import Broadcast
-from learner.publishing.publish import SHARD_BYTES, WeightsCopy
+from learner.publishing.publish import SHARD_BYTES, WeightsCopy, copy_file
 from learner.training.critic import CriticStats
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats
@@ -159,7 +158,7 @@ class RankGroup:
         if is_first:
             self._base_digest = files_digest(weight_files(base))
         if (base / TOKENIZER_FILE).is_file():
-            shutil.copyfile(base / TOKENIZER_FILE, directory / TOKENIZER_FILE)
+            copy_file(base / TOKENIZER_FILE, directory / TOKENIZER_FILE)
         write_adapter_config(self.engine.policy.causal_lm, directory)
         write_base(directory, digest=self._base_digest)
         if is_first:  # engines make the same check, of each version

@@ -148,6 +148,7 @@ from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.own_directory import check_own_directory as check_own_directory
 from .untrusted.own_directory import is_anothers as is_anothers
 from .untrusted.own_directory import links_and_end as links_and_end
+from .untrusted.own_directory import open_file_by_own_links as open_file_by_own_links
 from .untrusted.own_directory import opened_by_own_links as opened_by_own_links
 from .untrusted.signatures import RunTexts as RunTexts
 from .untrusted.signatures import sign_next as sign_next

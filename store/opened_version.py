@@ -22,6 +22,7 @@ from store.layout import RunLayout
 from store.remote_directory import copy_published
 from store.run_names import VERSION_PATH, checked_name
 from store.untrusted.file_access import is_directory, open_file_in, read_opened
+from store.untrusted.own_directory import open_file_by_own_links
 from store.user_cache import OWN_CACHE, private_directory
 
 
@@ -50,10 +51,14 @@ class OpenedVersion:
     def open_file(self, name: str) -> int:
         """Return the descriptor of a file, which the caller closes.
 
-        Raises OSError, and UnsafePathError for what is no regular file.
+        Raises OSError, and UnsafePathError for what is no regular file, and for a link: where links
+        are followed, for one of another user to a file that is not theirs.
         """
-        return open_file_in(
-            self.directory, name, path=self.path / name, follows_links=self.follows_links
+        path = self.path / name
+        return (
+            open_file_by_own_links(path)
+            if self.follows_links
+            else open_file_in(self.directory, name, path=path)
         )
 
     def read_file(self, name: str, *, at_most: int) -> bytes:

@@ -16,7 +16,7 @@ import socket
 import threading
 import webbrowser
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
@@ -115,11 +115,40 @@ class Guard:
         refusal = refusal_of(request)
         answer = PlainTextResponse(refusal, status_code=403) if refusal else self.app
         with contextlib.suppress(_StalledError):  # the server ends the connection
-            await answer(scope, receive, send_with_headers)
+            left = request.state.left = threading.Event()
+            answering = answer(scope, receive, send_with_headers)
+            if request.method == "POST":  # its body is still to come
+                await answering
+            else:
+                await _answer_until_left(answering, receive, left=left)
 
 
 class _StalledError(Exception):
     """A client takes nothing, or too little, of its answer."""
+
+
+async def _answer_until_left(
+    answer: Awaitable[None], receive: Receive, *, left: threading.Event
+) -> None:
+    """Send an answer, and give it up if the client leaves: others wait for the threads.
+
+    `left` is set then, for an answer that is being made in one.
+    """
+    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_leave(receive))
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            answering.result()
+    finally:
+        left.set()
+        for each in (answering, leaving):
+            each.cancel()
+        await asyncio.gather(answering, leaving, return_exceptions=True)
+
+
+async def _leave(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _send_in_pieces(send: Send, message: Message) -> None:
@@ -276,7 +305,12 @@ class Viewer:
                 return known
         shown = render_panel(
             panel,
-            partial(self.stored[asked.run_number].ask, asked.lsn, is_long=panel.alone),
+            partial(
+                self.stored[asked.run_number].ask,
+                asked.lsn,
+                is_long=panel.alone,
+                has_left=request.state.left.is_set,
+            ),
             run=asked.run,
             lsn=asked.lsn,
             downloads={
@@ -332,7 +366,7 @@ class Viewer:
             raise BadAddressError(f"run is a number from 0 to {len(self.stored) - 1}")
         for each in self.stored:
             each.checked_layout()  # a page may read files of a run beside its snapshot
-        stored = self.stored[number]
+        stored, has_left = self.stored[number], request.state.left.is_set
         is_live = not parameters.get("as_of")
         lsn = self._moment(number, parameters.get("as_of", ""))
         moments = [
@@ -347,8 +381,10 @@ class Viewer:
             lsn=lsn,
             is_live=is_live,
             is_foreign=request.headers.get("sec-fetch-site") in ("cross-site", "same-site"),
-            ask=partial(stored.ask, lsn),
-            ask_run=lambda other, query: self.stored[other].ask(moments[other], query),
+            ask=partial(stored.ask, lsn, has_left=has_left),
+            ask_run=lambda other, query: self.stored[other].ask(
+                moments[other], query, has_left=has_left
+            ),
             lsn_of=moments.__getitem__,
         )
 
@@ -381,6 +417,7 @@ class Viewer:
             tables=panel.tables,
             times_as_text=kind != "arrow",
             is_long=True,
+            has_left=request.state.left.is_set,
         )
         return download(table, kind, name=panel.name, lsn=asked.lsn, write=panel.files.get(kind))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ KEPT_BYTES = 256 << 20  # of all answers of a run
 QUERY_TIMEOUT_S = 30.0  # of one panel
 MAX_ROWS = 1_000_000  # of one answer
 MAX_BYTES = 256 << 20  # of one answer
+MAX_LONG = 8  # queries of a run that may take long and are not answered yet
 
 
 _Key = tuple[int, str, int | None, bool]
@@ -53,6 +54,7 @@ _ReaderKey = tuple[int, bool]  # the lsn, and whether the reader is for long que
 @dataclass(eq=False, slots=True)
 class _Snapshot:
     reader: Reader
+    asking: threading.Lock = field(default_factory=threading.Lock)  # held for each query
     users: int = 0
     is_dropped: bool = False
     used_at: float = field(default_factory=time.monotonic)
@@ -69,6 +71,7 @@ class Snapshots:
         self._refresh_s = refresh_s
         self._lock = threading.Lock()
         self._open_lock = threading.Lock()  # one child is started at a time
+        self._long = threading.BoundedSemaphore(MAX_LONG)
         self._snapshots: dict[_ReaderKey, _Snapshot] = {}
         self._answers: OrderedDict[_Key, pa.Table | StoreError] = OrderedDict()
         self._kept_bytes = 0
@@ -122,22 +125,45 @@ class Snapshots:
         tables: Tables = (),
         times_as_text: bool = True,
         is_long: bool = False,
+        has_left: Callable[[], bool] = lambda: False,
     ) -> pa.Table:
         """Return the answer at this lsn, from memory where it was asked before.
 
-        `n_rows`: at most its first rows. `tables`: see Reader.sql. Raises StoreError: the query's
-        own error too is remembered, but not a time-out.
+        `n_rows`: at most its first rows. `tables`: see Reader.sql. `has_left`: whether nobody waits
+        for it any more; it is not asked then. Raises StoreError: the query's own error too is
+        remembered, but not a time-out, and none of too many queries.
         """
         key = (lsn, with_tables(tables, query), n_rows, times_as_text)
         if (known := self._remembered(key)) is None:
-            with self._used((lsn, is_long)) as reader:
-                known = self._answer(
-                    reader, query, n_rows, tables=tables, times_as_text=times_as_text
-                )
+            with (
+                self._counted(is_long=is_long),
+                self._used((lsn, is_long)) as snapshot,
+                snapshot.asking,
+            ):
+                if has_left():
+                    raise StoreError("nobody waits for the answer any more")
+                if (known := self._remembered(key)) is None:  # it was asked twice
+                    known = self._answer(
+                        snapshot.reader, query, n_rows, tables=tables, times_as_text=times_as_text
+                    )
             self._remember(key, known)
         if isinstance(known, StoreError):
             raise known
         return known
+
+    @contextmanager
+    def _counted(self, *, is_long: bool) -> Iterator[None]:
+        """Bound the queries that may take long: each that waits has a thread of the server."""
+        if is_long and not self._long.acquire(blocking=False):
+            raise StoreError(
+                f"{MAX_LONG} queries of this run that may take long are being answered; ask again "
+                "in a moment"
+            )
+        try:
+            yield
+        finally:
+            if is_long:
+                self._long.release()
 
     def close(self) -> None:
         """End all readers. May be called twice."""
@@ -198,8 +224,8 @@ class Snapshots:
                 self._kept_bytes -= _size(*self._answers.popitem(last=False))
 
     @contextmanager
-    def _used(self, reader_key: _ReaderKey) -> Iterator[Reader]:
-        """Hand out the reader of a snapshot, which stays open meanwhile."""
+    def _used(self, reader_key: _ReaderKey) -> Iterator[_Snapshot]:
+        """Hand out a snapshot, whose reader stays open meanwhile."""
         snapshot = self._take(reader_key)
         while snapshot is None:  # another thread may drop it at once
             try:
@@ -210,7 +236,7 @@ class Snapshots:
                 reader_key = (reader_key[0], False)
             snapshot = self._take(reader_key)
         try:
-            yield snapshot.reader
+            yield snapshot
         finally:
             with self._lock:
                 snapshot.users -= 1

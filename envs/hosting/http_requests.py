@@ -1,10 +1,9 @@
 """Exchange JSON over HTTP with clients and servers that nobody vouches for.
 
-    app = web.Application(
-        middlewares=[guard(key, error_field="error")], client_max_size=MAX_BODY_BYTES
-    )
+    app = web.Application(middlewares=[guard(key, error_field="error")])
     runner = await listen(app, host, port)         # runner.addresses has the port
-    body = await read_json(request)                # in a handler
+    bodies = AtOnce(64 * 2**20)                    # of all clients together
+    body = await read_json(request, bodies=bodies, at_most_bytes=MAX_BODY_BYTES)  # in a handler
     answer = await read_bounded(response, max_bytes=MAX_BODY_BYTES)  # in a client
     await runner.cleanup()
 
@@ -106,24 +105,10 @@ def content_encoding(request: web.Request) -> str:
 
 
 class AtOnce:
-    """Bound what a server holds for all clients together: bytes of bodies, for example.
-
-    bodies = AtOnce(64 * 2**20)
-    with bodies.body() as body:
-        value = await read_json(request, body_of=partial(body.read, request, at_most_bytes=n))
-    """
+    """Bound what a server holds for all clients together: bytes of bodies, for example."""
 
     def __init__(self, at_most: int) -> None:
         self._left = at_most
-
-    @contextlib.contextmanager
-    def body(self) -> Iterator[Body]:
-        """Give the body of a request, whose bytes count in the block."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            self._left += len(body.received)
 
     @contextlib.contextmanager
     def counted(self, number: int) -> Iterator[None]:
@@ -132,7 +117,11 @@ class AtOnce:
         try:
             yield
         finally:
-            self._left += number
+            self.give_back(number)
+
+    def give_back(self, number: int) -> None:
+        """Count so many less."""
+        self._left += number
 
     def take(self, number: int) -> None:
         """Count so many more. Raises RequestRefused if they are too many."""
@@ -159,35 +148,33 @@ async def write_answer(
     return response
 
 
-class Body:
-    """The body of one request, as far as it was received."""
+async def read_json(request: web.Request, *, bodies: AtOnce, at_most_bytes: int) -> object:
+    """Return the body of a request, None if it is no JSON.
 
-    def __init__(self, bodies: AtOnce) -> None:
-        self._bodies = bodies
-        self.received = bytearray()
-
-    async def read(self, request: web.Request, *, at_most_bytes: int) -> bytes:
-        """Return the whole body. Raises RequestRefused for one of more bytes."""
-        async for chunk in request.content.iter_any():
-            if len(self.received) + len(chunk) > at_most_bytes:
-                raise RequestRefused(
-                    413, f"the body of the request has more than {at_most_bytes:,} bytes"
-                )
-            self._bodies.take(len(chunk))
-            self.received += chunk
-        return bytes(self.received)
-
-
-async def read_json(
-    request: web.Request, *, body_of: Callable[[], Awaitable[bytes]] | None = None
-) -> object:
-    """Return the body of a request, None if it is no JSON. `body_of` reads it in another way.
-
-    Raises RequestRefused, and web.HTTPRequestEntityTooLarge beyond the application's limit.
+    It counts among `bodies` until it is parsed. Raises RequestRefused, also for one of more than
+    `at_most_bytes`.
     """
+    received = bytearray()
+    try:
+        await _receive(request, received, bodies=bodies, at_most_bytes=at_most_bytes)
+        return _parsed(bytes(received))
+    finally:
+        bodies.give_back(len(received))
+
+
+async def _receive(
+    request: web.Request, received: bytearray, *, bodies: AtOnce, at_most_bytes: int
+) -> None:
+    """Add the bytes of a body to `received` as they come."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
-            body = await (request.read() if body_of is None else body_of())
+            async for chunk in request.content.iter_any():
+                if len(received) + len(chunk) > at_most_bytes:
+                    raise RequestRefused(
+                        413, f"the body of the request has more than {at_most_bytes:,} bytes"
+                    )
+                bodies.take(len(chunk))
+                received += chunk
     except TimeoutError:
         raise RequestRefused(
             408, f"the body of the request did not come within {READ_TIMEOUT_S:g} s"
@@ -196,6 +183,9 @@ async def read_json(
         raise RequestRefused(
             400, f"the body of the request is not readable: {error!s:.200}"
         ) from None
+
+
+def _parsed(body: bytes) -> object:
     try:
         return read_value(body or b"{}", most=MAX_VALUES)
     except TooManyValues as error:

@@ -31,6 +31,7 @@ from envs.error_texts import full_traceback
 from envs.errors import EnvironmentDied, EnvironmentFailed
 from envs.hosting.http_requests import (
     MAX_BODY_BYTES,
+    AtOnce,
     Handler,
     RequestRefused,
     guard,
@@ -52,8 +53,14 @@ NO_KEY = (
     "no API key: export {0}=SECRET, here and where the run is started; "
     "python -c 'import secrets; print(secrets.token_hex(16))' makes a secret"
 )
-# Bound of one action. A reply has some thousands. An episode keeps its actions, to repeat them.
+# Bounds of one action, of those of an episode and of those of all episodes. An episode keeps its
+# actions, to repeat them. A reply has some thousands of characters.
 MAX_ACTION_CHARACTERS = 1_000_000
+MAX_EPISODE_CHARACTERS = 16_000_000
+MAX_KEPT_CHARACTERS = 256_000_000
+CHARACTERS_OF_A_STEP = 500  # one takes as much memory as so many more, however short its action
+# Bound of the bodies of all requests together, which a client may send slowly.
+MAX_BODIES_BYTES = 256 * 2**20
 SHOWN_CHARACTERS = 200  # of a client's text in an error
 
 
@@ -63,6 +70,7 @@ class _Session:
     stack: AsyncExitStack  # gives the environment back to the pool
     used_at: float
     in_use: asyncio.Lock  # held while the environment works on a request
+    n_kept: int = 0  # characters of the episode's actions
 
 
 class Server:
@@ -98,16 +106,14 @@ class Server:
             name, options, processes=processes, answer_timeout_s=answer_timeout_s
         )
         self._sessions: dict[str, _Session] = {}
+        self._bodies, self._actions = AtOnce(MAX_BODIES_BYTES), AtOnce(MAX_KEPT_CHARACTERS)
         self._ending: set[asyncio.Task[None]] = set()  # an event loop keeps no reference itself
         self._sweeper: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Port 0 takes a free one."""
-        app = web.Application(
-            middlewares=[guard(self._key, error_field="error"), _errors_as_json],
-            client_max_size=MAX_BODY_BYTES,
-        )
+        app = web.Application(middlewares=[guard(self._key, error_field="error"), _errors_as_json])
         app.router.add_post("/tasks", self.tasks)
         app.router.add_post("/create", self.create)
         app.router.add_post("/reset", self.reset)
@@ -125,7 +131,7 @@ class Server:
         self._pool.close()
 
     async def tasks(self, request: web.Request) -> web.Response:
-        split = (await _read_fields(request, split=str))["split"]
+        split = (await self._read_fields(request, split=str))["split"]
         if split not in self._tasks:
             raise RequestRefused(
                 400, f"split {_shortened(split)!r} is not one of {sorted(self._tasks)}"
@@ -149,14 +155,16 @@ class Server:
         return web.json_response({"id": session_id})
 
     async def reset(self, request: web.Request) -> web.Response:
-        fields = await _read_fields(request, id=str, task=dict)
+        fields = await self._read_fields(request, id=str, task=dict)
         task = self._named_task(fields["task"])
         session = self._session(fields["id"])
+        del fields  # may be large, and the session may have to be waited for
         async with session.in_use:
+            self._forget_actions(session)
             return web.json_response(observation_to_json(await session.environment.reset(task)))
 
     async def step(self, request: web.Request) -> web.Response:
-        fields = await _read_fields(request, id=str, action=str)
+        fields = await self._read_fields(request, id=str, action=str)
         action = fields["action"]
         if len(action) > MAX_ACTION_CHARACTERS:
             raise RequestRefused(
@@ -165,8 +173,11 @@ class Server:
                 f"{MAX_ACTION_CHARACTERS:,}",
             )
         session = self._session(fields["id"])
-        async with session.in_use:
-            transition = await session.environment.step(action)
+        n_characters = len(action) + CHARACTERS_OF_A_STEP
+        with self._actions.counted(n_characters):  # also while it waits
+            async with session.in_use:
+                self._keep(n_characters, session)
+                transition = await session.environment.step(action)
         flat = {
             field.name: getattr(transition, field.name) for field in dataclass_fields(transition)
         }
@@ -175,7 +186,7 @@ class Server:
         )
 
     async def close_session(self, request: web.Request) -> web.Response:
-        session_id = (await _read_fields(request, id=str))["id"]
+        session_id = (await self._read_fields(request, id=str))["id"]
         self._session(session_id)
         self._end_session(session_id)
         return web.json_response({})
@@ -221,38 +232,52 @@ class Server:
         return session
 
     def _end_session(self, session_id: str) -> None:
-        ending = asyncio.create_task(_give_back(self._sessions.pop(session_id)))
+        ending = asyncio.create_task(self._give_back(self._sessions.pop(session_id)))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+
+    async def _give_back(self, session: _Session) -> None:
+        """Give the environment to the next session, once it has answered its last request.
+
+        If it hangs, the next session would wait for it.
+        """
+        async with session.in_use:
+            await session.stack.aclose()
+            self._forget_actions(session)
+
+    def _keep(self, n_characters: int, session: _Session) -> None:
+        """Count an action that the session's episode keeps. Raises RequestRefused."""
+        if session.n_kept + n_characters > MAX_EPISODE_CHARACTERS:
+            raise RequestRefused(
+                400,
+                f"the actions of the episode have more than {MAX_EPISODE_CHARACTERS:,} characters "
+                f"together, with {CHARACTERS_OF_A_STEP} more for each; POST /reset begins another",
+            )
+        self._actions.take(n_characters)
+        session.n_kept += n_characters
+
+    def _forget_actions(self, session: _Session) -> None:
+        self._actions.give_back(session.n_kept)
+        session.n_kept = 0
+
+    async def _read_fields(self, request: web.Request, **types: type) -> dict[str, Any]:
+        """Return the body of a request. Raises RequestRefused for a missing or mistyped field."""
+        body = await read_json(request, bodies=self._bodies, at_most_bytes=MAX_BODY_BYTES)
+        for name, expected in types.items():
+            if not isinstance(body, dict) or not isinstance(body.get(name), expected):
+                raise RequestRefused(
+                    400,
+                    f"{request.path} needs a JSON object with {', '.join(types)}; {name} is "
+                    "missing or of another type",
+                )
+        assert isinstance(body, dict), "at least one field is asked for"
+        return body
 
     async def _sweep(self) -> None:
         """Wait for time to pass and end idle sessions, until it is cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             await self.end_idle_sessions(idle_s=IDLE_S)
-
-
-async def _give_back(session: _Session) -> None:
-    """Give the environment to the next session, once it has answered its last request.
-
-    If it hangs, the next session would wait for it.
-    """
-    async with session.in_use:
-        await session.stack.aclose()
-
-
-async def _read_fields(request: web.Request, **types: type) -> dict[str, Any]:
-    """Return the body of a request. Raises RequestRefused for a missing or mistyped field."""
-    body = await read_json(request)
-    for name, expected in types.items():
-        if not isinstance(body, dict) or not isinstance(body.get(name), expected):
-            raise RequestRefused(
-                400,
-                f"{request.path} needs a JSON object with {', '.join(types)}; {name} is missing "
-                "or of another type",
-            )
-    assert isinstance(body, dict), "at least one field is asked for"
-    return body
 
 
 def _shortened(value: object) -> str:
@@ -275,7 +300,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except EnvironmentDied as error:
         status, reason = 500, f"{error}; the server printed the traceback"
         fields = {"at_fault": error.at_fault}
-    except web.HTTPException as error:  # no such path, no POST, or a body that is too large
+    except web.HTTPException as error:  # no such path, or no POST
         status, reason = error.status, f"{request.method} {request.path}: {error.reason}"
     except Exception as error:  # noqa: BLE001 - a process border: the client is told
         write_log(None, full_traceback(error))

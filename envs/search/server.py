@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -84,9 +83,7 @@ class Retrieval:
 
     async def _read(self, request: web.Request) -> tuple[list[str], int, bool]:
         """Return what is asked for. When it returns, the body takes no memory any more."""
-        with self._bodies.body() as body:
-            read = partial(body.read, request, at_most_bytes=MAX_BODY_BYTES)
-            asked = await read_json(request, body_of=read)
+        asked = await read_json(request, bodies=self._bodies, at_most_bytes=MAX_BODY_BYTES)
         try:
             return _parse_request(asked, topk=self._topk)
         except ValueError as error:

@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from store import UnsafePathError
+
 UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
 
 
@@ -91,6 +93,8 @@ def names_the_disk(dest: Path) -> Iterator[None]:
     """Add `dest` and a remedy to an OSError that names no file, as a failed write raises it."""
     try:
         yield
+    except UnsafePathError:  # about what is read
+        raise
     except OSError as error:
         if error.filename is not None or error.strerror is None:
             raise

@@ -14,7 +14,9 @@ take longer than everything else between learner and engine.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ from store import (
     WEIGHTS_SUFFIX,
     StoreError,
     TensorEntry,
+    UnsafePathError,
     encode_safetensors_head,
+    open_file_by_own_links,
 )
 
 SHARD_BYTES = 4 * 2**30  # of one file; `write_weights` holds the tensors of one at a time
@@ -40,6 +44,7 @@ DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in SAFETENSORS_DTYPES
 Send = Callable[[Sequence[memoryview]], None]
 # All files but the weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+COPIED_BYTES = 4 * 2**20  # at once
 WEIGHT_INDEX = ".index.json"  # maps tensors to files, if there are several
 
 
@@ -144,12 +149,18 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     """Copy a model directory. `dest` appears whole or not at all.
 
     Links are followed only from a directory that this user chose: the Hub's cache consists of
-    links. Otherwise a link raises StoreError. Raises ConfigError for a directory that names other
-    files or models.
+    links. Otherwise a link raises StoreError, and so does what `copy_file` refuses. Raises
+    ConfigError for a directory that names other files or models.
     """
     check_model_directory(source)
     with atomic_directory(dest) as unfinished:
-        shutil.copytree(source, unfinished, symlinks=not follow_links, dirs_exist_ok=True)
+        shutil.copytree(
+            source,
+            unfinished,
+            symlinks=not follow_links,
+            dirs_exist_ok=True,
+            copy_function=lambda path, copy: copy_file(Path(path), Path(copy)),
+        )
         # Look at the copy: links were copied as links, so nobody can put one in the source after
         # this check.
         link = next((path for path in unfinished.rglob("*") if path.is_symlink()), None)
@@ -159,6 +170,22 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
                 f"{source / link.relative_to(unfinished)} is a symbolic link; put what it leads to "
                 "in its place"
             )
+
+
+def copy_file(source: Path, dest: Path) -> None:
+    """Copy a file of a model that this user chose. Links are followed.
+
+    Raises OSError; StoreError for a link of another user to a file that is not theirs, and for what
+    is no regular file.
+    """
+    try:
+        descriptor = open_file_by_own_links(source)
+    except UnsafePathError as error:  # copytree collects every OSError
+        raise StoreError(str(error)) from error
+    with open(descriptor, "rb") as file, dest.open("wb") as copy:
+        allowed = os.fstat(descriptor).st_mode | stat.S_IWUSR  # a private model stays private
+        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(copy.fileno()).st_mode & allowed))
+        shutil.copyfileobj(file, copy, COPIED_BYTES)
 
 
 def _write(
@@ -180,8 +207,8 @@ def _write(
 def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -> None:
     for path in sorted(source_dir.iterdir()):
         if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX):
-            shutil.copyfile(path, directory / path.name)
-    config = json.loads((source_dir / "config.json").read_text())
+            copy_file(path, directory / path.name)
+    config = json.loads((directory / "config.json").read_text())
     config.pop("torch_dtype", None)  # older name of `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -101,16 +101,14 @@ def open_file_in(
     path: Path,
     flags: int = os.O_RDONLY,
     mode: int = 0o666,
-    follows_links: bool = False,
 ) -> int:
     """Open a regular file of an open directory, which errors name `path`.
 
     The caller closes the descriptor.
     """
     _check_no_null(name)
-    flags |= _WITHOUT_WAITING & ~os.O_NOFOLLOW if follows_links else _WITHOUT_WAITING
     try:
-        descriptor = os.open(name, flags, mode, dir_fd=directory)
+        descriptor = os.open(name, flags | _WITHOUT_WAITING, mode, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise _a_link(path) from error

@@ -5,6 +5,7 @@ is_anothers(file)           # who made it
 links_and_end(file)         # where the path leads
 make_own_directory(cache)   # for this user alone, with what is missing above it
 with opened_by_own_links(run) as (directory, place): ...    # before its files are believed
+with open(open_file_by_own_links(file), "rb") as model: ... # before it is copied
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,23 +161,48 @@ def opened_by_own_links(path: Path, *, may_lead_home: bool = False) -> Iterator[
     if descriptor is None:
         raise FileNotFoundError(errno.ENOENT, "no directory is there", str(path))
     try:
-        owner = os.fstat(descriptor).st_uid
-        for entry in entries:
-            is_at_home = may_lead_home and entry.owner == owner
-            if entry.is_link and entry.is_another_users and not is_at_home:
-                text = f"{entry.path} is a link of another user (uid {entry.owner})"
-                raise UnsafePathError(
-                    errno.ELOOP,
-                    f"{text}, who can lead it elsewhere; give the path behind it: "
-                    f"{entries[-1].path}",
-                )
+        owner = os.fstat(descriptor).st_uid if may_lead_home else None
+        instead = f"give the path behind it: {entries[-1].path}"
+        _check_links(entries, but_of=owner, instead=instead)
         yield descriptor, entries[-1].path
     finally:
         os.close(descriptor)
 
 
-def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
-    """Go to a directory one name after the other, as the system does.
+def open_file_by_own_links(path: Path) -> int:
+    """Return the descriptor of a regular file, which the caller closes.
+
+    A link of another user, anywhere on the way, may lead only to a file of theirs: they may be able
+    to read a copy of what is private. Raises OSError; UnsafePathError for such a link, and for what
+    is no regular file.
+    """
+    entries, descriptor = _walk_to(path, is_end=stat.S_ISREG)
+    if descriptor is None:
+        if os.path.exists(path):
+            raise UnsafePathError(errno.EINVAL, f"{path} is no regular file; remove it")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        instead = f"copy what you need of {path.parent} to a directory of your own"
+        _check_links(entries, but_of=os.fstat(descriptor).st_uid, instead=instead)
+        if not hasattr(os, "O_PATH"):
+            return os.dup(descriptor)
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(descriptor)
+
+
+def _check_links(entries: Sequence[_Entry], *, but_of: int | None, instead: str) -> None:
+    """Raise UnsafePathError for a link of another user, unless they are `but_of`."""
+    for entry in entries:
+        if entry.is_link and entry.is_another_users and entry.owner != but_of:
+            text = f"{entry.path} is a link of another user (uid {entry.owner})"
+            raise UnsafePathError(errno.ELOOP, f"{text}, who can lead it elsewhere; {instead}")
+
+
+def _walk_to(
+    path: Path, *, is_end: Callable[[int], bool] = stat.S_ISDIR
+) -> tuple[list[_Entry], int | None]:
+    """Go to a directory one name after the other, as the system does. `is_end`: or to a file.
 
     Return what lies on the way, the directory itself at the end, and a descriptor of it, which the
     caller closes; None if no directory is there. Each name is looked up in the very directory that
@@ -212,7 +238,7 @@ def _walk_to(path: Path) -> tuple[list[_Entry], int | None]:
                 place, here = entry.path, below
             if n_links > MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        if not stat.S_ISDIR(os.fstat(here).st_mode):
+        if not is_end(os.fstat(here).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         if not entries or entries[-1].is_link:  # "/", or a link to "." or "/"
             entries.append(_entry_of(here, place, above=os.stat("..", dir_fd=here)))

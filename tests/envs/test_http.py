@@ -35,7 +35,7 @@ from envs.adapters.http_client import (
     MAX_LIST_VALUES,
     RemoteEnv,
 )
-from envs.hosting import http_requests as http_server
+from envs.hosting import http_requests, http_server
 from envs.hosting.http_server import LISTENING, Server, main
 from tests.envs.test_pool import BROKEN
 
@@ -578,7 +578,7 @@ def test_a_stranger_keeps_no_connection(url: str) -> None:
         ),
         ("nothing", {}, 404, "POST /nothing: Not Found"),
         ("tasks", b"[" + b"[]," * 2**17 + b"[]]", 413, "more than 262144 values; send fewer"),
-        ("tasks", b"0" * (http_server.MAX_BODY_BYTES + 1), 413, "Entity Too Large"),
+        ("tasks", b"0" * (http_requests.MAX_BODY_BYTES + 1), 413, "has more than 16,777,216 bytes"),
     ],
 )
 def test_a_hostile_request_is_answered_in_one_short_line(
@@ -607,6 +607,80 @@ def test_a_client_has_no_more_episodes_than_the_server_holds() -> None:
     assert "all 2 sessions of this server are taken" in str(third[1]["error"])
 
 
+def test_the_actions_that_episodes_keep_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: an episode without an end took a megabyte with each step, 4 GB in a minute."""
+    monkeypatch.setattr(http_server, "MAX_EPISODE_CHARACTERS", 2500)
+    monkeypatch.setattr(http_server, "MAX_KEPT_CHARACTERS", 5500)
+    action = "x" * 500  # 1000 with CHARACTERS_OF_A_STEP
+
+    async def attack() -> None:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+
+        async def told(verb: str, **body: object) -> tuple[int, str]:
+            status, answer = await asyncio.to_thread(ask, url, verb, body)
+            return status, str(answer.get("error", answer.get("id", "")))
+
+        async def episode() -> str:
+            _, session = await told("create")
+            assert await told("reset", id=session, task={"id": "key_room-train-1"}) == (200, "")
+            return session
+
+        try:
+            sessions = [await episode() for _ in range(3)]
+            for session in sessions[:2]:
+                assert [(await told("step", id=session, action=action))[0] for _ in range(2)] == [
+                    200,
+                    200,
+                ]
+                status, complaint = await told("step", id=session, action=action)
+                assert status == 400 and "have more than 2,500 characters together" in complaint
+            # 4000 are kept, and while an action waits it counts once more
+            assert await told("step", id=sessions[2], action=action) == (
+                503,
+                "the server has too many requests now; ask again later",
+            )
+            await told("reset", id=sessions[0], task={"id": "key_room-train-1"})
+            assert (await told("step", id=sessions[0], action=action))[0] == 200
+            for session in sessions[:2]:
+                await told("close", id=session)
+            while there._ending:
+                await asyncio.sleep(0.01)
+            assert (await told("step", id=sessions[2], action=action))[0] == 200
+        finally:
+            await there.close()
+
+    asyncio.run(attack())
+
+
+def test_the_bodies_of_all_clients_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: 160 bodies of 16 MiB that did not end took 2.6 GB."""
+    monkeypatch.setattr(http_server, "MAX_BODIES_BYTES", 150_000)
+
+    async def attack() -> None:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        port = await there.start("127.0.0.1", 0)
+        head = f"POST /tasks HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+        head += "Content-Type: application/json\r\nContent-Length: 100001\r\n\r\n"
+        held = []
+        try:
+            for _ in range(2):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(head.encode() + b"a" * 100_000)
+                held.append((reader, writer))
+            answers = [asyncio.create_task(reader.readline()) for reader, _ in held]
+            done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+            assert [b" 503 " in each.result() for each in done] == [True] and len(waiting) == 1
+            for each in waiting:
+                each.cancel()
+        finally:
+            for _, writer in held:
+                writer.close()
+            await there.close()
+
+    asyncio.run(asyncio.wait_for(attack(), 60))
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -621,7 +695,7 @@ def test_a_client_has_no_more_episodes_than_the_server_holds() -> None:
 def test_who_sends_half_a_request_is_disconnected(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_requests, "READ_TIMEOUT_S", 0.1)
 
     async def attack() -> bytes:
         there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
@@ -643,7 +717,7 @@ def test_who_sends_half_a_request_is_disconnected(
 def test_a_client_too_many_is_disconnected_and_the_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(http_requests, "MAX_CONNECTIONS", 1)
 
     async def attack() -> tuple[bytes, bytes]:
         there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
@@ -687,7 +761,7 @@ def test_a_server_that_sends_the_client_elsewhere_does_not_get_it_to_take_the_ke
         app = web.Application()
         app.router.add_route("*", "/elsewhere", elsewhere)
         app.router.add_post("/{verb}", redirect)
-        runner = await http_server.listen(app, "127.0.0.1", 0)
+        runner = await http_requests.listen(app, "127.0.0.1", 0)
         options = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}
         try:
             with pytest.raises(ValueError, match="the server answers 307"):
@@ -740,7 +814,7 @@ def test_a_server_that_sets_cookies_without_end_is_sent_none() -> None:
     async def play() -> None:
         app = web.Application()
         app.router.add_post("/{verb}", answer)
-        runner = await http_server.listen(app, "127.0.0.1", 0)
+        runner = await http_requests.listen(app, "127.0.0.1", 0)
         # aiohttp keeps no cookies of a bare address
         env = RemoteEnv({"url": f"http://localhost:{runner.addresses[0][1]}"})
         try:

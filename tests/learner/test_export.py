@@ -39,11 +39,13 @@ from store import (
     VersionRecord,
     export,
     files_digest,
+    weight_files,
     write_base,
     write_open_sql,
 )
 from store.remote_directory import publish_directory
 from tests.support.engine_samples import copied, cut, make_base, random_rows, save_checkpoint
+from tests.support.neighbours import Neighbour
 
 ROOT = Path(__file__).resolve().parents[2]
 Weights = dict[str, torch.Tensor]
@@ -563,6 +565,30 @@ def test_a_link_that_comes_while_a_version_is_copied_is_not_followed(
     monkeypatch.setattr(export_module, "copy_first", exchanged)
     assert main(["export-model", str(run), str(tmp_path / "out")]) == 2
     assert f"{last.name} is or lies behind a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_version_0_of_an_evaluation_is_exported_without_what_a_neighbours_link_leads_to(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, private = tmp_path / "model", tmp_path / "private"
+    monkeypatch.setattr(RunLayout, "check_trusted", lambda _: None)  # the key is root's below
+    layout = RunLayout.create(tmp_path / "evaluation", config_yaml=configs.as_yaml(Config()))
+    (run / "weights" / "v000003").rename(model)
+    layout.weights_dir(0).symlink_to(model)
+    private.write_text("{}")
+    (model / "added.json").symlink_to(private)
+    version = VersionRecord(
+        version=0,
+        path="weights/v000000",
+        digest=files_digest(weight_files(model)),
+        learner_step=None,
+    )
+    export_module.export_version(layout, version, dest=tmp_path / "own")
+    assert (tmp_path / "own" / "added.json").read_text() == "{}"
+    Neighbour(monkeypatch).gets(model / "added.json")
+    with pytest.raises(StoreError, match="added.json is a link of another user .uid 65534."):
+        export_module.export_version(layout, version, dest=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from learner.publishing.publish import (
     write_weights,
 )
 from store import StoreError, files_digest, weight_files
+from tests.support.neighbours import Neighbour
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +372,35 @@ def test_a_copy_is_whole(base: Path, tmp_path: Path) -> None:
     assert {p.name: p.read_bytes() for p in base.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "copy").iterdir()
     }
+
+
+@pytest.mark.parametrize("name", ["config.json", "notes.txt"])
+def test_no_link_of_another_user_gets_a_private_file_into_a_run(
+    name: str,
+    base: Path,
+    policy: PolicyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: beside a shared model lay `notes.txt`, a link to a private key of whoever trained
+    it. Everybody could read it in the run's weights.
+    """
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    shutil.copytree(base, shared)
+    private.write_text((base / "config.json").read_text())
+    private.chmod(0o600)
+    (shared / name).unlink(missing_ok=True)
+    (shared / name).symlink_to(private)
+    copy_weights(shared, tmp_path / "own", follow_links=True)
+    assert (tmp_path / "own" / name).read_text() == private.read_text()
+    assert (tmp_path / "own" / name).stat().st_mode & 0o777 == 0o600
+    write_weights(weights(policy), tmp_path / "own version", source_dir=shared)
+    Neighbour(monkeypatch).gets(shared / name)
+    with pytest.raises(StoreError, match=f"{name} is a link of another user .uid 65534.*; copy"):
+        write_weights(weights(policy), tmp_path / "version", source_dir=shared)
+    with pytest.raises(StoreError, match=f"{name} is a link of another user"):
+        copy_weights(shared, tmp_path / "copy", follow_links=True)
+    assert not (tmp_path / "version").exists() and not (tmp_path / "copy").exists()
 
 
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:

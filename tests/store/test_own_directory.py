@@ -24,7 +24,7 @@ from store import (
 )
 from store.errors import UnsafePathError
 from store.untrusted import signatures
-from store.untrusted.own_directory import opened_by_own_links
+from store.untrusted.own_directory import open_file_by_own_links, opened_by_own_links
 from tests.support.neighbours import Neighbour, give_to_the_user
 from tests.support.store_runs import fingerprint
 from tests.support.store_samples import open_train_group, play
@@ -86,6 +86,47 @@ def test_a_link_of_another_user_is_refused_wherever_it_lies(
     check_own_directory(tmp_path / "disk" / "run")
     with opened_by_own_links(tmp_path / "disk" / "run"):
         pass
+
+
+def content(path: Path) -> bytes:
+    with open(open_file_by_own_links(path), "rb") as file:
+        return file.read()
+
+
+def test_a_file_is_opened_through_links_of_whoever_owns_it(
+    tmp_path: Path, neighbour: Neighbour
+) -> None:
+    """The attack: a file of a shared model was a link to a private one, which was copied."""
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "one").symlink_to("../file")
+    (tmp_path / "links" / "two").symlink_to("one")
+    (tmp_path / "way").symlink_to("links")
+    way = tmp_path / "way" / "two"
+    assert content(tmp_path / "file") == content(way) == b"content"
+    for link in ("links/one", "links/two", "way"):
+        neighbour.gets(tmp_path / link)
+        with pytest.raises(
+            UnsafePathError, match=f"{link} is a link of another user .*; copy what"
+        ):
+            open_file_by_own_links(way)
+        neighbour.gives_back(tmp_path / link)
+    neighbour.gets(tmp_path / "links" / "one")
+    neighbour.gets(tmp_path / "file")
+    assert content(way) == b"content"
+
+
+def test_only_a_file_is_opened_as_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("fifo", "link", "."):
+        with pytest.raises(UnsafePathError, match="is no regular file"):
+            open_file_by_own_links(tmp_path / name)
+    for name in ("nothing", "fifo/below"):
+        with pytest.raises(FileNotFoundError, match="No such file"):
+            open_file_by_own_links(tmp_path / name)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("target", [".", "/", "..", "disk/.."])

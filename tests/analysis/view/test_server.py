@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -638,3 +639,81 @@ def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
         while sent < 32 << 20:
             sent += client.send((HEAD + b"\r\n") * 1000)
     assert sent < 32 << 20
+
+
+HEAVY = "SELECT sum(a.range * b.range + {}) AS s FROM range(100000000) a, range(1000000) b"
+
+
+def test_queries_of_clients_that_left_are_not_answered(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a hundred requests, left at once, kept every page from everybody for an hour."""
+    asked, ask = [], Snapshots._answer
+    monkeypatch.setattr(snapshots, "QUERY_TIMEOUT_S", 2.0)
+
+    def noted(stored: Snapshots, reader: Reader, query: str, *given: Any, **options: Any) -> object:
+        if "range(100000000)" in query:
+            asked.append(query)
+        return ask(stored, reader, query, *given, **options)
+
+    monkeypatch.setattr(Snapshots, "_answer", noted)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = make_server(make_app([layout.root], token=TOKEN, refresh_s=3600.0))
+    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        for number in range(100):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                address = urlencode({"q": HEAVY.format(number)})
+                client.sendall(f"GET /sql?{address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        for path in ("/groups", "/sql?q=SELECT+42+AS+n"):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as page:
+                assert page.status == 200
+    finally:
+        served.should_exit = True
+        thread.join(timeout=30)
+    assert len(asked) <= snapshots.MAX_LONG
+
+
+def test_queries_that_may_take_long_are_bounded(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that waits has a thread of the server, which other pages need."""
+    stored, go_on, begun = Snapshots(layout.root, refresh_s=3600.0), threading.Event(), []
+    lsn, answers = stored.newest_lsn, []
+
+    def answer(reader: Reader, query: str, *given: Any, **options: Any) -> pa.Table:
+        begun.append(query)
+        go_on.wait(60)
+        return pa.table({"n": [1]})
+
+    def ask(number: int) -> None:
+        try:
+            asked = f"SELECT {number}"
+            stored.ask(lsn, asked, is_long=True, has_left=lambda: number > 0)
+            answers.append("answered")
+        except StoreError as error:
+            answers.append(str(error))
+
+    monkeypatch.setattr(stored, "_answer", answer)
+    try:
+        first = threading.Thread(target=ask, args=(0,))
+        first.start()
+        while not begun:
+            time.sleep(0.01)
+        others = [threading.Thread(target=ask, args=(n,)) for n in range(1, snapshots.MAX_LONG + 1)]
+        for thread in others:
+            thread.start()
+        while not answers:
+            time.sleep(0.01)
+        assert len(answers) == 1 and answers[0].startswith(f"{snapshots.MAX_LONG} queries of this")
+        go_on.set()
+        for thread in (first, *others):
+            thread.join()
+        assert begun == ["SELECT 0"] and "answered" in answers
+        assert answers.count("nobody waits for the answer any more") == snapshots.MAX_LONG - 1
+        ask(0)  # it is remembered
+        assert stored.ask(lsn, "SELECT 9", is_long=True).num_rows == 1
+    finally:
+        stored.close()
