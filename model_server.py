@@ -119,7 +119,10 @@ def json_of(data: bytes) -> Any:
 
 def quoted(said: object) -> str:
     """Return a server's words in one line of bounded length."""
-    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    try:
+        text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    except RecursionError:
+        text = "an error of too many levels"
     line = one_line(text)
     if len(line) > MAX_QUOTED_CHARACTERS:
         return f"{line[:MAX_QUOTED_CHARACTERS]} ..."

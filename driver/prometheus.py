@@ -85,7 +85,8 @@ def _answering_to_own_name(figures: WSGIApplication) -> WSGIApplication:
 
     def answer(request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if OWN_NAME.fullmatch(request.get("HTTP_HOST", ADDRESS)):
-            return figures(request, start)
+            # In the one format that all scrapers read. Some values of the header end in an error.
+            return figures({**request, "HTTP_ACCEPT": ""}, start)
         start("421 Misdirected Request", [("Content-Type", "text/plain")])
         return [b"the metrics are served to 127.0.0.1 and localhost only\n"]
 

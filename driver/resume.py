@@ -39,6 +39,7 @@ from store import (
     RunLayout,
     StoreError,
     decoded,
+    open_file_by_own_links,
     parse_object,
     parse_run_json,
     parse_run_step,
@@ -146,6 +147,8 @@ def remember(config: Config) -> None:
     write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
     if layout.info.storage_uri is not None:  # for `bring`; signatures first, as above
         for name in (SIGNED, OUTSIDE_FILE, CONFIG_FILE):
+            if name == SIGNED and not layout.is_made_by_this_user():
+                continue  # another user's, who alone can read it
             if (run / name).is_file():
                 content = (run / name).read_bytes()
                 layout.storage.write(name, content, is_private=name == SIGNED)
@@ -184,15 +187,17 @@ def outside(config: Config) -> Mapping[str, Path]:
 def _digest(path: Path) -> str:
     """Return 128 bits of a file's content; of a directory, of its files' names, sizes and ends.
 
-    A model may be too large to be read whole.
+    A model may be too large to be read whole. Raises UnsafePathError for a link of another user to
+    a file that is not theirs: they can read the digest, and so tell whether they guessed a file.
     """
     digest = blake2b(digest_size=DIGEST_BYTES)
     if path.is_file():
-        content = path.read_bytes()
+        with open(open_file_by_own_links(path), "rb") as opened:
+            content = opened.read()
         digest.update(f"\0{len(content)}\0".encode() + content)
         return digest.hexdigest()
     for file in sorted(each for each in path.iterdir() if each.is_file()):
-        with file.open("rb") as opened:
+        with open(open_file_by_own_links(file), "rb") as opened:
             size = opened.seek(0, os.SEEK_END)
             digest.update(f"{file.name}\0{size}\0".encode())
             for start in sorted({0, max(0, size - END_BYTES)}):

@@ -4,30 +4,30 @@
     webhook.take(rows)          # a consumer of the metrics, see trackers/follow.py
     webhook.close()
 
-A thread posts, with a time-out and a short queue, so that no server delays a run. The URL may hold
+A thread posts, with a deadline and a short queue, so that no server delays a run. The URL may hold
 a secret: it comes from the environment variable `alarms.webhook_env`, and nothing shows it.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import queue
 import re
 import threading
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from configs import Config, ConfigError
 from driver.trackers.delivered import DeliveredMetrics, by_step
 from learner import describe_alarm
+from model_server import http_client
 from printable import one_line
 from store import Metric, RunLayout, StoreError
 
 ALARM = "alarm/"  # the begin of the metrics that are alarms
-TIMEOUT_S = 10.0  # of one post
+TIMEOUT_S = 10.0  # of one post and its answer, however slowly that comes
 MAX_QUEUED = 100  # posts
 CLOSE_S = 15.0  # for the posts that are queued when the run ends
 FAULT_CHARACTERS = 200  # of an error, in a line of the screen
@@ -50,7 +50,7 @@ def webhook_url(config: Config) -> str:
         is_usable = bool(parts.hostname) and parts.port != 0
     except ValueError:  # its text quotes the URL
         is_usable = False
-    # Checked here, because urllib's error quotes a URL that it cannot send.
+    # Checked here, because an error of the client may quote a URL that it cannot send.
     if not is_usable or parts.username is not None or not re.fullmatch(r"[!-~]+", url):
         raise ConfigError(
             f"alarms.webhook_env={name}: the URL in this environment variable cannot be used; it "
@@ -130,21 +130,19 @@ class AlarmWebhook:
     def _post_all(self) -> None:
         while (post := self._posts.get()) is not None:
             try:
-                self._post(post)
+                status = asyncio.run(self._post(post))
             except Exception as error:  # noqa: BLE001  # the border to the network: said once
-                # Classes alone: the text may quote a part of the URL.
-                why = getattr(error, "code", type(getattr(error, "reason", error)).__name__)
-                self._fail(f"{type(error).__name__} ({why})")
+                self._fail(type(error).__name__)  # its text may quote a part of the URL
+            else:
+                if not 200 <= status < 300:  # a redirect too: it is not followed
+                    self._fail(f"the server answered {status}")
 
-    def _post(self, post: dict[str, Any]) -> None:
-        request = urllib.request.Request(
-            self._url,
-            data=json.dumps(post).encode(),
-            headers={"Content-Type": "application/json"},
-            method="POST",
-        )
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
-            pass
+    async def _post(self, post: dict[str, Any]) -> int:
+        """Return the status of the answer."""
+        async with asyncio.timeout(TIMEOUT_S), http_client() as client:
+            headers = {"accept-encoding": "identity"}  # the client unpacks nothing
+            response = await client.post(self._url, json=post, headers=headers)
+        return response.status_code
 
     def _fail(self, why: str) -> None:
         """Say once that a post failed. The URL is in no message."""
@@ -156,8 +154,3 @@ class AlarmWebhook:
                 f"an alarm could not be posted to the URL in {name}: {text}. The run goes on, and "
                 "this is said once"
             )
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *request: Any, **others: Any) -> None:
-        """Follow no redirect: the post would become another request, elsewhere."""

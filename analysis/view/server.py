@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
+import h11
 import uvicorn
 from markupsafe import Markup
 from starlette.applications import Starlette
@@ -37,6 +38,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from analysis.view.charts import warm_up
 from analysis.view.downloads import DOWNLOADS, download
@@ -368,6 +370,8 @@ class Viewer:
             each.checked_layout()  # a page may read files of a run beside its snapshot
         stored, has_left = self.stored[number], request.state.left.is_set
         is_live = not parameters.get("as_of")
+        if has_left():
+            raise StoreError("nobody waits for the page any more")
         lsn = self._moment(number, parameters.get("as_of", ""))
         moments = [
             self._moment(other, parameters.get(f"as_of_{other}", ""))
@@ -488,7 +492,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http="h11",
+            http=_OneAtATime,
             loop="asyncio",
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             log_level="warning",
@@ -499,6 +503,19 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
             ws="none",
         )
     )
+
+
+class _OneAtATime(H11Protocol):
+    """Disconnect a client that sends a request before the last is answered; browsers do not.
+
+    Nothing more would be read of it, so nobody would see that it has left.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering and self.conn.trailing_data[0] and self.conn.their_state is h11.DONE:
+            self.transport.abort()
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

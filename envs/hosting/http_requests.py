@@ -37,6 +37,9 @@ READ_TIMEOUT_S = 30.0
 # A client that leaves an answer unread is disconnected unless it takes this much in this time.
 WRITE_TIMEOUT_S = 30.0
 MIN_WRITTEN_BYTES = 2**20
+# A request may wait so long behind another of its connection. A client waits for its answers: the
+# next request comes when the last was answered.
+BEHIND_ANOTHER_S = 1.0
 SMALL_ANSWER_BYTES = 2**16  # each connection may have one: 256 MiB of them all
 MAX_CONNECTIONS = 4096  # and at most half of the files that this process may open
 
@@ -296,8 +299,9 @@ class _Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, handler: asyncio.Protocol) -> None:
+    def __init__(self, handler: web.RequestHandler) -> None:
         self._handler = handler
+        self._watch: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -318,13 +322,35 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._cancel_timer()
+        if self._watch is not None:
+            self._watch.cancel()
         self._handler.connection_lost(error)
+
+    def _watch_first_waiting(self) -> None:
+        """Disconnect the client if the first of its waiting requests still waits a while later.
+
+        aiohttp stops reading when many wait, or one with a large body. It would not see then that
+        the client has left.
+        """
+        first = self._handler._messages[0]
+
+        def look_again() -> None:
+            self._watch = None
+            waiting = self._handler._messages
+            if waiting and waiting[0] is first:
+                self._transport.abort()
+            elif waiting:
+                self._watch_first_waiting()
+
+        self._watch = asyncio.get_running_loop().call_later(BEHIND_ANOTHER_S, look_again)
 
     def data_received(self, data: bytes) -> None:
         self._handler.data_received(data)
+        if self._handler._messages and self._watch is None:
+            self._watch_first_waiting()
 
-    def eof_received(self) -> bool | None:
-        return self._handler.eof_received()
+    def eof_received(self) -> None:
+        self._handler.eof_received()
 
     def _set_timer(self) -> None:
         unread_bytes = self._transport.get_write_buffer_size()

@@ -17,8 +17,8 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -53,11 +53,13 @@ NO_KEY = (
     "no API key: export {0}=SECRET, here and where the run is started; "
     "python -c 'import secrets; print(secrets.token_hex(16))' makes a secret"
 )
-# Bounds of one action, of those of an episode and of those of all episodes. An episode keeps its
-# actions, to repeat them. A reply has some thousands of characters.
+# Bounds of one action, and of those of an episode, which keeps its actions to repeat them. A reply
+# has some thousands of characters.
 MAX_ACTION_CHARACTERS = 1_000_000
 MAX_EPISODE_CHARACTERS = 16_000_000
-MAX_KEPT_CHARACTERS = 256_000_000
+# Every episode may keep so many. What some keep beyond that is bounded for all together.
+OWN_CHARACTERS = 250_000
+MAX_SHARED_CHARACTERS = 256_000_000
 CHARACTERS_OF_A_STEP = 500  # one takes as much memory as so many more, however short its action
 # Bound of the bodies of all requests together, which a client may send slowly.
 MAX_BODIES_BYTES = 256 * 2**20
@@ -71,6 +73,8 @@ class _Session:
     used_at: float
     in_use: asyncio.Lock  # held while the environment works on a request
     n_kept: int = 0  # characters of the episode's actions
+    n_held: int = 0  # and of those that wait for the environment
+    is_ended: bool = False
 
 
 class Server:
@@ -106,7 +110,7 @@ class Server:
             name, options, processes=processes, answer_timeout_s=answer_timeout_s
         )
         self._sessions: dict[str, _Session] = {}
-        self._bodies, self._actions = AtOnce(MAX_BODIES_BYTES), AtOnce(MAX_KEPT_CHARACTERS)
+        self._bodies, self._shared = AtOnce(MAX_BODIES_BYTES), AtOnce(MAX_SHARED_CHARACTERS)
         self._ending: set[asyncio.Task[None]] = set()  # an event loop keeps no reference itself
         self._sweeper: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
@@ -159,8 +163,9 @@ class Server:
         task = self._named_task(fields["task"])
         session = self._session(fields["id"])
         del fields  # may be large, and the session may have to be waited for
-        async with session.in_use:
-            self._forget_actions(session)
+        async with self._used(session):
+            self._let_go(session.n_kept, session)
+            session.n_kept = 0
             return web.json_response(observation_to_json(await session.environment.reset(task)))
 
     async def step(self, request: web.Request) -> web.Response:
@@ -173,10 +178,9 @@ class Server:
                 f"{MAX_ACTION_CHARACTERS:,}",
             )
         session = self._session(fields["id"])
-        n_characters = len(action) + CHARACTERS_OF_A_STEP
-        with self._actions.counted(n_characters):  # also while it waits
-            async with session.in_use:
-                self._keep(n_characters, session)
+        with self._held(len(action) + CHARACTERS_OF_A_STEP, session) as keep:
+            async with self._used(session):
+                keep()
                 transition = await session.environment.step(action)
         flat = {
             field.name: getattr(transition, field.name) for field in dataclass_fields(transition)
@@ -242,23 +246,50 @@ class Server:
         If it hangs, the next session would wait for it.
         """
         async with session.in_use:
+            session.is_ended = True
             await session.stack.aclose()
-            self._forget_actions(session)
+            self._let_go(session.n_kept, session)
 
-    def _keep(self, n_characters: int, session: _Session) -> None:
-        """Count an action that the session's episode keeps. Raises RequestRefused."""
-        if session.n_kept + n_characters > MAX_EPISODE_CHARACTERS:
+    @asynccontextmanager
+    async def _used(self, session: _Session) -> AsyncIterator[None]:
+        """Wait for the session's environment. Raises RequestRefused if it was ended meanwhile."""
+        async with session.in_use:
+            if session.is_ended:
+                raise RequestRefused(404, "the session was closed; POST /create gives another")
+            yield
+
+    @contextmanager
+    def _held(self, n_characters: int, session: _Session) -> Iterator[Callable[[], None]]:
+        """Count an action in the block, and for its episode's life once what is given was called.
+
+        Raises RequestRefused if the episode has, or all episodes together have, too many.
+        """
+        n_held = session.n_held + n_characters
+        if n_held > MAX_EPISODE_CHARACTERS:
             raise RequestRefused(
                 400,
                 f"the actions of the episode have more than {MAX_EPISODE_CHARACTERS:,} characters "
                 f"together, with {CHARACTERS_OF_A_STEP} more for each; POST /reset begins another",
             )
-        self._actions.take(n_characters)
-        session.n_kept += n_characters
+        self._shared.take(_beyond_own(n_held) - _beyond_own(session.n_held))
+        session.n_held = n_held
+        is_kept = False
 
-    def _forget_actions(self, session: _Session) -> None:
-        self._actions.give_back(session.n_kept)
-        session.n_kept = 0
+        def keep() -> None:
+            nonlocal is_kept
+            is_kept = True
+            session.n_kept += n_characters
+
+        try:
+            yield keep
+        finally:
+            if not is_kept:
+                self._let_go(n_characters, session)
+
+    def _let_go(self, n_characters: int, session: _Session) -> None:
+        n_held = session.n_held - n_characters
+        self._shared.give_back(_beyond_own(session.n_held) - _beyond_own(n_held))
+        session.n_held = n_held
 
     async def _read_fields(self, request: web.Request, **types: type) -> dict[str, Any]:
         """Return the body of a request. Raises RequestRefused for a missing or mistyped field."""
@@ -278,6 +309,10 @@ class Server:
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             await self.end_idle_sessions(idle_s=IDLE_S)
+
+
+def _beyond_own(n_characters: int) -> int:
+    return max(0, n_characters - OWN_CHARACTERS)
 
 
 def _shortened(value: object) -> str:

@@ -16,6 +16,7 @@ import aiohttp
 from bounded_json import read_value
 from envs.hosting.http_requests import read_bounded
 from envs.search.corpus import Hit, Passage
+from printable import one_line
 
 REQUEST_TIMEOUT_S = 30.0  # of one answer
 MAX_ANSWER_BYTES = 16 * 2**20  # unpacked; an answer of 1000 passages has a megabyte or two
@@ -66,6 +67,10 @@ async def _post(url: str, body: dict[str, object]) -> bytes:
         raise ConnectionError(  # no TimeoutError: the pool would take it for its own
             f"the retrieval server at {url} did not answer within {REQUEST_TIMEOUT_S:g} s; it may "
             "need more cores"
+        ) from None
+    except aiohttp.ClientResponseError as error:  # what came is no HTTP
+        raise ValueError(
+            f"the retrieval server at {url} gave no readable answer: {one_line(error)[:200]}"
         ) from None
     if response.status != 200:
         beginning = " ".join(answer[:200].decode(errors="replace").split())

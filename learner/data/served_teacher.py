@@ -12,7 +12,6 @@ not trusted: an answer of another form is an error, and so is one without end.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +30,8 @@ ATTEMPTS = 8  # of one request, while the server is busy or starts again: about 
 MAX_NAME_CHARACTERS = 4096  # of the model, which each request sends back
 TIMEOUT_S = 300.0  # for one read of an attempt, and for all of the list of models
 REQUEST_TIMEOUT_S = 2 * TIMEOUT_S  # for all attempts of one request: each byte ends a read
-# Log-probabilities are at most 0, but for rounding. JSON has larger numbers than float64.
-LEAST, MOST = -sys.float_info.max, 1e-3
+# Log-probabilities are at most 0, but for rounding. vLLM writes -9999 for a probability of 0.
+LEAST, MOST = -1e4, 1e-3
 
 
 class TeacherError(UserError, RuntimeError):
@@ -136,7 +135,7 @@ class ServedTeacher:
         if len(found) != len(token_ids) - 1 or not all(LEAST <= one <= MOST for one in found):
             raise self._failed(
                 f"gave {len(found)} log-probabilities for {len(token_ids)} tokens, or one that is "
-                "not finite or above 0"
+                f"not from {LEAST:g} to 0"
             )
         return np.array(found, np.float64)
 

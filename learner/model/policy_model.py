@@ -36,6 +36,7 @@ from learner.model.packed_attention import (
     use_packed_attention,
 )
 from learner.model.vision import Vision, load_vision
+from store import check_file_links
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +202,8 @@ def load_policy(
 
     Behaviour and learner log-probabilities must come from one function. With `divided_by`, whose
     ranks have joined, ZeRO 3 divides the model while it is loaded, if it is one of text. Raises
-    ConfigError for files that are damaged or incomplete.
+    ConfigError for files that are damaged or incomplete, and UnsafePathError for a link of another
+    user to a file that is not theirs: what is trained of it may be read by them.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is none of {sorted(DTYPES)}")
@@ -209,6 +211,7 @@ def load_policy(
         raise FileNotFoundError(
             f"{path} holds no config.json; model.path must be a Hugging Face model directory"
         )
+    check_file_links(path)
     config: Any = load_safely(
         "configuration", path, load=lambda: AutoConfig.from_pretrained(path, **SAFE_LOADING)
     )

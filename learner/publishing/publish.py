@@ -13,6 +13,7 @@ take longer than everything else between learner and engine.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -154,38 +155,35 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     """
     check_model_directory(source)
     with atomic_directory(dest) as unfinished:
-        shutil.copytree(
-            source,
-            unfinished,
-            symlinks=not follow_links,
-            dirs_exist_ok=True,
-            copy_function=lambda path, copy: copy_file(Path(path), Path(copy)),
-        )
-        # Look at the copy: links were copied as links, so nobody can put one in the source after
-        # this check.
-        link = next((path for path in unfinished.rglob("*") if path.is_symlink()), None)
-        if link is not None:
-            shutil.rmtree(unfinished)
-            raise StoreError(
-                f"{source / link.relative_to(unfinished)} is a symbolic link; put what it leads to "
-                "in its place"
-            )
+        _copy_directory(source, unfinished, follow_links=follow_links)
+
+
+def _copy_directory(source: Path, dest: Path, *, follow_links: bool) -> None:
+    # A private model stays private. No right is added to those that the umask leaves.
+    dest.chmod(stat.S_IMODE(dest.stat().st_mode & (source.stat().st_mode | stat.S_IRWXU)))
+    for path in sorted(source.iterdir()):
+        if path.is_symlink() and not follow_links:
+            text = f"{path} is a symbolic link; put what it leads to in its place"
+            raise UnsafePathError(errno.ELOOP, text)
+        if path.is_dir():
+            (dest / path.name).mkdir()
+            _copy_directory(path, dest / path.name, follow_links=follow_links)
+        else:
+            copy_file(path, dest / path.name)
 
 
 def copy_file(source: Path, dest: Path) -> None:
     """Copy a file of a model that this user chose. Links are followed.
 
-    Raises OSError; StoreError for a link of another user to a file that is not theirs, and for what
-    is no regular file.
+    A private file stays private, from the first byte. Raises OSError; UnsafePathError for a link of
+    another user to a file that is not theirs, and for what is no regular file.
     """
-    try:
-        descriptor = open_file_by_own_links(source)
-    except UnsafePathError as error:  # copytree collects every OSError
-        raise StoreError(str(error)) from error
-    with open(descriptor, "rb") as file, dest.open("wb") as copy:
-        allowed = os.fstat(descriptor).st_mode | stat.S_IWUSR  # a private model stays private
-        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(copy.fileno()).st_mode & allowed))
-        shutil.copyfileobj(file, copy, COPIED_BYTES)
+    with open(open_file_by_own_links(source), "rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        # The umask takes more away, and everybody may write in some directories of models.
+        made = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode | stat.S_IWUSR)
+        with open(made, "wb") as copy:
+            shutil.copyfileobj(file, copy, COPIED_BYTES)
 
 
 def _write(

@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
-from store.atomic_write import keep_private, make_directory, sync_directory
+from store.atomic_write import PRIVATE, keep_private, make_directory, sync_directory
 from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import (
     check_pages,
@@ -468,11 +468,16 @@ def _link_file(path: str, *, source: RunLayout, layout: RunLayout) -> None:
         raise StoreError(f"{file} was removed while it was taken over; try again") from None
 
 
-def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
+def _new_file(layout: RunLayout, path: str) -> int:
+    """Make a file that nobody else can read before it is whole."""
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return open_file(layout.root / path, root=layout.root, flags=new, mode=PRIVATE)
+
+
+def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     with (
         open(open_file(source.root / path, root=source.root), "rb") as original,
-        open(open_file(layout.root / path, root=layout.root, flags=new), "wb") as copy,
+        open(_new_file(layout, path), "wb") as copy,
     ):
         found = os.fstat(original.fileno())
         copy_first(original.fileno(), copy, n_bytes=found.st_size)

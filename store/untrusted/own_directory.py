@@ -36,6 +36,7 @@ class _Entry:
     owner: int
     is_in_one_for_all: bool  # everybody may make files in the directory that has it
     is_open_to_all: bool  # everybody may exchange what is in it
+    is_for_all: bool  # everybody may enter it, or read it if it is a file
 
     @property
     def is_another_users(self) -> bool:
@@ -172,9 +173,9 @@ def opened_by_own_links(path: Path, *, may_lead_home: bool = False) -> Iterator[
 def open_file_by_own_links(path: Path) -> int:
     """Return the descriptor of a regular file, which the caller closes.
 
-    A link of another user, anywhere on the way, may lead only to a file of theirs: they may be able
-    to read a copy of what is private. Raises OSError; UnsafePathError for such a link, and for what
-    is no regular file.
+    A link of another user, anywhere on the way, may lead only to a file of theirs, or to one that
+    everybody can read: they may be able to read a copy of what is private. Raises OSError;
+    UnsafePathError for another link of theirs, and for what is no regular file.
     """
     entries, descriptor = _walk_to(path, is_end=stat.S_ISREG)
     if descriptor is None:
@@ -182,13 +183,24 @@ def open_file_by_own_links(path: Path) -> int:
             raise UnsafePathError(errno.EINVAL, f"{path} is no regular file; remove it")
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
-        instead = f"copy what you need of {path.parent} to a directory of your own"
-        _check_links(entries, but_of=os.fstat(descriptor).st_uid, instead=instead)
+        if not all(entry.is_for_all for entry in entries):
+            instead = f"copy what you need of {path.parent} to a directory of your own"
+            _check_links(entries, but_of=os.fstat(descriptor).st_uid, instead=instead)
         if not hasattr(os, "O_PATH"):
             return os.dup(descriptor)
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(descriptor)
+
+
+def check_file_links(directory: Path) -> None:
+    """Raise UnsafePathError for a file that `open_file_by_own_links` does not open.
+
+    For a program that opens the files by their paths. They may have been exchanged by then.
+    """
+    for path in sorted(directory.iterdir()):
+        if path.is_file():
+            os.close(open_file_by_own_links(path))
 
 
 def _check_links(entries: Sequence[_Entry], *, but_of: int | None, instead: str) -> None:
@@ -255,12 +267,14 @@ def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:
     """Describe what was opened. `above` is the status of the directory that has it."""
     found = os.fstat(descriptor)
     for_all = found.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+    right = stat.S_IXOTH if stat.S_ISDIR(found.st_mode) else stat.S_IROTH
     return _Entry(
         path=path,
         is_link=stat.S_ISLNK(found.st_mode),
         owner=found.st_uid,
         is_in_one_for_all=bool(above.st_mode & stat.S_IWOTH),
         is_open_to_all=for_all,
+        is_for_all=stat.S_ISLNK(found.st_mode) or bool(found.st_mode & right),
     )
 
 

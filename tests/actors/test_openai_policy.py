@@ -404,6 +404,15 @@ def test_json_nested_without_end_is_no_answer(body: str) -> None:
         assert "no JSON" in failure(config_of(server.url, attempts=1))
 
 
+def test_an_error_nested_deeply_is_told_and_asked_again() -> None:
+    """The attack: a text of it cannot be made, and an evaluation ended with a RecursionError."""
+    deep = '{"error": {"message": ' + "[" * 985 + "]" * 985 + "}}"
+    with chat_server(in_turn((500, deep), said("yes"))) as server:
+        assert ask(config_of(server.url, attempts=2)).token_ids == ids_of("yes")
+    with chat_server(in_turn((400, deep))) as server:
+        assert failure(config_of(server.url)).startswith(f"{server.url} answered 400: ")
+
+
 def test_an_answer_of_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
     monkeypatch.setattr("model_server.json.loads", parsed.append)

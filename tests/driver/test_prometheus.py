@@ -112,6 +112,19 @@ def test_only_this_machine_is_answered() -> None:
         other.bind(("127.0.0.2", port))  # a server on all addresses would hold it
 
 
+@pytest.mark.parametrize("accept", ["application/openmetrics-text;version=x", "text/plain", ""])
+def test_every_scraper_gets_the_same_format(accept: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The attack: an unknown version was a traceback of the run, as often as somebody liked."""
+    port = free_port()
+    with prometheus_endpoint(config_of(port), dict):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/metrics", headers={"Accept": accept})
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read() == b""
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [("127.0.0.1:9400", 200), ("LocalHost:9400", 200), ("localhost", 200), ("127.0.0.1.evil.example", 421),

@@ -39,6 +39,7 @@ from tests.support.killed_runs import (
     trained_twice,
     write_world,
 )
+from tests.support.neighbours import Neighbour
 from tests.support.program import gigpo
 from tests.support.s3_server import s3_server
 from tests.support.sizes import IN_FULL
@@ -65,6 +66,19 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
+def test_no_digest_tells_what_is_in_a_file_that_a_neighbours_link_leads_to(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: whoever made the model's directory guessed a private file, by the run's digest."""
+    model, private = tmp_path / "model", tmp_path / "private"
+    private.write_text("482913")
+    (model / "README").symlink_to(private)
+    Neighbour(monkeypatch).gets(model / "README")
+    Path(config.run_dir, resume.OUTSIDE_FILE).unlink()
+    with pytest.raises(StoreError, match="README is a link of another user .uid 65534."):
+        resume.remember(config)
+
+
 def test_signatures_in_a_storage_are_kept_from_others_at_each_start(
     config: Config, tmp_path: Path
 ) -> None:
@@ -84,6 +98,11 @@ def test_signatures_in_a_storage_are_kept_from_others_at_each_start(
     resume.remember(stored)
     assert (storage / "signed.json").stat().st_mode & 0o777 == 0o600
     assert (storage / "config.yaml").stat().st_mode & 0o777 == 0o444
+    # One of the same group goes on with the run: only its owner can read the signatures.
+    signed = (storage / "signed.json").read_bytes()
+    (Path(stored.run_dir) / "signed.json").write_text("unreadable")
+    resume.remember(stored)
+    assert (storage / "signed.json").read_bytes() == signed
 
 
 def test_a_run_goes_on_with_the_settings_of_its_newest_start(config: Config) -> None:

@@ -610,7 +610,8 @@ def test_a_client_has_no_more_episodes_than_the_server_holds() -> None:
 def test_the_actions_that_episodes_keep_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack: an episode without an end took a megabyte with each step, 4 GB in a minute."""
     monkeypatch.setattr(http_server, "MAX_EPISODE_CHARACTERS", 2500)
-    monkeypatch.setattr(http_server, "MAX_KEPT_CHARACTERS", 5500)
+    monkeypatch.setattr(http_server, "OWN_CHARACTERS", 1500)
+    monkeypatch.setattr(http_server, "MAX_SHARED_CHARACTERS", 1000)
     action = "x" * 500  # 1000 with CHARACTERS_OF_A_STEP
 
     async def attack() -> None:
@@ -635,18 +636,24 @@ def test_the_actions_that_episodes_keep_are_bounded(monkeypatch: pytest.MonkeyPa
                 ]
                 status, complaint = await told("step", id=session, action=action)
                 assert status == 400 and "have more than 2,500 characters together" in complaint
-            # 4000 are kept, and while an action waits it counts once more
+            # Two have 500 more than their own, which is all that there is. The third has its own.
+            assert (await told("step", id=sessions[2], action=action))[0] == 200
             assert await told("step", id=sessions[2], action=action) == (
                 503,
                 "the server has too many requests now; ask again later",
             )
-            await told("reset", id=sessions[0], task={"id": "key_room-train-1"})
-            assert (await told("step", id=sessions[0], action=action))[0] == 200
+            for _ in range(3):
+                await told("reset", id=sessions[0], task={"id": "key_room-train-1"})
+                for _ in range(2):
+                    assert (await told("step", id=sessions[0], action=action))[0] == 200
             for session in sessions[:2]:
                 await told("close", id=session)
             while there._ending:
                 await asyncio.sleep(0.01)
             assert (await told("step", id=sessions[2], action=action))[0] == 200
+            for session in there._sessions.values():
+                assert (session.n_held, session.n_kept) == (2000, 2000)
+            assert there._shared._left == 1000 - 500
         finally:
             await there.close()
 

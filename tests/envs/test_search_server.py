@@ -286,6 +286,22 @@ def test_another_protocol_is_refused_with_what_was_answered(answer: str) -> None
     asyncio.run(ask())
 
 
+def test_an_answer_that_is_no_http_is_one_line() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65536)
+        writer.write(b"SSH-2.0 \x1b[31m\r\n\r\n")
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            await ask_server(f"http://127.0.0.1:{port}/retrieve", "word", topk=1)
+
+    with pytest.raises(ValueError, match="gave no readable answer: 400") as refused:
+        asyncio.run(asyncio.wait_for(ask(), 60))
+    assert "\n" not in str(refused.value)
+
+
 def test_anybodys_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_index.py").write_text(
         "def make(corpus):\n    return lambda queries, topk: [[('3', 1.5), (corpus.stem, "
@@ -686,6 +702,47 @@ def test_large_requests_hold_up_no_question_and_end_with_their_clients(
             assert len(pieces) < 2 * n_queries / in_a_piece
 
     asyncio.run(asyncio.wait_for(attack(), 120))
+
+
+def test_a_client_that_left_is_seen_also_behind_a_request_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: behind a large request another one waited, whose body was not read. Nobody saw
+    that the client had left, and all of the first was searched for.
+    """
+    go_on, searched = threading.Event(), []
+    monkeypatch.setattr(http_server, "BEHIND_ANOTHER_S", 0.1)
+
+    def index(queries: Sequence[str], topk: int) -> list[list[tuple[str, float]]]:
+        searched.append(len(queries))
+        go_on.wait(60)
+        return [[("1", 1.0)]] * len(queries)
+
+    async def attack() -> None:
+        corpus = Corpus([Passage(id="1", contents="word")], index)
+        runner = await http_server.listen(search_server.application(corpus, topk=1), "127.0.0.1", 0)
+        port = runner.addresses[0][1]
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            asked = json.dumps({"queries": ["word"] * 4096, "topk": 1}).encode()
+            head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            for body in (asked, b" " * 1_000_000):
+                writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            while not searched:
+                await asyncio.sleep(0.01)
+            writer.transport.abort()
+            assert runner.server is not None
+            (handler,) = runner.server.connections
+            while handler.transport is not None:  # until the server knows it
+                await asyncio.sleep(0.01)
+            go_on.set()
+            url = f"http://127.0.0.1:{port}/retrieve"
+            assert (await post(url, {"queries": ["word"], "topk": 1}))[0] == 200
+            assert sum(searched) < 4096
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(attack(), 60))
 
 
 def test_a_request_that_waits_keeps_only_what_is_searched_for() -> None:

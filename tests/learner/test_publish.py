@@ -374,7 +374,7 @@ def test_a_copy_is_whole(base: Path, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["config.json", "notes.txt"])
+@pytest.mark.parametrize("name", ["config.json", "notes.txt", "model.safetensors"])
 def test_no_link_of_another_user_gets_a_private_file_into_a_run(
     name: str,
     base: Path,
@@ -387,20 +387,41 @@ def test_no_link_of_another_user_gets_a_private_file_into_a_run(
     """
     shared, private = tmp_path / "shared", tmp_path / "private"
     shutil.copytree(base, shared)
-    private.write_text((base / "config.json").read_text())
+    shutil.copyfile(base / (name if (base / name).exists() else "config.json"), private)
     private.chmod(0o600)
     (shared / name).unlink(missing_ok=True)
     (shared / name).symlink_to(private)
     copy_weights(shared, tmp_path / "own", follow_links=True)
-    assert (tmp_path / "own" / name).read_text() == private.read_text()
+    assert (tmp_path / "own" / name).read_bytes() == private.read_bytes()
     assert (tmp_path / "own" / name).stat().st_mode & 0o777 == 0o600
     write_weights(weights(policy), tmp_path / "own version", source_dir=shared)
     Neighbour(monkeypatch).gets(shared / name)
-    with pytest.raises(StoreError, match=f"{name} is a link of another user .uid 65534.*; copy"):
-        write_weights(weights(policy), tmp_path / "version", source_dir=shared)
+    if name != "model.safetensors":  # of the weights only what was loaded is written
+        with pytest.raises(StoreError, match=f"{name} is a link of another user .uid 65534.*copy"):
+            write_weights(weights(policy), tmp_path / "version", source_dir=shared)
     with pytest.raises(StoreError, match=f"{name} is a link of another user"):
         copy_weights(shared, tmp_path / "copy", follow_links=True)
+    with pytest.raises(StoreError, match=f"{name} is a link of another user"):
+        load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     assert not (tmp_path / "version").exists() and not (tmp_path / "copy").exists()
+
+
+def test_a_copy_is_no_more_open_than_the_umask_and_the_model_say(
+    base: Path, tmp_path: Path
+) -> None:
+    """The attack: of a model in a directory for all a run got one whose files anybody exchanged."""
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    (model / "more").mkdir()
+    (model / "more" / "file").write_text("x")
+    for path in (model, model / "more", *model.glob("*.json"), model / "more" / "file"):
+        path.chmod(0o777)
+    copy_weights(model, tmp_path / "open", follow_links=True)
+    made = [tmp_path / "open", *(tmp_path / "open").rglob("*")]
+    assert len(made) > 5 and [path for path in made if path.stat().st_mode & 0o022] == []
+    model.chmod(0o700)
+    copy_weights(model, tmp_path / "private", follow_links=True)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
 
 
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:

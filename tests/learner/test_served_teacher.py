@@ -124,7 +124,7 @@ def test_a_run_learns_from_it_and_is_replayed(
 
 
 NO_ECHO = "does not echo tokens with their log-probabilities"
-NOT_GOOD = "log-probabilities for 3 tokens, or one that is not finite or above 0"
+NOT_GOOD = "log-probabilities for 3 tokens, or one that is not from -10000 to 0"
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -140,6 +140,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         (echoed([None, [-1.0, -2.0], [-3.0, -4.0]]), NO_ECHO),
         (echoed([None, True, False]), NO_ECHO),
         (echoed([None, 1e308, -1e308]), f"gave 2 {NOT_GOOD}"),
+        (echoed([None, -1.0, -1.7e308]), f"gave 2 {NOT_GOOD}"),
         (echoed([None, 0.5, -1.0]), f"gave 2 {NOT_GOOD}"),
         (echoed([None, float("nan"), -1.0]), f"gave 2 {NOT_GOOD}"),
         (echoed([None, -1.0, -(10**400)]), f"gave 2 {NOT_GOOD}"),

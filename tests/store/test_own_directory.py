@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,25 @@ def test_a_file_is_opened_through_links_of_whoever_owns_it(
     neighbour.gets(tmp_path / "links" / "one")
     neighbour.gets(tmp_path / "file")
     assert content(way) == b"content"
+
+
+def test_a_file_that_everybody_can_read_is_opened_through_links_of_everybody(
+    neighbour: Neighbour,
+) -> None:
+    """Such a cache of models has many users."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # nobody else can enter pytest's
+        shared = Path(name)
+        shared.chmod(0o755)
+        (shared / "file").write_bytes(b"content")
+        (shared / "link").symlink_to("file")
+        neighbour.gets(shared / "link")
+        assert content(shared / "link") == b"content"
+        for path, mode in ((shared / "file", 0o640), (shared, 0o750)):
+            usual = path.stat().st_mode & 0o777
+            path.chmod(mode)
+            with pytest.raises(UnsafePathError, match="link is a link of another user"):
+                content(shared / "link")
+            path.chmod(usual)
 
 
 def test_only_a_file_is_opened_as_a_file(tmp_path: Path) -> None:

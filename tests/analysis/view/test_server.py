@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -630,11 +629,11 @@ def test_an_answer_that_nobody_takes_is_not_kept(
 
 
 def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
-    """A client that reads nothing can send as much as the kernel holds."""
+    """A client that waits for its answer sends none, so one that sends some is disconnected."""
     sent = 0
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=3) as client,
-        contextlib.suppress(TimeoutError),
+        socket.create_connection(("127.0.0.1", port), timeout=30) as client,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
     ):
         while sent < 32 << 20:
             sent += client.send((HEAD + b"\r\n") * 1000)
@@ -644,10 +643,13 @@ def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
 HEAVY = "SELECT sum(a.range * b.range + {}) AS s FROM range(100000000) a, range(1000000) b"
 
 
+@pytest.mark.parametrize("ahead", [b"", b"GET / HTTP/1.1\r\n"], ids=["nothing", "another request"])
 def test_queries_of_clients_that_left_are_not_answered(
-    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+    ahead: bytes, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack: a hundred requests, left at once, kept every page from everybody for an hour."""
+    """The attack: a hundred clients that had left kept every page from everybody for an hour. Behind a
+    second request nobody saw that they had left.
+    """
     asked, ask = [], Snapshots._answer
     monkeypatch.setattr(snapshots, "QUERY_TIMEOUT_S", 2.0)
 
@@ -663,17 +665,29 @@ def test_queries_of_clients_that_left_are_not_answered(
     thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        for number in range(100):
-            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        with contextlib.ExitStack() as opened:
+            clients = [
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+                for _ in range(100)
+            ]
+            for number, client in enumerate(clients):
                 address = urlencode({"q": HEAVY.format(number)})
-                client.sendall(f"GET /sql?{address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-        for path in ("/groups", "/sql?q=SELECT+42+AS+n"):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as page:
-                assert page.status == 200
+                head = f"GET /sql?{address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+                client.sendall(head.encode())
+            while not asked:
+                time.sleep(0.01)
+            for client in clients:
+                with contextlib.suppress(OSError):
+                    client.sendall(ahead)
+        read = partial(httpx2.get, timeout=60)
+        assert read(f"http://127.0.0.1:{port}/groups").status_code == 200
+        query = f"http://127.0.0.1:{port}/sql?q=SELECT+42+AS+n"
+        while "that may take long are being answered" in read(query).text:
+            time.sleep(0.05)
     finally:
         served.should_exit = True
         thread.join(timeout=30)
-    assert len(asked) <= snapshots.MAX_LONG
+    assert len(asked) <= 3, "one was being answered, and another may have begun"
 
 
 def test_queries_that_may_take_long_are_bounded(
