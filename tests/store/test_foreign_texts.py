@@ -26,6 +26,7 @@ from store.untrusted.bounded_parquet import open_parquet, read_table
 from tests.support.fast_directory import fast_directory
 from tests.support.foreign_texts import run_with_bad_text, with_bad_text
 from tests.support.forged_dataset import write_dataset
+from tests.support.sizes import some
 from tests.support.store_runs import make_run
 from tests.support.store_samples import make_trajectory
 
@@ -71,7 +72,8 @@ def test_the_schema_has_these_texts() -> None:
     assert len(TEXT_COLUMNS) == 11
 
 
-@pytest.mark.parametrize("column", TEXT_COLUMNS)
+@pytest.mark.shortened
+@pytest.mark.parametrize("column", some(TEXT_COLUMNS, every=3))
 @pytest.mark.parametrize("row", [0, 4])
 def test_a_dataset_with_such_a_text_is_not_imported(tmp_path: Path, column: str, row: int) -> None:
     """The attack: a query of the column failed ever after, and fsck called the run whole."""
@@ -116,7 +118,8 @@ def test_lost_trajectories_do_not_come_back_with_such_a_text(tmp_path: Path) -> 
     assert query_all(mine.root) == n_rows
 
 
-@pytest.mark.parametrize("column", TEXT_COLUMNS)
+@pytest.mark.shortened
+@pytest.mark.parametrize("column", some(TEXT_COLUMNS, every=3))
 def test_a_source_with_such_a_text_is_refused_before_a_run_is_made(
     tmp_path: Path, column: str
 ) -> None:
