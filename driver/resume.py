@@ -38,6 +38,7 @@ from store import (
     Catalog,
     RunLayout,
     StoreError,
+    check_file_links,
     decoded,
     open_file_by_own_links,
     parse_object,
@@ -196,6 +197,7 @@ def _digest(path: Path) -> str:
             content = opened.read()
         digest.update(f"\0{len(content)}\0".encode() + content)
         return digest.hexdigest()
+    check_file_links(path)
     for file in sorted(each for each in path.iterdir() if each.is_file()):
         with open(open_file_by_own_links(file), "rb") as opened:
             size = opened.seek(0, os.SEEK_END)

@@ -7,9 +7,12 @@ from .adapter_files import check_adapter as check_adapter
 from .adapter_files import copy_adapter as copy_adapter
 from .adapter_files import is_adapter as is_adapter
 from .adapter_files import write_base as write_base
+from .atomic_write import PRIVATE as PRIVATE
 from .atomic_write import READ_WRITE as READ_WRITE
+from .atomic_write import current_umask as current_umask
 from .atomic_write import keep_private as keep_private
 from .atomic_write import make_directory as make_directory
+from .atomic_write import rights_of_copy as rights_of_copy
 from .atomic_write import write_atomically as write_atomically
 from .atomic_write import write_atomically_in as write_atomically_in
 from .atomic_write import written_aside as written_aside

@@ -144,6 +144,25 @@ def make_directory(directory: Path, *, beneath: Path) -> None:
     _SAFE_DIRECTORIES.add(directory)
 
 
+def rights_of_copy(source: os.stat_result, copy: os.stat_result) -> int:
+    """Return the rights that a copy may have: those of its source at most, and never setuid.
+
+    Such a program of somebody else would become one of this user. If the copy belongs to another
+    group, that gets what everybody gets.
+    """
+    rights = source.st_mode & 0o777
+    if copy.st_gid != source.st_gid:
+        rights &= 0o707 | (rights & 0o007) << 3
+    return rights
+
+
+def current_umask() -> int:
+    """Return this process's umask. `os.umask` changes it, which other threads would see."""
+    with open("/proc/self/status", encoding="utf-8") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["Umask"], 8)
+
+
 def keep_private(directory: Path) -> None:
     """Make `directory`, or what is there, the user's own: nobody else may enter it.
 

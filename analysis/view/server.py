@@ -514,7 +514,8 @@ class _OneAtATime(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering and self.conn.trailing_data[0] and self.conn.their_state is h11.DONE:
+        is_whole = self.conn.their_state is not h11.SEND_BODY
+        if is_answering and is_whole and self.conn.trailing_data[0]:
             self.transport.abort()
 
 

@@ -89,6 +89,9 @@ def _check_request(request: web.Request, key: str) -> None:
         raise RequestRefused(
             401, "the API key is missing or wrong; send `Authorization: Bearer KEY`"
         )
+    if request.headers.get("Upgrade", "").strip().lower() not in ("", "h2c"):
+        # aiohttp reads nothing more, and so would not see that the client has left.
+        raise RequestRefused(400, "no other protocol than HTTP is spoken here; send no Upgrade")
     if encoding := content_encoding(request):
         raise RequestRefused(415, f"the body is compressed ({encoding}); send it as it is")
     if request.method == "POST" and request.content_type != "application/json":

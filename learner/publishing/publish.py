@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,13 +29,16 @@ from configs import check_model_directory
 from learner.files.atomic_directory import atomic_directory, new_directory, visible_whole
 from store import (
     ADAPTER_FILE,
+    PRIVATE,
     SAFETENSORS_DTYPES,
     WEIGHTS_SUFFIX,
     StoreError,
     TensorEntry,
     UnsafePathError,
+    current_umask,
     encode_safetensors_head,
     open_file_by_own_links,
+    rights_of_copy,
 )
 
 SHARD_BYTES = 4 * 2**30  # of one file; `write_weights` holds the tensors of one at a time
@@ -160,7 +162,8 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
 
 def _copy_directory(source: Path, dest: Path, *, follow_links: bool) -> None:
     # A private model stays private. No right is added to those that the umask leaves.
-    dest.chmod(stat.S_IMODE(dest.stat().st_mode & (source.stat().st_mode | stat.S_IRWXU)))
+    made = dest.stat()
+    dest.chmod(made.st_mode & (0o7700 | rights_of_copy(source.stat(), made)))
     for path in sorted(source.iterdir()):
         if path.is_symlink() and not follow_links:
             text = f"{path} is a symbolic link; put what it leads to in its place"
@@ -179,11 +182,12 @@ def copy_file(source: Path, dest: Path) -> None:
     another user to a file that is not theirs, and for what is no regular file.
     """
     with open(open_file_by_own_links(source), "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        # The umask takes more away, and everybody may write in some directories of models.
-        made = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode | stat.S_IWUSR)
+        made = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
         with open(made, "wb") as copy:
             shutil.copyfileobj(file, copy, COPIED_BYTES)
+            rights = rights_of_copy(os.fstat(file.fileno()), os.fstat(made))
+            # Everybody may write in some directories of models.
+            os.fchmod(made, PRIVATE | (rights & ~current_umask()))
 
 
 def _write(

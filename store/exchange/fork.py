@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
-from store.atomic_write import PRIVATE, keep_private, make_directory, sync_directory
+from store.atomic_write import PRIVATE, keep_private, make_directory, rights_of_copy, sync_directory
 from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import (
     check_pages,
@@ -172,6 +172,9 @@ def _fill(
     check_own_directory(unfinished, is_made=False)
     make_directory(unfinished, beneath=unfinished.parent)
     check_own_directory(unfinished)
+    made = unfinished.stat()
+    # Who may not enter the source may not enter the fork.
+    unfinished.chmod(made.st_mode & (0o7700 | rights_of_copy(source.root.stat(), made)))
     if private:
         keep_private(unfinished)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
@@ -481,6 +484,6 @@ def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     ):
         found = os.fstat(original.fileno())
         copy_first(original.fileno(), copy, n_bytes=found.st_size)
-        os.fchmod(copy.fileno(), stat.S_IMODE(found.st_mode))
+        os.fchmod(copy.fileno(), rights_of_copy(found, os.fstat(copy.fileno())))
         copy.flush()
         os.fsync(copy.fileno())

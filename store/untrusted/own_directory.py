@@ -20,6 +20,7 @@ from pathlib import Path
 
 from store.errors import StoreError, UnsafePathError
 
+MAX_LEVELS = 8  # of a model's directories; it has one or two
 MAX_LINKS = 40  # on the way to a directory; Linux follows as many
 NOBODY = 65534  # whom Linux shows as the owner if a user namespace does not know the user
 ALL_USERS = ["0", "0", str(2**32 - 1)]  # /proc/self/uid_map outside of every user namespace
@@ -44,7 +45,7 @@ class _Entry:
 
         For root it is False: what a container mounts has owners outside of it.
         """
-        return _is_another(self.owner)
+        return is_another(self.owner)
 
     @property
     def is_nobodys(self) -> bool:
@@ -114,10 +115,11 @@ def is_anothers(path: Path) -> bool:
         owner = path.lstat().st_uid
     except OSError:
         return False
-    return _is_another(owner)
+    return is_another(owner)
 
 
-def _is_another(owner: int) -> bool:
+def is_another(owner: int) -> bool:
+    """Return whether a user id is neither this user's nor root's. False for root."""
     me = os.geteuid()
     return me != 0 and owner not in (me, 0)
 
@@ -194,12 +196,22 @@ def open_file_by_own_links(path: Path) -> int:
 
 
 def check_file_links(directory: Path) -> None:
-    """Raise UnsafePathError for a file that `open_file_by_own_links` does not open.
+    """Raise UnsafePathError for a file that `open_file_by_own_links` does not open, however deep.
 
     For a program that opens the files by their paths. They may have been exchanged by then.
     """
+    _check_file_links(directory, n_levels=MAX_LEVELS)
+
+
+def _check_file_links(directory: Path, *, n_levels: int) -> None:
+    if n_levels == 0:
+        raise UnsafePathError(
+            errno.ELOOP, f"{directory} lies too deep, or links lead round in a circle; remove them"
+        )
     for path in sorted(directory.iterdir()):
-        if path.is_file():
+        if path.is_dir():
+            _check_file_links(path, n_levels=n_levels - 1)
+        elif path.is_file():
             os.close(open_file_by_own_links(path))
 
 

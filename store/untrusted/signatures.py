@@ -30,6 +30,7 @@ from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
 from store.untrusted.own_directory import (
     check_own_directory,
+    is_another,
     make_own_directory,
     opened_by_own_links,
 )
@@ -74,9 +75,12 @@ def signed_texts(run: Path) -> RunTexts | None:
     try:
         with opened_by_own_links(run) as (directory, place):
             signed, texts = _signed(directory, place), texts_in(directory, place)
+            owner = _owner(directory)
     except OSError:  # also for a link
         return None
-    return texts if set(_signatures(key, texts.run_json, texts.config)) <= set(signed) else None
+    return (
+        texts if set(_signatures(key, owner, texts.run_json, texts.config)) <= set(signed) else None
+    )
 
 
 def sign_run(run: Path) -> bool:
@@ -87,7 +91,7 @@ def sign_run(run: Path) -> bool:
     with _opened_to_sign(run) as (directory, place):
         with _unreadable_is_named(run):
             texts = texts_in(directory, place)
-        _add(directory, place, _signatures(key, texts.run_json, texts.config))
+        _add(directory, place, _signatures(key, _owner(directory), texts.run_json, texts.config))
     return True
 
 
@@ -102,7 +106,7 @@ def sign_next(run: Path, *, run_json: bytes | None = None, config: bytes | None 
     if key is None:
         return False
     with _opened_to_sign(run) as (directory, place):
-        _add(directory, place, _signatures(key, run_json, config))
+        _add(directory, place, _signatures(key, _owner(directory), run_json, config))
     return True
 
 
@@ -164,10 +168,22 @@ def texts_in(directory: int, place: Path) -> RunTexts:
     return RunTexts(run_json=run_json, config=config)
 
 
-def _signatures(key: bytes, run_json: bytes | None, config: bytes | None) -> list[str]:
+def _owner(directory: int) -> str:
+    """Return who else has the run's directory, "" if it is this user's or root's.
+
+    A signature is of one owner: whoever copies the signed files into a directory of their own does
+    not get a run that counts as this user's.
+    """
+    uid = os.fstat(directory).st_uid
+    return f"uid {uid} " if is_another(uid) else ""
+
+
+def _signatures(key: bytes, owner: str, run_json: bytes | None, config: bytes | None) -> list[str]:
     texts = {RUN_JSON: run_json, CONFIG_FILE: config}
     return [
-        _signature(key, name=name, text=text) for name, text in texts.items() if text is not None
+        _signature(key, name=f"{owner}{name}", text=text)
+        for name, text in texts.items()
+        if text is not None
     ]
 
 

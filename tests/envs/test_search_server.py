@@ -745,6 +745,22 @@ def test_a_client_that_left_is_seen_also_behind_a_request_that_waits(
     asyncio.run(asyncio.wait_for(attack(), 60))
 
 
+@pytest.mark.parametrize(("wanted", "status"), [("WebSocket", 400), ("h2c", 200)])
+def test_no_other_protocol_is_spoken(wanted: str, status: int) -> None:
+    """The attack: aiohttp keeps what comes after such a request, and reads nothing more. Nobody saw
+    that the client had left.
+    """
+
+    async def ask() -> int:
+        async with ours(bm25_corpus(CORPUS)) as server, aiohttp.ClientSession() as session:
+            headers = {"Connection": "Upgrade", "Upgrade": wanted}
+            asked = {"queries": ["word"]}
+            async with session.post(url_of(server), json=asked, headers=headers) as response:
+                return response.status
+
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == status
+
+
 def test_a_request_that_waits_keeps_only_what_is_searched_for() -> None:
     """The attack: 900 clients with bodies of 4 MiB took gigabytes while they waited."""
     go_on = threading.Event()

@@ -395,7 +395,8 @@ def test_no_link_of_another_user_gets_a_private_file_into_a_run(
     assert (tmp_path / "own" / name).read_bytes() == private.read_bytes()
     assert (tmp_path / "own" / name).stat().st_mode & 0o777 == 0o600
     write_weights(weights(policy), tmp_path / "own version", source_dir=shared)
-    Neighbour(monkeypatch).gets(shared / name)
+    neighbour = Neighbour(monkeypatch)
+    neighbour.gets(shared / name)
     if name != "model.safetensors":  # of the weights only what was loaded is written
         with pytest.raises(StoreError, match=f"{name} is a link of another user .uid 65534.*copy"):
             write_weights(weights(policy), tmp_path / "version", source_dir=shared)
@@ -404,6 +405,16 @@ def test_no_link_of_another_user_gets_a_private_file_into_a_run(
     with pytest.raises(StoreError, match=f"{name} is a link of another user"):
         load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     assert not (tmp_path / "version").exists() and not (tmp_path / "copy").exists()
+    neighbour.gives_back(shared / name)
+    (shared / "more").mkdir()
+    (shared / "more" / "deep").symlink_to(private)
+    neighbour.gets(shared / "more" / "deep")
+    with pytest.raises(StoreError, match="deep is a link of another user"):  # a template is read
+        load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    (shared / "more" / "round").symlink_to(shared)
+    neighbour.gives_back(shared / "more" / "deep")
+    with pytest.raises(StoreError, match="links lead round in a circle"):
+        load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
 
 
 def test_a_copy_is_no_more_open_than_the_umask_and_the_model_say(
@@ -422,6 +433,23 @@ def test_a_copy_is_no_more_open_than_the_umask_and_the_model_say(
     model.chmod(0o700)
     copy_weights(model, tmp_path / "private", follow_links=True)
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another group")
+def test_a_copy_is_no_setuid_program_and_not_for_another_group(base: Path, tmp_path: Path) -> None:
+    """The attack: root's copy of a neighbour's program, setuid, in the weights. Also, a team's model
+    became one of the copier's own group.
+    """
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    os.chown(model, 0, 1234)
+    model.chmod(0o750)
+    for path in model.iterdir():
+        os.chown(path, 0, 1234)
+        path.chmod(0o6750)
+    copy_weights(model, tmp_path / "copy", follow_links=True)
+    assert {path.stat().st_mode & 0o7777 for path in (tmp_path / "copy").iterdir()} == {0o700}
+    assert (tmp_path / "copy").stat().st_mode & 0o7777 == 0o700
 
 
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:

@@ -358,6 +358,29 @@ def test_nobody_else_enters_a_private_fork_from_its_first_file(
     assert {*modes, stat.S_IMODE(root.stat().st_mode)} == {0o700 if private else 0o755}
 
 
+def test_a_fork_has_no_more_rights_than_its_source_and_no_setuid_program(
+    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a neighbour's program, setuid, lay in the checkpoint. In the fork it was the user's."""
+
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError("Invalid cross-device link")
+
+    monkeypatch.setattr("store.exchange.fork.link_file", no_links)
+    checkpoint = run.layout.checkpoint_dir(2)
+    (checkpoint / "tool").write_bytes(b"program")
+    (checkpoint / "tool").chmod(0o6755)
+    run.layout.root.chmod(0o700)
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    assert (made.checkpoint_dir(2) / "tool").stat().st_mode & 0o7777 == 0o755
+    assert made.root.stat().st_mode & 0o7777 == 0o700
+    if os.geteuid() == 0:  # only root can give a file to another group
+        os.chown(checkpoint / "tool", 0, 1234)
+        (checkpoint / "tool").chmod(0o640)
+        made = fork(run.layout, tmp_path / "another", learner_step=2, config_yaml="")
+        assert (made.checkpoint_dir(2) / "tool").stat().st_mode & 0o7777 == 0o600
+
+
 def test_a_fork_replaces_what_a_killed_one_left(run: Life, tmp_path: Path) -> None:
     place = tmp_path / "fork.unfinished"
     (place / "segments" / "w0").mkdir(parents=True)

@@ -67,6 +67,24 @@ def test_a_signature_that_was_copied_signs_no_other_text(run: Path) -> None:
     assert not signed_texts(run)
 
 
+def test_a_copy_in_a_directory_of_another_user_is_theirs(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: who can read the three files built another run around them, which counted as this
+    user's. One that this user signs there is known.
+    """
+    copy, state = run.with_name("copy"), state_directory()
+    shutil.copytree(run, copy)
+    neighbour = Neighbour(monkeypatch)
+    for path in (state.parent, state, state / "key"):
+        give_to_the_user(path)
+    assert signed_texts(run) and signed_texts(copy)
+    neighbour.gets(copy)
+    assert signed_texts(run) and not signed_texts(copy)
+    sign_run(copy)  # what --trust does
+    assert signed_texts(copy)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -643,9 +643,13 @@ def test_requests_ahead_of_their_answers_are_not_kept(port: int) -> None:
 HEAVY = "SELECT sum(a.range * b.range + {}) AS s FROM range(100000000) a, range(1000000) b"
 
 
-@pytest.mark.parametrize("ahead", [b"", b"GET / HTTP/1.1\r\n"], ids=["nothing", "another request"])
+@pytest.mark.parametrize(
+    ("headers", "ahead"),
+    [("", b""), ("", b"GET / HTTP/1.1\r\n"), ("Connection: Upgrade\r\nUpgrade: x\r\n", b"x")],
+    ids=["nothing", "another request", "another protocol"],
+)
 def test_queries_of_clients_that_left_are_not_answered(
-    ahead: bytes, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+    headers: str, ahead: bytes, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: a hundred clients that had left kept every page from everybody for an hour. Behind a
     second request nobody saw that they had left.
@@ -672,7 +676,7 @@ def test_queries_of_clients_that_left_are_not_answered(
             ]
             for number, client in enumerate(clients):
                 address = urlencode({"q": HEAVY.format(number)})
-                head = f"GET /sql?{address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+                head = f"GET /sql?{address} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n"
                 client.sendall(head.encode())
             while not asked:
                 time.sleep(0.01)
