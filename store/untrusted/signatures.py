@@ -6,7 +6,8 @@
 The owner of a file proves nothing, because a run that was unpacked belongs to the user who unpacked
 it. So each user has a key of 32 random bytes that nobody else can read. RUN/signed.json holds an
 HMAC-SHA256 with that key of run.json, and of each config.yaml that the run was started with.
-Somebody else can copy a signature only together with the very text that it signs.
+Somebody else can copy a signature only together with the very text that it signs. In a directory of
+theirs that counts for nothing: it is not signed for them.
 """
 
 from __future__ import annotations
