@@ -35,6 +35,7 @@ from store import (
     StoreError,
     TensorEntry,
     UnsafePathError,
+    check_file_links,
     current_umask,
     encode_safetensors_head,
     open_file_by_own_links,
@@ -156,6 +157,8 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     ConfigError for a directory that names other files or models.
     """
     check_model_directory(source)
+    if follow_links:
+        check_file_links(source)  # two that lead round in a circle would have copies without end
     with atomic_directory(dest) as unfinished:
         _copy_directory(source, unfinished, follow_links=follow_links)
 

@@ -198,7 +198,8 @@ def open_file_by_own_links(path: Path) -> int:
 def check_file_links(directory: Path) -> None:
     """Raise UnsafePathError for a file that `open_file_by_own_links` does not open, however deep.
 
-    For a program that opens the files by their paths. They may have been exchanged by then.
+    For a program that opens the files by their paths. They may have been exchanged by then. What
+    this user may not read is passed over.
     """
     _check_file_links(directory, n_levels=MAX_LEVELS)
 
@@ -209,10 +210,11 @@ def _check_file_links(directory: Path, *, n_levels: int) -> None:
             errno.ELOOP, f"{directory} lies too deep, or links lead round in a circle; remove them"
         )
     for path in sorted(directory.iterdir()):
-        if path.is_dir():
-            _check_file_links(path, n_levels=n_levels - 1)
-        elif path.is_file():
-            os.close(open_file_by_own_links(path))
+        with suppress(PermissionError):
+            if path.is_dir():
+                _check_file_links(path, n_levels=n_levels - 1)
+            elif path.is_file():
+                os.close(open_file_by_own_links(path))
 
 
 def _check_links(entries: Sequence[_Entry], *, but_of: int | None, instead: str) -> None:

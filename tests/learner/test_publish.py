@@ -413,8 +413,11 @@ def test_no_link_of_another_user_gets_a_private_file_into_a_run(
         load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     (shared / "more" / "round").symlink_to(shared)
     neighbour.gives_back(shared / "more" / "deep")
+    (shared / "and round").symlink_to(shared)
     with pytest.raises(StoreError, match="links lead round in a circle"):
         load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    with pytest.raises(StoreError, match="links lead round in a circle"):
+        copy_weights(shared, tmp_path / "copy", follow_links=True)
 
 
 def test_a_copy_is_no_more_open_than_the_umask_and_the_model_say(
