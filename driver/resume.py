@@ -147,12 +147,11 @@ def remember(config: Config) -> None:
         sign_next(run, config=text.encode())
     write_atomically(run / CONFIG_FILE, text.encode(), mode=READ_WRITE, beneath=run)
     if layout.info.storage_uri is not None:  # for `bring`; signatures first, as above
-        for name in (SIGNED, OUTSIDE_FILE, CONFIG_FILE):
-            if name == SIGNED and not layout.is_made_by_this_user():
-                continue  # another user's, who alone can read it
+        if layout.is_made_by_this_user():  # only who signed a run can read its signatures
+            layout.storage.write(SIGNED, (run / SIGNED).read_bytes(), is_private=True)
+        for name in (OUTSIDE_FILE, CONFIG_FILE):
             if (run / name).is_file():
-                content = (run / name).read_bytes()
-                layout.storage.write(name, content, is_private=name == SIGNED)
+                layout.storage.write(name, (run / name).read_bytes())
 
 
 def differences(config: Config, recorded: Config) -> list[str]:

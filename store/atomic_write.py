@@ -145,10 +145,10 @@ def make_directory(directory: Path, *, beneath: Path) -> None:
 
 
 def rights_of_copy(source: os.stat_result, copy: os.stat_result) -> int:
-    """Return the rights that a copy may have: those of its source at most, and never setuid.
+    """Return the rights of a copy: those of its source, but never setuid or setgid.
 
-    Such a program of somebody else would become one of this user. If the copy belongs to another
-    group, that gets what everybody gets.
+    With setuid, a program of somebody else would run as the user who copied it. If the copy belongs
+    to another group than the source, that group gets only what everybody gets.
     """
     rights = source.st_mode & 0o777
     if copy.st_gid != source.st_gid:

@@ -51,15 +51,12 @@ class OpenedVersion:
     def open_file(self, name: str) -> int:
         """Return the descriptor of a file, which the caller closes.
 
-        Raises OSError, and UnsafePathError for what is no regular file, and for a link: where links
-        are followed, for one of another user to a file that is not theirs.
+        Raises OSError, and UnsafePathError for what is no regular file and for a link. If links are
+        followed, it is raised only for those that `open_file_by_own_links` refuses.
         """
-        path = self.path / name
-        return (
-            open_file_by_own_links(path)
-            if self.follows_links
-            else open_file_in(self.directory, name, path=path)
-        )
+        if self.follows_links:
+            return open_file_by_own_links(self.path / name)
+        return open_file_in(self.directory, name, path=self.path / name)
 
     def read_file(self, name: str, *, at_most: int) -> bytes:
         """Return the content of a file. Raises as `open_file`, also beyond `at_most` bytes."""

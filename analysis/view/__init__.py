@@ -19,7 +19,8 @@ snapshots.py        readers by (run, lsn), and their answers
 report_file.py      several panels as one HTML file that needs no server: `gigpo report`
 report_summary.py   its sentences: did it learn, is it stable, what limits it
 run_settings.py     a run's settings, and those that differ from others
-server.py           the application: routes, checks of each request, headers
+guard.py            whom the server answers, and what one client may hold
+server.py           the application: routes, and the answers of pages
 
 To add a page: write pages/NAME.py with a `PAGE`, add it to PAGES in pages/__init__.py. Panels need
 no server: `render_panel(panel, ask)` gives the HTML of one, where `ask` answers a query.

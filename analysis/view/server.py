@@ -1,8 +1,7 @@
-"""Serve the pages on this machine. Only the person at it is answered, and nothing is written.
+"""Serve the pages on this machine. Nothing is written.
 
-A browser sends any page's requests to any address. So the server listens on the loopback only,
-answers only requests to its own name (Host), and none that another site's page made (Origin,
-Sec-Fetch-Site). Pages run no script but ours and Bokeh's, and nothing leaves the machine.
+The server listens on the loopback only, and `guard.py` says whom it answers. Pages run no script
+but ours and Bokeh's, and nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import socket
 import threading
 import webbrowser
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
-import h11
-import uvicorn
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -37,42 +34,22 @@ from starlette.responses import (
 )
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from analysis.view.charts import warm_up
 from analysis.view.downloads import DOWNLOADS, download
+from analysis.view.guard import Guard, make_server
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages import PAGES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placeholder, why
 from analysis.view.snapshots import Snapshots
 from analysis.view.text import plain
-from linear_h11 import use_linear_patterns
 from printable import printable
 from store import StoreError
 
 LOOPBACK = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost", "[::1]")
-IN_ADVANCE = ("sec-purpose", "purpose", "x-moz")  # headers by which browsers say so
-MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
-MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
 MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
-PIECE_BYTES = 1 << 20  # of an answer are sent at once
-TAKEN_WITHIN_S = 30.0  # a client takes each piece within this time
 KEPT_CHARACTERS = 2**24  # of panels; most have tens of thousands
-HEADERS = {
-    # Bokeh sets styles in the page; scripts come from files of ours only.
-    "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self'; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
-
 
 _Key = tuple[int, int, str, str, str]  # run, lsn, address, panel and query
 
@@ -80,121 +57,6 @@ _Key = tuple[int, int, str, str, str]  # run, lsn, address, panel and query
 def _n_characters(key: _Key, shown: str) -> int:
     """Return the length of a kept panel with its key: an address may be as long as a panel."""
     return len(shown) + sum(len(part) for part in key if isinstance(part, str))
-
-
-class Guard:
-    """Refuse requests that the person at this machine did not make, and add the headers."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        request = Request(scope)
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = {name.lower() for name, _ in message["headers"]}
-                message["headers"] = [
-                    *message["headers"],
-                    *(
-                        (name.encode(), value.encode())
-                        for name, value in HEADERS.items()
-                        if name.encode() not in own
-                    ),
-                    # What comes of a body after the answer is not read: in pieces of one byte it
-                    # takes 0.75 s a megabyte, and nobody else is answered meanwhile.
-                    *([(b"connection", b"close")] if _has_body(request) else []),
-                ]
-            if message["type"] == "http.response.body":
-                await _send_in_pieces(send, message)
-            else:
-                await send(message)
-
-        refusal = refusal_of(request)
-        answer = PlainTextResponse(refusal, status_code=403) if refusal else self.app
-        with contextlib.suppress(_StalledError):  # the server ends the connection
-            left = request.state.left = threading.Event()
-            answering = answer(scope, receive, send_with_headers)
-            if request.method == "POST":  # its body is still to come
-                await answering
-            else:
-                await _answer_until_left(answering, receive, left=left)
-
-
-class _StalledError(Exception):
-    """A client takes nothing, or too little, of its answer."""
-
-
-async def _answer_until_left(
-    answer: Awaitable[None], receive: Receive, *, left: threading.Event
-) -> None:
-    """Send an answer, and give it up if the client leaves: others wait for the threads.
-
-    `left` is set then, for an answer that is being made in one.
-    """
-    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_leave(receive))
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
-    finally:
-        left.set()
-        for each in (answering, leaving):
-            each.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
-
-
-async def _leave(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_in_pieces(send: Send, message: Message) -> None:
-    """Send a body. Raises _StalledError if a piece is not taken within TAKEN_WITHIN_S.
-
-    The whole answer would stay in memory for as long as a client that reads nothing stays.
-    """
-    body, is_last = message.get("body", b""), not message.get("more_body", False)
-    for begin in range(0, max(len(body), 1), PIECE_BYTES):
-        piece = body[begin : begin + PIECE_BYTES]
-        more = not is_last or begin + PIECE_BYTES < len(body)
-        try:
-            async with asyncio.timeout(TAKEN_WITHIN_S):
-                await send({"type": message["type"], "body": piece, "more_body": more})
-        except TimeoutError as error:
-            raise _StalledError from error
-
-
-def _has_body(request: Request) -> bool:
-    """Return whether a request brings a body."""
-    lengths = request.headers.getlist("content-length")
-    return "transfer-encoding" in request.headers or any(length != "0" for length in lengths)
-
-
-def refusal_of(request: Request) -> str:
-    """Return why a request is refused, "" if it is not."""
-    headers = request.headers
-    if _name_of(headers.get("host", "")) not in NAMES:
-        return "this server answers to 127.0.0.1 and localhost only\n"
-    if headers.get("origin") not in (None, f"http://{headers.get('host')}"):
-        return "requests of other sites are refused\n"
-    # Of a page that is asked for in advance the browser does not say which site wanted it.
-    if any("prefetch" in headers.get(name, "").lower() for name in IN_ADVANCE):
-        return "no page is made in advance\n"
-    # A link that somebody follows. A frame of another page navigates too.
-    is_visit = headers.get("sec-fetch-dest") == "document" and request.method == "GET"
-    is_visit = is_visit and headers.get("sec-fetch-mode") == "navigate"
-    if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_visit:
-        return "requests of other sites are refused\n"
-    if len(request.url.query) > MAX_ADDRESS_BYTES:
-        return "the address is too long\n"
-    if request.method != "POST" and _has_body(request):
-        return "a page takes no body\n"
-    return ""
 
 
 def make_app(
@@ -482,43 +344,6 @@ def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | 
     server.run(sockets=[listener])
 
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Return the server of an application, with bounds on what a connection may send ahead.
-
-    uvicorn's other parser, httptools, keeps headers, trailers and waiting requests without end. Its
-    other loop, uvloop, reads a connection until it is empty before it goes on to the next.
-    """
-    use_linear_patterns()
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=_OneAtATime,
-            loop="asyncio",
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=2,
-            ws="none",
-        )
-    )
-
-
-class _OneAtATime(H11Protocol):
-    """Disconnect a client that sends a request before the last is answered; browsers do not.
-
-    Nothing more would be read of it, so nobody would see that it has left.
-    """
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        is_whole = self.conn.their_state is not h11.SEND_BODY
-        if is_answering and is_whole and self.conn.trailing_data[0]:
-            self.transport.abort()
-
-
 def _is_of_use(record: logging.LogRecord) -> bool:
     """Return False for what uvicorn logs when Ctrl-C cuts requests short.
 
@@ -554,12 +379,6 @@ async def _file(path: Path, request: Request) -> Response:
     return FileResponse(
         path, media_type="text/javascript", headers={"cache-control": "max-age=86400"}
     )
-
-
-def _name_of(host: str) -> str:
-    """Return the name in a Host header, without the port."""
-    name, colon, port = host.rpartition(":")
-    return name.lower() if colon and port.isdecimal() else host.lower()
 
 
 def _run_number(request: Request, *, n_runs: int) -> int | None:

@@ -129,9 +129,9 @@ class Snapshots:
     ) -> pa.Table:
         """Return the answer at this lsn, from memory where it was asked before.
 
-        `n_rows`: at most its first rows. `tables`: see Reader.sql. `has_left`: whether nobody waits
-        for it any more; it is not asked then. Raises StoreError: the query's own error too is
-        remembered, but not a time-out, and none of too many queries.
+        `n_rows`: at most its first rows. `tables`: see Reader.sql. The query is not begun if
+        `has_left` says that nobody waits for it any more. Raises StoreError. The query's own error
+        is remembered like an answer; a time-out and a refusal of too many queries are not.
         """
         key = (lsn, with_tables(tables, query), n_rows, times_as_text)
         if (known := self._remembered(key)) is None:

@@ -72,8 +72,8 @@ class _Session:
     stack: AsyncExitStack  # gives the environment back to the pool
     used_at: float
     in_use: asyncio.Lock  # held while the environment works on a request
-    n_kept: int = 0  # characters of the episode's actions
-    n_held: int = 0  # and of those that wait for the environment
+    n_kept: int = 0  # characters of the actions that the episode keeps
+    n_held: int = 0  # the same, with the actions that wait for the environment
     is_ended: bool = False
 
 
@@ -260,9 +260,11 @@ class Server:
 
     @contextmanager
     def _held(self, n_characters: int, session: _Session) -> Iterator[Callable[[], None]]:
-        """Count an action in the block, and for its episode's life once what is given was called.
+        """Count the characters of an action during the block.
 
-        Raises RequestRefused if the episode has, or all episodes together have, too many.
+        It gives a function. Once that was called the episode keeps the action, and its characters
+        count until the episode ends. Raises RequestRefused if an episode, or all of them together,
+        would have too many.
         """
         n_held = session.n_held + n_characters
         if n_held > MAX_EPISODE_CHARACTERS:

@@ -80,7 +80,7 @@ def new_directory(dest: Path) -> Iterator[Path]:
 
 def _usual_mode(directory: Path) -> int:
     """Return the mode of a new directory, which the umask and the directory above it decide."""
-    # The umask cannot be read without a change of it, which other threads would see.
+    # A default ACL of that directory takes the place of the umask.
     probe = directory / "mode"
     probe.mkdir()
     mode = stat.S_IMODE(probe.stat().st_mode)

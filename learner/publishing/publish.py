@@ -158,7 +158,7 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
     """
     check_model_directory(source)
     if follow_links:
-        check_file_links(source)  # two that lead round in a circle would have copies without end
+        check_file_links(source)  # refuses links that lead round in a circle
     with atomic_directory(dest) as unfinished:
         _copy_directory(source, unfinished, follow_links=follow_links)
 

@@ -253,7 +253,7 @@ def _read_small_files(uri: str) -> dict[str, bytes] | None:
             try:
                 found[name] = storage.read(name, at_most=at_most).to_pybytes()
             except UnavailableError as error:
-                # Another user's: of them alone, so the run is not signed as the caller's.
+                # The run is another user's, and only they can read its signatures.
                 if name != SIGNED or not isinstance(error.__cause__, PermissionError):
                     raise
         elif name == RUN_JSON:

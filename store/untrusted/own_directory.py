@@ -175,9 +175,9 @@ def opened_by_own_links(path: Path, *, may_lead_home: bool = False) -> Iterator[
 def open_file_by_own_links(path: Path) -> int:
     """Return the descriptor of a regular file, which the caller closes.
 
-    A link of another user, anywhere on the way, may lead only to a file of theirs, or to one that
-    everybody can read: they may be able to read a copy of what is private. Raises OSError;
-    UnsafePathError for another link of theirs, and for what is no regular file.
+    The caller may copy the file to where others can read it. So a link of another user, anywhere on
+    the way, may lead only to a file of theirs, or to one that everybody can read. Raises OSError;
+    UnsafePathError for any other link of theirs, and for what is no regular file.
     """
     entries, descriptor = _walk_to(path, is_end=stat.S_ISREG)
     if descriptor is None:
@@ -188,8 +188,6 @@ def open_file_by_own_links(path: Path) -> int:
         if not all(entry.is_for_all for entry in entries):
             instead = f"copy what you need of {path.parent} to a directory of your own"
             _check_links(entries, but_of=os.fstat(descriptor).st_uid, instead=instead)
-        if not hasattr(os, "O_PATH"):
-            return os.dup(descriptor)
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(descriptor)
@@ -198,8 +196,8 @@ def open_file_by_own_links(path: Path) -> int:
 def check_file_links(directory: Path) -> None:
     """Raise UnsafePathError for a file that `open_file_by_own_links` does not open, however deep.
 
-    For a program that opens the files by their paths. They may have been exchanged by then. What
-    this user may not read is passed over.
+    Files that this user may not read are passed over. Call it before a library opens files by their
+    paths. It does not help if somebody exchanges one afterwards.
     """
     _check_file_links(directory, n_levels=MAX_LEVELS)
 

@@ -6,8 +6,8 @@
 The owner of a file proves nothing, because a run that was unpacked belongs to the user who unpacked
 it. So each user has a key of 32 random bytes that nobody else can read. RUN/signed.json holds an
 HMAC-SHA256 with that key of run.json, and of each config.yaml that the run was started with.
-Somebody else can copy a signature only together with the very text that it signs. In a directory of
-theirs that counts for nothing: it is not signed for them.
+Somebody else can copy a signature only together with the very text that it signs, and it does not
+fit in a directory of theirs.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ def signed_texts(run: Path) -> RunTexts | None:
             owner = _owner(directory)
     except OSError:  # also for a link
         return None
-    return (
-        texts if set(_signatures(key, owner, texts.run_json, texts.config)) <= set(signed) else None
-    )
+    needed = _signatures(key, owner, texts.run_json, texts.config)
+    return texts if set(needed) <= set(signed) else None
 
 
 def sign_run(run: Path) -> bool:
@@ -170,10 +169,10 @@ def texts_in(directory: int, place: Path) -> RunTexts:
 
 
 def _owner(directory: int) -> str:
-    """Return who else has the run's directory, "" if it is this user's or root's.
+    """Return the owner of a run's directory for its signature, "" for this user and root.
 
-    A signature is of one owner: whoever copies the signed files into a directory of their own does
-    not get a run that counts as this user's.
+    Somebody else can copy the signed files into a directory of their own, and build another run
+    around them. It has another owner, so the signatures do not fit it.
     """
     uid = os.fstat(directory).st_uid
     return f"uid {uid} " if is_another(uid) else ""

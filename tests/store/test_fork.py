@@ -239,13 +239,18 @@ def test_a_fork_of_a_fork(run: Life, tmp_path: Path) -> None:
     assert check(second, level=3) == []
 
 
-def test_without_links_files_are_copied(
-    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(*_: object, **__: object) -> None:
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy files, as from one file system to another."""
+
+    def refuse(*_: object, **__: object) -> None:
         raise OSError("Invalid cross-device link")
 
-    monkeypatch.setattr("store.exchange.fork.link_file", no_links)
+    monkeypatch.setattr("store.exchange.fork.link_file", refuse)
+
+
+@pytest.mark.usefixtures("no_links")
+def test_without_links_files_are_copied(run: Life, tmp_path: Path) -> None:
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     write_open_sql(made, macros=(), max_staleness=1)
     with Catalog.open(made) as catalog:
@@ -358,15 +363,11 @@ def test_nobody_else_enters_a_private_fork_from_its_first_file(
     assert {*modes, stat.S_IMODE(root.stat().st_mode)} == {0o700 if private else 0o755}
 
 
+@pytest.mark.usefixtures("no_links")
 def test_a_fork_has_no_more_rights_than_its_source_and_no_setuid_program(
-    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Life, tmp_path: Path
 ) -> None:
     """The attack: a neighbour's program, setuid, lay in the checkpoint. In the fork it was the user's."""
-
-    def no_links(*_: object, **__: object) -> None:
-        raise OSError("Invalid cross-device link")
-
-    monkeypatch.setattr("store.exchange.fork.link_file", no_links)
     checkpoint = run.layout.checkpoint_dir(2)
     (checkpoint / "tool").write_bytes(b"program")
     (checkpoint / "tool").chmod(0o6755)

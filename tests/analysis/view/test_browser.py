@@ -18,9 +18,10 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from analysis import write_report_file
+from analysis.view.guard import make_server
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
-from analysis.view.server import make_app, make_server
+from analysis.view.server import make_app
 from store import RunLayout
 from tests.analysis.view.conftest import TOKEN, example_addresses
 from tests.support.sizes import IN_FULL

@@ -32,14 +32,15 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
-from analysis.view import charts, server, snapshots
+from analysis.view import charts, guard, server, snapshots
+from analysis.view.guard import MAX_HEAD_BYTES, Guard, make_server
 from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
 from analysis.view.panel import ERROR_MARK, Panel, render_panel
-from analysis.view.server import MAX_HEAD_BYTES, Guard, make_app, make_server
+from analysis.view.server import make_app
 from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
 from analysis.view.text import LONG_CHARACTERS, MOST_MARKS, visible
@@ -613,17 +614,17 @@ def test_an_answer_that_nobody_takes_is_not_kept(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bytes_of_the_large_answer(port, wait=lambda: None) > len(LARGE)
-    stalled, send = threading.Event(), server._send_in_pieces
+    stalled, send = threading.Event(), guard._send_in_pieces
 
     async def watched(*given: Any) -> None:
         try:
             await send(*given)
-        except server._StalledError:
+        except guard._StalledError:
             stalled.set()
             raise
 
-    monkeypatch.setattr(server, "_send_in_pieces", watched)
-    monkeypatch.setattr(server, "TAKEN_WITHIN_S", 0.5)
+    monkeypatch.setattr(guard, "_send_in_pieces", watched)
+    monkeypatch.setattr(guard, "TAKEN_WITHIN_S", 0.5)
     assert bytes_of_the_large_answer(port, wait=partial(stalled.wait, 60)) < len(LARGE)
     assert stalled.is_set()
 
@@ -651,7 +652,7 @@ HEAVY = "SELECT sum(a.range * b.range + {}) AS s FROM range(100000000) a, range(
 def test_queries_of_clients_that_left_are_not_answered(
     headers: str, ahead: bytes, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack: a hundred clients that had left kept every page from everybody for an hour. Behind a
+    """The attack: a hundred clients that had left kept every page from everybody for minutes. Behind a
     second request nobody saw that they had left.
     """
     asked, ask = [], Snapshots._answer
