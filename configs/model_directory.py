@@ -141,14 +141,19 @@ def is_vision_model(path: str) -> bool:
 def read_description(file: Path) -> bytes:
     """Return the content of a JSON file of a model directory. Raises OSError, ValueError.
 
-    A link is followed: downloaded models consist of links. A FIFO would block for ever.
+    A link is followed: downloaded models consist of links. A FIFO would block for ever, and whoever
+    has the file may hold up those who open it with a lease.
     """
     check_regular(file)
-    with file.open("rb") as opened:
+    with open(file, "rb", opener=_open_now) as opened:
         data = opened.read(MAX_DESCRIPTION_BYTES + 1)
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise ValueError(f"it has more than {MAX_DESCRIPTION_BYTES:,} bytes")
     return data
+
+
+def _open_now(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_json(file: Path) -> Any:

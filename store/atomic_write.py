@@ -15,6 +15,7 @@ from store.untrusted.file_access import is_directory, open_directory, opened_par
 READ_ONLY = 0o444  # file modes
 READ_WRITE = 0o644  # for the owner alone to write
 PRIVATE = 0o600  # for the owner alone
+ACCESS_LIST = "system.posix_acl_access"  # the attribute of a file that has one
 TEMPORARY_SUFFIX = ".tmp"  # of unfinished files, also those of dead writers
 _SAFE_DIRECTORIES: set[Path] = set()  # directories whose names this process has synced
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -144,16 +145,25 @@ def make_directory(directory: Path, *, beneath: Path) -> None:
     _SAFE_DIRECTORIES.add(directory)
 
 
-def rights_of_copy(source: os.stat_result, copy: os.stat_result) -> int:
+def rights_of_copy(source: int | Path, copy: int | Path) -> int:
     """Return the rights of a copy: those of its source, but never setuid or setgid.
 
     With setuid, a program of somebody else would run as the user who copied it. If the copy belongs
-    to another group than the source, that group gets only what everybody gets.
+    to another group than the source, that group gets only what everybody gets. So does the group if
+    the source has an access control list: the bits of the group then bound what the list gives.
     """
-    rights = source.st_mode & 0o777
-    if copy.st_gid != source.st_gid:
+    found, made = os.stat(source), os.stat(copy)
+    rights = found.st_mode & 0o777
+    if made.st_gid != found.st_gid or _has_access_list(source):
         rights &= 0o707 | (rights & 0o007) << 3
     return rights
+
+
+def _has_access_list(file: int | Path) -> bool:
+    try:
+        return ACCESS_LIST in os.listxattr(file)
+    except OSError:  # the file system has none
+        return False
 
 
 def current_umask() -> int:

@@ -165,8 +165,7 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
 
 def _copy_directory(source: Path, dest: Path, *, follow_links: bool) -> None:
     # A private model stays private. No right is added to those that the umask leaves.
-    made = dest.stat()
-    dest.chmod(made.st_mode & (0o7700 | rights_of_copy(source.stat(), made)))
+    dest.chmod(dest.stat().st_mode & (0o7700 | rights_of_copy(source, dest)))
     for path in sorted(source.iterdir()):
         if path.is_symlink() and not follow_links:
             text = f"{path} is a symbolic link; put what it leads to in its place"
@@ -188,7 +187,7 @@ def copy_file(source: Path, dest: Path) -> None:
         made = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
         with open(made, "wb") as copy:
             shutil.copyfileobj(file, copy, COPIED_BYTES)
-            rights = rights_of_copy(os.fstat(file.fileno()), os.fstat(made))
+            rights = rights_of_copy(file.fileno(), made)
             # Everybody may write in some directories of models.
             os.fchmod(made, PRIVATE | (rights & ~current_umask()))
 

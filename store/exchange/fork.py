@@ -172,9 +172,9 @@ def _fill(
     check_own_directory(unfinished, is_made=False)
     make_directory(unfinished, beneath=unfinished.parent)
     check_own_directory(unfinished)
-    made = unfinished.stat()
     # Who may not enter the source may not enter the fork.
-    unfinished.chmod(made.st_mode & (0o7700 | rights_of_copy(source.root.stat(), made)))
+    rights = rights_of_copy(source.root, unfinished)
+    unfinished.chmod(unfinished.stat().st_mode & (0o7700 | rights))
     if private:
         keep_private(unfinished)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
@@ -482,8 +482,8 @@ def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
         open(open_file(source.root / path, root=source.root), "rb") as original,
         open(_new_file(layout, path), "wb") as copy,
     ):
-        found = os.fstat(original.fileno())
-        copy_first(original.fileno(), copy, n_bytes=found.st_size)
-        os.fchmod(copy.fileno(), rights_of_copy(found, os.fstat(copy.fileno())))
+        size = os.fstat(original.fileno()).st_size
+        copy_first(original.fileno(), copy, n_bytes=size)
+        os.fchmod(copy.fileno(), rights_of_copy(original.fileno(), copy.fileno()))
         copy.flush()
         os.fsync(copy.fileno())

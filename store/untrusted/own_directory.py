@@ -21,6 +21,7 @@ from pathlib import Path
 from store.errors import StoreError, UnsafePathError
 
 MAX_LEVELS = 8  # of a model's directories; it has one or two
+MAX_FILES = 5_000  # of a model; it has some hundred. Links can show one file on many paths
 MAX_LINKS = 40  # on the way to a directory; Linux follows as many
 NOBODY = 65534  # whom Linux shows as the owner if a user namespace does not know the user
 ALL_USERS = ["0", "0", str(2**32 - 1)]  # /proc/self/uid_map outside of every user namespace
@@ -188,7 +189,12 @@ def open_file_by_own_links(path: Path) -> int:
         if not all(entry.is_for_all for entry in entries):
             instead = f"copy what you need of {path.parent} to a directory of your own"
             _check_links(entries, but_of=os.fstat(descriptor).st_uid, instead=instead)
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        # Whoever has the file may hold up those who open it for 45 s, again and again: a lease.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(f"/proc/self/fd/{descriptor}", flags)
+    except BlockingIOError as error:
+        text = f"{path} is held by a lease of another program; copy the model, or ask its owner"
+        raise UnsafePathError(error.errno, text) from error
     finally:
         os.close(descriptor)
 
@@ -196,23 +202,30 @@ def open_file_by_own_links(path: Path) -> int:
 def check_file_links(directory: Path) -> None:
     """Raise UnsafePathError for a file that `open_file_by_own_links` does not open, however deep.
 
-    Files that this user may not read are passed over. Call it before a library opens files by their
-    paths. It does not help if somebody exchanges one afterwards.
+    And for a directory with more than MAX_FILES on all paths together. Files that this user may not
+    read are passed over. Call it before a library opens files by their paths. It does not help if
+    somebody exchanges one afterwards.
     """
-    _check_file_links(directory, n_levels=MAX_LEVELS)
+    for number, path in enumerate(_all_in(directory, n_levels=MAX_LEVELS)):
+        if number == MAX_FILES:
+            text = f"{directory} has more than {MAX_FILES:,} files and directories"
+            raise UnsafePathError(errno.EFBIG, f"{text}; give the one of the model alone")
+        with suppress(PermissionError):
+            if path.is_file():
+                os.close(open_file_by_own_links(path))
 
 
-def _check_file_links(directory: Path, *, n_levels: int) -> None:
+def _all_in(directory: Path, *, n_levels: int) -> Iterator[Path]:
+    """Yield what lies in a directory and in those below it. Links are followed."""
     if n_levels == 0:
         raise UnsafePathError(
             errno.ELOOP, f"{directory} lies too deep, or links lead round in a circle; remove them"
         )
-    for path in sorted(directory.iterdir()):
+    for path in directory.iterdir():
+        yield path
         with suppress(PermissionError):
             if path.is_dir():
-                _check_file_links(path, n_levels=n_levels - 1)
-            elif path.is_file():
-                os.close(open_file_by_own_links(path))
+                yield from _all_in(path, n_levels=n_levels - 1)
 
 
 def _check_links(entries: Sequence[_Entry], *, but_of: int | None, instead: str) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs import TinyModelConfig
+from configs import ConfigError, TinyModelConfig
 from learner.files.atomic_directory import (
     atomic_directory,
     new_directory,
@@ -34,6 +36,7 @@ from learner.publishing.publish import (
     write_weights,
 )
 from store import StoreError, files_digest, weight_files
+from tests.support.file_modes import let_one_user_read
 from tests.support.neighbours import Neighbour
 
 
@@ -420,6 +423,55 @@ def test_no_link_of_another_user_gets_a_private_file_into_a_run(
         copy_weights(shared, tmp_path / "copy", follow_links=True)
 
 
+def test_links_that_show_a_few_directories_on_endless_paths_are_refused_soon(
+    base: Path, tmp_path: Path
+) -> None:
+    """The attack: beside a shared model lay seven directories, each with sixty links to the next.
+
+    There was no circle, and nothing was too deep. Looking at every path would take months.
+    """
+    shared = tmp_path / "shared"
+    shutil.copytree(base, shared)
+    for level in range(7):
+        directory = tmp_path / f"level {level}"
+        directory.mkdir()
+        for number in range(60):
+            (directory / f"{number}").symlink_to(tmp_path / f"level {level + 1}")
+    (tmp_path / "level 7").mkdir()
+    (shared / "more").symlink_to(tmp_path / "level 1")
+    with pytest.raises(StoreError, match="shared has more than 5,000 files .*model alone"):
+        load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
+    with pytest.raises(StoreError, match="shared has more than 5,000 files"):
+        copy_weights(shared, tmp_path / "copy", follow_links=True)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_model_whose_owner_holds_up_its_readers_is_refused_at_once(
+    base: Path, tmp_path: Path
+) -> None:
+    """The attack: a program of the owner had a write lease on each file of a shared model.
+
+    The system lets whoever opens such a file wait for 45 s, and the program took the lease again.
+    """
+    shared = tmp_path / "shared"
+    shutil.copytree(base, shared)
+    tokenizer, config = (shared / name for name in ("tokenizer.json", "config.json"))
+    signal_before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    try:
+        for held in (tokenizer, config):
+            with held.open("r+b") as lease:
+                fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                with pytest.raises((StoreError, ConfigError), match=f"{held.name} is (held|not)"):
+                    copy_weights(shared, tmp_path / "copy", follow_links=True)
+                with pytest.raises((StoreError, ConfigError), match=f"{held.name} is (held|not)"):
+                    load_policy(
+                        shared, dtype="float32", gradient_checkpointing=False, temperature=1.0
+                    )
+    finally:
+        signal.signal(signal.SIGIO, signal_before)
+    copy_weights(shared, tmp_path / "copy", follow_links=True)
+
+
 def test_a_copy_is_no_more_open_than_the_umask_and_the_model_say(
     base: Path, tmp_path: Path
 ) -> None:
@@ -453,6 +505,18 @@ def test_a_copy_is_no_setuid_program_and_not_for_another_group(base: Path, tmp_p
     copy_weights(model, tmp_path / "copy", follow_links=True)
     assert {path.stat().st_mode & 0o7777 for path in (tmp_path / "copy").iterdir()} == {0o700}
     assert (tmp_path / "copy").stat().st_mode & 0o7777 == 0o700
+
+
+def test_a_copy_is_not_for_a_group_that_an_access_list_kept_out(base: Path, tmp_path: Path) -> None:
+    """The attack: a model was for one colleague. Its copy was for the whole group."""
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    for path in (*model.iterdir(), model):
+        let_one_user_read(path, user=1234, rights=5)
+        assert path.stat().st_mode & 0o777 == 0o750
+    copy_weights(model, tmp_path / "copy", follow_links=True)
+    made = tmp_path / "copy"
+    assert {path.stat().st_mode & 0o777 for path in (*made.iterdir(), made)} == {0o700}
 
 
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from store import (
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from tests.crash.commands import make_forkable_run
-from tests.support.file_modes import modes_at_each_write
+from tests.support.file_modes import let_one_user_read, modes_at_each_write
 from tests.support.neighbours import Neighbour, look_while_away
 from tests.support.run_views import connect
 from tests.support.store_damage import ask, mounted
@@ -380,6 +380,18 @@ def test_a_fork_has_no_more_rights_than_its_source_and_no_setuid_program(
         (checkpoint / "tool").chmod(0o640)
         made = fork(run.layout, tmp_path / "another", learner_step=2, config_yaml="")
         assert (made.checkpoint_dir(2) / "tool").stat().st_mode & 0o7777 == 0o600
+
+
+@pytest.mark.usefixtures("no_links")
+def test_a_fork_is_not_for_a_group_that_an_access_list_kept_out(run: Life, tmp_path: Path) -> None:
+    """The attack: a run was for one colleague. Its fork was for the whole group."""
+    checkpoint = run.layout.checkpoint_dir(2)
+    (checkpoint / "notes").write_text("notes")
+    for path in (checkpoint / "notes", run.layout.root):
+        let_one_user_read(path, user=1234, rights=5)
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    assert (made.checkpoint_dir(2) / "notes").stat().st_mode & 0o7777 == 0o700
+    assert made.root.stat().st_mode & 0o7777 == 0o700
 
 
 def test_a_fork_replaces_what_a_killed_one_left(run: Life, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""See who may enter a directory while files are written into it."""
+"""See and give the rights of files: who may enter, read and write what a run writes."""
 
 from __future__ import annotations
 
+import os
 import stat
+import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,3 +28,21 @@ def modes_at_each_write(
 
     monkeypatch.setattr(atomic_write, "written_aside", watched)
     return modes
+
+
+def let_one_user_read(path: Path, *, user: int, rights: int) -> None:
+    """Give a file an access control list: rights for one user, none for its group and for others.
+
+    The bits that stat shows for the group are those of the list's mask then.
+    """
+    its_owner, its_group, others, everyone = 0x01, 0x04, 0x20, 0xFFFFFFFF
+    a_user, the_mask = 0x02, 0x10
+    entries = (
+        (its_owner, 7, everyone),
+        (a_user, rights, user),
+        (its_group, 0, everyone),
+        (the_mask, rights, everyone),
+        (others, 0, everyone),
+    )
+    packed = b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    os.setxattr(path, "system.posix_acl_access", struct.pack("<I", 2) + packed)
