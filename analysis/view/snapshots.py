@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -45,6 +45,7 @@ QUERY_TIMEOUT_S = 30.0  # of one panel
 MAX_ROWS = 1_000_000  # of one answer
 MAX_BYTES = 256 << 20  # of one answer
 MAX_LONG = 8  # queries of a run that may take long and are not answered yet
+MAX_OPENING = 4  # older snapshots of a run that are asked for and not open yet
 
 
 _Key = tuple[int, str, int | None, bool]
@@ -72,6 +73,7 @@ class Snapshots:
         self._lock = threading.Lock()
         self._open_lock = threading.Lock()  # one child is started at a time
         self._long = threading.BoundedSemaphore(MAX_LONG)
+        self._opening: Counter[_ReaderKey] = Counter()  # who waits for each older snapshot
         self._snapshots: dict[_ReaderKey, _Snapshot] = {}
         self._answers: OrderedDict[_Key, pa.Table | StoreError] = OrderedDict()
         self._kept_bytes = 0
@@ -229,7 +231,8 @@ class Snapshots:
         snapshot = self._take(reader_key)
         while snapshot is None:  # another thread may drop it at once
             try:
-                self._open(reader_key[0], is_long=reader_key[1])
+                with self._waited_for(reader_key):
+                    self._open(reader_key[0], is_long=reader_key[1])
             except PrivateCatalogError:  # another user's run went on; a page may have to wait then
                 if not reader_key[1]:
                     raise
@@ -243,6 +246,25 @@ class Snapshots:
                 closes = snapshot.is_dropped and not snapshot.users
             if closes:
                 snapshot.reader.close()
+
+    @contextmanager
+    def _waited_for(self, reader_key: _ReaderKey) -> Iterator[None]:
+        """Bound the snapshots that are waited for: opening one takes a second, one at a time."""
+        with self._lock:
+            is_one_more = reader_key not in self._opening and reader_key[0] != self.newest_lsn
+            if is_one_more and len(self._opening) >= MAX_OPENING:
+                raise StoreError(
+                    f"{MAX_OPENING} older snapshots of this run are being opened; ask again in a "
+                    "moment"
+                )
+            self._opening[reader_key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._opening[reader_key] -= 1
+                if not self._opening[reader_key]:
+                    del self._opening[reader_key]
 
     def _take(self, reader_key: _ReaderKey) -> _Snapshot | None:
         with self._lock:

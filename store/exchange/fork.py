@@ -172,11 +172,8 @@ def _fill(
     check_own_directory(unfinished, is_made=False)
     make_directory(unfinished, beneath=unfinished.parent)
     check_own_directory(unfinished)
-    # Who may not enter the source may not enter the fork.
-    rights = rights_of_copy(source.root, unfinished)
-    unfinished.chmod(unfinished.stat().st_mode & (0o7700 | rights))
-    if private:
-        keep_private(unfinished)
+    made = unfinished.stat().st_mode
+    keep_private(unfinished)  # until what is in it has its rights
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
     # run.json, and synced with the directories that `create` makes.
     (unfinished / UNFINISHED_FORK).touch()
@@ -193,9 +190,21 @@ def _fill(
         _link_files(source, layout, learner_step=learner_step, version=version)
     # Only the names of the links are new: their bytes are on disk.
     for directory, _, _ in os.walk(unfinished):
+        _bound_rights(Path(directory), source=source, layout=layout)
         sync_directory(Path(directory), beneath=unfinished)
+    _bound_rights(layout.catalog, source=source, layout=layout)
+    if not private:
+        rights = rights_of_copy(source.root, unfinished)
+        unfinished.chmod(made & (0o7700 | rights))
     (unfinished / UNFINISHED_FORK).unlink()
     sync_directory(unfinished, beneath=unfinished)
+
+
+def _bound_rights(made: Path, *, source: RunLayout, layout: RunLayout) -> None:
+    """Keep out of a part of the fork who is kept out of this part of the source."""
+    with suppress(FileNotFoundError):  # a part of a remote run may be in its storage only
+        rights = rights_of_copy(source.root / layout.relative(made), made)
+        made.chmod(made.stat().st_mode & (0o7700 | rights))
 
 
 def check_fork(source: RunLayout, root: Path, *, learner_step: int) -> None:

@@ -112,12 +112,19 @@ def _fetch_run(uri: str, dest: Path) -> None:
     check_own_directory(layout.root, is_made=False)
     make_directory(layout.root, beneath=layout.root)
     check_own_directory(layout.root)
+    is_copy = is_file(layout.mirror_lock, root=layout.root)  # or was killed while it became one
     if not RunLayout.exists(dest):
-        if any(dest.iterdir()):
+        if not is_copy and any(dest.iterdir()):
             raise StoreError(f"{dest} is not empty and no copy of a run; choose a new directory")
         keep_private(layout.root)  # its settings may hold a secret
-        _make_copy(layout)
-    elif RunLayout.open(dest).info != info or status(layout.catalog, root=layout.root) is not None:
+        with _locked(layout):  # the lock's file says from now on that this is a copy
+            _make_copy(layout)
+    elif (
+        # Files of a run itself, also of one that lost its catalog, would be removed.
+        not is_copy
+        or status(layout.catalog, root=layout.root) is not None
+        or RunLayout.open(dest).info != info
+    ):
         raise StoreError(
             f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where "
             "it is"

@@ -359,8 +359,8 @@ def test_nobody_else_enters_a_private_fork_from_its_first_file(
     root = tmp_path / "fork"
     modes = modes_at_each_write(lambda: [root, tmp_path / "fork.unfinished"], monkeypatch)
     fork(run.layout, root, learner_step=2, config_yaml="", private=private)
-    assert len(modes) > 1
-    assert {*modes, stat.S_IMODE(root.stat().st_mode)} == {0o700 if private else 0o755}
+    assert len(modes) > 1 and set(modes) == {0o700}
+    assert stat.S_IMODE(root.stat().st_mode) == (0o700 if private else 0o755)
 
 
 @pytest.mark.usefixtures("no_links")
@@ -380,6 +380,24 @@ def test_a_fork_has_no_more_rights_than_its_source_and_no_setuid_program(
         (checkpoint / "tool").chmod(0o640)
         made = fork(run.layout, tmp_path / "another", learner_step=2, config_yaml="")
         assert (made.checkpoint_dir(2) / "tool").stat().st_mode & 0o7777 == 0o600
+
+
+def test_who_is_kept_out_of_a_part_of_a_run_is_kept_out_of_it_in_the_fork(
+    run: Life, tmp_path: Path
+) -> None:
+    """The attack: of a run for everybody the owner had closed three folders. In the fork they were
+    open.
+    """
+    closed = [run.layout.segments, run.layout.checkpoints, run.layout.checkpoint_dir(2)]
+    run.layout.catalog.chmod(0o600)
+    for path in closed:
+        path.chmod(0o700)
+    made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
+    for path in closed:
+        there = made.root / run.layout.relative(path)
+        assert there.stat().st_mode & 0o777 == 0o700, path
+    assert made.catalog.stat().st_mode & 0o777 == 0o600
+    assert made.root.stat().st_mode & 0o777 == 0o755
 
 
 @pytest.mark.usefixtures("no_links")

@@ -695,6 +695,46 @@ def test_queries_of_clients_that_left_are_not_answered(
     assert len(asked) <= 3, "one was being answered, and another may have begun"
 
 
+def test_older_snapshots_that_are_waited_for_are_bounded(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: 150 connections of another user asked for older snapshots, each of which takes a
+    second. They held all threads of the server, and a page took two minutes.
+    """
+    stored, go_on = Snapshots(layout.root, refresh_s=3600.0), threading.Event()
+    older = list(range(stored.newest_lsn))[-snapshots.MAX_OPENING - 1 :]
+    said: list[str] = []
+
+    def wait(self: Snapshots, lsn: int | None, *, is_long: bool = False) -> int:
+        go_on.wait(60)
+        raise StoreError("it was opened")
+
+    def ensure(lsn: int) -> None:
+        try:
+            stored.ensure(lsn)
+        except StoreError as error:
+            said.append(str(error))
+
+    monkeypatch.setattr(Snapshots, "_open", wait)
+    try:
+        threads = [threading.Thread(target=ensure, args=(lsn,)) for lsn in (*older, *older[:2])]
+        for thread in threads:
+            thread.start()
+        while not said:
+            time.sleep(0.01)
+        stored.ensure(stored.newest_lsn)  # of it a reader is there
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        refused = f"{snapshots.MAX_OPENING} older snapshots of this run are being opened"
+        assert [text.startswith(refused) for text in said].count(True) in (1, 2)
+        said.clear()
+        ensure(older[0])
+        assert said == ["it was opened"]
+    finally:
+        stored.close()
+
+
 def test_queries_that_may_take_long_are_bounded(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
