@@ -48,7 +48,7 @@ def check_side_files(sizes: Mapping[str, int], *, of: object) -> None:
     if n_bytes > MAX_SIDE_BYTES:
         raise WeightFileError(
             f"the files of {of} beside its weights have {n_bytes:,} bytes, more than "
-            f"{MAX_SIDE_BYTES:,}: no run wrote them; export another version, or a checkpoint"
+            f"{MAX_SIDE_BYTES:,}: no model has so much; remove what is not of it, or take another"
         )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ from store import (
     TensorEntry,
     UnsafePathError,
     check_file_links,
+    check_side_files,
+    copy_first,
     current_umask,
     encode_safetensors_head,
     open_file_by_own_links,
@@ -48,7 +49,6 @@ DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in SAFETENSORS_DTYPES
 Send = Callable[[Sequence[memoryview]], None]
 # All files but the weights: config, generation config, tokenizer, chat template.
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-COPIED_BYTES = 4 * 2**20  # at once
 WEIGHT_INDEX = ".index.json"  # maps tensors to files, if there are several
 
 
@@ -186,7 +186,8 @@ def copy_file(source: Path, dest: Path) -> None:
     with open(open_file_by_own_links(source), "rb") as file:
         made = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
         with open(made, "wb") as copy:
-            shutil.copyfileobj(file, copy, COPIED_BYTES)
+            # A hole is none of its bytes: a file may stand for more than a disk has.
+            copy_first(file.fileno(), copy, n_bytes=os.fstat(file.fileno()).st_size)
             rights = rights_of_copy(file.fileno(), made)
             # Everybody may write in some directories of models.
             os.fchmod(made, PRIVATE | (rights & ~current_umask()))
@@ -209,9 +210,14 @@ def _write(
 
 
 def _copy_side_files(source_dir: Path, directory: Path, *, dtype: torch.dtype) -> None:
-    for path in sorted(source_dir.iterdir()):
-        if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX):
-            copy_file(path, directory / path.name)
+    copied = [
+        path
+        for path in sorted(source_dir.iterdir())
+        if path.suffix in SIDE_FILE_SUFFIXES and not path.name.endswith(WEIGHT_INDEX)
+    ]
+    check_side_files({path.name: path.stat().st_size for path in copied}, of=source_dir)
+    for path in copied:
+        copy_file(path, directory / path.name)
     config = json.loads((directory / "config.json").read_text())
     config.pop("torch_dtype", None)  # older name of `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -723,7 +723,7 @@ def test_files_beside_the_weights_of_a_storage_are_bounded_before_they_are_copie
     shutil.rmtree(layout.weights_dir(3))
     marker = storage / "weights" / "v000003" / "complete.json"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "side.json": 900 << 20}))
-    with pytest.raises(StoreError, match="beside its weights have .* no run wrote them"):
+    with pytest.raises(StoreError, match="beside its weights have .* no model has so much"):
         export_module.export_version(layout, version, dest=tmp_path / "model")
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("gigpo-weights-*"))
 

@@ -446,6 +446,27 @@ def test_links_that_show_a_few_directories_on_endless_paths_are_refused_soon(
     assert not (tmp_path / "copy").exists()
 
 
+def test_files_that_stand_for_more_bytes_than_they_have_fill_no_disk(
+    base: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
+    """The attack: beside a shared model lay a text of 15 TiB, which took no room there.
+
+    Each version that was published got a copy, with its zeros.
+    """
+    shared = tmp_path / "shared"
+    shutil.copytree(base, shared)
+    with (shared / "notes.bin").open("wb") as notes:
+        notes.truncate(2**30)
+    copy_weights(shared, tmp_path / "copy", follow_links=True)
+    copied = (tmp_path / "copy" / "notes.bin").stat()
+    assert copied.st_size == 2**30 and 512 * copied.st_blocks < 2**20
+    with (shared / "merges.txt").open("wb") as merges:
+        merges.truncate(2**40)
+    with pytest.raises(StoreError, match="shared beside its weights have .* no model has so much"):
+        write_weights(weights(policy), tmp_path / "version", source_dir=shared)
+    assert not (tmp_path / "version").exists()
+
+
 def test_a_model_whose_owner_holds_up_its_readers_is_refused_at_once(
     base: Path, tmp_path: Path
 ) -> None:
