@@ -12,9 +12,11 @@ from .errors import EnvironmentDied as EnvironmentDied
 from .errors import EnvironmentFailed as EnvironmentFailed
 from .errors import EnvironmentStuckError as EnvironmentStuckError
 from .hosting.http_requests import MALFORMED_REQUEST as MALFORMED_REQUEST
+from .hosting.http_requests import NO_OTHER_PROTOCOL as NO_OTHER_PROTOCOL
 from .hosting.http_requests import GuardedSite as GuardedSite
 from .hosting.http_requests import content_encoding as content_encoding
 from .hosting.http_requests import server_logger as server_logger
+from .hosting.http_requests import wants_other_protocol as wants_other_protocol
 from .hosting.pending import PendingOperations as PendingOperations
 from .hosting.pending import run_in_thread as run_in_thread
 from .hosting.pool import EnvironmentPool as EnvironmentPool

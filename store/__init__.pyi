@@ -12,6 +12,7 @@ from .atomic_write import READ_WRITE as READ_WRITE
 from .atomic_write import current_umask as current_umask
 from .atomic_write import keep_private as keep_private
 from .atomic_write import make_directory as make_directory
+from .atomic_write import remove_access_lists as remove_access_lists
 from .atomic_write import rights_of_copy as rights_of_copy
 from .atomic_write import write_atomically as write_atomically
 from .atomic_write import write_atomically_in as write_atomically_in

@@ -15,7 +15,8 @@ from store.untrusted.file_access import is_directory, open_directory, opened_par
 READ_ONLY = 0o444  # file modes
 READ_WRITE = 0o644  # for the owner alone to write
 PRIVATE = 0o600  # for the owner alone
-ACCESS_LIST = "system.posix_acl_access"  # the attribute of a file that has one
+# Attributes of a file, or directory, with an access control list; for what is made in it.
+ACCESS_LISTS = ("system.posix_acl_access", "system.posix_acl_default")
 TEMPORARY_SUFFIX = ".tmp"  # of unfinished files, also those of dead writers
 _SAFE_DIRECTORIES: set[Path] = set()  # directories whose names this process has synced
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -149,21 +150,33 @@ def rights_of_copy(source: int | Path, copy: int | Path) -> int:
     """Return the rights of a copy: those of its source, but never setuid or setgid.
 
     With setuid, a program of somebody else would run as the user who copied it. If the copy belongs
-    to another group than the source, that group gets only what everybody gets. So does the group if
-    the source has an access control list: the bits of the group then bound what the list gives.
+    to another group than the source, that group gets only what everybody gets. Of a source with an
+    access control list only the owner gets rights: the list may keep out the group, or somebody of
+    all others, and is not copied.
     """
     found, made = os.stat(source), os.stat(copy)
     rights = found.st_mode & 0o777
-    if made.st_gid != found.st_gid or _has_access_list(source):
+    if made.st_gid != found.st_gid:
         rights &= 0o707 | (rights & 0o007) << 3
-    return rights
+    return rights & 0o700 if _has_access_list(source) else rights
 
 
 def _has_access_list(file: int | Path) -> bool:
     try:
-        return ACCESS_LIST in os.listxattr(file)
+        return ACCESS_LISTS[0] in os.listxattr(file)
     except OSError:  # the file system has none
         return False
+
+
+def remove_access_lists(made: int | Path) -> None:
+    """Take away the rights that the directory above gave a new file or directory: only bits count.
+
+    Its owner has rights afterwards, and nobody else.
+    """
+    os.chmod(made, os.stat(made).st_mode & 0o7700)  # the bits of a list's mask would be the group's
+    for name in ACCESS_LISTS:
+        with suppress(OSError):  # it has none
+            os.removexattr(made, name)
 
 
 def current_umask() -> int:

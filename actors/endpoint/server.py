@@ -47,11 +47,13 @@ from actors.rollout.step_records import EpisodeIds, SampledAnswer, anchor_of, st
 from configs import Config, max_model_tokens
 from envs import (
     MALFORMED_REQUEST,
+    NO_OTHER_PROTOCOL,
     ClientSettings,
     GuardedSite,
     Observation,
     content_encoding,
     server_logger,
+    wants_other_protocol,
 )
 from printable import one_line
 from store import Step, now_us, uid_text
@@ -270,6 +272,8 @@ class Endpoint:
         if encoding := content_encoding(request):
             message = f"the body is compressed ({encoding}); send it as it is"
             raise RequestError(message, status=415, code="unsupported_encoding", param=None)
+        if wants_other_protocol(request):
+            raise refused(NO_OTHER_PROTOCOL, None)
         # Reserved before anything is read: a program that sends a thousand requests at once would
         # fill the memory with them, and the prompts of other episodes would wait for theirs.
         with recording.reserve(1):

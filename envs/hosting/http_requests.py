@@ -43,6 +43,7 @@ BEHIND_ANOTHER_S = 1.0
 SMALL_ANSWER_BYTES = 2**16  # each connection may have one: 256 MiB of them all
 MAX_CONNECTIONS = 4096  # and at most half of the files that this process may open
 
+NO_OTHER_PROTOCOL = "no other protocol than HTTP is spoken here; send no Upgrade"
 MALFORMED_REQUEST = (HttpProcessingError, web.RequestPayloadError, ClientPayloadError)
 # Raised for the header Expect, outside of handlers: aiohttp cannot write bytes that are no text.
 UNKNOWN_EXPECT = (web.HTTPExpectationFailed, UnicodeError)
@@ -89,15 +90,23 @@ def _check_request(request: web.Request, key: str) -> None:
         raise RequestRefused(
             401, "the API key is missing or wrong; send `Authorization: Bearer KEY`"
         )
-    if request.headers.get("Upgrade", "").strip().lower() not in ("", "h2c"):
-        # aiohttp reads nothing more, and so would not see that the client has left.
-        raise RequestRefused(400, "no other protocol than HTTP is spoken here; send no Upgrade")
+    if wants_other_protocol(request):
+        raise RequestRefused(400, NO_OTHER_PROTOCOL)
     if encoding := content_encoding(request):
         raise RequestRefused(415, f"the body is compressed ({encoding}); send it as it is")
     if request.method == "POST" and request.content_type != "application/json":
         raise RequestRefused(
             415, f"{request.path} takes application/json, not {request.content_type[:60]!r}"
         )
+
+
+def wants_other_protocol(request: web.Request) -> bool:
+    """Return whether a request asks for another protocol than HTTP.
+
+    aiohttp reads nothing more then, and so would not see that the client has left. It goes on with
+    HTTP if the client only asks for HTTP/2, as many do.
+    """
+    return request.headers.get("Upgrade", "").strip().lower() not in ("", "h2c")
 
 
 def content_encoding(request: web.Request) -> str:

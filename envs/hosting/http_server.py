@@ -74,6 +74,7 @@ class _Session:
     in_use: asyncio.Lock  # held while the environment works on a request
     n_kept: int = 0  # characters of the actions that the episode keeps
     n_held: int = 0  # the same, with the actions that wait for the environment
+    has_begun: bool = False  # it was reset
     is_ended: bool = False
 
 
@@ -166,7 +167,9 @@ class Server:
         async with self._used(session):
             self._let_go(session.n_kept, session)
             session.n_kept = 0
-            return web.json_response(observation_to_json(await session.environment.reset(task)))
+            observation = await session.environment.reset(task)
+            session.has_begun = True
+            return web.json_response(observation_to_json(observation))
 
     async def step(self, request: web.Request) -> web.Response:
         fields = await self._read_fields(request, id=str, action=str)
@@ -180,6 +183,8 @@ class Server:
         session = self._session(fields["id"])
         with self._held(len(action) + CHARACTERS_OF_A_STEP, session) as keep:
             async with self._used(session):
+                if not session.has_begun:
+                    raise RequestRefused(409, "the session has no episode yet; POST /reset first")
                 keep()
                 transition = await session.environment.step(action)
         flat = {

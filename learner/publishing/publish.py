@@ -40,6 +40,7 @@ from store import (
     current_umask,
     encode_safetensors_head,
     open_file_by_own_links,
+    remove_access_lists,
     rights_of_copy,
 )
 
@@ -165,7 +166,9 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
 
 def _copy_directory(source: Path, dest: Path, *, follow_links: bool) -> None:
     # A private model stays private. No right is added to those that the umask leaves.
-    dest.chmod(dest.stat().st_mode & (0o7700 | rights_of_copy(source, dest)))
+    made = dest.stat().st_mode
+    remove_access_lists(dest)
+    dest.chmod(made & (0o7700 | rights_of_copy(source, dest)))
     for path in sorted(source.iterdir()):
         if path.is_symlink() and not follow_links:
             text = f"{path} is a symbolic link; put what it leads to in its place"
@@ -186,6 +189,7 @@ def copy_file(source: Path, dest: Path) -> None:
     with open(open_file_by_own_links(source), "rb") as file:
         made = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
         with open(made, "wb") as copy:
+            remove_access_lists(made)
             # A hole is none of its bytes: a file may stand for more than a disk has.
             copy_first(file.fileno(), copy, n_bytes=os.fstat(file.fileno()).st_size)
             rights = rights_of_copy(file.fileno(), made)

@@ -19,7 +19,13 @@ from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
-from store.atomic_write import PRIVATE, keep_private, make_directory, rights_of_copy, sync_directory
+from store.atomic_write import (
+    PRIVATE,
+    make_directory,
+    remove_access_lists,
+    rights_of_copy,
+    sync_directory,
+)
 from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import (
     check_pages,
@@ -173,7 +179,7 @@ def _fill(
     make_directory(unfinished, beneath=unfinished.parent)
     check_own_directory(unfinished)
     made = unfinished.stat().st_mode
-    keep_private(unfinished)  # until what is in it has its rights
+    remove_access_lists(unfinished)  # nobody else enters until what is in it has its rights
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
     # run.json, and synced with the directories that `create` makes.
     (unfinished / UNFINISHED_FORK).touch()

@@ -42,6 +42,7 @@ NULLABLE = (
     *("final_state_hash", "final_admissible_actions"),
 )
 LARGEST_NUMBER = 1 << 40  # of a policy version; token ids are 32 bits wide
+LONGEST_US = 1 << 45  # of generation or of an environment: a year. Sums of 2^63 overflow
 LAST_TIME_US = (1 << 63) // 1000  # in 2262; Arrow and pandas also count nanoseconds in 64 bits
 LOOK_AT_IT = "look at its run with gigpo fsck, or export it again"
 
@@ -188,6 +189,8 @@ def check_importable(table: pa.Table, *, name: str) -> None:
             raise FormatError(f"{name} has a null in {column}; {LOOK_AT_IT}")
     for column in ("prompt_ids", "response_ids", "version_min", "version_max", "member"):
         _check_range(table, column, least=0, most=LARGEST_NUMBER, name=name)
+    for column in ("gen_us", "env_us"):
+        _check_range(table, column, least=0, most=LONGEST_US, name=name)
     for column in ("reward", "task_score"):
         _check_range(table, column, least=-MAX_REWARD, most=MAX_REWARD, name=name)
     _check_range(table, "response_logprobs", least=None, most=None, name=name)

@@ -39,10 +39,11 @@ def integer(content: Mapping[str, object], name: str) -> int:
 
 
 def text(content: Mapping[str, object], name: str) -> str:
-    """Return a text. Raises ValueError naming the field."""
+    """Return a text. Raises ValueError naming the field, also for half a character."""
     value = content.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} is {value!r:.80}, not a text")
+    _check_whole(value, name)
     return value
 
 
@@ -56,7 +57,17 @@ def texts(content: Mapping[str, object], name: str) -> tuple[str, ...]:
     values = content.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(f"{name} is {values!r:.80}, not a list of texts")
+    for value in values:
+        _check_whole(value, name)
     return tuple(values)
+
+
+def _check_whole(value: str, name: str) -> None:
+    """Raise ValueError for half a character, which JSON can name: no file and no table takes it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is {value!r:.80}, which has half a character") from None
 
 
 def objects(content: Mapping[str, object], name: str) -> dict[str, object]:

@@ -191,10 +191,13 @@ def open_file_by_own_links(path: Path) -> int:
             _check_links(entries, but_of=os.fstat(descriptor).st_uid, instead=instead)
         # Whoever has the file may hold up those who open it for 45 s, again and again: a lease.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        return os.open(f"/proc/self/fd/{descriptor}", flags)
-    except BlockingIOError as error:
-        text = f"{path} is held by a lease of another program; copy the model, or ask its owner"
-        raise UnsafePathError(error.errno, text) from error
+        try:
+            return os.open(f"/proc/self/fd/{descriptor}", flags)
+        except BlockingIOError as error:
+            text = f"{path} is held by a lease of another program; copy the model, or ask its owner"
+            raise UnsafePathError(error.errno, text) from error
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -292,14 +295,16 @@ def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:
     """Describe what was opened. `above` is the status of the directory that has it."""
     found = os.fstat(descriptor)
     for_all = found.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
-    right = stat.S_IXOTH if stat.S_ISDIR(found.st_mode) else stat.S_IROTH
+    # Its group may be kept out of what the others may read.
+    is_directory = stat.S_ISDIR(found.st_mode)
+    rights = stat.S_IXGRP | stat.S_IXOTH if is_directory else stat.S_IRGRP | stat.S_IROTH
     return _Entry(
         path=path,
         is_link=stat.S_ISLNK(found.st_mode),
         owner=found.st_uid,
         is_in_one_for_all=bool(above.st_mode & stat.S_IWOTH),
         is_open_to_all=for_all,
-        is_for_all=stat.S_ISLNK(found.st_mode) or bool(found.st_mode & right),
+        is_for_all=stat.S_ISLNK(found.st_mode) or found.st_mode & rights == rights,
     )
 
 

@@ -654,6 +654,28 @@ def test_a_compressed_body_is_refused() -> None:
     assert "compressed (deflate); send it as it is" in answer["error"]["message"]
 
 
+def test_another_protocol_is_refused() -> None:
+    """The attack: whoever asked for one could leave unseen, and got a step that nobody received."""
+
+    async def body(endpoint: Endpoint) -> tuple[int, Any]:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
+            key, url = recording.client.api_key, recording.client.base_url
+            headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(
+                    f"{url}/chat/completions",
+                    json={"messages": [{"role": "user", "content": "5 + 2"}]},
+                    headers={"Authorization": f"Bearer {key}", **headers},
+                ) as answer,
+            ):
+                assert recording.steps() == []
+                return answer.status, await answer.json()
+
+    status, answer = served(TextPolicy(["7"]), body)
+    assert status == 400 and "no other protocol than HTTP" in answer["error"]["message"]
+
+
 def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack: whole requests, one after the other, whose answers nobody reads.
 

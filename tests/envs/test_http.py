@@ -192,6 +192,13 @@ def test_a_wrong_request_is_answered_in_one_line(
     assert code == status and complaint in str(answer["error"]) and "\n" not in str(answer["error"])
 
 
+def test_a_step_before_the_first_reset_is_refused_in_one_line(url: str) -> None:
+    _, session = ask(url, "create", {})
+    status, answer = ask(url, "step", {"id": session["id"], "action": "look"})
+    assert (status, answer["error"]) == (409, "the session has no episode yet; POST /reset first")
+    assert ask(url, "close", {"id": session["id"]})[0] == 200
+
+
 def test_nobody_there_is_said_before_anything_starts() -> None:
     with pytest.raises(
         EnvironmentFailed,

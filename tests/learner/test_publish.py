@@ -31,11 +31,13 @@ from learner.publishing import publish
 from learner.publishing.publish import (
     DTYPE_NAMES,
     WeightsCopy,
+    copy_file,
     copy_weights,
     write_shards,
     write_weights,
 )
 from store import StoreError, files_digest, weight_files
+from store.atomic_write import ACCESS_LISTS
 from tests.support.file_modes import let_one_user_read
 from tests.support.neighbours import Neighbour
 
@@ -538,6 +540,21 @@ def test_a_copy_is_not_for_a_group_that_an_access_list_kept_out(base: Path, tmp_
     copy_weights(model, tmp_path / "copy", follow_links=True)
     made = tmp_path / "copy"
     assert {path.stat().st_mode & 0o777 for path in (*made.iterdir(), made)} == {0o700}
+
+
+def test_a_copy_is_not_for_whom_the_directory_above_lets_in(base: Path, tmp_path: Path) -> None:
+    """The attack: a model was for a group. Its copy was for one user more, of a default list."""
+    model, runs = tmp_path / "model", tmp_path / "runs"
+    shutil.copytree(base, model)
+    for path in (*model.iterdir(), model):
+        path.chmod(0o750)
+    runs.mkdir()
+    let_one_user_read(runs, user=1234, rights=5, name=ACCESS_LISTS[1])
+    copy_weights(model, runs / "copy", follow_links=True)
+    copy_file(model / "config.json", runs / "config.json")
+    for path in (runs / "copy", *(runs / "copy").iterdir(), runs / "config.json"):
+        assert not set(ACCESS_LISTS) & set(os.listxattr(path)), path
+        assert path.stat().st_mode & 0o777 == 0o750
 
 
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:

@@ -409,6 +409,18 @@ def test_a_group_of_a_size_that_no_run_has_is_refused(tmp_path: Path, size: int)
         import_selection(into.root, tmp_path / "dataset")
 
 
+def test_a_file_whose_name_has_half_a_character_is_refused(tmp_path: Path) -> None:
+    """The attack: no file can have such a name, and the import ended in a traceback."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    forged = forge(layout, tmp_path / "forged", 5, 0, size=1)
+    file = forged / "dataset.json"
+    content = json.loads(file.read_text())
+    content["parts"][0]["path"] = "data/\ud83d.parquet"
+    file.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match=r"path is .*ud83d.parquet.*, which has half a char"):
+        import_selection(layout.root, forged)
+
+
 @pytest.mark.parametrize("run_id", ["f" * 10_000_000, "\ud800" * 32, "../x", "", "F" * 32])
 def test_a_run_id_that_no_run_has_is_refused(tmp_path: Path, run_id: str) -> None:
     """Keep it out of the catalog, which holds it once for each group."""
@@ -418,7 +430,7 @@ def test_a_run_id_that_no_run_has_is_refused(tmp_path: Path, run_id: str) -> Non
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"run_id": run_id}))
     before = states(layout)
-    with pytest.raises(FormatError, match="is not a run id of 32 hex digits") as refused:
+    with pytest.raises(FormatError, match="is not a run id of 32 hex|half a char") as refused:
         import_selection(layout.root, forged)
     assert states(layout) == before and len(str(refused.value)) < 500
     assert layout.catalog.stat().st_size < 1_000_000
@@ -484,6 +496,20 @@ def test_rows_without_a_trajectory_are_named() -> None:
     assert segment_rows.malformed(table) == [("step_index", "3 rows have no traj_uid")]
     with pytest.raises(FormatError, match="part has no traj_uid in a row"):
         segment_rows.check_importable(table, name="part")
+
+
+@pytest.mark.parametrize("column", ["gen_us", "env_us"])
+@pytest.mark.parametrize("time_us", [-1, 2**63 - 1])
+def test_a_duration_that_no_step_has_is_refused(tmp_path: Path, column: str, time_us: int) -> None:
+    """The attack: a view that added two of them failed for as long as the run had the rows."""
+    layout = make_run(tmp_path / "run", n_groups=1)
+    table = parts(forge(layout, tmp_path / "forged", 5, 0, size=1))
+    index = table.schema.get_field_index(column)
+    times = pa.array([time_us] * len(table), pa.int64())
+    table = table.set_column(index, table.schema.field(index), times)
+    place = write_dataset(tmp_path / "times", table, run_id="f" * 32, size=1)
+    with pytest.raises(FormatError, match=f"has {column}=.*, which no run writes"):
+        import_selection(layout.root, place)
 
 
 @pytest.mark.parametrize("time_us", [-1, -(2**63), 2**63 - 1, 2**63 // 1000 + 1])

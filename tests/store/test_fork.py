@@ -25,6 +25,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
+from store.atomic_write import ACCESS_LISTS
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from tests.crash.commands import make_forkable_run
@@ -407,9 +408,12 @@ def test_a_fork_is_not_for_a_group_that_an_access_list_kept_out(run: Life, tmp_p
     (checkpoint / "notes").write_text("notes")
     for path in (checkpoint / "notes", run.layout.root):
         let_one_user_read(path, user=1234, rights=5)
+    let_one_user_read(tmp_path, user=1234, rights=5, name=ACCESS_LISTS[1])
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     assert (made.checkpoint_dir(2) / "notes").stat().st_mode & 0o7777 == 0o700
     assert made.root.stat().st_mode & 0o7777 == 0o700
+    for path in (made.root, *made.root.rglob("*")):
+        assert not set(ACCESS_LISTS) & set(os.listxattr(path)) or os.stat(path).st_nlink > 1, path
 
 
 def test_a_fork_replaces_what_a_killed_one_left(run: Life, tmp_path: Path) -> None:

@@ -128,7 +128,9 @@ def test_a_file_that_everybody_can_read_is_opened_through_links_of_everybody(
         (shared / "link").symlink_to("file")
         neighbour.gets(shared / "link")
         assert content(shared / "link") == b"content"
-        for path, mode in ((shared / "file", 0o640), (shared, 0o750)):
+        closed = [(shared / "file", 0o640), (shared, 0o750)]
+        closed += [(shared / "file", 0o604), (shared, 0o705)]  # for all but a group
+        for path, mode in closed:
             usual = path.stat().st_mode & 0o777
             path.chmod(mode)
             with pytest.raises(UnsafePathError, match="link is a link of another user"):

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from store import atomic_write
+from store.atomic_write import ACCESS_LISTS
 
 
 def modes_at_each_write(
@@ -30,10 +31,11 @@ def modes_at_each_write(
     return modes
 
 
-def let_one_user_read(path: Path, *, user: int, rights: int) -> None:
+def let_one_user_read(path: Path, *, user: int, rights: int, name: str = ACCESS_LISTS[0]) -> None:
     """Give a file an access control list: rights for one user, none for its group and for others.
 
-    The bits that stat shows for the group are those of the list's mask then.
+    The bits that stat shows for the group are those of the list's mask then. `name` may be that of
+    the list which a directory gives to what is made in it.
     """
     its_owner, its_group, others, everyone = 0x01, 0x04, 0x20, 0xFFFFFFFF
     a_user, the_mask = 0x02, 0x10
@@ -45,4 +47,4 @@ def let_one_user_read(path: Path, *, user: int, rights: int) -> None:
         (others, 0, everyone),
     )
     packed = b"".join(struct.pack("<HHI", *entry) for entry in entries)
-    os.setxattr(path, "system.posix_acl_access", struct.pack("<I", 2) + packed)
+    os.setxattr(path, name, struct.pack("<I", 2) + packed)
