@@ -38,6 +38,7 @@ ADAPTER_FILE = "adapter_config.json"  # of peft
 # Such files map tensors to weight files. transformers reads two by their names, and others that a
 # configuration names. Those of other frameworks have other endings.
 INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
+MAX_INDEXES = 8  # of a directory, which has one or two: a large one takes a second to be read
 WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.(safetensors|bin)")
 # Keys of config.json, at any depth, by which transformers or vLLM look for a model or a
 # configuration elsewhere.
@@ -182,7 +183,13 @@ def check_model_directory(path: Path | str) -> None:
             raise ConfigError(
                 f"{file} is no regular file but a FIFO, a socket or a device; remove it"
             )
-    for index in weight_indexes(path):
+    indexes = weight_indexes(path)
+    if len(indexes) > MAX_INDEXES:
+        raise ConfigError(
+            f"{path} has {len(indexes)} weight indexes, more than {MAX_INDEXES}; remove those of "
+            "other variants of the model"
+        )
+    for index in indexes:
         try:
             files_of_index(index)
         except ValueError as error:

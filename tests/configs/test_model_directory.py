@@ -133,3 +133,15 @@ def test_descriptions_have_a_bounded_number_of_values(
         with pytest.raises(ConfigError, match=f"{name} .*more than 4 values"):
             check_model_directory(tmp_path)
         (tmp_path / name).unlink()
+
+
+def test_many_weight_indexes_are_not_read(tmp_path: Path) -> None:
+    """The attack: a thousand links to one large index took a quarter of an hour."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    first = tmp_path / "model.safetensors.index.json"
+    first.write_text('{"weight_map": {}}')
+    for number in range(8):
+        check_model_directory(tmp_path)
+        os.link(first, tmp_path / f"{number}.bin.index.json")
+    with pytest.raises(ConfigError, match="has 9 weight indexes, more than 8; remove those of"):
+        check_model_directory(tmp_path)
