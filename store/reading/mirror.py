@@ -119,12 +119,8 @@ def _fetch_run(uri: str, dest: Path) -> None:
         keep_private(layout.root)  # its settings may hold a secret
         with _locked(layout):  # the lock's file says from now on that this is a copy
             _make_copy(layout)
-    elif (
+    elif not is_copy or _has_gone_on(layout) or RunLayout.open(dest).info != info:
         # Files of a run itself, also of one that lost its catalog, would be removed.
-        not is_copy
-        or status(layout.catalog, root=layout.root) is not None
-        or RunLayout.open(dest).info != info
-    ):
         raise StoreError(
             f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where "
             "it is"
@@ -134,6 +130,12 @@ def _fetch_run(uri: str, dest: Path) -> None:
     write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _locked(layout):
         _bring(storage, layout)
+
+
+def _has_gone_on(layout: RunLayout) -> bool:
+    """Return whether a run goes on in a directory: a copy has no catalog, and no backup of one."""
+    paths = (layout.catalog, layout.backup)
+    return any(status(path, root=layout.root) is not None for path in paths)
 
 
 def cache_of(run_id: str, uri: str, *, kind: str) -> Path:

@@ -728,6 +728,18 @@ def test_a_run_that_lost_its_catalog_is_not_taken_for_a_copy_of_its_backup(tmp_p
     assert ask(layout, "SELECT traj_uid FROM trajectory ORDER BY traj_uid") == trajectories
 
 
+def test_a_copy_that_became_a_run_and_lost_its_catalog_is_no_copy_any_more(tmp_path: Path) -> None:
+    backup = make_run(tmp_path / "backup")
+    copy = fetch_run(backup.root.as_uri(), tmp_path / "copy")
+    rebuild(copy)
+    for path in copy.root.glob("catalog.sqlite*"):
+        path.unlink()
+    before = fingerprint(copy.root)
+    with pytest.raises(StoreError, match="copy is not a copy of file://"):
+        fetch_run(backup.root.as_uri(), copy.root)
+    assert fingerprint(copy.root) == before
+
+
 def test_a_fetch_that_was_killed_before_its_copy_was_one_begins_again(tmp_path: Path) -> None:
     backup, copy = make_run(tmp_path / "backup"), tmp_path / "copy"
     fetch_run(backup.root.as_uri(), copy)
