@@ -123,7 +123,8 @@ def raise_if_interrupted(error: BaseException) -> None:
 def is_damage(error: sqlite3.Error) -> bool:
     """Return whether the error means a damaged catalog, not one that is out of reach now."""
     if isinstance(error, sqlite3.OperationalError):
-        return "no such" in str(error) or "malformed" in str(error)
+        signs = ("no such", "malformed", "Could not decode to UTF-8")
+        return any(sign in str(error) for sign in signs)
     return isinstance(error, sqlite3.DatabaseError)
 
 

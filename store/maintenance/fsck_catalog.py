@@ -10,7 +10,8 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 
 from printable import counted
 from store.catalog.connection import DAMAGED_PAGES, opened_read_only
@@ -20,6 +21,7 @@ from store.maintenance.finding import Finding, found
 from store.records import uid_text
 
 MAX_LINES = 5  # of integrity_check; a torn file has thousands
+ROWS_AT_ONCE = 4_096
 ALL_LINES = 2**31 - 1  # SQLite's largest number for it
 MAX_FINDINGS = 1_000  # of one rule: every row of a stranger's catalog may be wrong
 REPAIRED_RULES = frozenset({"group_sums"})  # a repair needs every finding
@@ -220,7 +222,7 @@ def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
     """Check that this is a whole SQLite file, and this run's."""
     name = layout.catalog.name
-    damage = _damage(connection)
+    damage = _damage(connection) or list(islice(_broken_texts(connection), MAX_LINES))
     if damage:
         return [found("catalog_damaged", name, "; ".join(damage[:MAX_LINES]))]
     meta = connection.execute("SELECT run_id FROM meta").fetchone()
@@ -303,6 +305,49 @@ def _damage(connection: sqlite3.Connection) -> list[str]:
             if connection.execute(f"SELECT 1 FROM {table} WHERE {column} IS NULL").fetchone():
                 damage.append(line)
     return damage
+
+
+@cache
+def _text_columns() -> dict[str, tuple[str, ...]]:
+    """Return the columns of each table that hold text."""
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(SCHEMA)
+        columns = database.execute(
+            """SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c
+               WHERE t.type = 'table' AND c.type = 'TEXT' ORDER BY 1, 2"""
+        ).fetchall()
+    return {
+        table: tuple(name for _, name in names) for table, names in groupby(columns, itemgetter(0))
+    }
+
+
+def _broken_texts(connection: sqlite3.Connection) -> Iterator[str]:
+    """Yield a line about each text that is no UTF-8: SQLite keeps any bytes, and Python reads none.
+
+    One flipped bit makes such a text.
+    """
+    before, connection.text_factory = connection.text_factory, bytes
+    try:
+        for table, columns in _text_columns().items():
+            cursor = connection.execute(f"SELECT {', '.join(columns)} FROM {table}")
+            while rows := cursor.fetchmany(ROWS_AT_ONCE):
+                texts = [text for row in rows for text in row if isinstance(text, bytes)]
+                if _is_text(b"\0".join(texts)):  # fast: all at once
+                    continue
+                for row in rows:
+                    for name, text in zip(columns, row, strict=True):
+                        if isinstance(text, bytes) and not _is_text(text):
+                            yield f"{table}.{name} has a text that is no UTF-8: {text!r:.80}"
+    finally:
+        connection.text_factory = before
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _integrity(connection: sqlite3.Connection, *, at_most: int) -> list[str]:

@@ -212,3 +212,28 @@ def test_a_counter_at_its_end_is_named_and_copied_to_no_backup(
     with Catalog.open(layout) as catalog:
         play(layout, catalog, open_train_group(catalog, 50), version=0)
     assert check(layout, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        *[("event", "detail"), ("group_state", "reason"), ("version", "digest")],
+        *[("component", "name"), ("meta", "run_id"), ("grp", "task_id")],
+    ],
+)
+def test_a_text_that_is_no_utf_8_is_named_and_a_rebuild_mends_it(
+    layout: RunLayout, table: str, column: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One flipped bit makes one. fsck ended at it, and blamed the permissions."""
+    first = f"SELECT min({column}) FROM {table}"
+    edit(
+        f"UPDATE {table} SET {column} = CAST(x'41ff' AS TEXT) WHERE {column} = ({first})",
+    )(layout)
+    findings = check(layout, level=CONTENTS)
+    assert [finding.what for finding in findings] == ["catalog_damaged"]
+    assert "UTF-8" in findings[0].detail and column in findings[0].detail
+    for command in (["fsck", "--repair"], ["fsck"]):
+        assert main([*command, str(layout.root)]) == 1
+        assert f"gigpo rebuild {layout.root}" in capsys.readouterr().out
+    assert main(["rebuild", str(layout.root)]) == 0
+    assert not [one for one in check(layout, level=CONTENTS) if one.severity == "error"]
