@@ -21,6 +21,7 @@ from pathlib import Path
 
 from store.atomic_write import (
     PRIVATE,
+    current_umask,
     make_directory,
     remove_access_lists,
     rights_of_copy,
@@ -176,10 +177,11 @@ def _fill(
 ) -> None:
     """Make the new run in the directory `unfinished`. It is on disk at the end."""
     check_own_directory(unfinished, is_made=False)
-    make_directory(unfinished, beneath=unfinished.parent)
+    make_directory(unfinished.parent, beneath=unfinished.parent)
+    with suppress(FileExistsError):  # somebody made it meanwhile, who is looked at
+        unfinished.mkdir(mode=0o700)  # nobody else enters until what is in it has its rights
     check_own_directory(unfinished)
-    made = unfinished.stat().st_mode
-    remove_access_lists(unfinished)  # nobody else enters until what is in it has its rights
+    remove_access_lists(unfinished)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
     # run.json, and synced with the directories that `create` makes.
     (unfinished / UNFINISHED_FORK).touch()
@@ -200,8 +202,8 @@ def _fill(
         sync_directory(Path(directory), beneath=unfinished)
     _bound_rights(layout.catalog, source=source, layout=layout)
     if not private:
-        rights = rights_of_copy(source.root, unfinished)
-        unfinished.chmod(made & (0o7700 | rights))
+        rights = rights_of_copy(source.root, unfinished) & ~current_umask()
+        unfinished.chmod(unfinished.stat().st_mode & 0o7000 | 0o700 | rights)
     (unfinished / UNFINISHED_FORK).unlink()
     sync_directory(unfinished, beneath=unfinished)
 

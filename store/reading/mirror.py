@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 
 from store.atomic_write import (
+    PRIVATE,
     READ_ONLY,
     READ_WRITE,
     keep_private,
@@ -161,7 +162,10 @@ def _make_copy(copy: RunLayout) -> None:
 def _locked(copy: RunLayout) -> Iterator[None]:
     """Lock a copy: no older manifest replaces a newer one, and no file of it is removed."""
     try:
-        lock = open_file(copy.mirror_lock, root=copy.root, flags=os.O_RDWR | os.O_CREAT)
+        # Who may only read a copy must not be able to lock it.
+        flags = os.O_RDWR | os.O_CREAT
+        lock = open_file(copy.mirror_lock, root=copy.root, flags=flags, mode=PRIVATE)
+        os.fchmod(lock, PRIVATE)  # of an earlier version
     except OSError as error:
         raise StoreError(
             f"cannot open {copy.mirror_lock}: {error.strerror}; it must be writable"

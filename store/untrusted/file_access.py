@@ -156,10 +156,21 @@ def digest_in(directory: int, name: str, *, path: Path, at_most: int) -> str:
 def copy_first(source: int, copy: BinaryIO, *, n_bytes: int) -> None:
     """Copy the first `n_bytes` of a file, whose owner may make it longer or shorter meanwhile.
 
-    Blocks of zeros become holes: a file may stand for many more bytes than it has.
+    Holes are passed over, and blocks of zeros become some: a file may stand for many more bytes
+    than it has.
     """
     at = 0
-    while piece := os.pread(source, min(n_bytes - at, PIECE_BYTES), at):
+    while at < n_bytes:
+        try:
+            at = min(n_bytes, os.lseek(source, at, os.SEEK_DATA))
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            at = min(n_bytes, os.fstat(source).st_size)  # there is nothing but a hole
+        copy.seek(at)
+        piece = os.pread(source, min(n_bytes - at, PIECE_BYTES), at)
+        if not piece:
+            break
         step = BLOCK_BYTES if _ZEROS in piece else PIECE_BYTES
         for begin in range(0, len(piece), step):
             block = piece[begin : begin + step]

@@ -326,10 +326,10 @@ def test_a_fork_that_a_neighbour_gets_ahead_of_removes_nothing(
     """He makes the directory just after the fork saw that none is there."""
     place, neighbour = tmp_path / "fork.unfinished", Neighbour(monkeypatch)
 
-    def make_first(directory: Path, *, beneath: Path) -> None:
-        directory.mkdir()
-        (directory / "precious").write_text("precious")
-        neighbour.gets(directory)
+    def make_first(above: Path, *, beneath: Path) -> None:
+        place.mkdir()
+        (place / "precious").write_text("precious")
+        neighbour.gets(place)
 
     monkeypatch.setattr("store.exchange.fork.make_directory", make_first)
     with pytest.raises(StoreError, match="belongs to another user"):
