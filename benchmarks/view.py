@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,12 +38,12 @@ import httpx2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import store_load
 from support.figures import quick_parser, show_json, show_table
 
+from analysis.view.guard import make_server
 from analysis.view.pages import PAGES
 from analysis.view.server import make_app
 from configs import Config
@@ -213,10 +214,9 @@ def measure(run: Path) -> dict[str, float]:
     """Open each page several times, and return the figures. Prints a line for each page."""
     figures: dict[str, float] = {}
     began = time.perf_counter()
-    app = make_app([run], token=TOKEN)
     visits: list[float] = []
     fetched: list[float] = []
-    with TestClient(app, base_url="http://127.0.0.1") as client, open_run(run) as reader:
+    with served(run) as client, open_run(run) as reader:
         assert client.get("/").status_code == 200
         figures["first_page_ms"] = 1e3 * (time.perf_counter() - began)
         for page in PAGES:
@@ -244,6 +244,22 @@ def measure(run: Path) -> dict[str, float]:
     figures["p95_later_ms"] = statistics.quantiles(fetched, n=20)[-1]
     figures["sql_arrow_mb_per_s"] = len(answer.content) / 1e6 / seconds
     return figures
+
+
+@contextlib.contextmanager
+def served(run: Path) -> Iterator[httpx2.Client]:
+    """Answer over a socket as `gigpo view` does. Leaving ends it."""
+    server = make_server(make_app([run], token=TOKEN))
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx2.Client(base_url=address, timeout=120, follow_redirects=True) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def _timed(client: httpx2.Client, address: str, later: list[float]) -> float:

@@ -113,30 +113,31 @@ def _fetch_run(uri: str, dest: Path) -> None:
     check_own_directory(layout.root, is_made=False)
     make_directory(layout.root, beneath=layout.root)
     check_own_directory(layout.root)
-    is_copy = is_file(layout.mirror_lock, root=layout.root)  # or was killed while it became one
+    refusal = StoreError(
+        f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is"
+    )
+    # The lock's file says that a directory is a copy, or was to become one. Files of a run itself,
+    # also of one that lost its catalog or its run.json, would be removed.
+    if not is_file(layout.mirror_lock, root=layout.root) and any(dest.iterdir()):
+        raise refusal
     if not RunLayout.exists(dest):
-        if not is_copy and any(dest.iterdir()):
-            raise StoreError(f"{dest} is not empty and no copy of a run; choose a new directory")
         keep_private(layout.root)  # its settings may hold a secret
-        with _locked(layout):  # the lock's file says from now on that this is a copy
-            _make_copy(layout)
-    elif not is_copy or _has_gone_on(layout) or RunLayout.open(dest).info != info:
-        # Files of a run itself, also of one that lost its catalog, would be removed.
-        raise StoreError(
-            f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where "
-            "it is"
-        )
     text = storage.read("open.sql", at_most=MAX_OPEN_SQL_BYTES).to_pybytes()
     views = placed(layout, text.decode(errors="replace"))
-    write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
     with _locked(layout):
+        is_new = not RunLayout.exists(dest)
+        if _has_gone_on(layout) or not (is_new or RunLayout.open(dest).info == info):
+            raise refusal
+        if is_new:
+            _make_copy(layout)
+        write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
         _bring(storage, layout)
 
 
-def _has_gone_on(layout: RunLayout) -> bool:
-    """Return whether a run goes on in a directory: a copy has no catalog, and no backup of one."""
-    paths = (layout.catalog, layout.backup)
-    return any(status(path, root=layout.root) is not None for path in paths)
+def _has_gone_on(copy: RunLayout) -> bool:
+    """Return whether a rebuild made a copy a run: it has a catalog then, and a backup of one."""
+    paths = (copy.root / copy.catalog.name, copy.backup)
+    return any(status(path, root=copy.root) is not None for path in paths)
 
 
 def cache_of(run_id: str, uri: str, *, kind: str) -> Path:
@@ -250,7 +251,8 @@ def _fetch(storage: Storage, copy: RunLayout, path: str, n_rows: int | None) -> 
 
 def _forget(storage: Storage, copy: RunLayout, *, manifest: Manifest) -> None:
     pinned = oldest_pinned_lsn(copy)
-    if pinned is not None and pinned < manifest.lsn:
+    is_needed = pinned is not None and pinned < manifest.lsn
+    if is_needed or _has_gone_on(copy):  # it may have gone on since the fetch began
         return
     directories = [copy.relative(directory) for directory in (copy.segments, copy.exports)]
     unnamed = _paths(copy.storage, directories) - _named(manifest).keys()
