@@ -150,14 +150,15 @@ def rights_of_copy(source: int | Path, copy: int | Path) -> int:
     """Return the rights of a copy: those of its source, but never setuid or setgid.
 
     With setuid, a program of somebody else would run as the user who copied it. If the copy belongs
-    to another group than the source, that group gets only what everybody gets. Of a source with an
-    access control list only the owner gets rights: the list may keep out the group, or somebody of
-    all others, and is not copied.
+    to another group than the source, group and others get what both have of the source: the
+    source's group may have been kept out. Of a source with an access control list only the owner
+    gets rights: the list may keep out the group, or somebody of all others, and is not copied.
     """
     found, made = os.stat(source), os.stat(copy)
     rights = found.st_mode & 0o777
     if made.st_gid != found.st_gid:
-        rights &= 0o707 | (rights & 0o007) << 3
+        of_both = rights >> 3 & rights & 0o007
+        rights = rights & 0o700 | of_both << 3 | of_both
     return rights & 0o700 if _has_access_list(source) else rights
 
 

@@ -71,7 +71,7 @@ def make_app(
     stored: list[Snapshots] = []
     try:
         for run in runs:
-            stored.append(Snapshots(run, **settings))
+            stored.append(Snapshots(run, as_of=as_of, **settings))
             if as_of is not None:
                 stored[-1].ensure(as_of)
     except BaseException:

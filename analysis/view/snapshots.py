@@ -64,9 +64,12 @@ class _Snapshot:
 class Snapshots:
     """The snapshots of one run. Threads may share it."""
 
-    def __init__(self, run: Path, *, refresh_s: float = REFRESH_S) -> None:
-        """Open the newest snapshot. Raises StoreError."""
+    def __init__(
+        self, run: Path, *, refresh_s: float = REFRESH_S, as_of: int | None = None
+    ) -> None:
+        """Open the newest snapshot, and that of `as_of`, which stays open. Raises StoreError."""
         self.run = run
+        self._as_of = as_of
         self.left_out = ""  # files that cannot be read and are missing in answers
         self.stuck = ""  # why newer snapshots cannot be shown just now
         self._refresh_s = refresh_s
@@ -251,7 +254,8 @@ class Snapshots:
     def _waited_for(self, reader_key: _ReaderKey) -> Iterator[None]:
         """Bound the snapshots that are waited for: opening one takes a second, one at a time."""
         with self._lock:
-            is_one_more = reader_key not in self._opening and reader_key[0] != self.newest_lsn
+            is_older = reader_key[0] not in (self.newest_lsn, self._as_of)
+            is_one_more = is_older and reader_key not in self._opening
             if is_one_more and len(self._opening) >= MAX_OPENING:
                 raise StoreError(
                     f"{MAX_OPENING} older snapshots of this run are being opened; ask again in a "
@@ -304,7 +308,7 @@ class Snapshots:
                 (
                     reader_key
                     for reader_key in self._snapshots
-                    if reader_key not in ((newest, False), just)
+                    if reader_key not in ((newest, False), (self._as_of, False), just)
                 ),
                 key=lambda reader_key: self._snapshots[reader_key].used_at,
             )

@@ -197,10 +197,10 @@ def _fill(
         version = _copy_catalog(source, layout, learner_step=learner_step)
         _link_files(source, layout, learner_step=learner_step, version=version)
     # Only the names of the links are new: their bytes are on disk.
-    for directory, _, _ in os.walk(unfinished):
-        _bound_rights(Path(directory), source=source, layout=layout)
+    for directory, _, files in os.walk(unfinished):
+        for name in (".", *files):
+            _bound_rights(Path(directory, name), source=source, layout=layout)
         sync_directory(Path(directory), beneath=unfinished)
-    _bound_rights(layout.catalog, source=source, layout=layout)
     if not private:
         rights = rights_of_copy(source.root, unfinished) & ~current_umask()
         unfinished.chmod(unfinished.stat().st_mode & 0o7000 | 0o700 | rights)
@@ -210,9 +210,10 @@ def _fill(
 
 def _bound_rights(made: Path, *, source: RunLayout, layout: RunLayout) -> None:
     """Keep out of a part of the fork who is kept out of this part of the source."""
+    there = source.root / layout.relative(made)
     with suppress(FileNotFoundError):  # a part of a remote run may be in its storage only
-        rights = rights_of_copy(source.root / layout.relative(made), made)
-        made.chmod(made.stat().st_mode & (0o7700 | rights))
+        if not made.samefile(there):  # a hard link
+            made.chmod(made.stat().st_mode & (0o7700 | rights_of_copy(there, made)))
 
 
 def check_fork(source: RunLayout, root: Path, *, learner_step: int) -> None:

@@ -230,7 +230,7 @@ def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Fi
         return [found("catalog_damaged", name, "it does not say which run it is of")]
     (run_id,) = meta
     if run_id != layout.info.run_id:
-        detail = f"it belongs to run {run_id}, run.json says {layout.info.run_id}"
+        detail = f"it belongs to run {run_id!s:.80}, run.json says {layout.info.run_id}"
         return [found("catalog_foreign", name, detail)]
     return []
 

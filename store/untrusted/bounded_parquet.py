@@ -73,11 +73,12 @@ def open_parquet(
             thrift_container_size_limit=min(MIN_ELEMENTS + n_bytes // ELEMENT_BYTES, MAX_ELEMENTS),
         )
         kinds = [str(kind) for kind in file.schema_arrow.types]  # with the names of their fields
+        writer = file.metadata.created_by
     except UnicodeDecodeError as error:
-        raise _not_ours(f"{name} has a column whose name is no UTF-8") from error
+        raise _not_ours(f"{name} names a column, or who wrote it, not in UTF-8") from error
     # Of old files of this writer Arrow decodes what lies behind the end of a column as well.
-    if "parquet-mr" in file.metadata.created_by.lower():
-        raise _not_ours(f"{name} was written by {file.metadata.created_by[:SHOWN_CHARACTERS]}")
+    if "parquet-mr" in writer.lower():
+        raise _not_ours(f"{name} was written by {writer[:SHOWN_CHARACTERS]}")
     if _has_a_name_twice(file.schema_arrow):
         raise _not_ours(f"{name} has two columns, or two fields of a structure, of one name")
     # Arrow would repeat its values only after they were counted.

@@ -23,6 +23,7 @@ from store.errors import StoreError, UnsafePathError
 MAX_LEVELS = 8  # of a model's directories; it has one or two
 MAX_FILES = 5_000  # of a model; it has some hundred. Links can show one file on many paths
 MAX_LINKS = 40  # on the way to a directory; Linux follows as many
+MAX_NAMES = 256  # on the way, with those in links: each takes a look of 20 microseconds
 NOBODY = 65534  # whom Linux shows as the owner if a user namespace does not know the user
 ALL_USERS = ["0", "0", str(2**32 - 1)]  # /proc/self/uid_map outside of every user namespace
 # Systems that do not have O_PATH open no link, so none is followed there.
@@ -251,11 +252,12 @@ def _walk_to(
     with suppress(OSError):
         os.stat(path)  # mounts what is mounted at its first use, which O_PATH does not
     entries: list[_Entry] = []
-    names, n_links = list(reversed(path.absolute().parts)), 0
+    names, n_links, n_names = list(reversed(path.absolute().parts)), 0, 0
     place, here = Path("/"), os.open("/", _ON_THE_WAY)
     try:
         while names:
             name = names.pop()
+            n_names += 1
             below = os.open(name, _ON_THE_WAY | os.O_NOFOLLOW, dir_fd=here)
             try:
                 if name == "..":
@@ -276,7 +278,7 @@ def _walk_to(
             else:
                 os.close(here)
                 place, here = entry.path, below
-            if n_links > MAX_LINKS:
+            if n_links > MAX_LINKS or n_names > MAX_NAMES:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if not is_end(os.fstat(here).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))

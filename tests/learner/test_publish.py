@@ -525,6 +525,7 @@ def test_a_copy_is_no_setuid_program_and_not_for_another_group(base: Path, tmp_p
     for path in model.iterdir():
         os.chown(path, 0, 1234)
         path.chmod(0o6750)
+    (model / "config.json").chmod(0o705)  # for all but the team
     copy_weights(model, tmp_path / "copy", follow_links=True)
     assert {path.stat().st_mode & 0o7777 for path in (tmp_path / "copy").iterdir()} == {0o700}
     assert (tmp_path / "copy").stat().st_mode & 0o7777 == 0o700

@@ -269,9 +269,26 @@ def test_the_name_of_a_column_may_be_no_utf8_either(
         file.chmod(0o644)
         file.write_bytes(forged)
     details = {one.what: one.detail for one in check(layout, level=CONTENTS)}
-    assert "has a column whose name is no UTF-8" in details["export_damaged"]
+    assert "names a column, or who wrote it, not in UTF-8" in details["export_damaged"]
     for command in (["fsck"], ["export", str(tmp_path / "out")]):
         verb, *rest = command
         assert main([verb, str(layout.root), *rest]) in (1, 2)
         said = capsys.readouterr()
         assert "Traceback" not in said.out + said.err
+
+
+def test_nor_is_the_name_of_the_program_that_wrote_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One flipped bit of an exported table ended fsck, and its repair, in a traceback for good."""
+    layout = make_run(tmp_path / "run")
+    part = min(layout.exports.glob("groups-*.parquet"))
+    content = part.read_bytes()
+    place = content.rindex(b"parquet-cpp")
+    part.chmod(0o644)
+    part.write_bytes(content[:place] + b"\xf0" + content[place + 1 :])
+    details = {one.what: one.detail for one in check(layout, level=CONTENTS)}
+    assert "who wrote it, not in UTF-8" in details["export_damaged"]
+    assert main(["fsck", "--repair", str(layout.root)]) == 0
+    assert check(layout, level=CONTENTS) == []
+    assert "Traceback" not in capsys.readouterr().err

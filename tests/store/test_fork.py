@@ -390,7 +390,8 @@ def test_who_is_kept_out_of_a_part_of_a_run_is_kept_out_of_it_in_the_fork(
     open.
     """
     closed = [run.layout.segments, run.layout.checkpoints, run.layout.checkpoint_dir(2)]
-    run.layout.catalog.chmod(0o600)
+    for path in (run.layout.catalog, run.layout.run_json):
+        path.chmod(0o600)
     for path in closed:
         path.chmod(0o700)
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
@@ -398,6 +399,7 @@ def test_who_is_kept_out_of_a_part_of_a_run_is_kept_out_of_it_in_the_fork(
         there = made.root / run.layout.relative(path)
         assert there.stat().st_mode & 0o777 == 0o700, path
     assert made.catalog.stat().st_mode & 0o777 == 0o600
+    assert made.run_json.stat().st_mode & 0o077 == 0
     assert made.root.stat().st_mode & 0o777 == 0o755
 
 

@@ -25,7 +25,7 @@ from store import (
 )
 from store.errors import UnsafePathError
 from store.untrusted import signatures
-from store.untrusted.own_directory import open_file_by_own_links, opened_by_own_links
+from store.untrusted.own_directory import MAX_NAMES, open_file_by_own_links, opened_by_own_links
 from tests.support.neighbours import Neighbour, give_to_the_user
 from tests.support.store_runs import fingerprint
 from tests.support.store_samples import open_train_group, play
@@ -136,6 +136,21 @@ def test_a_file_that_everybody_can_read_is_opened_through_links_of_everybody(
             with pytest.raises(UnsafePathError, match="link is a link of another user"):
                 content(shared / "link")
             path.chmod(usual)
+
+
+def test_a_way_of_endless_names_is_given_up(tmp_path: Path) -> None:
+    """The attack: each of 5,000 files of a model lay behind 38 links of 1,600 names."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "file").write_bytes(b"content")
+    depth = len(tmp_path.parts)
+    for n_names, is_opened in ((MAX_NAMES - depth - 2, True), (MAX_NAMES, False)):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("x/../" * (n_names // 2) + "file")
+        if is_opened:
+            assert content(tmp_path / "link") == b"content"
+        else:
+            with pytest.raises(OSError, match="Too many levels of symbolic links"):
+                content(tmp_path / "link")
 
 
 def test_only_a_file_is_opened_as_a_file(tmp_path: Path) -> None:

@@ -701,8 +701,10 @@ def test_older_snapshots_that_are_waited_for_are_bounded(
     """The attack: 150 connections of another user asked for older snapshots, each of which takes a
     second. They held all threads of the server, and a page took two minutes.
     """
-    stored, go_on = Snapshots(layout.root, refresh_s=3600.0), threading.Event()
-    older = list(range(stored.newest_lsn))[-snapshots.MAX_OPENING - 1 :]
+    stored = Snapshots(layout.root, refresh_s=3600.0, as_of=1)
+    stored.ensure(1)
+    go_on = threading.Event()
+    older = list(range(2, stored.newest_lsn))[-snapshots.MAX_OPENING - 1 :]
     said: list[str] = []
 
     def wait(self: Snapshots, lsn: int | None, *, is_long: bool = False) -> int:
@@ -722,7 +724,8 @@ def test_older_snapshots_that_are_waited_for_are_bounded(
             thread.start()
         while not said:
             time.sleep(0.01)
-        stored.ensure(stored.newest_lsn)  # of it a reader is there
+        for shown in (stored.newest_lsn, 1):  # of these readers are there
+            stored.ensure(shown)
         go_on.set()
         for thread in threads:
             thread.join()
