@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ from actors.endpoint.conversation import Conversation, PromptTooLong, Tools
 from actors.endpoint.request import ChatMessage, first_fault, refused
 from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import Tokenizer, chat_variables, longest_token
-from actors.prompting.messages import Message, parse_arguments, seen_text
+from actors.prompting.messages import Message, ToolCall, parse_arguments, seen_text
 from actors.rollout.step_records import (
     NO_OUTCOME_YET,
     EpisodeIds,
@@ -37,7 +37,7 @@ from actors.rollout.step_records import (
 from configs import ConfigError
 from envs import Observation, Task
 from printable import one_line
-from store import TRAIN, Step, Trajectory, now_us, uid
+from store import TRAIN, Step, Trajectory, now_us, uid, valid_text
 
 ENV_NAME = "chat"  # environment name of the trajectories
 SUFFIXES = (".jsonl", ".parquet")
@@ -94,16 +94,30 @@ def read_chats(path: Path) -> Iterator[ChatOfFile]:
             row = _Row.model_validate(content)
         except ValidationError as error:
             raise ConfigError(f"{place}: {refused(*first_fault(error))}") from None
-        messages = tuple(message.plain() for message in row.messages)
+        messages = tuple(_whole(message.plain()) for message in row.messages)
         if not any(message.role == "assistant" for message in messages[1:]):
             raise ConfigError(
                 f"{place} has no reply of the assistant after another message; leave it out"
             )
         yield ChatOfFile(
-            place=place, name=row.id or f"chat-{number}", messages=messages, tools=row.tools or ()
+            place=place,
+            name=valid_text(row.id or f"chat-{number}"),
+            messages=messages,
+            tools=row.tools or (),
         )
     if not number:
         raise ConfigError(f"{path} has no chats; it needs one JSON object a line, or one row each")
+
+
+def _whole(message: Message) -> Message:
+    """Return a message without lone surrogates, which no tokenizer takes."""
+    calls = tuple(
+        ToolCall(**{name: valid_text(text) for name, text in asdict(call).items()})
+        for call in message.tool_calls
+    )
+    texts = ("role", "content", "tool_call_id", "name")
+    whole = {name: valid_text(getattr(message, name)) for name in texts}
+    return Message(**whole, tool_calls=calls)
 
 
 def chat_texts(path: Path) -> Iterator[str]:

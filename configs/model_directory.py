@@ -142,18 +142,24 @@ def is_vision_model(path: str) -> bool:
 def read_description(file: Path) -> bytes:
     """Return the content of a JSON file of a model directory. Raises OSError, ValueError.
 
-    A link is followed: downloaded models consist of links. A FIFO would block for ever, and whoever
-    has the file may hold up those who open it with a lease.
+    A link is followed: downloaded models consist of links. A FIFO would block for ever. Raises
+    ConfigError for a file that its owner holds by a lease.
     """
     check_regular(file)
-    with open(file, "rb", opener=_open_now) as opened:
-        data = opened.read(MAX_DESCRIPTION_BYTES + 1)
+    try:
+        with open(file, "rb", opener=_open_now) as opened:
+            data = opened.read(MAX_DESCRIPTION_BYTES + 1)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{file} is held by a lease of another program; copy the model, or ask its owner"
+        ) from None
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise ValueError(f"it has more than {MAX_DESCRIPTION_BYTES:,} bytes")
     return data
 
 
 def _open_now(path: str, flags: int) -> int:
+    # A program of the owner's may have a lease on a file. Whoever opens it waits for 45 s then.
     return os.open(path, flags | os.O_NONBLOCK)
 
 

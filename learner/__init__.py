@@ -35,7 +35,8 @@ model/
   lora.py              adds adapters, yields those of a version, and merges them
   tiny_model.py        makes a base policy without a download
 publishing/
-  publish.py           copies weights, and writes them as files
+  publish.py           holds a copy of the weights, and writes them as files
+  copy_model.py        copies a model directory that the user chose
   broadcast_sender.py  sends weights to engines
   exportable.py        finds what a run has to export
   base_model.py        finds and loads the base model of a run

@@ -19,6 +19,7 @@ from .learner import Learner as Learner
 from .loss_settings import objective_of as objective_of
 from .model.tiny_model import make_tiny_model as make_tiny_model
 from .model.tiny_model import train_tokenizer as train_tokenizer
+from .publishing.copy_model import copy_weights as copy_weights
 from .publishing.export_checkpoint import export_adapter as export_adapter
 from .publishing.export_checkpoint import export_checkpoint as export_checkpoint
 from .publishing.export_version import export_adapter_version as export_adapter_version
@@ -26,7 +27,6 @@ from .publishing.export_version import export_version as export_version
 from .publishing.exportable import ExportError as ExportError
 from .publishing.exportable import find_version as find_version
 from .publishing.exportable import newest_checkpoint as newest_checkpoint
-from .publishing.publish import copy_weights as copy_weights
 from .publishing.publish import write_weights as write_weights
 from .ray_actor import LearnerActor as LearnerActor
 from .replay import replay_steps as replay_steps

@@ -42,7 +42,8 @@ from learner.distributed.deepspeed_setup import GROUP_TIMEOUT, LOOPBACK, host_ra
 from learner.interface import RankError
 from learner.model.lora import write_adapter_config
 from learner.publishing.broadcast_sender import Broadcast
-from learner.publishing.publish import SHARD_BYTES, WeightsCopy, copy_file
+from learner.publishing.copy_model import copy_file
+from learner.publishing.publish import SHARD_BYTES, WeightsCopy
 from learner.training.critic import CriticStats
 from learner.training.engine import Engine
 from learner.training.step_metrics import UpdateStats

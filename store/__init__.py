@@ -23,6 +23,7 @@ remote_directory.py  weights and checkpoints in an object store
 opened_version.py    a published version, opened once to be copied
 primary_directory.py the one directory that goes on with a run whose files are elsewhere
 atomic_write.py      files that are either absent or whole after a crash
+file_rights.py       who may read and write a copy, and what is private
 hashing.py           state hashes, uids and digests
 broadcast.py         the protocol by which weights are sent past the store
 errors.py            the errors of the store

@@ -9,11 +9,7 @@ from .adapter_files import is_adapter as is_adapter
 from .adapter_files import write_base as write_base
 from .atomic_write import PRIVATE as PRIVATE
 from .atomic_write import READ_WRITE as READ_WRITE
-from .atomic_write import current_umask as current_umask
-from .atomic_write import keep_private as keep_private
 from .atomic_write import make_directory as make_directory
-from .atomic_write import remove_access_lists as remove_access_lists
-from .atomic_write import rights_of_copy as rights_of_copy
 from .atomic_write import write_atomically as write_atomically
 from .atomic_write import write_atomically_in as write_atomically_in
 from .atomic_write import written_aside as written_aside
@@ -66,6 +62,10 @@ from .exchange.offline_import import TakenSource as TakenSource
 from .exchange.offline_import import find_sources as find_sources
 from .exchange.offline_import import parse_source as parse_source
 from .exchange.offline_import import take_sources as take_sources
+from .file_rights import OWNER_MAY as OWNER_MAY
+from .file_rights import give_rights as give_rights
+from .file_rights import keep_private as keep_private
+from .file_rights import remove_access_lists as remove_access_lists
 from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash
 from .hashing import uid as uid

@@ -15,8 +15,6 @@ from store.untrusted.file_access import is_directory, open_directory, opened_par
 READ_ONLY = 0o444  # file modes
 READ_WRITE = 0o644  # for the owner alone to write
 PRIVATE = 0o600  # for the owner alone
-# Attributes of a file, or directory, with an access control list; for what is made in it.
-ACCESS_LISTS = ("system.posix_acl_access", "system.posix_acl_default")
 TEMPORARY_SUFFIX = ".tmp"  # of unfinished files, also those of dead writers
 _SAFE_DIRECTORIES: set[Path] = set()  # directories whose names this process has synced
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -144,62 +142,6 @@ def make_directory(directory: Path, *, beneath: Path) -> None:
             "retry"
         ) from error
     _SAFE_DIRECTORIES.add(directory)
-
-
-def rights_of_copy(source: int | Path, copy: int | Path) -> int:
-    """Return the rights of a copy: those of its source, but never setuid or setgid.
-
-    With setuid, a program of somebody else would run as the user who copied it. If the copy belongs
-    to another group than the source, group and others get what both have of the source: the
-    source's group may have been kept out. Of a source with an access control list only the owner
-    gets rights: the list may keep out the group, or somebody of all others, and is not copied.
-    """
-    found, made = os.stat(source), os.stat(copy)
-    rights = found.st_mode & 0o777
-    if made.st_gid != found.st_gid:
-        of_both = rights >> 3 & rights & 0o007
-        rights = rights & 0o700 | of_both << 3 | of_both
-    return rights & 0o700 if _has_access_list(source) else rights
-
-
-def _has_access_list(file: int | Path) -> bool:
-    try:
-        return ACCESS_LISTS[0] in os.listxattr(file)
-    except OSError:  # the file system has none
-        return False
-
-
-def remove_access_lists(made: int | Path) -> None:
-    """Take away the rights that the directory above gave a new file or directory: only bits count.
-
-    Its owner has rights afterwards, and nobody else.
-    """
-    os.chmod(made, os.stat(made).st_mode & 0o7700)  # the bits of a list's mask would be the group's
-    for name in ACCESS_LISTS:
-        with suppress(OSError):  # it has none
-            os.removexattr(made, name)
-
-
-def current_umask() -> int:
-    """Return this process's umask. `os.umask` changes it, which other threads would see."""
-    with open("/proc/self/status", encoding="utf-8") as status:
-        fields = dict(line.split(":", 1) for line in status)
-    return int(fields["Umask"], 8)
-
-
-def keep_private(directory: Path) -> None:
-    """Make `directory`, or what is there, the user's own: nobody else may enter it.
-
-    Raises StoreError.
-    """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.chmod(0o700)
-    except OSError as error:
-        raise StoreError(
-            f"{directory} cannot be kept from other users: {error.strerror}; its settings hold a "
-            "secret. Give another run_dir"
-        ) from error
 
 
 def sync_directory(directory: Path, *, beneath: Path) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pyarrow as pa
@@ -39,17 +40,24 @@ REFRESH_S = 3.0  # between two looks for a newer snapshot
 CPU_SHARE = 0.015
 REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
-KEPT_READERS = 3  # of a run, beside the newest
+KEPT_READERS = 3  # of a run, beside the newest and the one that was just opened
 KEPT_BYTES = 256 << 20  # of all answers of a run
 QUERY_TIMEOUT_S = 30.0  # of one panel
 MAX_ROWS = 1_000_000  # of one answer
 MAX_BYTES = 256 << 20  # of one answer
 MAX_LONG = 8  # queries of a run that may take long and are not answered yet
-MAX_OPENING = 4  # older snapshots of a run that are asked for and not open yet
+# Older snapshots of a run that are asked for and not open yet, and requests that wait for them.
+# Opening one takes a second or two. A page with its panels needs two, and six connections.
+MAX_OPENING = 4
+MAX_WAITING = 16
 
 
 _Key = tuple[int, str, int | None, bool]
-_ReaderKey = tuple[int, bool]  # the lsn, and whether the reader is for long queries
+
+
+class _ReaderKey(NamedTuple):
+    lsn: int
+    is_long: bool  # the reader is for queries that may take long
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +75,10 @@ class Snapshots:
     def __init__(
         self, run: Path, *, refresh_s: float = REFRESH_S, as_of: int | None = None
     ) -> None:
-        """Open the newest snapshot, and that of `as_of`, which stays open. Raises StoreError."""
+        """Open the newest snapshot. Raises StoreError.
+
+        The viewer was opened with that of `as_of`: once it is open, it stays open.
+        """
         self.run = run
         self._as_of = as_of
         self.left_out = ""  # files that cannot be read and are missing in answers
@@ -118,7 +129,7 @@ class Snapshots:
 
     def ensure(self, lsn: int) -> None:
         """Check that the run can be read at this lsn. Raises StoreError."""
-        with self._used((lsn, False)):
+        with self._used(_ReaderKey(lsn, False)):
             pass
 
     def ask(
@@ -142,7 +153,7 @@ class Snapshots:
         if (known := self._remembered(key)) is None:
             with (
                 self._counted(is_long=is_long),
-                self._used((lsn, is_long)) as snapshot,
+                self._used(_ReaderKey(lsn, is_long)) as snapshot,
                 snapshot.asking,
             ):
                 if has_left():
@@ -235,11 +246,11 @@ class Snapshots:
         while snapshot is None:  # another thread may drop it at once
             try:
                 with self._waited_for(reader_key):
-                    self._open(reader_key[0], is_long=reader_key[1])
+                    self._open(reader_key.lsn, is_long=reader_key.is_long)
             except PrivateCatalogError:  # another user's run went on; a page may have to wait then
-                if not reader_key[1]:
+                if not reader_key.is_long:
                     raise
-                reader_key = (reader_key[0], False)
+                reader_key = reader_key._replace(is_long=False)
             snapshot = self._take(reader_key)
         try:
             yield snapshot
@@ -252,14 +263,15 @@ class Snapshots:
 
     @contextmanager
     def _waited_for(self, reader_key: _ReaderKey) -> Iterator[None]:
-        """Bound the snapshots that are waited for: opening one takes a second, one at a time."""
+        """Bound the older snapshots that are waited for, and who waits: they open one at a time."""
         with self._lock:
-            is_older = reader_key[0] not in (self.newest_lsn, self._as_of)
-            is_one_more = is_older and reader_key not in self._opening
-            if is_one_more and len(self._opening) >= MAX_OPENING:
+            is_older = reader_key.lsn not in (self.newest_lsn, self._as_of)
+            too_many = reader_key not in self._opening and len(self._opening) >= MAX_OPENING
+            too_many |= self._opening.total() >= MAX_WAITING
+            if is_older and too_many:
                 raise StoreError(
-                    f"{MAX_OPENING} older snapshots of this run are being opened; ask again in a "
-                    "moment"
+                    f"{len(self._opening)} older snapshots of this run are being opened; ask "
+                    "again in a moment"
                 )
             self._opening[reader_key] += 1
         try:
@@ -291,7 +303,7 @@ class Snapshots:
             except StoreError:
                 reader.close()
                 raise
-            reader_key = (reader.lsn, is_long)
+            reader_key = _ReaderKey(reader.lsn, is_long)
             with self._lock:
                 is_known = reader_key in self._snapshots
                 if not is_known:

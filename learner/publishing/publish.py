@@ -13,9 +13,7 @@ take longer than everything else between learner and engine.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,24 +22,16 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from configs import check_model_directory
-from learner.files.atomic_directory import atomic_directory, new_directory, visible_whole
+from learner.files.atomic_directory import new_directory, visible_whole
+from learner.publishing.copy_model import copy_file
 from store import (
     ADAPTER_FILE,
-    PRIVATE,
     SAFETENSORS_DTYPES,
     WEIGHTS_SUFFIX,
     StoreError,
     TensorEntry,
-    UnsafePathError,
-    check_file_links,
     check_side_files,
-    copy_first,
-    current_umask,
     encode_safetensors_head,
-    open_file_by_own_links,
-    remove_access_lists,
-    rights_of_copy,
 )
 
 SHARD_BYTES = 4 * 2**30  # of one file; `write_weights` holds the tensors of one at a time
@@ -148,53 +138,6 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
         for piece in _pieces(part):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
-    """Copy a model directory. `dest` appears whole or not at all.
-
-    Links are followed only from a directory that this user chose: the Hub's cache consists of
-    links. Otherwise a link raises StoreError, and so does what `copy_file` refuses. Raises
-    ConfigError for a directory that names other files or models.
-    """
-    check_model_directory(source)
-    if follow_links:
-        check_file_links(source)  # refuses links that lead round in a circle
-    with atomic_directory(dest) as unfinished:
-        _copy_directory(source, unfinished, follow_links=follow_links)
-
-
-def _copy_directory(source: Path, dest: Path, *, follow_links: bool) -> None:
-    # A private model stays private. No right is added to those that the umask leaves.
-    made = dest.stat().st_mode
-    remove_access_lists(dest)
-    dest.chmod(made & (0o7700 | rights_of_copy(source, dest)))
-    for path in sorted(source.iterdir()):
-        if path.is_symlink() and not follow_links:
-            text = f"{path} is a symbolic link; put what it leads to in its place"
-            raise UnsafePathError(errno.ELOOP, text)
-        if path.is_dir():
-            (dest / path.name).mkdir()
-            _copy_directory(path, dest / path.name, follow_links=follow_links)
-        else:
-            copy_file(path, dest / path.name)
-
-
-def copy_file(source: Path, dest: Path) -> None:
-    """Copy a file of a model that this user chose. Links are followed.
-
-    A private file stays private, from the first byte. Raises OSError; UnsafePathError for a link of
-    another user to a file that is not theirs, and for what is no regular file.
-    """
-    with open(open_file_by_own_links(source), "rb") as file:
-        made = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
-        with open(made, "wb") as copy:
-            remove_access_lists(made)
-            # A hole is none of its bytes: a file may stand for more than a disk has.
-            copy_first(file.fileno(), copy, n_bytes=os.fstat(file.fileno()).st_size)
-            rights = rights_of_copy(file.fileno(), made)
-            # Everybody may write in some directories of models.
-            os.fchmod(made, PRIVATE | (rights & ~current_umask()))
 
 
 def _write(

@@ -27,11 +27,11 @@ from store.atomic_write import (
     PRIVATE,
     READ_ONLY,
     READ_WRITE,
-    keep_private,
     make_directory,
     write_atomically,
 )
 from store.errors import FormatError, LockedError, StoreError, UnavailableError
+from store.file_rights import keep_private
 from store.layout import RunLayout, is_unused
 from store.maintenance.rebuild import Report, rebuild
 from store.reading import open_sql

@@ -21,10 +21,7 @@ from pathlib import Path
 
 from store.atomic_write import (
     PRIVATE,
-    current_umask,
     make_directory,
-    remove_access_lists,
-    rights_of_copy,
     sync_directory,
 )
 from store.catalog.catalog_files import make_catalog_file
@@ -39,6 +36,7 @@ from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, StoreError
+from store.file_rights import OWNER_MAY, bound_rights, give_rights, remove_access_lists
 from store.layout import RunLayout
 from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
@@ -179,7 +177,7 @@ def _fill(
     check_own_directory(unfinished, is_made=False)
     make_directory(unfinished.parent, beneath=unfinished.parent)
     with suppress(FileExistsError):  # somebody made it meanwhile, who is looked at
-        unfinished.mkdir(mode=0o700)  # nobody else enters until what is in it has its rights
+        unfinished.mkdir(mode=OWNER_MAY)  # nobody else enters until what is in it has its rights
     check_own_directory(unfinished)
     remove_access_lists(unfinished)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before
@@ -196,24 +194,23 @@ def _fill(
     with closing(Pin(source, _lsn(source))):
         version = _copy_catalog(source, layout, learner_step=learner_step)
         _link_files(source, layout, learner_step=learner_step, version=version)
-    # Only the names of the links are new: their bytes are on disk.
     for directory, _, files in os.walk(unfinished):
         for name in (".", *files):
             _bound_rights(Path(directory, name), source=source, layout=layout)
+        # Of a link only its name is new: its bytes are on disk.
         sync_directory(Path(directory), beneath=unfinished)
     if not private:
-        rights = rights_of_copy(source.root, unfinished) & ~current_umask()
-        unfinished.chmod(unfinished.stat().st_mode & 0o7000 | 0o700 | rights)
+        give_rights(unfinished, source=source.root, owner=OWNER_MAY)
     (unfinished / UNFINISHED_FORK).unlink()
     sync_directory(unfinished, beneath=unfinished)
 
 
 def _bound_rights(made: Path, *, source: RunLayout, layout: RunLayout) -> None:
-    """Keep out of a part of the fork who is kept out of this part of the source."""
+    """Take from a part of the fork every right that this part of the source does not give."""
     there = source.root / layout.relative(made)
     with suppress(FileNotFoundError):  # a part of a remote run may be in its storage only
         if not made.samefile(there):  # a hard link
-            made.chmod(made.stat().st_mode & (0o7700 | rights_of_copy(there, made)))
+            bound_rights(made, source=there)
 
 
 def check_fork(source: RunLayout, root: Path, *, learner_step: int) -> None:
@@ -502,6 +499,6 @@ def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
     ):
         size = os.fstat(original.fileno()).st_size
         copy_first(original.fileno(), copy, n_bytes=size)
-        os.fchmod(copy.fileno(), rights_of_copy(original.fileno(), copy.fileno()))
+        give_rights(copy.fileno(), source=original.fileno(), owner=0)
         copy.flush()
         os.fsync(copy.fileno())

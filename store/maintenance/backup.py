@@ -18,7 +18,7 @@ from printable import REASON_CHARACTERS, one_line
 from store.catalog.connection import DAMAGED_PAGES, raise_if_interrupted
 from store.catalog.schema_check import SCHEMA, check_schema, let_ctrl_c_end_queries
 from store.clock import now_us
-from store.errors import FormatError, StoreError, UnavailableError
+from store.errors import ForeignSchemaError, FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found
 from store.maintenance.fsck_catalog import check_catalog, check_identity
@@ -83,6 +83,8 @@ def check_backup(layout: RunLayout) -> list[Finding]:
             read_backup(layout).close()
     except UnavailableError as unavailable:
         return [found("backup_unavailable", name, str(unavailable))]
+    except ForeignSchemaError as error:  # its remedy is for a catalog
+        return [found("backup_damaged", name, str(error).rpartition("; ")[0])]
     except StoreError as error:
         return [found("backup_damaged", name, str(error).partition("; see gigpo fsck")[0])]
     return []

@@ -13,7 +13,9 @@ import dataclasses
 import sqlite3
 from collections.abc import Callable
 
+from printable import counted
 from store.catalog.connection import is_damage, raise_if_interrupted
+from store.catalog.log_check import unread_commits
 from store.errors import ForeignSchemaError, FormatError, StoreError
 from store.layout import RunLayout
 from store.maintenance.backup import check_backup
@@ -21,9 +23,10 @@ from store.maintenance.finding import REBUILD, Finding, found
 from store.maintenance.fsck_catalog import check_catalog, check_identity, open_catalog
 from store.maintenance.fsck_exports import check_exported_rows, check_manifest, check_unfinished
 from store.maintenance.fsck_segments import check_segments
-from store.untrusted.file_access import is_file, status
+from store.untrusted.file_access import is_file, read_bytes, status
 
 CATALOG, NAMES, CONTENTS = 1, 2, 3
+MAX_LOG_BYTES = 64 << 20  # of the catalog, to be looked at: an owner keeps it at a few megabytes
 # Without a catalog nothing else can be judged.
 FATAL = frozenset({"catalog_missing", "catalog_damaged", "catalog_foreign", "catalog_schema"})
 ATTEMPTS = 5  # an owner that changes the same thing as often while we look is not idle
@@ -32,7 +35,7 @@ ATTEMPTS = 5  # an owner that changes the same thing as often while we look is n
 def check(layout: RunLayout, *, level: int) -> list[Finding]:
     """Return what is wrong with the run, errors first. Raises FormatError for a newer format."""
     try:
-        findings = _confirmed(lambda: _check_catalog(layout))
+        findings = _confirmed(lambda: _check_catalog(layout) + _check_log(layout))
         if level >= NAMES and not FATAL.intersection(finding.what for finding in findings):
             findings = findings + _check_files(layout, findings, contents=level >= CONTENTS)
     except sqlite3.OperationalError as problem:  # it cannot be opened: that is not damage
@@ -73,6 +76,19 @@ def _confirmed(ask: Callable[[], list[Finding]]) -> list[Finding]:
         if findings == before:
             return findings
     return [finding for finding in findings if finding in before]
+
+
+def _check_log(layout: RunLayout) -> list[Finding]:
+    """Look for commits that the next start would throw away. The log is gone after a clean end."""
+    log = layout.catalog.with_name(f"{layout.catalog.name}-wal")
+    try:
+        data = read_bytes(log, root=layout.run_directory, at_most=MAX_LOG_BYTES)
+    except (OSError, StoreError):  # there is none, or what opens it says what is wrong
+        return []
+    if n_unread := unread_commits(data):
+        detail = f"{counted(n_unread, 'commit')} after a place that is not as it was written"
+        return [found("log_damaged", log.name, f"{detail}: a byte was changed, or the power cut")]
+    return []
 
 
 def _check_catalog(layout: RunLayout) -> list[Finding]:

@@ -1,6 +1,7 @@
 """fsck, level 1: check that the catalog agrees with itself.
 
-Each rule is a query that returns no row when all is well.
+Each rule is a query that returns no row when all is well. Before them the file itself is looked at:
+its pages, its texts, and whose catalog it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from store.maintenance.finding import Finding, found
 from store.records import uid_text
 
 MAX_LINES = 5  # of integrity_check; a torn file has thousands
-ROWS_AT_ONCE = 4_096
+ROWS_AT_ONCE = 4_096  # of a table, to be decoded together: 20 times as fast as one by one
 ALL_LINES = 2**31 - 1  # SQLite's largest number for it
 MAX_FINDINGS = 1_000  # of one rule: every row of a stranger's catalog may be wrong
 REPAIRED_RULES = frozenset({"group_sums"})  # a repair needs every finding
@@ -222,7 +223,7 @@ def open_catalog(layout: RunLayout) -> Iterator[sqlite3.Connection]:
 def check_identity(connection: sqlite3.Connection, layout: RunLayout) -> list[Finding]:
     """Check that this is a whole SQLite file, and this run's."""
     name = layout.catalog.name
-    damage = _damage(connection) or list(islice(_broken_texts(connection), MAX_LINES))
+    damage = _damage(connection) or _broken_texts(connection, at_most=MAX_LINES)
     if damage:
         return [found("catalog_damaged", name, "; ".join(damage[:MAX_LINES]))]
     meta = connection.execute("SELECT run_id FROM meta").fetchone()
@@ -321,25 +322,28 @@ def _text_columns() -> dict[str, tuple[str, ...]]:
     }
 
 
-def _broken_texts(connection: sqlite3.Connection) -> Iterator[str]:
-    """Yield a line about each text that is no UTF-8: SQLite keeps any bytes, and Python reads none.
+def _broken_texts(connection: sqlite3.Connection, *, at_most: int) -> list[str]:
+    """Return lines about texts that are no UTF-8: SQLite keeps any bytes, and Python reads none.
 
     One flipped bit makes such a text.
     """
+    lines: list[str] = []
     before, connection.text_factory = connection.text_factory, bytes
     try:
         for table, columns in _text_columns().items():
             cursor = connection.execute(f"SELECT {', '.join(columns)} FROM {table}")
-            while rows := cursor.fetchmany(ROWS_AT_ONCE):
+            while len(lines) < at_most and (rows := cursor.fetchmany(ROWS_AT_ONCE)):
                 texts = [text for row in rows for text in row if isinstance(text, bytes)]
-                if _is_text(b"\0".join(texts)):  # fast: all at once
-                    continue
-                for row in rows:
-                    for name, text in zip(columns, row, strict=True):
-                        if isinstance(text, bytes) and not _is_text(text):
-                            yield f"{table}.{name} has a text that is no UTF-8: {text!r:.80}"
+                if not _is_text(b"\0".join(texts)):  # fast: all at once
+                    lines += [
+                        f"{table}.{name} has a text that is no UTF-8: {text!r:.80}"
+                        for row in rows
+                        for name, text in zip(columns, row, strict=True)
+                        if isinstance(text, bytes) and not _is_text(text)
+                    ]
     finally:
         connection.text_factory = before
+    return lines[:at_most]
 
 
 def _is_text(data: bytes) -> bool:

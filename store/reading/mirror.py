@@ -27,13 +27,13 @@ from store.atomic_write import (
     PRIVATE,
     READ_ONLY,
     READ_WRITE,
-    keep_private,
     make_directory,
     write_atomically,
 )
 from store.catalog.ownership import check_consent
 from store.catalog.snapshot import read_as_of
 from store.errors import DigestError, FormatError, StoreError
+from store.file_rights import keep_private
 from store.hashing import file_digest
 from store.layout import RunLayout
 from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
@@ -113,13 +113,10 @@ def _fetch_run(uri: str, dest: Path) -> None:
     check_own_directory(layout.root, is_made=False)
     make_directory(layout.root, beneath=layout.root)
     check_own_directory(layout.root)
-    refusal = StoreError(
-        f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is"
-    )
     # The lock's file says that a directory is a copy, or was to become one. Files of a run itself,
     # also of one that lost its catalog or its run.json, would be removed.
     if not is_file(layout.mirror_lock, root=layout.root) and any(dest.iterdir()):
-        raise refusal
+        raise _no_copy(dest, uri)
     if not RunLayout.exists(dest):
         keep_private(layout.root)  # its settings may hold a secret
     text = storage.read("open.sql", at_most=MAX_OPEN_SQL_BYTES).to_pybytes()
@@ -127,15 +124,22 @@ def _fetch_run(uri: str, dest: Path) -> None:
     with _locked(layout):
         is_new = not RunLayout.exists(dest)
         if _has_gone_on(layout) or not (is_new or RunLayout.open(dest).info == info):
-            raise refusal
+            raise _no_copy(dest, uri)
         if is_new:
             _make_copy(layout)
         write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
         _bring(storage, layout)
 
 
+def _no_copy(dest: Path, uri: str) -> StoreError:
+    return StoreError(
+        f"{dest} is not a copy of {uri}; choose a new directory, and read a run itself where it is"
+    )
+
+
 def _has_gone_on(copy: RunLayout) -> bool:
     """Return whether a rebuild made a copy a run: it has a catalog then, and a backup of one."""
+    # In the directory itself: `copy.catalog` of a reader's copy in the cache is the run's own.
     paths = (copy.root / copy.catalog.name, copy.backup)
     return any(status(path, root=copy.root) is not None for path in paths)
 
@@ -163,15 +167,15 @@ def _make_copy(copy: RunLayout) -> None:
 def _locked(copy: RunLayout) -> Iterator[None]:
     """Lock a copy: no older manifest replaces a newer one, and no file of it is removed."""
     try:
-        # Who may only read a copy must not be able to lock it.
+        # Private: a reader of a copy who could open it could keep its owner from it.
         flags = os.O_RDWR | os.O_CREAT
         lock = open_file(copy.mirror_lock, root=copy.root, flags=flags, mode=PRIVATE)
-        os.fchmod(lock, PRIVATE)  # of an earlier version
     except OSError as error:
         raise StoreError(
             f"cannot open {copy.mirror_lock}: {error.strerror}; it must be writable"
         ) from error
     try:
+        os.fchmod(lock, PRIVATE)  # that of an earlier version was for all to read
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:

@@ -37,9 +37,9 @@ class _Entry:
     path: Path
     is_link: bool
     owner: int
-    is_in_one_for_all: bool  # everybody may make files in the directory that has it
-    is_open_to_all: bool  # everybody may exchange what is in it
-    is_for_all: bool  # everybody may enter it, or read it if it is a file
+    anyone_may_add_beside_it: bool  # everybody may make files in the directory that has it
+    anyone_may_exchange_in_it: bool  # everybody may exchange what is in it
+    anyone_may_read_it: bool  # everybody may enter it, or read it if it is a file
 
     @property
     def is_another_users(self) -> bool:
@@ -59,7 +59,7 @@ class _Entry:
         """Return whether another user could exchange what lies in it. For root it is False."""
         if os.geteuid() == 0 or self.is_link:
             return False
-        return self.is_open_to_all or (self.is_another_users and not self.is_nobodys)
+        return self.anyone_may_exchange_in_it or (self.is_another_users and not self.is_nobodys)
 
 
 def check_own_directory(
@@ -91,7 +91,9 @@ def check_own_directory(
         os.close(descriptor)
     for entry in entries:
         is_it = descriptor is not None and entry is entries[-1]
-        must_be_ours = entry.is_link or entry.is_in_one_for_all or (is_it and not may_be_anothers)
+        must_be_ours = (
+            entry.is_link or entry.anyone_may_add_beside_it or (is_it and not may_be_anothers)
+        )
         is_refused = with_ancestors and entry.can_be_led_elsewhere
         if (must_be_ours or is_refused) and entry.is_another_users:
             raise StoreError(
@@ -187,7 +189,7 @@ def open_file_by_own_links(path: Path) -> int:
             raise UnsafePathError(errno.EINVAL, f"{path} is no regular file; remove it")
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
-        if not all(entry.is_for_all for entry in entries):
+        if not all(entry.anyone_may_read_it for entry in entries):
             instead = f"copy what you need of {path.parent} to a directory of your own"
             _check_links(entries, but_of=os.fstat(descriptor).st_uid, instead=instead)
         # Whoever has the file may hold up those who open it for 45 s, again and again: a lease.
@@ -278,7 +280,10 @@ def _walk_to(
             else:
                 os.close(here)
                 place, here = entry.path, below
-            if n_links > MAX_LINKS or n_names > MAX_NAMES:
+            if n_names > MAX_NAMES:
+                text = f"{path} leads through more than {MAX_NAMES} names; give a shorter path"
+                raise UnsafePathError(errno.ELOOP, text)
+            if n_links > MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if not is_end(os.fstat(here).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -296,7 +301,7 @@ def _walk_to(
 def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:
     """Describe what was opened. `above` is the status of the directory that has it."""
     found = os.fstat(descriptor)
-    for_all = found.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+    is_writable = found.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
     # Its group may be kept out of what the others may read.
     is_directory = stat.S_ISDIR(found.st_mode)
     rights = stat.S_IXGRP | stat.S_IXOTH if is_directory else stat.S_IRGRP | stat.S_IROTH
@@ -304,9 +309,9 @@ def _entry_of(descriptor: int, path: Path, *, above: os.stat_result) -> _Entry:
         path=path,
         is_link=stat.S_ISLNK(found.st_mode),
         owner=found.st_uid,
-        is_in_one_for_all=bool(above.st_mode & stat.S_IWOTH),
-        is_open_to_all=for_all,
-        is_for_all=stat.S_ISLNK(found.st_mode) or found.st_mode & rights == rights,
+        anyone_may_add_beside_it=bool(above.st_mode & stat.S_IWOTH),
+        anyone_may_exchange_in_it=is_writable,
+        anyone_may_read_it=stat.S_ISLNK(found.st_mode) or found.st_mode & rights == rights,
     )
 
 

@@ -149,6 +149,17 @@ def test_the_texts_of_chats_make_a_tokenizer(tmp_path: Path) -> None:
     assert call in chat_texts(path)
 
 
+def test_half_a_character_in_a_chat_becomes_a_whole_one(tmp_path: Path) -> None:
+    """It ended a training in a traceback, after the run's directory was made."""
+    half = [dict(message) for message in ADD]
+    half[1]["content"] = "low \ud83d"
+    half[2]["content"] = "7 \ud83d"
+    path = lines(tmp_path / "c.jsonl", [{"messages": half, "id": "\ud83d"}])
+    assert list(chat_texts(path))[1:3] == ["low \ufffd", "7 \ufffd"]
+    for trajectory in found_in(path).trajectories:
+        assert to_table([trajectory]).num_rows == 2
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

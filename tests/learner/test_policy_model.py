@@ -48,7 +48,7 @@ from learner.model.packed_attention import (
     use_packed_attention,
 )
 from learner.model.policy_model import PolicyModel, load_policy
-from learner.publishing.publish import copy_weights
+from learner.publishing.copy_model import copy_weights
 from learner.training.engine import Engine
 from tests.support.learner_samples import one_step_each, table
 

@@ -25,7 +25,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.atomic_write import ACCESS_LISTS
+from store.file_rights import ACCESS_LISTS
 from store.maintenance.compact import CompactionPolicy
 from store.maintenance.fsck import check
 from tests.crash.commands import make_forkable_run

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from store import atomic_write
-from store.atomic_write import ACCESS_LISTS
+from store.file_rights import ACCESS_LISTS
 
 
 def modes_at_each_write(

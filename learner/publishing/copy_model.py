@@ -1,0 +1,67 @@
+"""Copy a model directory that a user chose, or files of it: its owner may be somebody else.
+
+copy_weights(model, run / "base/policy", follow_links=True)
+copy_file(model / "config.json", version / "config.json")
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from configs import check_model_directory
+from learner.files.atomic_directory import atomic_directory
+from store import (
+    OWNER_MAY,
+    PRIVATE,
+    UnsafePathError,
+    check_file_links,
+    copy_first,
+    give_rights,
+    open_file_by_own_links,
+    remove_access_lists,
+)
+
+
+def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
+    """Copy a model directory. `dest` appears whole or not at all.
+
+    Links are followed only from a directory that this user chose: the Hub's cache consists of
+    links. Otherwise a link raises StoreError, and so does what `copy_file` refuses. Raises
+    ConfigError for a directory that names other files or models.
+    """
+    check_model_directory(source)
+    if follow_links:
+        check_file_links(source)  # refuses links that lead round in a circle
+    with atomic_directory(dest) as unfinished:
+        remove_access_lists(unfinished)
+        _copy_directory(source, unfinished, follow_links=follow_links)
+
+
+def _copy_directory(source: Path, dest: Path, *, follow_links: bool) -> None:
+    for path in sorted(source.iterdir()):
+        if path.is_symlink() and not follow_links:
+            text = f"{path} is a symbolic link; put what it leads to in its place"
+            raise UnsafePathError(errno.ELOOP, text)
+        if path.is_dir():
+            (dest / path.name).mkdir(mode=OWNER_MAY)
+            _copy_directory(path, dest / path.name, follow_links=follow_links)
+        else:
+            copy_file(path, dest / path.name)
+    give_rights(dest, source=source, owner=OWNER_MAY)
+
+
+def copy_file(source: Path, dest: Path) -> None:
+    """Copy a file of a model that this user chose. Links are followed.
+
+    A private file stays private, from the first byte. Raises OSError; UnsafePathError for a link of
+    another user to a file that is not theirs, and for what is no regular file.
+    """
+    with open(open_file_by_own_links(source), "rb") as original:
+        descriptor = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
+        with open(descriptor, "wb") as copy:
+            # With its holes: a file's size may be more than a disk has.
+            size = os.fstat(original.fileno()).st_size
+            copy_first(original.fileno(), copy, n_bytes=size)
+            give_rights(descriptor, source=original.fileno(), owner=PRIVATE)

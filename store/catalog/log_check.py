@@ -1,0 +1,51 @@
+"""Look in a catalog's log for commits that SQLite does not read.
+
+    n = unread_commits(log.read_bytes())    # 0 in the log of a run that was killed
+
+SQLite reads the log up to the first frame whose checksum is wrong, and takes what follows for a
+write that a crash cut short. After one changed byte that would be transactions that were committed.
+The file format: https://www.sqlite.org/fileformat2.html#walformat
+"""
+
+from __future__ import annotations
+
+import struct
+
+HEADER_BYTES, FRAME_HEADER_BYTES = 32, 24
+PAGE_BYTES = 4096  # of a catalog that this code made
+PAGE_SIZES = tuple(2**power for power in range(9, 17))  # that SQLite knows
+MAGIC = (0x377F0682, 0x377F0683)  # checksums of little-endian and of big-endian numbers
+UINT32 = 2**32 - 1
+
+
+def unread_commits(log: bytes) -> int:
+    """Return the number of commits after the first frame that is not as it was written."""
+    if len(log) < HEADER_BYTES + FRAME_HEADER_BYTES:
+        return 0
+    magic = int.from_bytes(log[:4])
+    order = ">" if magic == MAGIC[1] else "<"
+    sums = _checksum(log[:24], (0, 0), order=order)
+    is_read = magic in MAGIC and sums == struct.unpack_from(">2I", log, 24)
+    # Frames with other salts are of an earlier round of the log. In a header that was changed the
+    # salts may be wrong.
+    salts = log[16:24] if is_read else log[HEADER_BYTES + 8 : HEADER_BYTES + 16]
+    n_unread, page_bytes = 0, int.from_bytes(log[8:12])
+    page_bytes = page_bytes if page_bytes in PAGE_SIZES else PAGE_BYTES
+    frame_bytes = FRAME_HEADER_BYTES + page_bytes
+    for at in range(HEADER_BYTES, len(log) - frame_bytes + 1, frame_bytes):
+        is_of_round = log[at + 8 : at + 16] == salts
+        if is_read:
+            sums = _checksum(log[at : at + 8], sums, order=order)
+            sums = _checksum(log[at + FRAME_HEADER_BYTES : at + frame_bytes], sums, order=order)
+            is_read = is_of_round and sums == struct.unpack_from(">2I", log, at + 16)
+        is_commit = log[at + 4 : at + 8] != b"\0\0\0\0"  # the database's size after it
+        n_unread += is_commit and is_of_round and not is_read
+    return n_unread
+
+
+def _checksum(data: bytes, sums: tuple[int, int], *, order: str) -> tuple[int, int]:
+    first, second = sums
+    for one, another in struct.iter_unpack(f"{order}2I", data):
+        first = (first + one + second) & UINT32
+        second = (second + another + first) & UINT32
+    return first, second

@@ -1,0 +1,76 @@
+"""SQLite ends a log at the first changed byte. fsck says so while the commits can be found."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from store import Catalog, RunLayout
+from store.catalog.log_check import FRAME_HEADER_BYTES, HEADER_BYTES, PAGE_BYTES, unread_commits
+from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.rebuild import rebuild
+from tests.support.store_runs import make_run
+from tests.support.store_samples import open_train_group, play
+
+FRAME_BYTES = FRAME_HEADER_BYTES + PAGE_BYTES
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> RunLayout:
+    """Give a run as a kill leaves it, with commits in the log that no export has."""
+    layout = make_run(tmp_path / "run")
+    with Catalog.open(layout) as catalog:
+        for ordinal in (50, 51):
+            play(layout, catalog, open_train_group(catalog, ordinal), version=1)
+        shutil.copytree(layout.root, tmp_path / "killed")
+    (tmp_path / "killed" / "catalog.sqlite-shm").unlink()
+    return RunLayout.open(tmp_path / "killed")
+
+
+def log_of(layout: RunLayout) -> Path:
+    return layout.catalog.with_name("catalog.sqlite-wal")
+
+
+def trajectories(layout: RunLayout) -> list[tuple]:
+    with closing(sqlite3.connect(layout.catalog)) as connection:
+        return connection.execute("SELECT traj_uid FROM trajectory ORDER BY 1").fetchall()
+
+
+def test_the_log_of_a_killed_run_is_read_to_its_end(killed: RunLayout) -> None:
+    log = log_of(killed).read_bytes()
+    n_frames = (len(log) - HEADER_BYTES) // FRAME_BYTES
+    assert n_frames > 10 and unread_commits(log) == 0
+    for n_bytes in (0, 31, HEADER_BYTES, HEADER_BYTES + 3 * FRAME_BYTES + 100):  # a torn write
+        assert unread_commits(log[:n_bytes]) == 0
+    assert not [one for one in check(killed, level=CONTENTS) if one.what == "log_damaged"]
+
+
+def test_each_changed_bit_before_the_last_commit_is_found(killed: RunLayout) -> None:
+    log = log_of(killed).read_bytes()
+    drawn = random.Random(0)
+    last_frame = len(log) - FRAME_BYTES
+    places = [0, 9, 17, 25, HEADER_BYTES + 9, last_frame + FRAME_HEADER_BYTES]
+    for at in places + [drawn.randrange(last_frame) for _ in range(40)]:
+        changed = bytearray(log)
+        changed[at] ^= 1 << drawn.randrange(8)
+        assert unread_commits(bytes(changed)) >= 1, at
+
+
+def test_a_rebuild_finds_what_the_log_had_committed(killed: RunLayout, tmp_path: Path) -> None:
+    """One changed bit, and the next start threw committed trajectories away; fsck said: whole."""
+    shutil.copytree(killed.root, tmp_path / "sound")
+    expected = trajectories(RunLayout.open(tmp_path / "sound"))
+    log = bytearray(log_of(killed).read_bytes())
+    log[HEADER_BYTES + FRAME_HEADER_BYTES + 100] ^= 1
+    log_of(killed).write_bytes(log)
+    (finding,) = [one for one in check(killed, level=CONTENTS) if one.what == "log_damaged"]
+    assert finding.severity == "warning"
+    assert finding.remedy.startswith("before anything else writes the catalog: gigpo rebuild")
+    rebuild(killed)
+    assert trajectories(killed) == expected
+    assert not [one for one in check(killed, level=CONTENTS) if one.severity == "error"]
