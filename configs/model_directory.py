@@ -15,6 +15,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +39,8 @@ ADAPTER_FILE = "adapter_config.json"  # of peft
 # Such files map tensors to weight files. transformers reads two by their names, and others that a
 # configuration names. Those of other frameworks have other endings.
 INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
+MAX_ENTRIES = 5_000  # of a directory, which has some hundred; each is looked at
+MAX_NAMES = 256  # through which a link in it may lead
 MAX_INDEXES = 8  # of a directory, which has one or two: a large one takes a second to be read
 WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.(safetensors|bin)")
 # Keys of config.json, at any depth, by which transformers or vLLM look for a model or a
@@ -184,7 +187,16 @@ def check_model_directory(path: Path | str) -> None:
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
-    for file in path.iterdir() if path.is_dir() else ():
+    entries = list(islice(path.iterdir(), MAX_ENTRIES + 1)) if path.is_dir() else []
+    if len(entries) > MAX_ENTRIES:
+        raise ConfigError(
+            f"{path} has more than {MAX_ENTRIES:,} files; give a directory of the model alone"
+        )
+    for file in entries:
+        if file.is_symlink() and _leads_far(file):
+            raise ConfigError(
+                f"{file} leads through more than {MAX_NAMES} names; put the file in its place"
+            )
         if file.exists() and not (file.is_file() or file.is_dir()):  # a missing file is told later
             raise ConfigError(
                 f"{file} is no regular file but a FIFO, a socket or a device; remove it"
@@ -209,6 +221,26 @@ def check_model_directory(path: Path | str) -> None:
         if model_type(str(path)) in VISION_MODEL_TYPES:
             for name in IMAGE_FILES:
                 _check_image_processor(path / name)
+
+
+def _leads_far(link: Path) -> bool:
+    """Return whether a link leads through more than MAX_NAMES names, with those in other links.
+
+    The system follows 40 links of 2,000 names each, in milliseconds, each time that it is asked.
+    """
+    place, names = Path(os.path.realpath(link.parent)), [link.name]
+    for _ in range(MAX_NAMES):
+        if not names:
+            return False
+        name = names.pop()
+        if name == "..":
+            place = place.parent
+            continue
+        try:
+            names += reversed(Path(os.readlink(place / name)).parts)
+        except OSError:  # no link
+            place /= name
+    return bool(names)
 
 
 def _check_tokenizer(file: Path) -> None:

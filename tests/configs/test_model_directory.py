@@ -145,3 +145,29 @@ def test_many_weight_indexes_are_not_read(tmp_path: Path) -> None:
         os.link(first, tmp_path / f"{number}.bin.index.json")
     with pytest.raises(ConfigError, match="has 9 weight indexes, more than 8; remove those of"):
         check_model_directory(tmp_path)
+
+
+def test_neither_endless_links_nor_endless_files_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: 250,000 links, each through 38 others of 1,600 names, kept a dry run for hours."""
+    model, beside = tmp_path / "model", tmp_path / "beside"
+    for directory in (model, beside, beside / "x"):
+        directory.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    (beside / "weights").write_text("")
+    (model / "model.safetensors").symlink_to("../beside/x/../weights")
+    (model / "broken").symlink_to("nothing")
+    check_model_directory(model)
+    (beside / "far").symlink_to("x/../" * 200 + "weights")
+    (model / "notes.txt").symlink_to("../beside/far")
+    with pytest.raises(ConfigError, match="notes.txt leads through more than 256 names; put"):
+        check_model_directory(model)
+    (model / "notes.txt").unlink()
+    (model / "round").symlink_to("round")
+    with pytest.raises(ConfigError, match="round leads through more than 256 names"):
+        check_model_directory(model)
+    (model / "round").unlink()
+    monkeypatch.setattr(checked, "MAX_ENTRIES", 2)
+    with pytest.raises(ConfigError, match="has more than 2 files; give a directory of the model"):
+        check_model_directory(model)
