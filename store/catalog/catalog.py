@@ -165,6 +165,7 @@ class Catalog:
     removable = one_transaction(segment_states.removable)
     mark_removed = one_transaction(segment_states.mark_removed)
     known_paths = one_transaction(segment_states.known_paths)
+    may_lack_commits = one_transaction(segment_states.may_lack_commits)
 
     # Repairs.
     replaced_files = one_transaction(repairs.replaced_files)

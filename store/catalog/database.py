@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from printable import counted
 from store.atomic_write import make_directory
 from store.catalog.connection import (
     SYNCED,
@@ -17,6 +18,7 @@ from store.catalog.connection import (
     raise_if_interrupted,
     write_error,
 )
+from store.catalog.log_check import COMPONENT, LOG_DAMAGED, unread_commits_of
 from store.catalog.ownership import check_not_lost, check_owner, take_lock
 from store.catalog.schema_check import let_ctrl_c_end_queries
 from store.catalog.transaction import Transaction
@@ -43,8 +45,13 @@ class Database:
             check_not_lost(layout)
             make_directory(layout.readers, beneath=layout.root)
             # Looked up at each call: tests exchange the clock of an open catalog.
+            n_unread = unread_commits_of(layout)  # the first write removes them
             self._connection = connect_owner(layout, now_us=lambda: now_us())
             self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
+            if n_unread:
+                detail = f"{counted(n_unread, 'commit')} in the log could not be read"
+                with self.transaction() as tx:
+                    tx.log(component=COMPONENT, what=LOG_DAMAGED, detail=detail)
         except BaseException as error:
             os.close(self._lock_fd)
             raise_if_interrupted(error)

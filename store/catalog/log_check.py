@@ -1,6 +1,9 @@
 """Look in a catalog's log for commits that SQLite does not read.
 
-    n = unread_commits(log.read_bytes())    # 0 in the log of a run that was killed
+    n = unread_commits_of(layout)    # 0 for a run that was killed
+
+An owner records them as an event before it writes. Files that no row names are kept from then on,
+until a rebuild has looked for what they hold.
 
 SQLite reads the log up to the first frame whose checksum is wrong, and takes what follows for a
 write that a crash cut short. After one changed byte that would be transactions that were committed.
@@ -11,11 +14,32 @@ from __future__ import annotations
 
 import struct
 
+from store.errors import StoreError
+from store.layout import RunLayout
+from store.untrusted.file_access import read_bytes
+
+COMPONENT, LOG_DAMAGED = "catalog", "log damaged"  # of the event
+# The events that no rebuild has answered.
+OPEN_EVENTS = f"""FROM event WHERE component = '{COMPONENT}' AND what = '{LOG_DAMAGED}'
+    AND event_id > coalesce((SELECT max(event_id) FROM event WHERE component = 'rebuild'), 0)"""
+MAX_LOG_BYTES = 256 << 20  # to be looked at; an owner keeps it at 16 MiB
 HEADER_BYTES, FRAME_HEADER_BYTES = 32, 24
 PAGE_BYTES = 4096  # of a catalog that this code made
 PAGE_SIZES = tuple(2**power for power in range(9, 17))  # that SQLite knows
 MAGIC = (0x377F0682, 0x377F0683)  # checksums of little-endian and of big-endian numbers
 UINT32 = 2**32 - 1
+
+
+def unread_commits_of(layout: RunLayout) -> int:
+    """Return the commits in a run's log that SQLite does not read.
+
+    0 without a log, and for one that cannot be looked at: who opens it says why.
+    """
+    log = layout.catalog.with_name(f"{layout.catalog.name}-wal")
+    try:
+        return unread_commits(read_bytes(log, root=layout.run_directory, at_most=MAX_LOG_BYTES))
+    except (OSError, StoreError):
+        return 0
 
 
 def unread_commits(log: bytes) -> int:

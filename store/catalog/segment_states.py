@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from store.catalog.log_check import OPEN_EVENTS
 from store.catalog.records import LiveSegment
 from store.catalog.transaction import Transaction
 from store.errors import StoreError
@@ -145,6 +146,11 @@ def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
                    (SELECT retired_lsn FROM segment WHERE segment_id = :segment_id))""",
             segment_id=segment_id,
         )
+
+
+def may_lack_commits(tx: Transaction) -> bool:
+    """Return whether commits were in a damaged log, and no rebuild looked for them since."""
+    return bool(tx.rows(f"SELECT 1 {OPEN_EVENTS} LIMIT 1"))
 
 
 def known_paths(tx: Transaction) -> frozenset[str]:

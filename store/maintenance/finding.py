@@ -11,10 +11,7 @@ Severity = Literal["error", "warning"]
 REBUILD = "gigpo rebuild {root}, or put a backup back"
 PUT_RIGHT_CATALOG = "put the right catalog back, or gigpo rebuild {root}"
 REBUILD_FORCE = "gigpo rebuild --force {root}, or put a backup of catalog.sqlite back"
-BEFORE_A_START = (
-    "before anything else writes the catalog: gigpo rebuild --force {root}, which finds in the "
-    "segments what was committed"
-)
+REBUILD_LOG = "gigpo rebuild --force {root}, which finds in the segments what was committed"
 PUT_BACKUP_BACK = "put a backup of catalog.sqlite back, or gigpo rebuild --force {root}"
 PUT_NEWEST_CATALOG = "put the newest catalog back, or gigpo rebuild --force {root}"
 REPAIR = "gigpo fsck --repair {root}"
@@ -42,7 +39,7 @@ CODES: Mapping[str, tuple[Severity, str, str]] = {
     "catalog_damaged": ("error", "catalog.sqlite is no whole SQLite file", REBUILD),
     "catalog_foreign": ("error", "the catalog of another run", PUT_RIGHT_CATALOG),
     "catalog_schema": ("error", "a schema that this code never makes", REBUILD_FORCE),
-    "log_damaged": ("warning", "commits in the catalog's log are not read", BEFORE_A_START),
+    "log_damaged": ("warning", "commits in the catalog's log were not read", REBUILD_LOG),
     # Rows of the catalog that contradict each other.
     "foreign_key": ("error", "a row refers to one that does not exist", REBUILD_FORCE),
     "segment_name": ("error", "a segment whose path is another file's", REBUILD_FORCE),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from printable import counted
 from store.catalog.connection import is_damage, raise_if_interrupted
-from store.catalog.log_check import unread_commits
+from store.catalog.log_check import unread_commits_of
 from store.errors import ForeignSchemaError, FormatError, StoreError
 from store.layout import RunLayout
 from store.maintenance.backup import check_backup
@@ -23,10 +23,9 @@ from store.maintenance.finding import REBUILD, Finding, found
 from store.maintenance.fsck_catalog import check_catalog, check_identity, open_catalog
 from store.maintenance.fsck_exports import check_exported_rows, check_manifest, check_unfinished
 from store.maintenance.fsck_segments import check_segments
-from store.untrusted.file_access import is_file, read_bytes, status
+from store.untrusted.file_access import is_file, status
 
 CATALOG, NAMES, CONTENTS = 1, 2, 3
-MAX_LOG_BYTES = 64 << 20  # of the catalog, to be looked at: an owner keeps it at a few megabytes
 # Without a catalog nothing else can be judged.
 FATAL = frozenset({"catalog_missing", "catalog_damaged", "catalog_foreign", "catalog_schema"})
 ATTEMPTS = 5  # an owner that changes the same thing as often while we look is not idle
@@ -79,16 +78,13 @@ def _confirmed(ask: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _check_log(layout: RunLayout) -> list[Finding]:
-    """Look for commits that the next start would throw away. The log is gone after a clean end."""
-    log = layout.catalog.with_name(f"{layout.catalog.name}-wal")
-    try:
-        data = read_bytes(log, root=layout.run_directory, at_most=MAX_LOG_BYTES)
-    except (OSError, StoreError):  # there is none, or what opens it says what is wrong
+    """Look for commits that SQLite does not read. The log is gone after a clean end."""
+    n_unread = unread_commits_of(layout)
+    if not n_unread:
         return []
-    if n_unread := unread_commits(data):
-        detail = f"{counted(n_unread, 'commit')} after a place that is not as it was written"
-        return [found("log_damaged", log.name, f"{detail}: a byte was changed, or the power cut")]
-    return []
+    detail = f"{counted(n_unread, 'commit')} after a place that is not as it was written"
+    subject = f"{layout.catalog.name}-wal"
+    return [found("log_damaged", subject, f"{detail}: a byte was changed, or the power cut")]
 
 
 def _check_catalog(layout: RunLayout) -> list[Finding]:

@@ -9,8 +9,9 @@ A retired file goes when the snapshot window has passed and neither a pinned rea
 shows it. In a remote storage it stays while the newest backup of the catalog names it. An orphan
 was written and never committed. One from before this owner opened the catalog belongs to an older
 epoch, so it can never be committed. Its time is that of the storage's clock, which may be hours
-behind. So while workers write, a file goes only if it was there at the look before, too. Files that
-this code would not have written are left alone.
+behind. So while workers write, a file goes only if it was there at the look before, too. None goes
+after commits were lost with a damaged log, until a rebuild. Files that this code would not have
+written are left alone.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def sweep_orphans(
         [path for path, at_us in some.items() if at_us < before_us and stayed.get(path) == at_us]
         for some in (uncommitted, writes)
     )
+    if catalog.may_lack_commits():  # one of them may have been of such a file
+        orphans = []
     for path in orphans:
         layout.storage.remove(path)
     for path in unfinished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import sqlite3
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from store import Catalog, RunLayout
+from store import Catalog, RunLayout, export, now_us
 from store.catalog.log_check import FRAME_HEADER_BYTES, HEADER_BYTES, PAGE_BYTES, unread_commits
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
+from store.maintenance.sweep import sweep_orphans
 from tests.support.store_runs import make_run
 from tests.support.store_samples import open_train_group, play
 
@@ -61,7 +63,10 @@ def test_each_changed_bit_before_the_last_commit_is_found(killed: RunLayout) -> 
         assert unread_commits(bytes(changed)) >= 1, at
 
 
-def test_a_rebuild_finds_what_the_log_had_committed(killed: RunLayout, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_rebuild_finds_what_the_log_had_committed(
+    killed: RunLayout, tmp_path: Path, is_started: bool
+) -> None:
     """One changed bit, and the next start threw committed trajectories away; fsck said: whole."""
     shutil.copytree(killed.root, tmp_path / "sound")
     expected = trajectories(RunLayout.open(tmp_path / "sound"))
@@ -70,7 +75,17 @@ def test_a_rebuild_finds_what_the_log_had_committed(killed: RunLayout, tmp_path:
     log_of(killed).write_bytes(log)
     (finding,) = [one for one in check(killed, level=CONTENTS) if one.what == "log_damaged"]
     assert finding.severity == "warning"
-    assert finding.remedy.startswith("before anything else writes the catalog: gigpo rebuild")
+    assert finding.remedy.startswith(f"gigpo rebuild --force {killed.root}, which finds in")
+    if is_started:  # from now on the log is a new one
+        for path in killed.segments.rglob("*.parquet"):
+            os.utime(path, (1, 1))
+        for _ in range(2):
+            with Catalog.open(killed) as catalog:
+                sweep_orphans(catalog, killed, opened_us=now_us(), before=None)
+                export(catalog, killed)
+        found = [one for one in check(killed, level=CONTENTS) if one.what == "log_damaged"]
+        assert [one.subject.partition(" ")[0] for one in found] == ["event"]
     rebuild(killed)
     assert trajectories(killed) == expected
-    assert not [one for one in check(killed, level=CONTENTS) if one.severity == "error"]
+    after = check(killed, level=CONTENTS)
+    assert not [one for one in after if one.severity == "error" or one.what == "log_damaged"]
