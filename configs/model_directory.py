@@ -226,7 +226,7 @@ def check_model_directory(path: Path | str) -> None:
 def _leads_far(link: Path) -> bool:
     """Return whether a link leads through more than MAX_NAMES names, with those in other links.
 
-    The system follows 40 links of 2,000 names each, in milliseconds, each time that it is asked.
+    Linux follows up to 40 links of 2,000 names each: 12 ms, whenever such a file is looked at.
     """
     place, names = Path(os.path.realpath(link.parent)), [link.name]
     for _ in range(MAX_NAMES):

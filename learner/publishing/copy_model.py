@@ -1,7 +1,10 @@
 """Copy a model directory that a user chose, or files of it: its owner may be somebody else.
 
-copy_weights(model, run / "base/policy", follow_links=True)
-copy_file(model / "config.json", version / "config.json")
+    copy_weights(model, run / "base/policy", follow_links=True)
+    copy_file(model / "config.json", version / "config.json")
+
+So no link of somebody else's is followed to a private file, and no copy has more rights than what
+it was copied from.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ connection.py       SQLite's connections: the owner's, and those that only read
 catalog_files.py    the files that SQLite would open, looked at before
 private_copy.py     a copy of a catalog that another user could exchange
 ownership.py        the lock, and which runs this user may own or read
-schema.sql          the tables; log_check.py         commits in the log that SQLite does not read
-schema_check.py refuses a catalog with other ones
+schema.sql          the tables; schema_check.py refuses a catalog with other ones
+log_check.py        commits in the log that SQLite does not read after a changed byte
 groups.py           a group from open to complete: open, lease, commit; groups by state
 imported_groups.py  groups of other runs: read only, or trained on as offline groups
 batches.py          a group from complete to consumed: drop stale, claim, settle, roll back

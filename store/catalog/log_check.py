@@ -2,8 +2,9 @@
 
     n = unread_commits_of(layout)    # 0 for a run that was killed
 
-An owner records them as an event before it writes. Files that no row names are kept from then on,
-until a rebuild has looked for what they hold.
+An owner counts them before its first write, which removes them, and records an event. From then on
+files that no row names are kept until a rebuild has looked for what they hold. A power cut may
+leave a log that looks the same: nothing is lost by a false alarm.
 
 SQLite reads the log up to the first frame whose checksum is wrong, and takes what follows for a
 write that a crash cut short. After one changed byte that would be transactions that were committed.
@@ -31,9 +32,9 @@ UINT32 = 2**32 - 1
 
 
 def unread_commits_of(layout: RunLayout) -> int:
-    """Return the commits in a run's log that SQLite does not read.
+    """Return the number of commits in a run's log that SQLite does not read.
 
-    0 without a log, and for one that cannot be looked at: who opens it says why.
+    0 without a log, and for one that cannot be looked at: opening the catalog names the reason.
     """
     log = layout.catalog.with_name(f"{layout.catalog.name}-wal")
     try:

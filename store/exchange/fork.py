@@ -19,11 +19,7 @@ from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
-from store.atomic_write import (
-    PRIVATE,
-    make_directory,
-    sync_directory,
-)
+from store.atomic_write import PRIVATE, make_directory, sync_directory
 from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import (
     check_pages,
@@ -176,8 +172,9 @@ def _fill(
     """Make the new run in the directory `unfinished`. It is on disk at the end."""
     check_own_directory(unfinished, is_made=False)
     make_directory(unfinished.parent, beneath=unfinished.parent)
-    with suppress(FileExistsError):  # somebody made it meanwhile, who is looked at
-        unfinished.mkdir(mode=OWNER_MAY)  # nobody else enters until what is in it has its rights
+    # Nobody else may enter until what is in it has its rights.
+    with suppress(FileExistsError):  # if somebody else made it meanwhile, the next line refuses it
+        unfinished.mkdir(mode=OWNER_MAY)
     check_own_directory(unfinished)
     remove_access_lists(unfinished)
     # Until the marker is removed, RunLayout.open refuses this directory. It is made before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,9 @@ from store.maintenance.rebuild import rebuild
 from store.reading import mirror as mirror_module
 from store.reading.mirror import fetch_run
 from store.storage import Storage
+from tests.support.store_damage import ask
 from tests.support.store_runs import fingerprint, make_run
 from tests.support.store_samples import open_train_group, play
-
-
-def ask(layout: RunLayout, query: str) -> list[tuple]:
-    with closing(sqlite3.connect(layout.catalog)) as connection:
-        return connection.execute(query).fetchall()
 
 
 def test_a_run_that_lost_its_catalog_is_not_taken_for_a_copy_of_its_backup(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from store.catalog.log_check import FRAME_HEADER_BYTES, HEADER_BYTES, PAGE_BYTES
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.sweep import sweep_orphans
+from tests.support.store_damage import ask
 from tests.support.store_runs import make_run
 from tests.support.store_samples import open_train_group, play
 
@@ -39,8 +38,7 @@ def log_of(layout: RunLayout) -> Path:
 
 
 def trajectories(layout: RunLayout) -> list[tuple]:
-    with closing(sqlite3.connect(layout.catalog)) as connection:
-        return connection.execute("SELECT traj_uid FROM trajectory ORDER BY 1").fetchall()
+    return ask(layout, "SELECT traj_uid FROM trajectory ORDER BY 1")
 
 
 def test_the_log_of_a_killed_run_is_read_to_its_end(killed: RunLayout) -> None:
