@@ -26,7 +26,6 @@ OPEN_EVENTS = f"""FROM event WHERE component = '{COMPONENT}' AND what = '{LOG_DA
 MAX_LOG_BYTES = 256 << 20  # to be looked at; an owner keeps it at 16 MiB
 HEADER_BYTES, FRAME_HEADER_BYTES = 32, 24
 PAGE_BYTES = 4096  # of a catalog that this code made
-PAGE_SIZES = tuple(2**power for power in range(9, 17))  # that SQLite knows
 MAGIC = (0x377F0682, 0x377F0683)  # checksums of little-endian and of big-endian numbers
 UINT32 = 2**32 - 1
 
@@ -51,18 +50,18 @@ def unread_commits(log: bytes) -> int:
     order = ">" if magic == MAGIC[1] else "<"
     sums = _checksum(log[:24], (0, 0), order=order)
     is_read = magic in MAGIC and sums == struct.unpack_from(">2I", log, 24)
-    # Frames with other salts are of an earlier round of the log. In a header that was changed the
-    # salts may be wrong.
-    salts = log[16:24] if is_read else log[HEADER_BYTES + 8 : HEADER_BYTES + 16]
-    n_unread, page_bytes = 0, int.from_bytes(log[8:12])
-    page_bytes = page_bytes if page_bytes in PAGE_SIZES else PAGE_BYTES
-    frame_bytes = FRAME_HEADER_BYTES + page_bytes
+    # A changed header's salts say nothing: every frame may be of the last round of the log then.
+    salts = log[16:24] if is_read else None
+    n_unread, frame_bytes = 0, FRAME_HEADER_BYTES + PAGE_BYTES
     for at in range(HEADER_BYTES, len(log) - frame_bytes + 1, frame_bytes):
-        is_of_round = log[at + 8 : at + 16] == salts
+        # Frames of an earlier round have two other salts. With one changed byte, only one is other.
+        is_of_round = salts is None or (
+            log[at + 8 : at + 12] == salts[:4] or log[at + 12 : at + 16] == salts[4:]
+        )
         if is_read:
             sums = _checksum(log[at : at + 8], sums, order=order)
             sums = _checksum(log[at + FRAME_HEADER_BYTES : at + frame_bytes], sums, order=order)
-            is_read = is_of_round and sums == struct.unpack_from(">2I", log, at + 16)
+            is_read = log[at + 8 : at + 16] == salts and sums == struct.unpack_from(">2I", log, at + 16)
         is_commit = log[at + 4 : at + 8] != b"\0\0\0\0"  # the database's size after it
         n_unread += is_commit and is_of_round and not is_read
     return n_unread

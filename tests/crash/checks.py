@@ -110,18 +110,23 @@ def _shown_to_readers(layout: RunLayout, diary: Sequence[Line]) -> list[str]:
     manifest = read_manifest(layout)
     if manifest is None:
         return ["the manifest is gone"] if _largest(diary, "manifest", "lsn") else []
-    named = [
-        *manifest.segments,
-        *(part.path for parts in manifest.tables.values() for part in parts),
-    ]
-    broken = [
-        f"the manifest names {path}, which is gone"
-        for path in named
-        if not layout.storage.exists(path)
-    ]
+    broken = missing_for_readers(layout)
     if manifest.lsn < _largest(diary, "manifest", "lsn"):
         broken.append(f"the manifest is back at lsn {manifest.lsn}")
     return broken
+
+
+def missing_for_readers(layout: RunLayout) -> list[str]:
+    """Name the files of the manifest that are not there."""
+    manifest = read_manifest(layout)
+    if manifest is None:
+        return []
+    parts = [part.path for parts in manifest.tables.values() for part in parts]
+    return [
+        f"the manifest names {path}, which is gone"
+        for path in (*manifest.segments, *parts)
+        if not layout.storage.exists(path)
+    ]
 
 
 def _in_catalog(layout: RunLayout, diary: Sequence[Line]) -> list[str]:

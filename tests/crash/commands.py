@@ -25,14 +25,16 @@ from store.exchange.dataset_import import import_selection
 from store.exchange.fork import UNFINISHED, fork
 from store.hashing import file_digest
 from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.rebuild import rebuild as make_catalog
 from store.reading.reader import open_run
 from tests.crash import tracer
-from tests.crash.checks import ONCE, EndState, Line, end_state
+from tests.crash.checks import ONCE, EndState, Line, end_state, missing_for_readers
 from tests.crash.guards import change_a_byte
 from tests.crash.lab import Failed
 from tests.crash.workload import Diary
 from tests.support.store_damage import a_file, an_export, ask, edit
 from tests.support.store_runs import fingerprint, make_run
+from tests.support.store_samples import open_train_group, play
 
 STEP = 1  # the checkpoint that is forked
 READERS = "readers/"  # pins of killed readers may stay in it
@@ -108,6 +110,19 @@ def make_dataset(world: Path) -> None:
     make_run(world / "run")
 
 
+def make_old_copy(world: Path) -> None:
+    """Make a run and a copy of it. Then the run plays on, and no longer has some of its files."""
+    layout = make_run(world / "run")
+    for ordinal in (7, 8, 9):  # the last export removes what the one before replaced
+        with Catalog.open(layout) as catalog, mock.patch("store.reading.manifest.GRACE_S", 0):
+            play(layout, catalog, open_train_group(catalog, ordinal), version=1)
+            export(catalog, layout)
+        if ordinal == 7:
+            fetch(world)
+    copied = {path.name for path in (world / "made").rglob("*.parquet")}
+    assert copied - {path.name for path in layout.root.rglob("*.parquet")}
+
+
 def repair(world: Path) -> None:
     """Check and repair the run."""
     said("fsck", "--repair", world / "run")
@@ -133,6 +148,12 @@ def make_fork(world: Path) -> None:
 def take_in(world: Path) -> None:
     """Import the dataset."""
     said("import", world / "run", world / "dataset")
+
+
+def fetch(world: Path) -> None:
+    """Make or update a copy of the run: one file after the other, so that all calls come again."""
+    with mock.patch("store.reading.mirror.PARALLEL", 1):
+        said("fetch", (world / "run").as_uri(), world / "made")
 
 
 def write_dataset(world: Path) -> None:
@@ -219,6 +240,21 @@ def no_half_dataset(world: Path) -> list[str]:
     return [] if taken == shown else [f"the dataset has {taken} of {shown} trajectories"]
 
 
+def no_torn_copy(world: Path) -> list[str]:
+    """Check that a copy that opens has every file that its manifest names."""
+    if not RunLayout.exists(copy := world / "made"):
+        return []
+    return missing_for_readers(RunLayout.open(copy))
+
+
+def made_a_run(world: Path) -> RunLayout:
+    """Return a run that was made of the copy."""
+    root = world / "rebuilt"
+    shutil.copytree(world / "made", root)
+    make_catalog(layout := RunLayout.open(root))
+    return layout
+
+
 def taken_in(world: Path) -> RunLayout:
     """Return a run that was made of the exported dataset."""
     layout = RunLayout.create(world / "taker", config_yaml="a: 1\n")
@@ -260,6 +296,20 @@ COMMANDS = {
         unchanged="run",
         after_kill=no_half_dataset,
         result=taken_in,
+    ),
+    "fetch": Command(
+        prepare=lambda world: make_run(world / "run"),
+        act=fetch,
+        unchanged="run",
+        after_kill=no_torn_copy,
+        result=made_a_run,
+    ),
+    "fetch again": Command(
+        prepare=make_old_copy,
+        act=fetch,
+        unchanged="run",
+        after_kill=no_torn_copy,
+        result=made_a_run,
     ),
 }
 

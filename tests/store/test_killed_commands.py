@@ -1,5 +1,5 @@
-"""SIGKILL while `fsck --repair`, `rebuild`, a fork, `import` or `export` works, then the same
-command again.
+"""SIGKILL while `fsck --repair`, `rebuild`, a fork, `import`, `export` or `fetch` works, then the
+same command again.
 
 Nothing is lost or doubled, what a command only reads is as it was, and what is half made is never
 taken for a whole.

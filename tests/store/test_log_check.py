@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,35 @@ def test_each_changed_bit_before_the_last_commit_is_found(killed: RunLayout) -> 
         changed = bytearray(log)
         changed[at] ^= 1 << drawn.randrange(8)
         assert unread_commits(bytes(changed)) >= 1, at
+
+
+def test_a_changed_header_of_a_log_that_began_anew_hides_nothing(tmp_path: Path) -> None:
+    """After the frames of this round come those of an earlier one, which had other salts."""
+    layout = make_run(tmp_path / "run")
+    with Catalog.open(layout) as catalog:
+        for ordinal in range(46, 50):
+            play(layout, catalog, open_train_group(catalog, ordinal), version=1)
+        with closing(sqlite3.connect(layout.catalog)) as connection:
+            assert connection.execute("PRAGMA wal_checkpoint(FULL)").fetchone()[0] == 0
+        for ordinal in (50, 51):
+            play(layout, catalog, open_train_group(catalog, ordinal), version=1)
+        log = log_of(layout).read_bytes()
+    assert unread_commits(log) == 0
+    frames = range(HEADER_BYTES, len(log) - FRAME_BYTES + 1, FRAME_BYTES)
+    ours = [at for at in frames if log[at + 8 : at + 16] == log[16:24]]
+    assert len(ours) < len(frames)
+    last_commit = max(at for at in ours if any(log[at + 4 : at + 8]))
+    for first, n_bytes in (
+        (10, 1),  # the size of a page
+        (16, 1),  # the salts
+        (0, 512),  # a sector: the first frame's salts too
+        (0, 4096),
+        (last_commit + 8, 1),  # its salts
+        (last_commit + 15, 1),
+    ):
+        changed = bytearray(log)
+        changed[first : first + n_bytes] = bytes(n_bytes)
+        assert changed == log or unread_commits(bytes(changed)) >= 1, first
 
 
 @pytest.mark.parametrize("is_started", [False, True])
