@@ -149,6 +149,7 @@ from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
 from .untrusted.memory_limit import limited_memory as limited_memory
+from .untrusted.own_directory import all_in as all_in
 from .untrusted.own_directory import check_file_links as check_file_links
 from .untrusted.own_directory import check_own_directory as check_own_directory
 from .untrusted.own_directory import is_anothers as is_anothers

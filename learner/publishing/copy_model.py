@@ -19,6 +19,7 @@ from store import (
     OWNER_MAY,
     PRIVATE,
     UnsafePathError,
+    all_in,
     check_file_links,
     copy_first,
     give_rights,
@@ -39,20 +40,19 @@ def copy_weights(source: Path, dest: Path, *, follow_links: bool) -> None:
         check_file_links(source)  # refuses links that lead round in a circle
     with atomic_directory(dest) as unfinished:
         remove_access_lists(unfinished)
-        _copy_directory(source, unfinished, follow_links=follow_links)
-
-
-def _copy_directory(source: Path, dest: Path, *, follow_links: bool) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_symlink() and not follow_links:
-            text = f"{path} is a symbolic link; put what it leads to in its place"
-            raise UnsafePathError(errno.ELOOP, text)
-        if path.is_dir():
-            (dest / path.name).mkdir(mode=OWNER_MAY)
-            _copy_directory(path, dest / path.name, follow_links=follow_links)
-        else:
-            copy_file(path, dest / path.name)
-    give_rights(dest, source=source, owner=OWNER_MAY)
+        directories = {source: unfinished}
+        for path, is_directory in all_in(source):
+            copy = directories[path.parent] / path.name
+            if path.is_symlink() and not follow_links:
+                text = f"{path} is a symbolic link; put what it leads to in its place"
+                raise UnsafePathError(errno.ELOOP, text)
+            if is_directory:
+                copy.mkdir(mode=OWNER_MAY)
+                directories[path] = copy
+            else:
+                copy_file(path, copy)
+        for path, copy in directories.items():
+            give_rights(copy, source=path, owner=OWNER_MAY)
 
 
 def copy_file(source: Path, dest: Path) -> None:

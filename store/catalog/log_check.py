@@ -54,14 +54,13 @@ def unread_commits(log: bytes) -> int:
     salts = log[16:24] if is_read else None
     n_unread, frame_bytes = 0, FRAME_HEADER_BYTES + PAGE_BYTES
     for at in range(HEADER_BYTES, len(log) - frame_bytes + 1, frame_bytes):
+        its = log[at + 8 : at + 16]
         # Frames of an earlier round have two other salts. With one changed byte, only one is other.
-        is_of_round = salts is None or (
-            log[at + 8 : at + 12] == salts[:4] or log[at + 12 : at + 16] == salts[4:]
-        )
+        is_of_round = salts is None or its[:4] == salts[:4] or its[4:] == salts[4:]
         if is_read:
             sums = _checksum(log[at : at + 8], sums, order=order)
             sums = _checksum(log[at + FRAME_HEADER_BYTES : at + frame_bytes], sums, order=order)
-            is_read = log[at + 8 : at + 16] == salts and sums == struct.unpack_from(">2I", log, at + 16)
+            is_read = its == salts and sums == struct.unpack_from(">2I", log, at + 16)
         is_commit = log[at + 4 : at + 8] != b"\0\0\0\0"  # the database's size after it
         n_unread += is_commit and is_of_round and not is_read
     return n_unread

@@ -14,8 +14,9 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from store.errors import StoreError, UnsafePathError
@@ -212,26 +213,39 @@ def check_file_links(directory: Path) -> None:
     read are passed over. Call it before a library opens files by their paths. It does not help if
     somebody exchanges one afterwards.
     """
-    for number, path in enumerate(_all_in(directory, n_levels=MAX_LEVELS)):
-        if number == MAX_FILES:
-            text = f"{directory} has more than {MAX_FILES:,} files and directories"
-            raise UnsafePathError(errno.EFBIG, f"{text}; give the one of the model alone")
+    for path, is_directory in all_in(directory, skips_unreadable=True):
         with suppress(PermissionError):
-            if path.is_file():
+            if not is_directory and path.is_file():
                 os.close(open_file_by_own_links(path))
 
 
-def _all_in(directory: Path, *, n_levels: int) -> Iterator[Path]:
-    """Yield what lies in a directory and in those below it. Links are followed."""
-    if n_levels == 0:
-        raise UnsafePathError(
-            errno.ELOOP, f"{directory} lies too deep, or links lead round in a circle; remove them"
-        )
-    for path in directory.iterdir():
-        yield path
-        with suppress(PermissionError):
-            if path.is_dir():
-                yield from _all_in(path, n_levels=n_levels - 1)
+def all_in(directory: Path, *, skips_unreadable: bool = False) -> Iterator[tuple[Path, bool]]:
+    """Yield what lies in a directory and in those below it, and whether it is a directory.
+
+    Links are followed. A directory comes before its content. Raises OSError; UnsafePathError after
+    MAX_FILES, and below MAX_LEVELS, also if somebody makes more of them meanwhile.
+    """
+    passing_over = suppress(PermissionError) if skips_unreadable else nullcontext()
+    waiting, n_found = [(directory, MAX_LEVELS)], 0
+    while waiting:
+        here, n_levels = waiting.pop()
+        if n_levels == 0:
+            text = f"{here} lies too deep, or links lead round in a circle; remove them"
+            raise UnsafePathError(errno.ELOOP, text)
+        names: list[str] = []
+        with passing_over, os.scandir(here) as entries:
+            names = [entry.name for entry in islice(entries, MAX_FILES + 1)]
+        n_found += len(names)
+        if n_found > MAX_FILES:
+            text = f"{directory} has more than {MAX_FILES:,} files and directories"
+            raise UnsafePathError(errno.EFBIG, f"{text}; give the one of the model alone")
+        for path in (here / name for name in names):
+            is_directory = False
+            with passing_over:
+                is_directory = path.is_dir()
+            yield path, is_directory
+            if is_directory:
+                waiting.append((path, n_levels - 1))
 
 
 def _check_links(entries: Sequence[_Entry], *, but_of: int | None, instead: str) -> None:

@@ -27,7 +27,7 @@ from learner.files.atomic_directory import (
 )
 from learner.model.policy_model import PolicyModel, load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
-from learner.publishing import publish
+from learner.publishing import copy_model, publish
 from learner.publishing.copy_model import copy_file, copy_weights
 from learner.publishing.publish import (
     DTYPE_NAMES,
@@ -35,7 +35,7 @@ from learner.publishing.publish import (
     write_shards,
     write_weights,
 )
-from store import StoreError, files_digest, weight_files
+from store import StoreError, check_file_links, files_digest, weight_files
 from store.file_rights import ACCESS_LISTS
 from tests.support.file_modes import let_one_user_read
 from tests.support.neighbours import Neighbour
@@ -443,6 +443,28 @@ def test_links_that_show_a_few_directories_on_endless_paths_are_refused_soon(
     with pytest.raises(StoreError, match="shared has more than 5,000 files .*model alone"):
         load_policy(shared, dtype="float32", gradient_checkpointing=False, temperature=1.0)
     with pytest.raises(StoreError, match="shared has more than 5,000 files"):
+        copy_weights(shared, tmp_path / "copy", follow_links=True)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_model_that_grows_while_it_is_copied_is_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: after the look, a directory of it was exchanged for a link to endless paths."""
+    shared, endless = tmp_path / "shared", tmp_path / "endless"
+    shutil.copytree(base, shared)
+    (shared / "more").mkdir()
+    endless.mkdir()
+    for number in range(99):
+        (endless / f"{number}").symlink_to(endless)
+
+    def grows(directory: Path) -> None:
+        check_file_links(directory)
+        (shared / "more").rmdir()
+        (shared / "more").symlink_to(endless)
+
+    monkeypatch.setattr(copy_model, "check_file_links", grows)
+    with pytest.raises(StoreError, match="more than 5,000 files|round in a circle"):
         copy_weights(shared, tmp_path / "copy", follow_links=True)
     assert not (tmp_path / "copy").exists()
 
