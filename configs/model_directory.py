@@ -187,13 +187,18 @@ def check_model_directory(path: Path | str) -> None:
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
+    if _leads_far(path):
+        raise ConfigError(
+            f"{path} leads through more than {MAX_NAMES} names; give the directory behind it"
+        )
+    home = Path(os.path.realpath(path))
     entries = list(islice(path.iterdir(), MAX_ENTRIES + 1)) if path.is_dir() else []
     if len(entries) > MAX_ENTRIES:
         raise ConfigError(
             f"{path} has more than {MAX_ENTRIES:,} files; give a directory of the model alone"
         )
     for file in entries:
-        if file.is_symlink() and _leads_far(file):
+        if file.is_symlink() and _leads_far(home / file.name):
             raise ConfigError(
                 f"{file} leads through more than {MAX_NAMES} names; put the file in its place"
             )
@@ -223,12 +228,12 @@ def check_model_directory(path: Path | str) -> None:
                 _check_image_processor(path / name)
 
 
-def _leads_far(link: Path) -> bool:
-    """Return whether a link leads through more than MAX_NAMES names, with those in other links.
+def _leads_far(path: Path) -> bool:
+    """Return whether a path leads through more than MAX_NAMES names, with those in links.
 
     Linux follows up to 40 links of 2,000 names each: 12 ms, whenever such a file is looked at.
     """
-    place, names = Path(os.path.realpath(link.parent)), [link.name]
+    place, names = Path("/"), list(reversed(path.absolute().parts))
     for _ in range(MAX_NAMES):
         if not names:
             return False

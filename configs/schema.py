@@ -34,7 +34,8 @@ class EnvConfig:
     processes: int = 1
     # seconds for one reset or step; a slower environment is killed and its episode is retried
     answer_timeout_s: float = 60.0
-    # tries of an episode whose environment fails; then its group is abandoned, with the reason
+    # tries of an episode whose environment fails, and times that a group may end its process, which
+    # others share; then the group is abandoned, with the reason
     attempts: int = 3
 
 

@@ -12,15 +12,18 @@ class EnvironmentDied(RuntimeError):
     """An environment raised, returned nonsense, hung, or lost its process during an episode.
 
     `at_fault` is False for an episode that only shared the process of the failing one.
+    `ended_process`: all episodes in that process have to be played again.
     """
 
-    def __init__(self, message: str, *, at_fault: bool) -> None:
+    def __init__(self, message: str, *, at_fault: bool, ended_process: bool = False) -> None:
         super().__init__(message)
         self.at_fault = at_fault
+        self.ended_process = ended_process
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Python pickles only the positional arguments of an exception.
-        return partial(EnvironmentDied, at_fault=self.at_fault), (str(self),)
+        made = partial(EnvironmentDied, at_fault=self.at_fault, ended_process=self.ended_process)
+        return made, (str(self),)
 
 
 class EnvironmentStuckError(RuntimeError):

@@ -13,17 +13,18 @@ from store.untrusted import json_values
 # Format of a run and of every file in it. A change that this version would misread needs another
 # name.
 FORMAT = "async-gigpo/3"
+ANY_FORMAT = re.compile(r"(async-gigpo/)?[0-9]{1,9}")  # of this, an earlier or a later version
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def check_format(content: Mapping[str, object], *, name: str) -> None:
     """Check the field `format` of a file.
 
-    Raises OtherFormatError for another format than FORMAT, ValueError if the file names none.
+    Raises OtherFormatError for another format than FORMAT, ValueError if it is no format's name.
     """
     found = content.get("format", content.get("format_version"))  # the field of earlier versions
-    if not isinstance(found, str | int):
-        raise ValueError(f"format is {found!r:.80}, not a text")
+    if not isinstance(found, str | int) or not ANY_FORMAT.fullmatch(str(found)):
+        raise ValueError(f"format is {found!r:.80}, and no version has such a one")
     if found != FORMAT:
         raise other_format(name, repr(found)[:40])
 

@@ -29,10 +29,10 @@ from envs import EnvironmentDied
 from store import TRAIN, FencedError, Trajectory, Unfinished, now_us, uid
 
 COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
-# Attempts at an episode whose environment process exited through another episode's fault. The
-# other episode fails for good after `env.attempts`. Many more exits mean that the process itself
-# does not work.
-MAX_ATTEMPTS_NOT_AT_FAULT = 20
+# Attempts at an episode whose environment process ended through another group's fault. That group
+# is abandoned after `env.attempts` such ends, so these are the ends by 30 groups while one episode
+# was played. A server could blame others for ever.
+MAX_ATTEMPTS_NOT_AT_FAULT = 100
 
 
 class EpisodeFailed(RuntimeError):
@@ -111,6 +111,7 @@ class GroupRollout:
         self._rules = EpisodeRules.of(config, temperature=lease.temperature)
         self._max_attempts = config.env.attempts
         self._attempts = Attempts(lease)
+        self._n_ended_processes = 0  # by all episodes of the group
         self._free = list(lease.group.missing)  # members without a trajectory
         self._finished: list[Trajectory] = []  # members to be committed
         self._extra: list[Trajectory] = []  # ended when no member was free
@@ -176,7 +177,9 @@ class GroupRollout:
     async def _play_episode(self, number: int) -> Trajectory:
         """Play one episode, and again if its environment fails, `env.attempts` times in all.
 
-        An attempt does not count if its process died through another episode's fault.
+        An attempt does not count if its process died through another episode's fault. All other
+        groups begin again whenever an episode of this one ends the process that they share, so it
+        may do that `env.attempts` times in all, whichever episode it is.
         """
         lease = self.lease
         ids = EpisodeIds.of(lease.group.group_uid, number)
@@ -189,11 +192,17 @@ class GroupRollout:
                 self._attempts.fail(number)
                 episode = f"{lease.task.env_name} task {lease.task.id!r}, member {number}"
                 await self._coordinator.record("episode failed", f"{episode}: {error}")
-                if isinstance(error, EnvironmentDied) and not error.at_fault:
+                died = error if isinstance(error, EnvironmentDied) else None
+                if died is not None and not died.at_fault:
                     not_at_fault += 1
                 else:
                     at_fault += 1
-                if at_fault >= self._max_attempts or not_at_fault >= MAX_ATTEMPTS_NOT_AT_FAULT:
+                    self._n_ended_processes += died is not None and died.ended_process
+                if (
+                    at_fault >= self._max_attempts
+                    or self._n_ended_processes >= self._max_attempts
+                    or not_at_fault >= MAX_ATTEMPTS_NOT_AT_FAULT
+                ):
                     raise EpisodeFailed(
                         f"{at_fault + not_at_fault} attempts failed, the last one because: {error}"
                     ) from error

@@ -15,8 +15,9 @@ Fields with a default in `envs/base.py` may be left out. An image is {"height": 
 "pixels": "AAAA////"}: here a black pixel above a white one, in base64 of height * width * 3 bytes.
 
 An error has another status than 200 and {"error": one line}. With "at_fault": false another
-session's request is to blame, and the episode is played again at no cost. Status 404 means that the
-id is unknown, as after a restart of the server: the next episode creates another session.
+session's request is to blame, and the episode is played again at no cost. With "ended_process":
+true the other sessions have to begin again. Status 404 means that the id is unknown, as after a
+restart of the server: the next episode creates another session.
 """
 
 from __future__ import annotations
@@ -149,8 +150,12 @@ class RemoteEnv:
     def _value(self, status: int, answer: bytes) -> Any:
         """Return the value of an answer. Raises EnvironmentDied for an error or too many values."""
         if status != 200:
-            at_fault = _json_object(answer).get("at_fault") is not False
-            raise EnvironmentDied(self._error(status, answer), at_fault=at_fault)
+            fields = _json_object(answer)
+            raise EnvironmentDied(
+                self._error(status, answer),
+                at_fault=fields.get("at_fault") is not False,
+                ended_process=fields.get("ended_process") is True,
+            )
         try:
             return read_value(answer, most=MAX_ANSWER_VALUES)
         except TooManyValues as error:

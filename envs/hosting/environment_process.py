@@ -110,6 +110,7 @@ class EnvironmentProcess:
                 f"the process of {self._env_name!r} that held this environment is gone, through "
                 f"another episode's request{log_hint(self._log)}",
                 at_fault=False,
+                ended_process=True,
             )
         if (task := task_of(argument)) is not None:
             self._tasks[environment_id] = task
@@ -256,7 +257,8 @@ class EnvironmentProcess:
         for index, future in enumerate(failing):  # before the log, whose disk may be slow
             self._pending.end(future)
             if not future.done():
-                future.set_exception(EnvironmentDied(said, at_fault=index == 0))
+                died = EnvironmentDied(said, at_fault=index == 0, ended_process=True)
+                future.set_exception(died)
         write_log(self._log, "\n".join(filter(None, (message, details, process.dump()))))
 
     def _detach(self) -> ChildProcess:

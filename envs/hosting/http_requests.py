@@ -9,7 +9,8 @@
 
 A request needs the key, if there is one, and JSON as its content type. Requests of web pages are
 refused: another site could otherwise use the browser of somebody who reaches the server. A client
-that sends half a request, or reads no answers, is disconnected. So is one client too many.
+that sends half a request, or reads no answers, is disconnected. So is the client that has asked for
+nothing for longest, if there are too many.
 """
 
 from __future__ import annotations
@@ -274,6 +275,7 @@ class GuardedSite(web.BaseSite):
         super().__init__(runner)
         self._host, self._port = host, port
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._open: dict[_Connection, None] = {}  # oldest first
         self._max_connections = min(MAX_CONNECTIONS, max(1, open_files // 2))
 
     @property
@@ -290,9 +292,16 @@ class GuardedSite(web.BaseSite):
     def _protocol(self) -> asyncio.Protocol:
         server = self._runner.server
         assert server is not None, "the runner is set up"
-        if len(server.connections) >= self._max_connections:
-            return _Refusal()
-        return _Connection(server())
+        if len(self._open) >= self._max_connections:
+            # Whoever reaches the port could otherwise keep everybody from it, without the key.
+            idle = next((connection for connection in self._open if connection.is_idle), None)
+            if idle is None:
+                return _Refusal()
+            del self._open[idle]
+            idle.abort()
+        connection = _Connection(server(), ended=lambda: self._open.pop(connection, None))
+        self._open[connection] = None
+        return connection
 
 
 class _Refusal(asyncio.Protocol):
@@ -311,8 +320,9 @@ class _Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, handler: web.RequestHandler) -> None:
+    def __init__(self, handler: web.RequestHandler, *, ended: Callable[[], object]) -> None:
         self._handler = handler
+        self._ended = ended
         self._watch: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -332,7 +342,18 @@ class _Connection(asyncio.Protocol):
         self._cancel_timer()
         self._handler.resume_writing()
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request has come that is not answered, but perhaps a part of one."""
+        handler = self._handler
+        is_open = handler.transport is not None
+        return is_open and handler._current_request is None and not handler._messages
+
+    def abort(self) -> None:
+        self._transport.abort()
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._ended()
         self._cancel_timer()
         if self._watch is not None:
             self._watch.cancel()

@@ -332,7 +332,8 @@ def _shortened(value: object) -> str:
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer an error with one line.
 
-    `at_fault` is false if another session's request is to blame.
+    `at_fault` is false if another session's request is to blame. `ended_process` is true if other
+    sessions have lost their environment too.
     """
     fields: dict[str, object] = {}
     try:
@@ -341,7 +342,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         raise  # the guard answers
     except EnvironmentDied as error:
         status, reason = 500, f"{error}; the server printed the traceback"
-        fields = {"at_fault": error.at_fault}
+        fields = {"at_fault": error.at_fault, "ended_process": error.ended_process}
     except web.HTTPException as error:  # no such path, or no POST
         status, reason = error.status, f"{request.method} {request.path}: {error.reason}"
     except Exception as error:  # noqa: BLE001 - a process border: the client is told

@@ -318,10 +318,12 @@ class _EventLoopHost:
             fault += f", at {place}" if place else ""
         else:
             fault = f"failed in {request}: {describe_error(error, called=called)}"
+        # A server may say that it is not at fault.
+        told = error if type(error) is EnvironmentDied else None
         return EnvironmentDied(
             f"environment {self._env_name!r} {fault}{log_hint(self._log)}",
-            # A server may say that it is not.
-            at_fault=not (type(error) is EnvironmentDied and error.at_fault is False),
+            at_fault=told is None or told.at_fault is not False,
+            ended_process=told is not None and told.ended_process is True,
         )
 
     def stuck(self) -> str | None:

@@ -303,10 +303,10 @@ class Failing:
         return trajectory(ids.member)
 
 
-def attempts(errors: Sequence[Exception], *, allowed: int) -> tuple[Table, int]:
-    """Play a group of one; return what was reported, and the number of attempts."""
+def attempts(errors: Sequence[Exception], *, allowed: int, size: int = 1) -> tuple[Table, int]:
+    """Play a group; return what was reported, and the number of attempts."""
     table, episodes = Table(), Failing(errors)
-    group = group_of(table, 1, attempts=allowed)
+    group = group_of(table, size, attempts=allowed)
     group._episodes = episodes  # type: ignore[assignment]
     asyncio.run(group.run())
     return table, episodes.n_attempts
@@ -328,6 +328,13 @@ def test_another_episodes_fault_uses_up_no_attempt_but_not_for_ever() -> None:
     assert attempts([not_at_fault] * 5, allowed=1)[1] == 6
     table, n_attempts = attempts([not_at_fault] * MAX_ATTEMPTS_NOT_AT_FAULT, allowed=1)
     assert n_attempts == MAX_ATTEMPTS_NOT_AT_FAULT and len(table.abandoned) == 1
+
+
+def test_a_group_ends_the_process_of_all_no_more_often_than_one_episode_may() -> None:
+    ended = EnvironmentDied("it exited", at_fault=True, ended_process=True)
+    table, n_attempts = attempts([ended] * 9, allowed=3, size=8)
+    assert table.abandoned == ["task 't': 1 attempts failed, the last one because: it exited"]
+    assert n_attempts < 9 + 3
 
 
 def test_any_other_error_is_nobodys_second_chance() -> None:

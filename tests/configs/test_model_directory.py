@@ -168,6 +168,9 @@ def test_neither_endless_links_nor_endless_files_are_followed(
     with pytest.raises(ConfigError, match="round leads through more than 256 names"):
         check_model_directory(model)
     (model / "round").unlink()
+    (beside / "way").symlink_to("x/../" * 200 + "../model")
+    with pytest.raises(ConfigError, match="way leads through more than 256 names; give the dir"):
+        check_model_directory(beside / "way")
     monkeypatch.setattr(checked, "MAX_ENTRIES", 2)
     with pytest.raises(ConfigError, match="has more than 2 files; give a directory of the model"):
         check_model_directory(model)

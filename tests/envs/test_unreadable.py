@@ -143,6 +143,8 @@ def test_a_list_of_tasks_that_cannot_be_read_is_named(strange: str, tmp_path: Pa
 
 
 def test_an_error_keeps_whose_fault_it_was_in_another_process() -> None:
-    for at_fault in (True, False):
-        error = pickle.loads(pickle.dumps(EnvironmentDied("it broke", at_fault=at_fault)))
-        assert (str(error), error.at_fault) == ("it broke", at_fault)
+    for at_fault, ended_process in ((True, False), (False, True)):
+        died = EnvironmentDied("it broke", at_fault=at_fault, ended_process=ended_process)
+        error = pickle.loads(pickle.dumps(died))
+        found = (str(error), error.at_fault, error.ended_process)
+        assert found == ("it broke", at_fault, ended_process)

@@ -30,6 +30,7 @@ from store import (
 from store.errors import OtherFormatError
 from store.hashing import file_digest
 from store.maintenance.fsck import CONTENTS, check
+from store.maintenance.rebuild import is_lost, rebuild_run_json
 from store.segments import decode, encode
 from tests.support.store_runs import rewrite
 from tests.support.store_samples import make_trajectory, open_train_group, play
@@ -63,6 +64,18 @@ def test_a_run_of_another_format_is_refused(layout: RunLayout, marks: dict[str, 
     ) as error:
         RunLayout.open(layout.root)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("marks", [{"format": "async-gygpo/3"}, {"format": [3]}, {}])
+def test_a_damaged_name_of_a_format_is_damage_and_no_other_version(
+    layout: RunLayout, marks: dict[str, object]
+) -> None:
+    marked(layout.run_json, marks)
+    with pytest.raises(FormatError, match=r"run\.json is damaged .*or: gigpo rebuild"):
+        RunLayout.open(layout.root)
+    assert is_lost(layout.root)
+    rebuild_run_json(layout.root)
+    assert RunLayout.open(layout.root).info == layout.info
 
 
 @pytest.mark.parametrize("marks", [EARLIER, NEWER])
