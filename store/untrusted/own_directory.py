@@ -223,7 +223,8 @@ def all_in(directory: Path, *, skips_unreadable: bool = False) -> Iterator[tuple
     """Yield what lies in a directory and in those below it, and whether it is a directory.
 
     Links are followed. A directory comes before its content. Raises OSError; UnsafePathError after
-    MAX_FILES, and below MAX_LEVELS, also if somebody makes more of them meanwhile.
+    MAX_FILES, below MAX_LEVELS, and for a link through more than MAX_NAMES, also if somebody makes
+    more of them meanwhile.
     """
     passing_over = suppress(PermissionError) if skips_unreadable else nullcontext()
     waiting, n_found = [(directory, MAX_LEVELS)], 0
@@ -242,10 +243,19 @@ def all_in(directory: Path, *, skips_unreadable: bool = False) -> Iterator[tuple
         for path in (here / name for name in names):
             is_directory = False
             with passing_over:
+                if path.is_symlink():
+                    _check_way(path)
                 is_directory = path.is_dir()
             yield path, is_directory
             if is_directory:
                 waiting.append((path, n_levels - 1))
+
+
+def _check_way(path: Path) -> None:
+    """Raise UnsafePathError for a path that leads through more than MAX_NAMES names."""
+    _, descriptor = _walk_to(path)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _check_links(entries: Sequence[_Entry], *, but_of: int | None, instead: str) -> None:

@@ -25,7 +25,12 @@ from store import (
 )
 from store.errors import UnsafePathError
 from store.untrusted import signatures
-from store.untrusted.own_directory import MAX_NAMES, open_file_by_own_links, opened_by_own_links
+from store.untrusted.own_directory import (
+    MAX_NAMES,
+    check_file_links,
+    open_file_by_own_links,
+    opened_by_own_links,
+)
 from tests.support.neighbours import Neighbour, give_to_the_user
 from tests.support.store_runs import fingerprint
 from tests.support.store_samples import open_train_group, play
@@ -151,6 +156,11 @@ def test_a_way_of_endless_names_is_given_up(tmp_path: Path) -> None:
         else:
             with pytest.raises(UnsafePathError, match="leads through more than 256 names; give a"):
                 content(tmp_path / "link")
+    for end in ("x", "nothing"):  # below a model's own directory, no file at all
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to("x/../" * MAX_NAMES + end)
+        with pytest.raises(UnsafePathError, match="link leads through more than 256 names"):
+            check_file_links(tmp_path)
 
 
 def test_only_a_file_is_opened_as_a_file(tmp_path: Path) -> None:
