@@ -135,7 +135,7 @@ class EnvironmentEpisodes:
     async def run(
         self, task: Task, ids: EpisodeIds, rules: EpisodeRules, *, progress: AttemptProgress
     ) -> Trajectory:
-        async with self._pool.environment() as environment:
+        async with self._pool.environment(task) as environment:
             context = EpisodeContext(
                 environment=environment,
                 policy=self._policy,

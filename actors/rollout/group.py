@@ -26,13 +26,14 @@ from actors.rollout.step_records import EpisodeIds
 from configs import Config
 from coordinator import CoordinatorClient, Lease
 from envs import EnvironmentDied
+from printable import counted
 from store import TRAIN, FencedError, Trajectory, Unfinished, now_us, uid
 
 COMMIT_EVERY_S = 20.0  # a killed worker loses at most the episodes that ended within this time
-# Attempts at an episode whose environment process ended through another group's fault. That group
-# is abandoned after `env.attempts` such ends, so these are the ends by 30 groups while one episode
-# was played. A server could blame others for ever.
-MAX_ATTEMPTS_NOT_AT_FAULT = 100
+# Groups that may end the environment process while an episode is played, each `env.attempts` times.
+# So many bad tasks in a row mean that the environment itself does not work. A server could blame
+# others for ever.
+MAX_BAD_NEIGHBOURS = 30
 
 
 class EpisodeFailed(RuntimeError):
@@ -177,9 +178,9 @@ class GroupRollout:
     async def _play_episode(self, number: int) -> Trajectory:
         """Play one episode, and again if its environment fails, `env.attempts` times in all.
 
-        An attempt does not count if its process died through another episode's fault. All other
-        groups begin again whenever an episode of this one ends the process that they share, so it
-        may do that `env.attempts` times in all, whichever episode it is.
+        An attempt does not count if its process died through another episode's fault. The group
+        may end its process `env.attempts` times in all, whichever episode it is: each time, all
+        episodes in it begin again.
         """
         lease = self.lease
         ids = EpisodeIds.of(lease.group.group_uid, number)
@@ -195,17 +196,18 @@ class GroupRollout:
                 died = error if isinstance(error, EnvironmentDied) else None
                 if died is not None and not died.at_fault:
                     not_at_fault += 1
+                    is_last = not_at_fault >= MAX_BAD_NEIGHBOURS * self._max_attempts
                 else:
                     at_fault += 1
-                    self._n_ended_processes += died is not None and died.ended_process
-                if (
-                    at_fault >= self._max_attempts
-                    or self._n_ended_processes >= self._max_attempts
-                    or not_at_fault >= MAX_ATTEMPTS_NOT_AT_FAULT
-                ):
-                    raise EpisodeFailed(
-                        f"{at_fault + not_at_fault} attempts failed, the last one because: {error}"
-                    ) from error
+                    if died is not None and died.ended_process:
+                        self._n_ended_processes += 1
+                    is_last = max(at_fault, self._n_ended_processes) >= self._max_attempts
+                if is_last:
+                    failed = f"{counted(at_fault + not_at_fault, 'attempt')} failed"
+                    if self._n_ended_processes >= self._max_attempts:
+                        times = counted(self._n_ended_processes, "time")
+                        failed = f"its group ended the environment process {times}"
+                    raise EpisodeFailed(f"{failed}, the last one because: {error}") from error
 
     def _take(self, tasks: Iterable[asyncio.Future[Trajectory]]) -> None:
         """Give each finished trajectory a free member's number and uid, its own if that is free."""

@@ -101,17 +101,15 @@ class EnvironmentProcess:
         self._unsent: deque[_Request] = deque()  # the newest of the unanswered ones
         self._held_ids: set[int] = set()  # environments that exist in the current process
         self._tasks: dict[int, Task] = {}  # task of each environment's newest reset
+        # What was said of a process that ended while it answered nobody: a thread did it. The first
+        # episode that asks again is blamed, so that somebody is.
+        self._unexplained_end = ""
         self._timer: asyncio.TimerHandle | None = None
         self._ready: asyncio.Future[None]
 
     async def call(self, environment_id: int, method: str, argument: object) -> Answer:
         if task_of(argument) is None and environment_id not in self._held_ids:
-            raise EnvironmentDied(
-                f"the process of {self._env_name!r} that held this environment is gone, through "
-                f"another episode's request{log_hint(self._log)}",
-                at_fault=False,
-                ended_process=True,
-            )
+            raise self._end_meanwhile()
         if (task := task_of(argument)) is not None:
             self._tasks[environment_id] = task
         if self._process is None:
@@ -119,7 +117,16 @@ class EnvironmentProcess:
                 if self._process is None:
                     self._start()
                     await asyncio.shield(self._ready)
+            if self._process is None:  # it has ended since, before this task went on
+                raise self._end_meanwhile()
         return await self._request(environment_id, method, argument)
+
+    def _end_meanwhile(self) -> EnvironmentDied:
+        """Return the error of an episode whose process ended while it asked for nothing."""
+        unexplained, self._unexplained_end = self._unexplained_end, ""
+        gone = f"the process of {self._env_name!r} that held this environment is gone, through "
+        gone += f"another episode's request{log_hint(self._log)}"
+        return EnvironmentDied(unexplained or gone, at_fault=bool(unexplained), ended_process=True)
 
     def stuck(self) -> str | None:
         """Return None: a process that does not answer is killed."""
@@ -251,9 +258,12 @@ class EnvironmentProcess:
             process.end_hung()
         else:
             fault = f"ended with {describe_exit(process.end(patience_s=EXIT_TIMEOUT_S))}"
-        where = f"in {doing}{process.crash_place()}"
+        where = f"in {doing}" if doing else "while it answered nobody"
         message = f"environment process {process.pid} of {self._env_name!r} {fault}, {where}"
+        message += process.crash_place()
         said = message + log_hint(self._log)
+        if not failing:
+            self._unexplained_end = said
         for index, future in enumerate(failing):  # before the log, whose disk may be slow
             self._pending.end(future)
             if not future.done():

@@ -9,8 +9,8 @@
 
 A request needs the key, if there is one, and JSON as its content type. Requests of web pages are
 refused: another site could otherwise use the browser of somebody who reaches the server. A client
-that sends half a request, or reads no answers, is disconnected. So is the client that has asked for
-nothing for longest, if there are too many.
+that sends half a request, or reads no answers, is disconnected. Of too many clients the oldest that
+waits for no answer is.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request has come that is not answered, but perhaps a part of one."""
+        """Return whether every complete request was answered."""
         handler = self._handler
         is_open = handler.transport is not None
         return is_open and handler._current_request is None and not handler._messages

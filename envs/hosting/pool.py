@@ -15,7 +15,8 @@ they have a folder for them (`kept_answers.py`): an episode then asks an object 
 new.
 
 An environment that raises or returns nonsense is closed, which fails its own episode. A process
-that hangs is killed, which fails all episodes in it. An environment whose `reset` and `step` are
+that hangs is killed, which fails all episodes in it. The task that did it is then played apart from
+the others (`suspect_tasks.py`). An environment whose `reset` and `step` are
 coroutines waits for somebody else, such as a server: it lives on the event loop itself, unless the
 pool is isolated.
 """
@@ -26,7 +27,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from envs.hosting.child_process import end_fork_of
 from envs.hosting.environment_process import EnvironmentProcess, close_safely, has_coroutines
 from envs.hosting.kept_answers import AnswerKeeper
 from envs.hosting.pending import PendingOperations, request_name, request_of_task
+from envs.hosting.suspect_tasks import SuspectTasks
 from envs.hosting.transition_cache import (
     MAX_BYTES,
     RESET,
@@ -119,19 +121,21 @@ class EnvironmentPool:
         log: Path | None = None,
         isolated: bool = False,
     ) -> None:
-        self._hosts: list[_Host]
+        hosts: list[_Host]
         self._pending = PendingOperations()
         shared: dict[str, Any] = {"answer_timeout_s": answer_timeout_s, "log": log}
         shared["pending"] = self._pending
         make = environment_class(env_name)
         if has_coroutines(make) and not isolated:
-            self._hosts = [_EventLoopHost(env_name, options, **shared)]
+            hosts = [_EventLoopHost(env_name, options, **shared)]
+            self._hosts = hosts
         else:
             shared["starting"] = asyncio.Lock()
-            self._hosts = [
-                EnvironmentProcess(env_name, options, **shared) for _ in range(processes)
-            ]
-        self._objects = _Objects(self._hosts)
+            hosts = [EnvironmentProcess(env_name, options, **shared) for _ in range(processes)]
+            # started only if a task ends one of the others
+            self._hosts = [*hosts, EnvironmentProcess(env_name, options, **shared)]
+        self._objects = _Objects(hosts)
+        self._suspects = SuspectTasks(_Objects(self._hosts[-1:]))
         deterministic = is_deterministic(make)
         keeper = None
         # The keeper calls the class in this process. Our own classes do no harm in it.
@@ -142,19 +146,25 @@ class EnvironmentPool:
         )
 
     @asynccontextmanager
-    async def environment(self) -> AsyncIterator[PooledEnvironment]:
+    async def environment(self, task: Task | None = None) -> AsyncIterator[PooledEnvironment]:
         """Lend an environment for one episode, which begins with `reset`.
 
         Its calls raise EnvironmentDied. Its object can be lent again however the episode ends, also
-        when a call is cancelled: a host closes a failed object, and answers calls in order.
+        when a call is cancelled: a host closes a failed object, and answers calls in order. If
+        `task` ended a process before, it waits until it can be played apart from other tasks.
         """
-        environment = PooledEnvironment(self._cache, self._objects)
-        self._objects.n_episodes += 1
-        try:
-            yield environment
-        finally:
-            self._objects.n_episodes -= 1
-            environment.close()
+        async with AsyncExitStack() as stack:
+            objects = self._objects
+            if task is not None:
+                apart = self._suspects.environments_for(task, objects)
+                objects = await stack.enter_async_context(apart)
+            environment = PooledEnvironment(self._cache, objects)
+            objects.n_episodes += 1
+            try:
+                yield environment
+            finally:
+                objects.n_episodes -= 1
+                environment.close()
 
     def oldest(self) -> tuple[str, float] | None:
         """Return the oldest unanswered call and for how many seconds it is pending; None if none.

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from printable import counted
 from store.atomic_write import make_directory
 from store.catalog.connection import (
     SYNCED,
@@ -18,7 +17,7 @@ from store.catalog.connection import (
     raise_if_interrupted,
     write_error,
 )
-from store.catalog.log_check import COMPONENT, LOG_DAMAGED, unread_commits_of
+from store.catalog.log_check import record_unread_commits, unread_commits_of
 from store.catalog.ownership import check_not_lost, check_owner, take_lock
 from store.catalog.schema_check import let_ctrl_c_end_queries
 from store.catalog.transaction import Transaction
@@ -45,13 +44,10 @@ class Database:
             check_not_lost(layout)
             make_directory(layout.readers, beneath=layout.root)
             # Looked up at each call: tests exchange the clock of an open catalog.
-            n_unread = unread_commits_of(layout)  # the first write removes them
+            n_unread = unread_commits_of(layout)
             self._connection = connect_owner(layout, now_us=lambda: now_us())
-            self.epoch = self._take_over(shown_lsn=shown_lsn(layout))
-            if n_unread:
-                detail = f"{counted(n_unread, 'commit')} in the log could not be read"
-                with self.transaction() as tx:
-                    tx.log(component=COMPONENT, what=LOG_DAMAGED, detail=detail)
+            self.epoch: int
+            self._take_over(shown_lsn=shown_lsn(layout), n_unread=n_unread)
         except BaseException as error:
             os.close(self._lock_fd)
             raise_if_interrupted(error)
@@ -80,7 +76,8 @@ class Database:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
-                    yield from self._body()
+                    with self._body() as tx:
+                        yield tx
                     self._connection.execute("COMMIT")
                 except BaseException:
                     if self._connection.in_transaction:
@@ -150,6 +147,7 @@ class Database:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
+    @contextmanager
     def _body(self) -> Iterator[Transaction]:
         meta = self._connection.execute("SELECT epoch, lsn FROM meta").fetchone()
         if meta["epoch"] != self.epoch:
@@ -171,7 +169,7 @@ class Database:
             for name in sorted(tx.touched):
                 tx.run("INSERT OR REPLACE INTO changed VALUES (:name, :lsn)", name=name, lsn=lsn)
 
-    def _take_over(self, *, shown_lsn: int) -> int:
+    def _take_over(self, *, shown_lsn: int, n_unread: int) -> None:
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute(
             "INSERT OR IGNORE INTO meta (id, run_id, epoch, lsn) VALUES (1, ?, 0, 0)",
@@ -194,8 +192,11 @@ class Database:
         self._connection.execute(
             "UPDATE grp SET lease_worker = NULL, lease_until_us = NULL WHERE lease_worker NOT NULL"
         )
+        self.epoch = int(meta["epoch"]) + 1
+        if n_unread:  # with the first write, which removes them
+            with self._body() as tx:
+                record_unread_commits(tx, n_unread)
         self._connection.execute("COMMIT")
-        return int(meta["epoch"]) + 1
 
 
 def shown_lsn(layout: RunLayout) -> int:

@@ -14,20 +14,34 @@ The file format: https://www.sqlite.org/fileformat2.html#walformat
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from typing import NamedTuple
 
+from printable import counted
+from store.catalog.transaction import Transaction
 from store.errors import StoreError
 from store.layout import RunLayout
 from store.untrusted.file_access import read_bytes
 
-COMPONENT, LOG_DAMAGED = "catalog", "log damaged"  # of the event
+_EVENT = {"component": "catalog", "what": "log damaged"}
 # The events that no rebuild has answered.
-OPEN_EVENTS = f"""FROM event WHERE component = '{COMPONENT}' AND what = '{LOG_DAMAGED}'
+FROM_OPEN_EVENTS = f"""FROM event
+    WHERE component = '{_EVENT["component"]}' AND what = '{_EVENT["what"]}'
     AND event_id > coalesce((SELECT max(event_id) FROM event WHERE component = 'rebuild'), 0)"""
-MAX_LOG_BYTES = 256 << 20  # to be looked at; an owner keeps it at 16 MiB
+MAX_LOG_BYTES = 256 << 20  # they take 5 s; an owner keeps the log at 16 MiB
 HEADER_BYTES, FRAME_HEADER_BYTES = 32, 24
 PAGE_BYTES = 4096  # of a catalog that this code made
+FRAME_BYTES = FRAME_HEADER_BYTES + PAGE_BYTES
 MAGIC = (0x377F0682, 0x377F0683)  # checksums of little-endian and of big-endian numbers
 UINT32 = 2**32 - 1
+
+
+class _Frame(NamedTuple):
+    """One page of a transaction."""
+
+    salts: bytes  # those of the header when it was written
+    is_commit: bool  # the last one of its transaction
+    is_read: bool  # by SQLite: this frame and all before are as they were written
 
 
 def unread_commits_of(layout: RunLayout) -> int:
@@ -42,31 +56,52 @@ def unread_commits_of(layout: RunLayout) -> int:
         return 0
 
 
+def record_unread_commits(tx: Transaction, n_unread: int) -> None:
+    """Record the event that keeps files which no row names, until a rebuild."""
+    tx.log(**_EVENT, detail=f"{counted(n_unread, 'commit')} in the log could not be read")
+
+
 def unread_commits(log: bytes) -> int:
     """Return the number of commits after the first frame that is not as it was written."""
-    if len(log) < HEADER_BYTES + FRAME_HEADER_BYTES:
+    if len(log) < HEADER_BYTES:
         return 0
-    magic = int.from_bytes(log[:4])
-    order = ">" if magic == MAGIC[1] else "<"
-    sums = _checksum(log[:24], (0, 0), order=order)
-    is_read = magic in MAGIC and sums == struct.unpack_from(">2I", log, 24)
     # A changed header's salts say nothing: every frame may be of the last round of the log then.
-    salts = log[16:24] if is_read else None
-    n_unread, frame_bytes = 0, FRAME_HEADER_BYTES + PAGE_BYTES
-    for at in range(HEADER_BYTES, len(log) - frame_bytes + 1, frame_bytes):
-        its = log[at + 8 : at + 16]
-        # Frames of an earlier round have two other salts. With one changed byte, only one is other.
-        is_of_round = salts is None or its[:4] == salts[:4] or its[4:] == salts[4:]
+    salts = log[16:24] if _has_sound_header(log) else None
+    return sum(
+        frame.is_commit and not frame.is_read and (salts is None or _share(frame.salts, salts))
+        for frame in _frames(log)
+    )
+
+
+def _share(salts: bytes, others: bytes) -> bool:
+    """Return whether one of two salts is the same.
+
+    Frames of an earlier round of the log have two others. With one changed byte, only one is other.
+    """
+    return salts[:4] == others[:4] or salts[4:] == others[4:]
+
+
+def _frames(log: bytes) -> Iterator[_Frame]:
+    """Yield the frames of a log. Each one's checksum goes on with that of the one before."""
+    is_read, sums = _has_sound_header(log), struct.unpack_from(">2I", log, 24)
+    for at in range(HEADER_BYTES, len(log) - FRAME_BYTES + 1, FRAME_BYTES):
+        salts = log[at + 8 : at + 16]
         if is_read:
-            sums = _checksum(log[at : at + 8], sums, order=order)
-            sums = _checksum(log[at + FRAME_HEADER_BYTES : at + frame_bytes], sums, order=order)
-            is_read = its == salts and sums == struct.unpack_from(">2I", log, at + 16)
-        is_commit = log[at + 4 : at + 8] != b"\0\0\0\0"  # the database's size after it
-        n_unread += is_commit and is_of_round and not is_read
-    return n_unread
+            sums = _checksum(log, log[at : at + 8], sums)
+            sums = _checksum(log, log[at + FRAME_HEADER_BYTES : at + FRAME_BYTES], sums)
+            is_read = salts == log[16:24] and sums == struct.unpack_from(">2I", log, at + 16)
+        size_after = log[at + 4 : at + 8]  # of the database; 0 unless the frame is a commit
+        yield _Frame(salts=salts, is_commit=any(size_after), is_read=is_read)
 
 
-def _checksum(data: bytes, sums: tuple[int, int], *, order: str) -> tuple[int, int]:
+def _has_sound_header(log: bytes) -> bool:
+    is_a_log = int.from_bytes(log[:4]) in MAGIC
+    return is_a_log and _checksum(log, log[:24], (0, 0)) == struct.unpack_from(">2I", log, 24)
+
+
+def _checksum(log: bytes, data: bytes, sums: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the checksum of a part of a log, which goes on with `sums`."""
+    order = ">" if int.from_bytes(log[:4]) == MAGIC[1] else "<"
     first, second = sums
     for one, another in struct.iter_unpack(f"{order}2I", data):
         first = (first + one + second) & UINT32

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from store.catalog.log_check import OPEN_EVENTS
+from store.catalog.log_check import FROM_OPEN_EVENTS
 from store.catalog.records import LiveSegment
 from store.catalog.transaction import Transaction
 from store.errors import StoreError
@@ -150,7 +150,7 @@ def mark_removed(tx: Transaction, segment_ids: Collection[str]) -> None:
 
 def may_lack_commits(tx: Transaction) -> bool:
     """Return whether commits were in a damaged log, and no rebuild looked for them since."""
-    return bool(tx.rows(f"SELECT 1 {OPEN_EVENTS} LIMIT 1"))
+    return bool(tx.rows(f"SELECT 1 {FROM_OPEN_EVENTS} LIMIT 1"))
 
 
 def known_paths(tx: Transaction) -> frozenset[str]:

@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from printable import counted
 from store.catalog.connection import DAMAGED_PAGES, opened_read_only
-from store.catalog.log_check import OPEN_EVENTS
+from store.catalog.log_check import FROM_OPEN_EVENTS
 from store.catalog.schema_check import LARGEST_COUNTER, SCHEMA
 from store.layout import RunLayout
 from store.maintenance.finding import Finding, found
@@ -194,7 +194,7 @@ RULES = {
                     IS NOT t.n_steps
                  OR NOT EXISTS (SELECT 1 FROM batch_group l WHERE l.batch_id = v.batch_id
                                 AND l.group_uid = t.group_uid))""",
-    "log_damaged": f"SELECT 'event', event_id, detail {OPEN_EVENTS}",
+    "log_damaged": f"SELECT 'event', event_id, detail {FROM_OPEN_EVENTS}",
     # A run that publishes no weights through the store has no versions to compare with.
     "unknown_version": """
         WITH trained_group AS MATERIALIZED (

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,42 @@ def test_hundreds_of_requests_to_a_process_that_hangs_do_not_stop_the_event_loop
         signal.signal(signal.SIGALRM, before)
     assert {type(ending) for ending in endings} == {EnvironmentDied}
     assert [ending.at_fault for ending in endings] == [True] + [False] * 999  # type: ignore[union-attr]
+
+
+def test_a_process_that_ends_as_soon_as_it_is_ready_fails_the_episode_and_nothing_else(
+    counted: str, tmp_path: Path
+) -> None:
+    """The worker ended with `OSError: handle is closed`: its event loop had other work meanwhile."""
+    world = tmp_path / "counted_world.py"
+    ends_soon = "threading.Timer(0.01, os._exit, (3,)).start()"
+    made = "def __init__(self, options): "
+    text = world.read_text().replace(made, f"{made}{ends_soon}; ")
+    world.write_text(text.replace("import asyncio,", "import asyncio, threading,"))
+
+    async def is_busy() -> None:
+        while True:
+            time.sleep(0.1)
+            await asyncio.sleep(0.002)
+
+    async def an_episode_later(pool: EnvironmentPool) -> None:
+        async with pool.environment() as environment:
+            await environment.reset(TASK)
+            await asyncio.sleep(0.5)
+            await environment.step("count")
+
+    async def play() -> list[EnvironmentDied]:
+        busy, errors = asyncio.create_task(is_busy()), []
+        for _ in range(4):
+            pool = a_pool(counted, answer_timeout_s=SOON_S)
+            with pytest.raises(EnvironmentDied) as raised:
+                await an_episode_later(pool)
+            errors.append(raised.value)
+            pool.close()
+        busy.cancel()
+        return errors
+
+    for error in asyncio.run(play()):
+        assert "ended with exit code 3" in str(error) and error.at_fault and error.ended_process
 
 
 @pytest.mark.parametrize("kind", ["Counted", "Awaited"])

@@ -12,15 +12,18 @@ from pathlib import Path
 import pytest
 
 from store import Catalog, RunLayout, export, now_us
-from store.catalog.log_check import FRAME_HEADER_BYTES, HEADER_BYTES, PAGE_BYTES, unread_commits
+from store.catalog.log_check import (
+    FRAME_BYTES,
+    FRAME_HEADER_BYTES,
+    HEADER_BYTES,
+    unread_commits,
+)
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.sweep import sweep_orphans
 from tests.support.store_damage import ask
 from tests.support.store_runs import make_run
 from tests.support.store_samples import open_train_group, play
-
-FRAME_BYTES = FRAME_HEADER_BYTES + PAGE_BYTES
 
 
 @pytest.fixture
