@@ -23,6 +23,7 @@ from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
     DIRECTORIES_OF_A_RUN,
+    MANIFEST,
     OF_A_RUN,
     PRIMARY,
     RUN_JSON,
@@ -370,7 +371,7 @@ class RunLayout:
     @property
     def manifest(self) -> Path:
         """Return manifest.json. With a remote storage this is the owner's copy of it."""
-        return self.root / ("manifest.json" if self.info.storage_uri is None else "published.json")
+        return self.root / (MANIFEST if self.info.storage_uri is None else "published.json")
 
     run_json = _Below(RUN_JSON)
     catalog_lock = _Below("catalog.lock")

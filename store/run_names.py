@@ -13,8 +13,9 @@ PRIMARY = "primary.json"  # which directory goes on with a run whose files are e
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
 UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
+MANIFEST = "manifest.json"  # what readers may read; in the storage
 # By each of them a run is known that has lost its run.json.
-SIGNS_OF_A_RUN = ("segments", "catalog.sqlite", "manifest.json", "backup/run.json")
+SIGNS_OF_A_RUN = ("segments", "catalog.sqlite", MANIFEST, "backup/run.json")
 # Every path that a manifest or a catalog may name, relative to the run's root.
 SEGMENT_PATH = re.compile(r"segments/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}/[0-9a-f]{32}\.parquet")
 EXPORT_PATH = re.compile(r"export/([a-z]+-[0-9]+-[0-9]+|empty_steps)\.parquet")
@@ -47,7 +48,7 @@ FILES_OF_A_RUN = (
     RUN_JSON,
     SIGNED,
     PRIMARY,
-    "manifest.json",
+    MANIFEST,
     "published.json",
     "open.sql",
     "mirror.lock",

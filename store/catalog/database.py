@@ -6,7 +6,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from store.atomic_write import make_directory
@@ -22,8 +22,9 @@ from store.catalog.ownership import check_not_lost, check_owner, take_lock
 from store.catalog.schema_check import let_ctrl_c_end_queries
 from store.catalog.transaction import Transaction
 from store.clock import now_us
-from store.errors import FencedError, FormatError, StoreError
+from store.errors import FencedError, FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
+from store.run_names import MANIFEST
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
@@ -200,12 +201,30 @@ class Database:
 
 
 def shown_lsn(layout: RunLayout) -> int:
-    """Return the lsn that readers were shown, 0 without a manifest."""
+    """Return the lsn that readers were shown, 0 without a manifest.
+
+    A storage is asked too: the directory may be an older copy, with its manifest. Raises
+    UnavailableError.
+    """
+    shown = []
+    with suppress(OSError):
+        shown.append(read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES))
+    if layout.info.storage_uri is not None:
+        try:
+            there = layout.storage.read(MANIFEST, at_most=MAX_MANIFEST_BYTES)
+            shown.append(there.to_pybytes())
+        except UnavailableError:
+            raise
+        except StoreError:  # it has none yet
+            pass
+    return max((_lsn_of(data, run_id=layout.info.run_id) for data in shown), default=0)
+
+
+def _lsn_of(manifest: bytes, *, run_id: str) -> int:
     try:
-        data = read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES)
-        content = json_values.parse_object(data)
+        content = json_values.parse_object(manifest)
         # The manifest of another run says nothing about this run.
-        ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
-        return json_values.integer(content, "lsn") if ours else 0
-    except (OSError, ValueError):  # export and fsck report the damage
+        is_ours = content.get("run_id", run_id) == run_id
+        return json_values.integer(content, "lsn") if is_ours else 0
+    except ValueError:  # export and fsck report the damage
         return 0

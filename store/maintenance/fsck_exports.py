@@ -14,6 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from printable import REASON_CHARACTERS, one_line
+from store.catalog.database import shown_lsn
 from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
@@ -73,13 +74,17 @@ def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
         return []
     if manifest.run_id != layout.info.run_id:
         return [found("manifest_foreign", name, f"it is of run {manifest.run_id}")]
+    try:
+        shown_to_all = max(manifest.lsn, shown_lsn(layout))
+    except UnavailableError as unavailable:
+        return [found("export_unavailable", name, str(unavailable))]
     with open_catalog(layout) as connection:
         lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
         rows = connection.execute(
             "SELECT path, retired_lsn FROM segment WHERE removed_us IS NULL"
         ).fetchall()
-    if manifest.lsn > lsn:
-        detail = f"it shows lsn {manifest.lsn}, the catalog is at {lsn}"
+    if shown_to_all > lsn:
+        detail = f"readers were shown lsn {shown_to_all}, the catalog is at {lsn}"
         return [found("manifest_ahead", name, detail)]
     # check_segments finds a live file that is gone. A retired one may have been swept.
     shown = {*manifest.segments}

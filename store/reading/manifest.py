@@ -25,7 +25,7 @@ from store.layout import RunLayout
 from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
 from store.run_json import FORMAT, check_format
-from store.run_names import EXPORT_PATH, SEGMENT_PATH, checked_name
+from store.run_names import EXPORT_PATH, MANIFEST, SEGMENT_PATH, checked_name
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # A shell opens the exports right after the manifest. Python readers are pinned, and need no grace.
 GRACE_S = 60.0
 WRITTEN_AT = re.compile(r"-(\d{1,19})\.parquet$")  # the lsn in the name of an exported file
-MANIFEST_NAME = "manifest.json"  # in the storage
 # A file without rows, which gives the view `steps` its columns before the first segment.
 EMPTY_STEPS = "empty_steps.parquet"
 
@@ -203,7 +202,7 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
         )
     # The remote storage first: after a crash in between, the write is repeated.
     if layout.info.storage_uri is not None:
-        layout.storage.write(MANIFEST_NAME, data)
+        layout.storage.write(MANIFEST, data)
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
 
 

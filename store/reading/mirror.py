@@ -36,11 +36,11 @@ from store.errors import DigestError, FormatError, StoreError
 from store.file_rights import keep_private
 from store.hashing import file_digest
 from store.layout import RunLayout
-from store.reading.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest
+from store.reading.manifest import Manifest, parse_manifest, read_manifest
 from store.reading.open_sql import placed, read_open_sql
 from store.reading.pins import oldest_pinned_lsn
 from store.run_json import parse_run_json
-from store.run_names import RUN_JSON
+from store.run_names import MANIFEST, RUN_JSON
 from store.storage import Storage, open_storage
 from store.untrusted.bounded_parquet import open_parquet
 from store.untrusted.file_access import (
@@ -185,10 +185,10 @@ def _locked(copy: RunLayout) -> Iterator[None]:
 def _bring(storage: Storage, copy: RunLayout) -> None:
     for tries_left in reversed(range(TRIES)):
         data = _manifest_bytes(storage)
-        manifest = parse_manifest(data, name=storage.locate(MANIFEST_NAME))
+        manifest = parse_manifest(data, name=storage.locate(MANIFEST))
         if manifest.run_id != copy.info.run_id:
             raise FormatError(
-                f"{storage.locate(MANIFEST_NAME)} is not of run {copy.info.run_id}; check the URI"
+                f"{storage.locate(MANIFEST)} is not of run {copy.info.run_id}; check the URI"
             )
         if manifest.lsn < _lsn_here(copy):
             return
@@ -204,7 +204,7 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
 
 
 def _manifest_bytes(storage: Storage) -> bytes:
-    data: bytes = storage.read(MANIFEST_NAME, at_most=MAX_MANIFEST_BYTES).to_pybytes()
+    data: bytes = storage.read(MANIFEST, at_most=MAX_MANIFEST_BYTES).to_pybytes()
     return data
 
 

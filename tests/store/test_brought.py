@@ -51,6 +51,7 @@ from store.exchange import bring
 from store.exchange.offline_import import parse_source, take_sources
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
+from store.maintenance.rebuild import rebuild
 from store.remote_directory import has_directory, is_published, prune_published
 from store.run_json import parse_run_json
 from store.run_names import BASE_POLICY, SIGNED, UNFINISHED_BRING
@@ -59,6 +60,7 @@ from store.untrusted.file_access import MAX_TEXT_BYTES
 from store.untrusted.signatures import MAX_SIGNED_BYTES
 from tests.support.file_modes import modes_at_each_write
 from tests.support.neighbours import Neighbour
+from tests.support.store_damage import ask
 from tests.support.store_runs import MERGE_TWO
 from tests.support.store_samples import make_trajectory, open_train_group, play
 
@@ -554,6 +556,41 @@ def test_signatures_of_a_storage_do_not_stay_if_they_are_no_signatures(
     run_at.cache_clear()
     lost.storage.write(SIGNED, good)
     assert signed_texts(run_at(uri_of(lost)))
+
+
+@pytest.mark.parametrize("has_own_manifest", [True, False])
+def test_an_older_copy_of_the_directory_removes_nothing_of_the_storage(
+    tmp_path: Path, has_own_manifest: bool
+) -> None:
+    """The directory was restored from a backup, and `gigpo compact` removed what its catalog did
+    not know: all that was committed since.
+    """
+    root, copy = tmp_path / "run", tmp_path / "copy"
+    layout = RunLayout.create(root, config_yaml="a: 1\n", storage_uri=(tmp_path / "s").as_uri())
+    sign_run(root)
+    write_open_sql(layout, macros=(), max_staleness=9)
+    for ordinal in range(3):
+        with Catalog.open(layout) as catalog:
+            play(layout, catalog, open_train_group(catalog, ordinal))
+            export(catalog, layout)
+        if ordinal == 0:
+            shutil.copytree(root, copy)
+    trajectories = ask(layout, "SELECT traj_uid FROM trajectory ORDER BY 1")
+    files = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*.parquet")}
+    for path in files:
+        os.utime(path, (1, 1))
+    if not has_own_manifest:
+        (copy / "published.json").unlink()
+    restored = RunLayout.open(copy)
+    with pytest.raises(FormatError, match="is an older copy; put the newest back, or: gigpo reb"):
+        Catalog.open(restored)
+    if has_own_manifest:
+        assert "manifest_ahead" in {finding.what for finding in check(restored, level=CONTENTS)}
+    assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*.parquet")} == files
+    rebuild(restored)
+    with Catalog.open(restored):
+        pass
+    assert ask(restored, "SELECT traj_uid FROM trajectory ORDER BY 1") == trajectories
 
 
 def test_groups_are_taken_from_a_uri(lost: RunLayout, tmp_path: Path, cache: Path) -> None:
