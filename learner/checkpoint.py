@@ -55,9 +55,10 @@ from learner.files.atomic_directory import (
 from learner.publishing.publish import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
 from printable import UserError
-from store import files_digest, integer, parse_object
+from store import file_digest, files_digest, integer, parse_object
 
 POINT_FILE = "checkpoint.json"
+DIGEST = "digest"  # its field
 FORMAT_VERSION = 2  # 1 was DeepSpeed's own files
 CRITIC = "critic."  # begins the names of the critic's parameters
 FILE_NAME = re.compile(r"[a-z_]+-rank[0-9]+[0-9a-z-]*\.safetensors")  # beside checkpoint.json
@@ -118,6 +119,7 @@ class Content:
     files: list[Files]
     random_states: list[RandomStates]  # by rank
     critic_adam_steps: int = 0  # 0 without a critic, and in checkpoints from before there was one
+    digest: str = ""  # of all this; "" in checkpoints from before there was one
 
     @property
     def policy_parameters(self) -> dict[str, list[int]]:
@@ -187,8 +189,9 @@ def write_checkpoint(
         files = write_files(copy, dest)
         for answer in answers:
             files += answer()
-        content = replace(copy.content, files=files)
-        (unfinished / POINT_FILE).write_text(json.dumps(asdict(content)) + "\n")
+        record = asdict(replace(copy.content, files=files))
+        record |= {DIGEST: _digest_of(record)}
+        (unfinished / POINT_FILE).write_text(json.dumps(record) + "\n")
 
 
 def write_files(copy: CheckpointCopy, dest: Path) -> list[Files]:
@@ -240,6 +243,8 @@ def read_content(source: Path) -> Content:
     try:
         record: dict[str, Any] = parse_object(read_description(path))
         found = integer(record, "format_version")
+        if found == FORMAT_VERSION and record.get(DIGEST, "") not in ("", _digest_of(record)):
+            raise ValueError("it was changed after it was written")
         content = _parse_content(record) if found == FORMAT_VERSION else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
@@ -323,6 +328,12 @@ def prune_checkpoints(
     names = [path.name for path in checkpoints_dir.iterdir()]
     for name in sorted(set(names) - set(kept(names))):
         shutil.rmtree(checkpoints_dir / name)
+
+
+def _digest_of(record: Mapping[str, Any]) -> str:
+    """Return the digest of checkpoint.json's content, in whatever form JSON gave it."""
+    rest = {name: value for name, value in record.items() if name != DIGEST}
+    return file_digest(json.dumps(rest, sort_keys=True).encode())
 
 
 def _parse_content(record: dict[str, Any]) -> Content:

@@ -38,6 +38,8 @@ REFRESH_S = 3.0  # between two looks for a newer snapshot
 # looked for when all that, and what else was asked, is this share of the machine's CPU time since:
 # a training beside it is to lose less than 2 %.
 CPU_SHARE = 0.015
+# But not later than this: other users of this machine can ask for pages without an end.
+MAX_BEHIND_S = 60.0
 REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 KEPT_READERS = 3  # of a run, beside the newest and the one that was just opened
@@ -344,7 +346,7 @@ class Snapshots:
             if (
                 now - self._looked_at <= LOOKED_AT_S
                 and since_s >= (REMOTE_REFRESH_S if self._is_remote else 0.0)
-                and _cpu_s() - used_s <= allowed_s
+                and (_cpu_s() - used_s <= allowed_s or since_s >= MAX_BEHIND_S)
             ):
                 before_s = _cpu_s()
                 if self._catch_up():

@@ -77,7 +77,8 @@ def check_schema(connection: sqlite3.Connection, *, path: Path) -> None:
     if is_catalog and application_id != APPLICATION_ID:
         raise other_format(str(path), f"application_id {application_id}")
     for kind, name, table, sql in objects:
-        if not _is_known((kind, name, table), sql):
+        # SQLite would read the text up to the NUL, without the constraints behind it.
+        if b"\0" in (sql or b"") or not _is_known((kind, name, table), sql):
             shown = [
                 (part or b"").decode(errors="replace")[:SHOWN_CHARACTERS] for part in (kind, name)
             ]

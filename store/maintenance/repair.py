@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -116,8 +116,7 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
         quarantine(layout, layout.open_sql.name)
     elif is_file(layout.open_sql, root=layout.root):
         left = read_bytes(layout.open_sql, root=layout.root, at_most=MAX_TEXT_BYTES)
-        make_directory(layout.quarantine, beneath=layout.root)
-        aside = layout.quarantine / layout.open_sql.name
+        aside = _free_name(layout, layout.open_sql.name)
         write_atomically(aside, left, mode=READ_ONLY, beneath=layout.root)
     line = "open.sql has the views of this code again; the run's macros stay as they were"
     if not open_sql.restore_views(layout):
@@ -126,15 +125,20 @@ def _write_open_sql(catalog: Catalog, layout: RunLayout) -> str:
     return line
 
 
-def quarantine(layout: RunLayout, path: str) -> str:
-    """Move a file to quarantine/ under a name of its own, and return its path in the run."""
+def _free_name(layout: RunLayout, path: str) -> Path:
+    """Return where a file goes in quarantine/, which is made if it is not there."""
     make_directory(layout.quarantine, beneath=layout.root)
     plain = PurePosixPath(path)
     target, number = layout.quarantine / plain.name, 0
     while status(target, root=layout.root) is not None:
         number += 1
         target = layout.quarantine / f"{plain.stem}.{number}{plain.suffix}"
-    source = layout.root / path
+    return target
+
+
+def quarantine(layout: RunLayout, path: str) -> str:
+    """Move a file to quarantine/ under a name of its own, and return its path in the run."""
+    source, target = layout.root / path, _free_name(layout, path)
     try:
         if layout.info.storage_uri is None or not layout.storage.exists(path):
             rename(source, target, root=layout.root)

@@ -337,6 +337,31 @@ def test_a_damaged_checkpoint_is_refused(
     load_checkpoint(engine, source)
 
 
+def test_a_changed_description_is_refused_before_anything_is_loaded(
+    checkpoint: tuple[Engine, Path],
+) -> None:
+    """A changed byte in a random state ended each start: no older checkpoint was taken."""
+    engine, source = checkpoint
+    point, before = source / "checkpoint.json", state_of(engine)
+    whole = point.read_text()
+    content = json.loads(whole)
+    for old, new in (
+        (f'"torch": "{content["random_states"][0]["torch"][:2]}', '"torch": "0x'),
+        ('"n_updates": 0', '"n_updates": 7'),
+        ('"adam_steps": 0', '"adam_steps": 1'),
+    ):
+        assert whole.count(old) >= 1
+        point.write_text(whole.replace(old, new, 1))
+        with pytest.raises(CheckpointError, match="is damaged .*it was changed after .*use an old"):
+            load_checkpoint(engine, source)
+        assert_equal(state_of(engine), before)
+    del content["digest"]  # as of earlier versions
+    point.write_text(json.dumps(content))
+    load_checkpoint(engine, source)
+    point.write_text(whole)
+    load_checkpoint(engine, source)
+
+
 def test_a_checkpoint_of_other_code_is_refused(
     checkpoint: tuple[Engine, Path], tmp_path: Path
 ) -> None:

@@ -150,6 +150,15 @@ def test_a_backup_that_no_rebuild_can_begin_with_is_found_and_made_anew(
     assert check(layout, level=CONTENTS) == []
 
 
+def test_each_changed_open_sql_is_kept_in_quarantine(layout: RunLayout) -> None:
+    for text in ("-- first\n", "-- second\n"):
+        layout.open_sql.chmod(0o644)
+        layout.open_sql.write_text(text)
+        assert main(["fsck", "--repair", str(layout.root)]) == 0
+    kept = {path.read_text() for path in layout.quarantine.glob("open*.sql")}
+    assert kept == {"-- first\n", "-- second\n"}
+
+
 def test_a_bound_in_open_sql_that_no_run_has_is_not_taken_over(layout: RunLayout) -> None:
     """Python refuses to convert so many digits, with an error of several lines."""
     layout.open_sql.chmod(0o644)

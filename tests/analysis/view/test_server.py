@@ -235,6 +235,23 @@ def test_an_address_with_an_lsn_shows_the_same_rows_again(
         )
 
 
+def test_however_much_others_ask_for_newer_rows_are_shown_at_last(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a neighbour's requests used up the time in which newer rows are looked for."""
+    monkeypatch.setattr("analysis.view.snapshots.CPU_SHARE", 0.0)
+    monkeypatch.setattr("analysis.view.snapshots.MAX_BEHIND_S", 0.5)
+    copy = copy_run(layout, tmp_path / "copy")
+    app = make_app([copy.root], token=TOKEN, refresh_s=0.2)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        lsn = client.get("/lsn").json()["lsn"]
+        play_one_more(copy.root)
+        deadline = time.monotonic() + 30
+        while client.get("/lsn").json()["lsn"] == lsn:
+            assert time.monotonic() < deadline, "the newer snapshot was not found"
+            time.sleep(0.1)
+
+
 def test_a_bad_address_is_explained(client: TestClient) -> None:
     for address in ("/run?run=7", "/run?run=x", "/run?as_of=x", "/run?panel=none", "/nowhere"):
         answer = client.get(address)
