@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +94,7 @@ def read_chats(path: Path) -> Iterator[ChatOfFile]:
             row = _Row.model_validate(content)
         except ValidationError as error:
             raise ConfigError(f"{place}: {refused(*first_fault(error))}") from None
-        messages = tuple(_whole(message.plain()) for message in row.messages)
+        messages = tuple(_without_surrogates(message.plain()) for message in row.messages)
         if not any(message.role == "assistant" for message in messages[1:]):
             raise ConfigError(
                 f"{place} has no reply of the assistant after another message; leave it out"
@@ -109,15 +109,22 @@ def read_chats(path: Path) -> Iterator[ChatOfFile]:
         raise ConfigError(f"{path} has no chats; it needs one JSON object a line, or one row each")
 
 
-def _whole(message: Message) -> Message:
+def _without_surrogates(message: Message) -> Message:
     """Return a message without lone surrogates, which no tokenizer takes."""
-    calls = tuple(
-        ToolCall(**{name: valid_text(text) for name, text in asdict(call).items()})
-        for call in message.tool_calls
+    return Message(
+        role=valid_text(message.role),
+        content=valid_text(message.content),
+        tool_calls=tuple(
+            ToolCall(
+                id=valid_text(call.id),
+                name=valid_text(call.name),
+                arguments=valid_text(call.arguments),
+            )
+            for call in message.tool_calls
+        ),
+        tool_call_id=valid_text(message.tool_call_id),
+        name=valid_text(message.name),
     )
-    texts = ("role", "content", "tool_call_id", "name")
-    whole = {name: valid_text(getattr(message, name)) for name in texts}
-    return Message(**whole, tool_calls=calls)
 
 
 def chat_texts(path: Path) -> Iterator[str]:

@@ -23,6 +23,7 @@ from bounded_json import read_value
 from configs.derived import serves_adapters
 from configs.errors import ConfigError
 from configs.schema import Config
+from path_bounds import MAX_FILES, MAX_NAMES, leads_far
 from printable import REASON_CHARACTERS, one_line
 
 # Values of `model_type` in a model's config.json for which images are supported.
@@ -39,8 +40,6 @@ ADAPTER_FILE = "adapter_config.json"  # of peft
 # Such files map tensors to weight files. transformers reads two by their names, and others that a
 # configuration names. Those of other frameworks have other endings.
 INDEX_ENDINGS = (".safetensors.index.json", ".bin.index.json")
-MAX_ENTRIES = 5_000  # of a directory, which has some hundred; each is looked at
-MAX_NAMES = 256  # through which a link in it may lead
 MAX_INDEXES = 8  # of a directory, which has one or two: a large one takes a second to be read
 WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.(safetensors|bin)")
 # Keys of config.json, at any depth, by which transformers or vLLM look for a model or a
@@ -187,18 +186,18 @@ def check_model_directory(path: Path | str) -> None:
             f"{path} has {ADAPTER_FILE}, so it is no whole model; merge the adapter into its model "
             "first"
         )
-    if _leads_far(path):
+    if leads_far(path):
         raise ConfigError(
             f"{path} leads through more than {MAX_NAMES} names; give the directory behind it"
         )
     home = Path(os.path.realpath(path))
-    entries = list(islice(path.iterdir(), MAX_ENTRIES + 1)) if path.is_dir() else []
-    if len(entries) > MAX_ENTRIES:
+    entries = list(islice(path.iterdir(), MAX_FILES + 1)) if path.is_dir() else []
+    if len(entries) > MAX_FILES:
         raise ConfigError(
-            f"{path} has more than {MAX_ENTRIES:,} files; give a directory of the model alone"
+            f"{path} has more than {MAX_FILES:,} files; give a directory of the model alone"
         )
     for file in entries:
-        if file.is_symlink() and _leads_far(home / file.name):
+        if file.is_symlink() and leads_far(home / file.name):
             raise ConfigError(
                 f"{file} leads through more than {MAX_NAMES} names; put the file in its place"
             )
@@ -226,26 +225,6 @@ def check_model_directory(path: Path | str) -> None:
         if model_type(str(path)) in VISION_MODEL_TYPES:
             for name in IMAGE_FILES:
                 _check_image_processor(path / name)
-
-
-def _leads_far(path: Path) -> bool:
-    """Return whether a path leads through more than MAX_NAMES names, with those in links.
-
-    Linux follows up to 40 links of 2,000 names each: 12 ms, whenever such a file is looked at.
-    """
-    place, names = Path("/"), list(reversed(path.absolute().parts))
-    for _ in range(MAX_NAMES):
-        if not names:
-            return False
-        name = names.pop()
-        if name == "..":
-            place = place.parent
-            continue
-        try:
-            names += reversed(Path(os.readlink(place / name)).parts)
-        except OSError:  # no link
-            place /= name
-    return bool(names)
 
 
 def _check_tokenizer(file: Path) -> None:

@@ -23,8 +23,8 @@ from store import (
     RunLayout,
     RunTexts,
     StoreError,
+    belongs_to_other_user,
     decoded,
-    is_anothers,
     is_trusted,
     limited_memory,
     links_and_end,
@@ -112,7 +112,9 @@ def _came_later(run: Path, places: Sequence[Path]) -> bool:
     run_json = run / RUN_JSON
     told_by = [run_json] if os.path.lexists(run_json) else _signs_of_a_run(run)
     below = [place for place in places if place.is_relative_to(run)]
-    return all(map(is_anothers, told_by)) and all(_is_own_below(run, place) for place in below)
+    return all(map(belongs_to_other_user, told_by)) and all(
+        _is_own_below(run, place) for place in below
+    )
 
 
 def _signs_of_a_run(folder: Path) -> list[Path]:
@@ -122,7 +124,7 @@ def _signs_of_a_run(folder: Path) -> list[Path]:
 def _is_own_below(run: Path, file: Path) -> bool:
     """Return whether the file, and each directory between it and `run`, is this user's."""
     between = (each for each in file.parents if each.is_relative_to(run) and each != run)
-    return not any(map(is_anothers, (file, *between)))
+    return not any(map(belongs_to_other_user, (file, *between)))
 
 
 def _folders(places: Sequence[Path]) -> list[Path]:

@@ -63,6 +63,7 @@ from .exchange.offline_import import find_sources as find_sources
 from .exchange.offline_import import parse_source as parse_source
 from .exchange.offline_import import take_sources as take_sources
 from .file_rights import OWNER_MAY as OWNER_MAY
+from .file_rights import copy_with_rights as copy_with_rights
 from .file_rights import give_rights as give_rights
 from .file_rights import keep_private as keep_private
 from .file_rights import remove_access_lists as remove_access_lists
@@ -151,9 +152,9 @@ from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
 from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.own_directory import all_in as all_in
+from .untrusted.own_directory import belongs_to_other_user as belongs_to_other_user
 from .untrusted.own_directory import check_file_links as check_file_links
 from .untrusted.own_directory import check_own_directory as check_own_directory
-from .untrusted.own_directory import is_anothers as is_anothers
 from .untrusted.own_directory import links_and_end as links_and_end
 from .untrusted.own_directory import open_file_by_own_links as open_file_by_own_links
 from .untrusted.own_directory import opened_by_own_links as opened_by_own_links

@@ -1,6 +1,7 @@
 """Give copies their rights: nobody may do more with a copy than with its source.
 
     give_rights(copy, source=original, owner=OWNER_MAY)     # of a file or directory just copied
+    copy_with_rights(descriptor, copy, owner=PRIVATE)       # a file and its rights
     bound_rights(made, source=original)                     # of one that was made in its place
     keep_private(run)                                       # it holds a secret
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from store.errors import StoreError
+from store.untrusted.file_access import copy_first
 
 OWNER_MAY = 0o700  # read, write and execute, or enter
 ALL_MAY = 0o777
@@ -31,6 +34,12 @@ def give_rights(copy: int | Path, *, source: int | Path, owner: int) -> None:
     remove_access_lists(copy)
     rights = rights_of_copy(source, copy) & ~current_umask()
     os.chmod(copy, os.stat(copy).st_mode & SPECIAL | owner | rights)
+
+
+def copy_with_rights(original: int, copy: BinaryIO, *, owner: int) -> None:
+    """Copy a file, and then its rights. Its holes stay holes: it may be larger than a disk."""
+    copy_first(original, copy, n_bytes=os.fstat(original).st_size)
+    give_rights(copy.fileno(), source=original, owner=owner)
 
 
 def bound_rights(made: int | Path, *, source: int | Path) -> None:

@@ -289,14 +289,14 @@ def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(values, kind)
     # Rare, so the values are examined one by one only now.
     except UnicodeEncodeError:
-        return pa.array([_whole(value) for value in values], kind)
+        return pa.array([_valid_texts(value) for value in values], kind)
 
 
-def _whole(value: Any) -> Any:
+def _valid_texts(value: Any) -> Any:
     """Make a text, or each text of a sequence, whole. Return other values as they are."""
     if isinstance(value, str):
         return valid_text(value)
-    return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_valid_texts(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _lists(values: Sequence[Sequence[Any]], *, typecode: str, value_type: pa.DataType) -> pa.Array:

@@ -42,12 +42,16 @@ CPU_SHARE = 0.015
 MAX_BEHIND_S = 60.0
 REMOTE_REFRESH_S = 15.0  # a run in an object store is asked by opening it
 LOOKED_AT_S = 30.0  # after the last request nobody looks any more
-KEPT_READERS = 3  # of a run, beside the newest and the one that was just opened
-KEPT_BYTES = 256 << 20  # of all answers of a run
-QUERY_TIMEOUT_S = 30.0  # of one panel
-MAX_ROWS = 1_000_000  # of one answer
-MAX_BYTES = 256 << 20  # of one answer
-MAX_LONG = 8  # queries of a run that may take long and are not answered yet
+# Readers of a run beside the newest and the one that was just opened: somebody who compares moments
+# goes to and fro between two or three. Each is a process with its own memory.
+KEPT_READERS = 3
+KEPT_BYTES = 256 << 20  # of all answers of a run: a page that is drawn again asks nothing
+QUERY_TIMEOUT_S = 30.0  # of one panel: nobody looks at an empty one for longer
+MAX_ROWS = 1_000_000  # of one answer, which a page draws as a picture
+MAX_BYTES = KEPT_BYTES  # of one answer: a larger one could not be kept
+# Queries of a run that may take long and are not answered yet. Each has one of the 40 threads that
+# answer all pages.
+MAX_LONG = 8
 # Older snapshots of a run that are asked for and not open yet, and requests that wait for them.
 # Opening one takes a second or two. A page with its panels needs two, and six connections.
 MAX_OPENING = 4
@@ -79,7 +83,7 @@ class Snapshots:
     ) -> None:
         """Open the newest snapshot. Raises StoreError.
 
-        The viewer was opened with that of `as_of`: once it is open, it stays open.
+        The snapshot `as_of` stays open, once it is open.
         """
         self.run = run
         self._as_of = as_of
@@ -131,7 +135,7 @@ class Snapshots:
 
     def ensure(self, lsn: int) -> None:
         """Check that the run can be read at this lsn. Raises StoreError."""
-        with self._used(_ReaderKey(lsn, False)):
+        with self._hold_snapshot(_ReaderKey(lsn, False)):
             pass
 
     def ask(
@@ -154,8 +158,8 @@ class Snapshots:
         key = (lsn, with_tables(tables, query), n_rows, times_as_text)
         if (known := self._remembered(key)) is None:
             with (
-                self._counted(is_long=is_long),
-                self._used(_ReaderKey(lsn, is_long)) as snapshot,
+                self._limit_long_queries(is_long=is_long),
+                self._hold_snapshot(_ReaderKey(lsn, is_long)) as snapshot,
                 snapshot.asking,
             ):
                 if has_left():
@@ -170,7 +174,7 @@ class Snapshots:
         return known
 
     @contextmanager
-    def _counted(self, *, is_long: bool) -> Iterator[None]:
+    def _limit_long_queries(self, *, is_long: bool) -> Iterator[None]:
         """Bound the queries that may take long: each that waits has a thread of the server."""
         if is_long and not self._long.acquire(blocking=False):
             raise StoreError(
@@ -242,12 +246,12 @@ class Snapshots:
                 self._kept_bytes -= _size(*self._answers.popitem(last=False))
 
     @contextmanager
-    def _used(self, reader_key: _ReaderKey) -> Iterator[_Snapshot]:
+    def _hold_snapshot(self, reader_key: _ReaderKey) -> Iterator[_Snapshot]:
         """Hand out a snapshot, whose reader stays open meanwhile."""
         snapshot = self._take(reader_key)
         while snapshot is None:  # another thread may drop it at once
             try:
-                with self._waited_for(reader_key):
+                with self._limit_waiting(reader_key):
                     self._open(reader_key.lsn, is_long=reader_key.is_long)
             except PrivateCatalogError:  # another user's run went on; a page may have to wait then
                 if not reader_key.is_long:
@@ -264,7 +268,7 @@ class Snapshots:
                 snapshot.reader.close()
 
     @contextmanager
-    def _waited_for(self, reader_key: _ReaderKey) -> Iterator[None]:
+    def _limit_waiting(self, reader_key: _ReaderKey) -> Iterator[None]:
         """Bound the older snapshots that are waited for, and who waits: they open one at a time."""
         with self._lock:
             is_older = reader_key.lsn not in (self.newest_lsn, self._as_of)

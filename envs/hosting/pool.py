@@ -121,21 +121,23 @@ class EnvironmentPool:
         log: Path | None = None,
         isolated: bool = False,
     ) -> None:
-        hosts: list[_Host]
+        self._hosts: list[_Host]
+        self._suspects: SuspectTasks[_Objects] | None = None
         self._pending = PendingOperations()
         shared: dict[str, Any] = {"answer_timeout_s": answer_timeout_s, "log": log}
         shared["pending"] = self._pending
         make = environment_class(env_name)
         if has_coroutines(make) and not isolated:
-            hosts = [_EventLoopHost(env_name, options, **shared)]
-            self._hosts = hosts
+            self._hosts = [_EventLoopHost(env_name, options, **shared)]
+            self._objects = _Objects(self._hosts)
         else:
             shared["starting"] = asyncio.Lock()
-            hosts = [EnvironmentProcess(env_name, options, **shared) for _ in range(processes)]
-            # started only if a task ends one of the others
-            self._hosts = [*hosts, EnvironmentProcess(env_name, options, **shared)]
-        self._objects = _Objects(hosts)
-        self._suspects = SuspectTasks(_Objects(self._hosts[-1:]))
+            self._hosts = [
+                EnvironmentProcess(env_name, options, **shared) for _ in range(processes + 1)
+            ]
+            self._objects = _Objects(self._hosts[:-1])
+            # Its process is started only if a task ends one of the others.
+            self._suspects = SuspectTasks(_Objects(self._hosts[-1:]))
         deterministic = is_deterministic(make)
         keeper = None
         # The keeper calls the class in this process. Our own classes do no harm in it.
@@ -155,7 +157,7 @@ class EnvironmentPool:
         """
         async with AsyncExitStack() as stack:
             objects = self._objects
-            if task is not None:
+            if task is not None and self._suspects is not None:
                 apart = self._suspects.environments_for(task, objects)
                 objects = await stack.enter_async_context(apart)
             environment = PooledEnvironment(self._cache, objects)
@@ -332,8 +334,8 @@ class _EventLoopHost:
         told = error if type(error) is EnvironmentDied else None
         return EnvironmentDied(
             f"environment {self._env_name!r} {fault}{log_hint(self._log)}",
-            at_fault=told is None or told.at_fault is not False,
-            ended_process=told is not None and told.ended_process is True,
+            at_fault=told is None or told.at_fault,
+            ended_process=told is not None and told.ended_process,
         )
 
     def stuck(self) -> str | None:

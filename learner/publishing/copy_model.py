@@ -21,7 +21,7 @@ from store import (
     UnsafePathError,
     all_in,
     check_file_links,
-    copy_first,
+    copy_with_rights,
     give_rights,
     open_file_by_own_links,
     remove_access_lists,
@@ -64,7 +64,4 @@ def copy_file(source: Path, dest: Path) -> None:
     with open(open_file_by_own_links(source), "rb") as original:
         descriptor = os.open(dest, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
         with open(descriptor, "wb") as copy:
-            # With its holes: a file's size may be more than a disk has.
-            size = os.fstat(original.fileno()).st_size
-            copy_first(original.fileno(), copy, n_bytes=size)
-            give_rights(descriptor, source=original.fileno(), owner=PRIVATE)
+            copy_with_rights(original.fileno(), copy, owner=PRIVATE)

@@ -32,7 +32,13 @@ from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, StoreError
-from store.file_rights import OWNER_MAY, bound_rights, give_rights, remove_access_lists
+from store.file_rights import (
+    OWNER_MAY,
+    bound_rights,
+    copy_with_rights,
+    give_rights,
+    remove_access_lists,
+)
 from store.layout import RunLayout
 from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
@@ -47,7 +53,6 @@ from store.run_names import (
 )
 from store.storage import open_storage
 from store.untrusted.file_access import (
-    copy_first,
     is_directory,
     is_file,
     names,
@@ -418,9 +423,9 @@ def _checkpoint(
     return row
 
 
-def _check_numbers(source: RunLayout, row: sqlite3.Row, names: Sequence[str]) -> None:
+def _check_numbers(source: RunLayout, row: sqlite3.Row, columns: Sequence[str]) -> None:
     """Raise FormatError for a cell that a STRICT table would refuse: the file was edited."""
-    wrong = [name for name in names if not isinstance(row[name], int)]
+    wrong = [name for name in columns if not isinstance(row[name], int)]
     if wrong:
         raise _unreadable(
             source, sqlite3.DatabaseError(f"malformed row: its {wrong[0]} is no whole number")
@@ -494,8 +499,6 @@ def _copy(path: str, *, source: RunLayout, layout: RunLayout) -> None:
         open(open_file(source.root / path, root=source.root), "rb") as original,
         open(_new_file(layout, path), "wb") as copy,
     ):
-        size = os.fstat(original.fileno()).st_size
-        copy_first(original.fileno(), copy, n_bytes=size)
-        give_rights(copy.fileno(), source=original.fileno(), owner=0)
+        copy_with_rights(original.fileno(), copy, owner=0)
         copy.flush()
         os.fsync(copy.fileno())

@@ -299,7 +299,7 @@ def _select_of_run(source: OfflineSource, theirs: RunLayout, *, opened: ExitStac
         ) from error
     name = _name(source, theirs.info.run_id)
     try:
-        groups, n_incomplete = _whole(answer.cast(COLUMNS))
+        groups, n_incomplete = _whole_groups(answer.cast(COLUMNS))
     except pa.ArrowInvalid as error:
         raise FormatError(
             f"{name}: its views show {one_line(error)}; gigpo fsck --repair {theirs.root}"
@@ -372,7 +372,7 @@ def _selected(
         _record(group_uid, members, size=size_of(group_uid))
         for group_uid, members in groups.items()
     ]
-    whole, n_incomplete = _whole(pa.Table.from_pylist(records, schema=COLUMNS))
+    whole, n_incomplete = _whole_groups(pa.Table.from_pylist(records, schema=COLUMNS))
     return _Selection(
         source=source,
         run_id=run_id,
@@ -400,7 +400,7 @@ def _record(
     }
 
 
-def _whole(groups: pa.Table) -> tuple[pa.Table, int]:
+def _whole_groups(groups: pa.Table) -> tuple[pa.Table, int]:
     """Return the groups with all their trajectories, and the number of the others."""
     whole = groups.filter(pc.equal(pc.list_value_length(groups["members"]), groups["size"]))
     return whole, len(groups) - len(whole)

@@ -175,7 +175,7 @@ def _set_aside(catalog: Catalog, layout: RunLayout, *, path: str, finding: Findi
 
 def _correct(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
     """Set a segment's row to what its file says. The file has the digest it is named by."""
-    data = _whole(layout, path)
+    data = _sound_bytes(layout, path)
     if data is None:
         raise StoreError(f"{path} has changed since it was checked; run fsck again")
     held = open_rows(data, path=layout.root / path)
@@ -192,7 +192,7 @@ def _correct(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
 
 def _take_back(catalog: Catalog, layout: RunLayout, *, path: str) -> str:
     """Let a file that was put back by hand count again, if it is what was committed."""
-    data = _whole(layout, path)
+    data = _sound_bytes(layout, path)
     try:
         held = None if data is None else open_rows(data, path=layout.root / path)
     except FormatError:  # as committed, but no segment: it was set aside for that before
@@ -247,14 +247,14 @@ def _rescue(catalog: Catalog, layout: RunLayout, *, meta: SegmentMeta) -> Segmen
 
 
 def _intact(layout: RunLayout, path: str) -> pa.Table | None:
-    data = _whole(layout, path)
+    data = _sound_bytes(layout, path)
     try:
         return None if data is None else decode(data, path=path)
     except FormatError:
         return None
 
 
-def _whole(layout: RunLayout, path: str) -> pa.Buffer | None:
+def _sound_bytes(layout: RunLayout, path: str) -> pa.Buffer | None:
     """Return the bytes of a file if they have the digest it is named by, None if it is damaged.
 
     Raises UnavailableError: what the file holds may be all that is left.

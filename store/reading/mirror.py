@@ -79,7 +79,7 @@ def mirror(layout: RunLayout, *, as_of: int | None = None) -> RunLayout:
         if is_file(layout.open_sql, root=layout.root):
             views = placed(copy, read_open_sql(layout))
             write_atomically(copy.open_sql, views.encode(), mode=READ_WRITE, beneath=copy.root)
-        _bring(layout.storage, copy)
+        _update(layout.storage, copy)
     if as_of is not None:
         _fetch_missing(
             layout.storage, copy, paths=dict.fromkeys(read_as_of(layout, as_of).segments)
@@ -128,7 +128,7 @@ def _fetch_run(uri: str, dest: Path) -> None:
         if is_new:
             _make_copy(layout)
         write_atomically(layout.open_sql, views.encode(), mode=READ_WRITE, beneath=layout.root)
-        _bring(storage, layout)
+        _update(storage, layout)
 
 
 def _no_copy(dest: Path, uri: str) -> StoreError:
@@ -182,7 +182,7 @@ def _locked(copy: RunLayout) -> Iterator[None]:
         os.close(lock)
 
 
-def _bring(storage: Storage, copy: RunLayout) -> None:
+def _update(storage: Storage, copy: RunLayout) -> None:
     for tries_left in reversed(range(TRIES)):
         data = _manifest_bytes(storage)
         manifest = parse_manifest(data, name=storage.locate(MANIFEST))
@@ -199,7 +199,7 @@ def _bring(storage: Storage, copy: RunLayout) -> None:
                 raise
             continue
         write_atomically(copy.manifest, data, mode=READ_WRITE, beneath=copy.root)
-        _forget(storage, copy, manifest=manifest)
+        _remove_unneeded(storage, copy, manifest=manifest)
         return
 
 
@@ -253,7 +253,7 @@ def _fetch(storage: Storage, copy: RunLayout, path: str, n_rows: int | None) -> 
     copy.storage.write(path, data)
 
 
-def _forget(storage: Storage, copy: RunLayout, *, manifest: Manifest) -> None:
+def _remove_unneeded(storage: Storage, copy: RunLayout, *, manifest: Manifest) -> None:
     pinned = oldest_pinned_lsn(copy)
     is_needed = pinned is not None and pinned < manifest.lsn
     if is_needed or _has_gone_on(copy):  # it may have gone on since the fetch began

@@ -1,7 +1,7 @@
 """Look who could lead a path elsewhere: who owns a directory, and the links on the way to it.
 
 check_own_directory(run)    # before anything is written or removed there
-is_anothers(file)           # who made it
+belongs_to_other_user(file)
 links_and_end(file)         # where the path leads
 make_own_directory(cache)   # for this user alone, with what is missing above it
 with opened_by_own_links(run) as (directory, place): ...    # before its files are believed
@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from path_bounds import MAX_FILES, MAX_NAMES, leads_far
 from store.errors import StoreError, UnsafePathError
 
 MAX_LEVELS = 8  # of a model's directories; it has one or two
-MAX_FILES = 5_000  # of a model; it has some hundred. Links can show one file on many paths
 MAX_LINKS = 40  # on the way to a directory; Linux follows as many
-MAX_NAMES = 256  # on the way, with those in links: each takes a look of 20 microseconds
 NOBODY = 65534  # whom Linux shows as the owner if a user namespace does not know the user
 ALL_USERS = ["0", "0", str(2**32 - 1)]  # /proc/self/uid_map outside of every user namespace
 # Systems that do not have O_PATH open no link, so none is followed there.
@@ -48,7 +47,7 @@ class _Entry:
 
         For root it is False: what a container mounts has owners outside of it.
         """
-        return is_another(self.owner)
+        return is_other_user(self.owner)
 
     @property
     def is_nobodys(self) -> bool:
@@ -111,7 +110,7 @@ def check_own_directory(
         raise StoreError(f"{path} is not there (any more), or no directory; {instead}")
 
 
-def is_anothers(path: Path) -> bool:
+def belongs_to_other_user(path: Path) -> bool:
     """Return whether what lies there, also a link, belongs to neither this user nor root.
 
     False for root, for whom everything passes, and if nothing is there.
@@ -120,10 +119,10 @@ def is_anothers(path: Path) -> bool:
         owner = path.lstat().st_uid
     except OSError:
         return False
-    return is_another(owner)
+    return is_other_user(owner)
 
 
-def is_another(owner: int) -> bool:
+def is_other_user(owner: int) -> bool:
     """Return whether a user id is neither this user's nor root's. False for root."""
     me = os.geteuid()
     return me != 0 and owner not in (me, 0)
@@ -243,19 +242,17 @@ def all_in(directory: Path, *, skips_unreadable: bool = False) -> Iterator[tuple
         for path in (here / name for name in names):
             is_directory = False
             with passing_over:
-                if path.is_symlink():
-                    _check_way(path)
+                if path.is_symlink() and leads_far(path):
+                    raise _far(path)
                 is_directory = path.is_dir()
             yield path, is_directory
             if is_directory:
                 waiting.append((path, n_levels - 1))
 
 
-def _check_way(path: Path) -> None:
-    """Raise UnsafePathError for a path that leads through more than MAX_NAMES names."""
-    _, descriptor = _walk_to(path)
-    if descriptor is not None:
-        os.close(descriptor)
+def _far(path: Path) -> UnsafePathError:
+    text = f"{path} leads through more than {MAX_NAMES} names; give a shorter path"
+    return UnsafePathError(errno.ELOOP, text)
 
 
 def _check_links(entries: Sequence[_Entry], *, but_of: int | None, instead: str) -> None:
@@ -305,8 +302,7 @@ def _walk_to(
                 os.close(here)
                 place, here = entry.path, below
             if n_names > MAX_NAMES:
-                text = f"{path} leads through more than {MAX_NAMES} names; give a shorter path"
-                raise UnsafePathError(errno.ELOOP, text)
+                raise _far(path)
             if n_links > MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if not is_end(os.fstat(here).st_mode):

@@ -31,7 +31,7 @@ from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes_in
 from store.untrusted.own_directory import (
     check_own_directory,
-    is_another,
+    is_other_user,
     make_own_directory,
     opened_by_own_links,
 )
@@ -175,7 +175,7 @@ def _owner(directory: int) -> str:
     around them. It has another owner, so the signatures do not fit it.
     """
     uid = os.fstat(directory).st_uid
-    return f"uid {uid} " if is_another(uid) else ""
+    return f"uid {uid} " if is_other_user(uid) else ""
 
 
 def _signatures(key: bytes, owner: str, run_json: bytes | None, config: bytes | None) -> list[str]:

@@ -171,6 +171,6 @@ def test_neither_endless_links_nor_endless_files_are_followed(
     (beside / "way").symlink_to("x/../" * 200 + "../model")
     with pytest.raises(ConfigError, match="way leads through more than 256 names; give the dir"):
         check_model_directory(beside / "way")
-    monkeypatch.setattr(checked, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(checked, "MAX_FILES", 2)
     with pytest.raises(ConfigError, match="has more than 2 files; give a directory of the model"):
         check_model_directory(model)

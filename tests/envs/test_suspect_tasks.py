@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from envs import EnvironmentDied, Task
+from envs import EnvironmentDied, EnvironmentPool, Task
 from envs.hosting.suspect_tasks import SuspectTasks
 
 ENDED = EnvironmentDied("it exited", at_fault=True, ended_process=True)
@@ -94,3 +96,49 @@ def test_one_suspect_has_its_turn_after_the_other_and_its_episodes_together() ->
 
     asyncio.run(rounds())
     assert seen == ["a", "a", "b", "b"]
+
+
+AWAITED = """
+import asyncio
+from envs import EnvironmentDied, Observation, Transition
+class Awaited:  # as one that asks a server, whose process ended
+    def __init__(self, options): pass
+    def close(self): pass
+    @classmethod
+    def tasks(cls, split, options): return []
+    async def reset(self, task):
+        self.task = task.id
+        return Observation(text=task.id)
+    async def step(self, action):
+        await asyncio.sleep(0.01)
+        if action == "end": raise EnvironmentDied("it exited", at_fault=True, ended_process=True)
+        return Transition(
+            observation=Observation(text=self.task),
+            reward=0.0, terminated=False, truncated=False, won=False)
+"""
+
+
+def test_episodes_on_the_event_loop_have_an_object_each_after_a_process_elsewhere_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "awaited_world.py").write_text(AWAITED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("awaited_world", None)
+
+    async def episode(pool: EnvironmentPool, name: str, *actions: str) -> list[str]:
+        async with pool.environment(a_task(name)) as environment:
+            seen = [(await environment.reset(a_task(name))).text]
+            return seen + [(await environment.step(each)).observation.text for each in actions]
+
+    async def rounds() -> list[list[str]]:
+        pool = EnvironmentPool("awaited_world:Awaited", {}, processes=1, answer_timeout_s=5.0)
+        with pytest.raises(EnvironmentDied, match="it exited"):
+            await episode(pool, "a", "end")
+        try:
+            return await asyncio.gather(
+                *(episode(pool, name, "go", "look", "go") for name in ("a", "b", "a", "c"))
+            )
+        finally:
+            pool.close()
+
+    assert asyncio.run(rounds()) == [[name] * 4 for name in ("a", "b", "a", "c")]

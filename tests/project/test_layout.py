@@ -24,6 +24,7 @@ SHARED = (
     "bounded_yaml",
     "linear_h11",
     "model_server",
+    "path_bounds",
     "printable",
     "row_bounds",
     "usage_statistics",

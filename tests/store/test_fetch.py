@@ -56,16 +56,16 @@ def test_a_copy_that_becomes_a_run_during_a_fetch_loses_nothing(
     with Catalog.open(backup) as catalog:  # there is something to fetch
         play(backup, catalog, open_train_group(catalog, 9), version=1)
         export(catalog, backup)
-    bring = mirror_module._bring
+    update = mirror_module._update
 
     def rebuilt_before(storage: Storage, layout: RunLayout) -> None:
         rebuild(copy)
         with Catalog.open(copy) as catalog:
             play(copy, catalog, open_train_group(catalog, 8), version=1)
-        bring(storage, layout)
+        update(storage, layout)
 
     monkeypatch.setattr(mirror_module, "in_limited_process", lambda act, *given, **_: act(*given))
-    monkeypatch.setattr(mirror_module, "_bring", rebuilt_before)
+    monkeypatch.setattr(mirror_module, "_update", rebuilt_before)
     fetch_run(backup.root.as_uri(), copy.root)
     for (path,) in ask(copy, "SELECT path FROM segment WHERE retired_lsn IS NULL"):
         assert (copy.root / path).is_file()

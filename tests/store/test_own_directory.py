@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.__main__ import main
+from path_bounds import MAX_NAMES
 from store import (
     Catalog,
     OfflineSource,
@@ -26,7 +27,6 @@ from store import (
 from store.errors import UnsafePathError
 from store.untrusted import signatures
 from store.untrusted.own_directory import (
-    MAX_NAMES,
     check_file_links,
     open_file_by_own_links,
     opened_by_own_links,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -32,7 +33,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
-from analysis.view import charts, guard, server, snapshots
+from analysis.view import charts, downloads, guard, server, snapshots
 from analysis.view.guard import MAX_HEAD_BYTES, Guard, make_server
 from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.page import Page
@@ -283,6 +284,36 @@ def test_the_error_of_a_query_stands_in_its_panel(client: TestClient) -> None:
     assert page.status_code == 200
     (error,) = re.findall(r'class="error">([^<]*)', page.text)
     assert "nothing" in error and "\n" not in error
+
+
+def test_slow_readers_of_large_files_do_not_fill_the_memory(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: each of ninety connections kept 240 MiB for two hours by reading slowly."""
+    monkeypatch.setattr(downloads, "MAX_SENT_BYTES", 5 << 20)
+    own = {"sec-fetch-site": "same-origin"}
+    file = {"panel": "answer", "download": "arrow"}
+    large = {**file, "q": "SELECT repeat('x', 1000000) AS text FROM range(4)"}
+    small = {**file, "q": "SELECT 1 AS one"}
+    held = downloads.download(pa.table({"text": ["x" * (4 << 20)]}), "arrow", name="a", lsn=1)
+    refused = client.get("/sql", params=large, headers=own)
+    assert "other files with 4 MiB are being sent" in refused.text
+    assert client.get("/sql", params=small, headers=own).status_code == 200
+
+    async def receive() -> dict[str, str]:
+        raise AssertionError("nothing is asked")
+
+    async def leaves(message: object) -> None:
+        raise OSError("the client has left")
+
+    with pytest.raises(OSError, match="has left"):
+        asyncio.run(held({"type": "http"}, receive, leaves))  # type: ignore[arg-type]
+    assert len(client.get("/sql", params=large, headers=own).content) > 4_000_000
+    left_before = downloads.download(
+        pa.table({"text": ["x" * (4 << 20)]}), "arrow", name="a", lsn=1
+    )
+    del left_before
+    assert len(client.get("/sql", params=large, headers=own).content) > 4_000_000
 
 
 def test_an_answer_is_drawn_and_downloaded(client: TestClient, layout: RunLayout) -> None:
