@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from analysis.view.html import html, json_script, number
 from analysis.view.sql_text import Tables, with_tables
-from analysis.view.text import plain, visible
+from analysis.view.text import LONG_CHARACTERS, plain, visible
 from printable import shell_word
 from store import StoreError
 
@@ -41,7 +41,9 @@ class Ask(Protocol):
 
 
 TABLE_ROWS = 500  # of a panel; the query gives the rest
-CELL_CHARACTERS = 160
+TABLE_CELLS = 10_000  # of a panel: a wide table shows fewer rows
+CELL_CHARACTERS = 160  # that are shown at once
+ALL_CHARACTERS = 1_000_000  # of a table, with what "show all" shows
 ERROR_MARK = '<p class="error">'  # in the HTML of a panel whose query failed
 UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # its first digits are shown
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d{1,6})?")  # as the reader writes them
@@ -159,10 +161,14 @@ def show_rows(
     `links`: by column, the address that a row's cell leads to. Columns in `hidden` are only there
     for the links.
     """
-    columns = [name for name in table.column_names if name not in hidden]
+    columns = [name for name in table.column_names if name not in hidden][:TABLE_CELLS]
+    n_rows = min(table.num_rows, TABLE_ROWS, TABLE_CELLS // max(len(columns), 1))
+    share = ALL_CHARACTERS // max(n_rows * len(columns), 1)
+    at_most_all = min(max(share, CELL_CHARACTERS), LONG_CHARACTERS)
     rows = []
-    for row in table.slice(0, TABLE_ROWS).to_pylist():
-        rows.append([_cell(row, column, links.get(column)) for column in columns])
+    for place in range(n_rows):  # one at a time: a cell may have megabytes
+        (row,) = table.slice(place, 1).to_pylist()
+        rows.append([_cell(row, name, links.get(name), at_most_all) for name in columns])
     return html(
         "table.html",
         columns=columns,
@@ -189,7 +195,10 @@ def _body(panel: Panel, table: pa.Table) -> Markup:
     return shown
 
 
-def _cell(row: Mapping[str, Any], column: str, link: Link | None) -> Mapping[str, Any]:
+def _cell(
+    row: Mapping[str, Any], column: str, link: Link | None, at_most_all: int
+) -> Mapping[str, Any]:
+    """Return what the template shows of a cell."""
     value = row[column]
     if isinstance(value, Decimal):
         value = int(value) if value == value.to_integral_value() else float(value)
@@ -203,7 +212,7 @@ def _cell(row: Mapping[str, Any], column: str, link: Link | None) -> Mapping[str
     elif isinstance(value, str) and TIME.fullmatch(value):
         shown = Markup('<time title="{} UTC">{}</time>').format(value, value[:19])
     else:
-        shown = visible(value, at_most=CELL_CHARACTERS)
+        shown = visible(value, at_most=CELL_CHARACTERS, at_most_all=at_most_all)
     return {
         "shown": shown,
         "is_number": is_number,

@@ -212,6 +212,7 @@ class Snapshots:
                     query,
                     n_rows=n_rows,
                     timeout_s=QUERY_TIMEOUT_S,
+                    max_bytes=MAX_BYTES,
                     tables=tables,
                     times_as_text=times_as_text,
                 )[0]

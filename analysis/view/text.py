@@ -22,16 +22,18 @@ MOST_MARKS = 100  # of a text; each is 60 bytes of HTML
 UNMARKED = "\N{REPLACEMENT CHARACTER}"  # stands for each hidden character after these
 
 
-def visible(value: object, *, at_most: int = SHORT_CHARACTERS) -> Markup:
+def visible(
+    value: object, *, at_most: int = SHORT_CHARACTERS, at_most_all: int = LONG_CHARACTERS
+) -> Markup:
     """Return a text as HTML in which control and hidden characters are shown as escapes.
 
-    A longer text is cut, with a "show all" that shows up to LONG_CHARACTERS.
+    A longer text is cut, with a "show all" that shows up to `at_most_all`.
     """
     text = str(value)
     if len(text) <= at_most:
         return _marked(text)
-    shown = text[:LONG_CHARACTERS]
-    rest = "" if len(shown) == len(text) else f", the first {LONG_CHARACTERS:,} are here"
+    shown = text[:at_most_all]
+    rest = "" if len(shown) == len(text) else f", the first {at_most_all:,} are here"
     return Markup(
         '<details class="long"><summary>{}<span class="more">… show all ({} characters{})</span>'
         '</summary><div class="all-text">{}</div></details>'

@@ -178,11 +178,12 @@ class Reader:
         *,
         n_rows: int,
         timeout_s: float = TIMEOUT_S,
+        max_bytes: int = MAX_BYTES,
         times_as_text: bool = False,
         tables: Tables = (),
     ) -> tuple[pa.Table, bool]:
         """Return at most the first `n_rows` rows, and whether there are more. See `sql`."""
-        limits = {"max_rows": n_rows, "max_bytes": MAX_BYTES, "cut": True}
+        limits = {"max_rows": n_rows, "max_bytes": max_bytes, "cut": True}
         asked = {"sql": query, "tables": tables, "times_as_text": times_as_text, **limits}
         return self._ask(asked, timeout_s=timeout_s)
 

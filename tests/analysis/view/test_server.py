@@ -40,7 +40,7 @@ from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
-from analysis.view.panel import ERROR_MARK, Panel, render_panel
+from analysis.view.panel import ERROR_MARK, Panel, render_panel, show_rows
 from analysis.view.server import make_app
 from analysis.view.snapshots import Snapshots
 from analysis.view.sql_text import fill
@@ -284,6 +284,18 @@ def test_the_error_of_a_query_stands_in_its_panel(client: TestClient) -> None:
     assert page.status_code == 200
     (error,) = re.findall(r'class="error">([^<]*)', page.text)
     assert "nothing" in error and "\n" not in error
+
+
+def test_a_wide_table_of_long_texts_makes_a_page_of_a_few_megabytes() -> None:
+    """The attack: one request for 90 columns of 500 long texts took ten gigabytes."""
+    for n_columns, n_rows, n_shown in ((90, 300, 111), (3, 600, 500), (30_000, 2, 1)):
+        text = '"' * (20_000 if n_columns < 100 else 1)
+        table = pa.table({f"c{n}": [text] * n_rows for n in range(n_columns)})
+        page = show_rows(table, links={})
+        assert len(page) < 20_000_000
+        assert page.count("<tr>") == 1 + n_shown
+    (cell,) = re.findall("<td>(.*)</td>", show_rows(pa.table({"c": ["x" * 30_000]}), links={}))
+    assert "the first 20,000 are here" in cell and cell.count("x") == 20_000 + 160
 
 
 def test_slow_readers_of_large_files_do_not_fill_the_memory(
