@@ -43,6 +43,7 @@ class Ask(Protocol):
 TABLE_ROWS = 500  # of a panel; the query gives the rest
 TABLE_CELLS = 10_000  # of a panel: a wide table shows fewer rows
 CELL_CHARACTERS = 160  # that are shown at once
+MAX_ADDRESS = 4_000  # of a link: a name in a forged run may have megabytes
 ALL_CHARACTERS = 1_000_000  # of a table, with what "show all" shows
 ERROR_MARK = '<p class="error">'  # in the HTML of a panel whose query failed
 UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # its first digits are shown
@@ -213,10 +214,11 @@ def _cell(
         shown = Markup('<time title="{} UTC">{}</time>').format(value, value[:19])
     else:
         shown = visible(value, at_most=CELL_CHARACTERS, at_most_all=at_most_all)
+    address = (link(row) if link and value is not None else None) or ""
     return {
         "shown": shown,
         "is_number": is_number,
-        "link": link(row) if link and value is not None else None,
+        "link": address if len(address) <= MAX_ADDRESS else "",
     }
 
 
