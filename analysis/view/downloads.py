@@ -13,11 +13,13 @@ import pyarrow.csv
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from analysis.view.nested_text import text_of
 from store import StoreError
 
 # Of all files that are being sent. A client may take an hour for a large one.
 MAX_SENT_BYTES = 1 << 30
 SMALL_BYTES = 1 << 20  # as much as a page: such files are not refused
+MAX_NESTED_TEXT = 1 << 28  # characters of lists and records: each repeats the names of its fields
 BYTES_AS_TEXT = 3  # for each byte of a table, if it is of numbers
 DOWNLOADS = {"csv": "text/csv; charset=utf-8", "arrow": "application/vnd.apache.arrow.stream"}
 
@@ -108,10 +110,19 @@ class _File(Response):
 
 def _flat(table: pa.Table) -> pa.Table:
     """Return the table with lists and records as text: CSV has none."""
-    columns = []
+    columns, left = [], MAX_NESTED_TEXT
     for column in table.columns:
         if pa.types.is_nested(column.type) or pa.types.is_binary(column.type):
-            texts = [None if value is None else str(value) for value in column.to_pylist()]
+            texts = []
+            for value in column:
+                text = text_of(value, at_most=left) if value.is_valid else None
+                left -= len(text or "")
+                if left <= 0:
+                    raise StoreError(
+                        f"the lists and records of these rows have more than {MAX_NESTED_TEXT:,} "
+                        "characters; download Arrow"
+                    )
+                texts.append(text)
             columns.append(pa.array(texts, pa.string()))
         else:
             columns.append(column)

@@ -23,6 +23,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from analysis.view.html import html, json_script, number
+from analysis.view.nested_text import text_of
 from analysis.view.sql_text import Tables, with_tables
 from analysis.view.text import LONG_CHARACTERS, plain, visible
 from printable import shell_word
@@ -168,7 +169,10 @@ def show_rows(
     at_most_all = min(max(share, CELL_CHARACTERS), LONG_CHARACTERS)
     rows = []
     for place in range(n_rows):  # one at a time: a cell may have megabytes
-        (row,) = table.slice(place, 1).to_pylist()
+        row = {
+            name: _value(column[place], at_most=at_most_all)
+            for name, column in zip(table.column_names, table.columns, strict=True)
+        }
         rows.append([_cell(row, name, links.get(name), at_most_all) for name in columns])
     return html(
         "table.html",
@@ -194,6 +198,10 @@ def _body(panel: Panel, table: pa.Table) -> Markup:
             plain(shown.summary, at_most=300), json_script(shown.item, kind="chart-data")
         )
     return shown
+
+
+def _value(value: pa.Scalar, *, at_most: int) -> Any:
+    return text_of(value, at_most=at_most) if pa.types.is_nested(value.type) else value.as_py()
 
 
 def _cell(
