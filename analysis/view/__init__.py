@@ -14,6 +14,7 @@ group_query.py      one group's steps without scanning the others
 downloads.py        an answer as a file: CSV or Arrow
 sql_text.py         values placed into a query, so that the query that is shown can be run as it is
 text.py             texts of a run made visible, cut, and safe in HTML
+nested_text.py      lists and records as text, no longer than what is shown
 html.py             the templates and their filters
 snapshots.py        readers by (run, lsn), and their answers
 report_file.py      several panels as one HTML file that needs no server: `gigpo report`
