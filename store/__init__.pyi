@@ -150,6 +150,7 @@ from .untrusted.json_values import integer as integer
 from .untrusted.json_values import objects as objects
 from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
+from .untrusted.memory_limit import limit_memory as limit_memory
 from .untrusted.memory_limit import limited_memory as limited_memory
 from .untrusted.own_directory import all_in as all_in
 from .untrusted.own_directory import belongs_to_other_user as belongs_to_other_user

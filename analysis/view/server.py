@@ -45,7 +45,7 @@ from analysis.view.panel import ERROR_MARK, Panel, render_panel, render_placehol
 from analysis.view.snapshots import Snapshots
 from analysis.view.text import plain
 from printable import printable
-from store import StoreError
+from store import StoreError, limit_memory
 
 LOOPBACK = "127.0.0.1"
 MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
@@ -324,6 +324,7 @@ class Viewer:
 
 def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | None) -> None:
     """Serve the runs until Ctrl-C. Raises StoreError if one cannot be read."""
+    limit_memory()
     token = secrets.token_urlsafe(24)
     listener = _listen(port)
     app = make_app(runs, token=token, as_of=as_of)

@@ -137,6 +137,15 @@ def test_a_limit_that_the_caller_set_stays(foreign: RunLayout) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+def test_a_server_that_others_can_ask_has_a_limit_for_good() -> None:
+    program = (
+        "import resource; from store import limit_memory; limit_memory(); "
+        "print(resource.getrlimit(resource.RLIMIT_DATA)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert 1 << 30 <= int(done.stdout) < psutil.virtual_memory().total
+
+
 def test_an_error_of_memory_is_known_by_its_cause() -> None:
     error = StoreError("it is damaged")
     assert not is_out_of_memory(error)
