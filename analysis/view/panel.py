@@ -45,6 +45,7 @@ TABLE_ROWS = 500  # of a panel; the query gives the rest
 TABLE_CELLS = 10_000  # of a panel: a wide table shows fewer rows
 CELL_CHARACTERS = 160  # that are shown at once
 MAX_ADDRESS = 4_000  # of a link: a name in a forged run may have megabytes
+MAX_CHARACTERS = 20_000_000  # of a panel: a forged run may have names of megabytes
 ALL_CHARACTERS = 1_000_000  # of a table, with what "show all" shows
 ERROR_MARK = '<p class="error">'  # in the HTML of a panel whose query failed
 UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # its first digits are shown
@@ -197,6 +198,9 @@ def _body(panel: Panel, table: pa.Table) -> Markup:
         return Markup('<div class="chart" role="img" aria-label="{}">{}</div>').format(
             plain(shown.summary, at_most=300), json_script(shown.item, kind="chart-data")
         )
+    if len(shown) > MAX_CHARACTERS:
+        text = f"It has {len(shown):,} characters, too many for a page; the query gives the rows."
+        return Markup('<p class="empty">{}</p>').format(text)
     return shown
 
 

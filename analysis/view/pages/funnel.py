@@ -40,7 +40,7 @@ SELECT split, count(*) AS opened,
        count(*) FILTER (state = 'trained') AS trained,
        count(*) FILTER (state = 'filtered') AS filtered, count(*) FILTER (state = 'stale') AS stale,
        count(*) FILTER (state = 'abandoned') AS abandoned
-FROM groups LEFT JOIN reached USING (group_uid) GROUP BY split ORDER BY split DESC
+FROM groups LEFT JOIN reached USING (group_uid) GROUP BY split ORDER BY split DESC LIMIT 20
 """
 REASONS = """
 SELECT split, state, regexp_replace(reason, '[0-9]+', 'N', 'g') AS reason, count(*) AS groups,

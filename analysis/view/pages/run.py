@@ -125,7 +125,7 @@ SELECT replace(name, 'alarm/', '') AS alarm,
        arg_max(value, learner_step) = 1 AS is_on,
        count(*) FILTER (value = 1) AS steps_on,
        max(learner_step) FILTER (value = 1) AS last_on
-FROM metrics WHERE name LIKE 'alarm/%' GROUP BY name ORDER BY is_on DESC, alarm
+FROM metrics WHERE name LIKE 'alarm/%' GROUP BY name ORDER BY is_on DESC, alarm LIMIT 100
 """
 ALARM_MEANS = {
     "ess": "few of the sampled tokens still count: the policy has moved far from what played",

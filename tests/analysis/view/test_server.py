@@ -300,6 +300,17 @@ def test_a_wide_table_of_long_texts_makes_a_page_of_a_few_megabytes() -> None:
     assert "the first 20,000 are here" in cell and cell.count("z") == 20_000 + 160
 
 
+def test_a_panel_of_many_long_names_is_left_out_of_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("analysis.view.panel.MAX_CHARACTERS", 1_000)
+    many = pa.table({"name": ["a" * 150] * 40})
+    panel = Panel(
+        title="Names", explains="", query="SELECT 1", show=lambda rows: show_rows(rows, links={})
+    )
+    assert "too many for a page" in render_panel(panel, lambda *_, **__: many)
+
+
 def test_slow_readers_of_large_files_do_not_fill_the_memory(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
