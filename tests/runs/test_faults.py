@@ -21,6 +21,7 @@ from tests.support.fault_runs import (
     SCRIPTED,
     FaultRun,
     check_nothing_lost,
+    find_parts,
     processes_of,
     seen_now,
     started,
@@ -90,7 +91,9 @@ def test_an_environment_process_that_is_killed_or_stopped_costs_its_episodes_an_
     broken: FaultRun, how: signal.Signals, words: list[str]
 ) -> None:
     before = len(broken.events("episode failed"))
-    broken.part("worker-0 environment").send_signal(how)
+    broken.part("worker-0 environment")
+    for process in find_parts(broken.run, "worker-0 environment"):
+        process.send_signal(how)
     broken.wait(
         is_named(
             broken, "episode failed", "faulty_world", "key_room-train-", *words, before=before

@@ -232,6 +232,12 @@ def trained_step(run: Path) -> int:
 
 def find_part(run: Path, name: str) -> psutil.Process | None:
     """Return the living process of a run's component, named as in `FaultRun.part`, if there is one."""
+    return next(iter(find_parts(run, name)), None)
+
+
+def find_parts(run: Path, name: str) -> list[psutil.Process]:
+    """Return all of them: a task that ended its environment process is played in a second one."""
+    found: list[psutil.Process] = []
     component, _, child = name.partition(" ")
     log = str((run / "logs" / f"{component}.log").resolve())
     wanted = {"environment": "envs.hosting.environment_process", "engine": "EngineCore"}
@@ -240,7 +246,7 @@ def find_part(run: Path, name: str) -> psutil.Process | None:
             command = " ".join(process.cmdline())
             is_child = any(word in command for word in wanted.values())
             if not child and not is_child and os.readlink(f"/proc/{process.pid}/fd/1") == log:
-                return process
+                found.append(process)
             # Not `process.parent()`: it compares starting times, of which psutil knows an older
             # process's by an older clock.
             if (
@@ -248,8 +254,8 @@ def find_part(run: Path, name: str) -> psutil.Process | None:
                 and wanted[child] in command
                 and os.readlink(f"/proc/{process.ppid()}/fd/1") == log
             ):
-                return process
-    return None
+                found.append(process)
+    return found
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
