@@ -31,6 +31,16 @@ fi
 echo "setting up $VENV ($EXTRA build of vLLM; about 4 GB, a few minutes; log: $log)"
 : >"$log"
 pip() { "$VENV/bin/python" -m pip "$@" >>"$log" 2>&1; }
+# pip is silent for minutes.
+(
+    seconds=0
+    while sleep 30; do
+        seconds=$((seconds + 30))
+        echo "setting up: $seconds s so far"
+    done
+) &
+says_that_it_lives=$!
+trap 'kill "$says_that_it_lives" 2>/dev/null || :' EXIT
 
 if [ "$EXTRA" = cpu ]; then
     # The CPU build comes first, so that no later package pulls the CUDA build. PyTorch's own index

@@ -95,6 +95,7 @@ def main(base: Path, first: int, n_runs: int) -> None:
                         file=found,
                     )
                 shutil.rmtree(base / "destination", ignore_errors=True)
+                (base / "report.html").unlink(missing_ok=True)
             if sys.stderr.isatty() or seed % 50 == 0:
                 print(f"{seed - first + 1} of {n_runs} runs", file=sys.stderr, flush=True)
         discard(world.run)
@@ -157,7 +158,30 @@ def all_commands(run: Path, base: Path) -> dict[str, Callable[[], int]]:
         "audit against": lambda: main(["audit", text, "omega=0", "--against"]),
         "export model": lambda: main(["export-model", text, new]),
         "replay": lambda: main(["replay", text, "1"]),
+        "report": lambda: main(["report", text, "--output", str(base / "report.html")]),
+        "view": lambda: look_at(run),
     }
+
+
+def look_at(run: Path) -> int:
+    """Ask for pages of `gigpo view`, and print what is shown. Return 2 if the run is refused."""
+    from starlette.testclient import TestClient
+
+    from analysis.view.server import make_app
+    from printable import UserError
+
+    try:
+        app = make_app([run], token="token")
+    except UserError as error:
+        print(error)
+        return 2
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
+        for page in ("/", "/run", "/groups", "/funnel", "/sql?q=FROM+trajectories&panel=answer"):
+            answer = client.get(page)
+            print(answer.status_code, answer.text)
+            if answer.status_code >= 500:
+                return answer.status_code
+    return 0
 
 
 def outcome(command: Callable[[], int], output: Path) -> tuple[list[str], str]:
