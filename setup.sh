@@ -34,7 +34,8 @@ pip() { "$VENV/bin/python" -m pip "$@" >>"$log" 2>&1; }
 # pip is silent for minutes.
 (
     seconds=0
-    while sleep 30; do
+    # The last sleep outlives the set-up. It must not keep a pipe open, as of `make setup | tail`.
+    while sleep 30 >/dev/null 2>&1; do
         seconds=$((seconds + 30))
         echo "setting up: $seconds s so far"
     done

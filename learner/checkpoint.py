@@ -190,7 +190,7 @@ def write_checkpoint(
         for answer in answers:
             files += answer()
         record = asdict(replace(copy.content, files=files))
-        record |= {DIGEST: _digest_of(record)}
+        record[DIGEST] = _digest_of(record)
         (unfinished / POINT_FILE).write_text(json.dumps(record) + "\n")
 
 

@@ -16,9 +16,8 @@ new.
 
 An environment that raises or returns nonsense is closed, which fails its own episode. A process
 that hangs is killed, which fails all episodes in it. The task that did it is then played apart from
-the others (`suspect_tasks.py`). An environment whose `reset` and `step` are
-coroutines waits for somebody else, such as a server: it lives on the event loop itself, unless the
-pool is isolated.
+the others (`suspect_tasks.py`). An environment whose `reset` and `step` are coroutines waits for
+somebody else, such as a server: it lives on the event loop itself, unless the pool is isolated.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
     if manifest.run_id != layout.info.run_id:
         return [found("manifest_foreign", name, f"it is of run {manifest.run_id}")]
     try:
-        shown_to_all = max(manifest.lsn, shown_lsn(layout))
+        newest_shown = shown_lsn(layout)
     except UnavailableError as unavailable:
         return [found("export_unavailable", name, str(unavailable))]
     with open_catalog(layout) as connection:
@@ -83,8 +83,8 @@ def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
         rows = connection.execute(
             "SELECT path, retired_lsn FROM segment WHERE removed_us IS NULL"
         ).fetchall()
-    if shown_to_all > lsn:
-        detail = f"readers were shown lsn {shown_to_all}, the catalog is at {lsn}"
+    if newest_shown > lsn:
+        detail = f"readers were shown lsn {newest_shown}, the catalog is at {lsn}"
         return [found("manifest_ahead", name, detail)]
     # check_segments finds a live file that is gone. A retired one may have been swept.
     shown = {*manifest.segments}

@@ -208,9 +208,9 @@ def open_file_by_own_links(path: Path) -> int:
 def check_file_links(directory: Path) -> None:
     """Raise UnsafePathError for a file that `open_file_by_own_links` does not open, however deep.
 
-    And for a directory with more than MAX_FILES on all paths together. Files that this user may not
-    read are passed over. Call it before a library opens files by their paths. It does not help if
-    somebody exchanges one afterwards.
+    And for what is beyond the bounds of `all_in`. Files that this user may not read are passed
+    over. Call it before a library opens files by their paths. It does not help if somebody
+    exchanges one afterwards.
     """
     for path, is_directory in all_in(directory, skips_unreadable=True):
         with suppress(PermissionError):

@@ -13,7 +13,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -265,6 +265,13 @@ def taken_in(world: Path) -> RunLayout:
     return layout
 
 
+FETCH = Command(
+    prepare=lambda world: make_run(world / "run"),
+    act=fetch,
+    unchanged="run",
+    after_kill=no_torn_copy,
+    result=made_a_run,
+)
 COMMANDS = {
     "repair": Command(
         prepare=make_damaged_run, act=repair, unchanged="", after_kill=opens, result=run_of
@@ -297,20 +304,8 @@ COMMANDS = {
         after_kill=no_half_dataset,
         result=taken_in,
     ),
-    "fetch": Command(
-        prepare=lambda world: make_run(world / "run"),
-        act=fetch,
-        unchanged="run",
-        after_kill=no_torn_copy,
-        result=made_a_run,
-    ),
-    "fetch again": Command(
-        prepare=make_old_copy,
-        act=fetch,
-        unchanged="run",
-        after_kill=no_torn_copy,
-        result=made_a_run,
-    ),
+    "fetch": FETCH,
+    "fetch again": replace(FETCH, prepare=make_old_copy),
 }
 
 

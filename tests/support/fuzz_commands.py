@@ -1,5 +1,5 @@
 """Run every command that reads a run on crafted runs, as an unprivileged user: python -m
-tests.fuzz_commands BASE FIRST N
+tests.support.fuzz_commands BASE FIRST N
 
 Each finding is one line of JSON on standard output: seed, command, what was crafted, what went
 wrong. One process runs all commands, as imports take longer than the commands.
