@@ -42,21 +42,32 @@ class Command(click.Command):
 
 
 class RunPath(click.Path):
-    """A run that a command reads, or with `has_step` RUN@STEP, or a directory or URI with one."""
+    """A run that a command reads, or with `has_step` RUN@STEP, or a directory or URI with one.
 
-    def __init__(self, *, path_type: type, has_step: bool = False) -> None:
+    With `may_be_config` it may be the config of an evaluation instead.
+    """
+
+    def __init__(
+        self, *, path_type: type, has_step: bool = False, may_be_config: bool = False
+    ) -> None:
         super().__init__(path_type=path_type)
-        self.has_step = has_step
+        self.has_step, self.may_be_config = has_step, may_be_config
 
     def places(self, given: Any) -> list[Path]:
-        """Return the directories in a parsed value: in none, in one, or in a tuple of several."""
+        """Return the directories in a parsed value: in none, in one, or in a tuple of several.
+
+        Nothing is looked at. A file could be exchanged for a run before that is read.
+        """
         if given is None:
             return []
         texts = [str(value) for value in (given if isinstance(given, tuple) else (given,))]
         if self.has_step:
             texts = [_without_step(text) for text in texts]
-        # A URI is no directory here, and a file is a config, not a run.
-        return [Path(text) for text in texts if "://" not in text and not Path(text).is_file()]
+        if self.may_be_config:
+            from driver import is_config
+
+            texts = [text for text in texts if not is_config(text)]
+        return [Path(text) for text in texts if "://" not in text]  # a URI is no directory here
 
 
 def _without_step(text: str) -> str:

@@ -30,7 +30,7 @@ Settings:
 @click.argument(
     "weights",
     required=False,
-    type=RunPath(path_type=str, has_step=True),
+    type=RunPath(path_type=str, has_step=True, may_be_config=True),
     metavar="RUN[@STEP]|CONFIG",
 )
 @settings_argument

@@ -1,4 +1,5 @@
 from .evaluate_run import evaluate as evaluate
+from .evaluate_run import is_config as is_config
 from .interrupt import Interrupt as Interrupt
 from .resume import bring as bring
 from .run_control import ask_for_workers as ask_for_workers

@@ -171,8 +171,11 @@ def source_runs(config: Config) -> list[Path]:
 
 
 def _places(config: Config) -> list[Path]:
-    """Return the directories of the sources that are runs or datasets. Chats are files."""
-    return [_location(text) for text in config.source if not _is_chats(text)]
+    """Return where the sources are that are runs or datasets.
+
+    Files of chats are among them: one could be exchanged for a run before that is read.
+    """
+    return [_location(text) for text in config.source]
 
 
 def copy_base_policy(config: Config, directory: Path) -> Path:

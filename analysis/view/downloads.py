@@ -20,7 +20,6 @@ from store import StoreError
 MAX_SENT_BYTES = 1 << 30
 SMALL_BYTES = 1 << 20  # as much as a page: such files are not refused
 MAX_NESTED_TEXT = 1 << 28  # characters of lists and records: each repeats the names of its fields
-BYTES_AS_TEXT = 3  # for each byte of a table, if it is of numbers
 DOWNLOADS = {"csv": "text/csv; charset=utf-8", "arrow": "application/vnd.apache.arrow.stream"}
 
 
@@ -37,12 +36,18 @@ def download(
     Raises StoreError for rows that CSV cannot hold, and while too many files are being sent.
     `write` gives the bytes of a kind that is not in DOWNLOADS.
     """
-    n_bytes = table.nbytes * (1 if kind == "arrow" else BYTES_AS_TEXT)
-    _being_sent.add(n_bytes)
+    sink = _CountedBytes()
     try:
+        if write is not None:
+            sink.write(write(table))
+        elif kind == "csv":
+            pyarrow.csv.write_csv(_flat(table), sink)
+        else:
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
         return _File(
-            _written(table, kind, write=write),
-            n_bytes=n_bytes,
+            sink.getvalue(),
+            n_counted=sink.n_counted,
             media_type=DOWNLOADS.get(kind, "application/octet-stream"),
             headers={
                 "content-disposition": f'attachment; filename="{name}-lsn{lsn}.{kind}"',
@@ -50,22 +55,10 @@ def download(
             },
         )
     except BaseException as error:
-        _being_sent.remove(n_bytes)
+        _being_sent.remove(sink.n_counted)
         if isinstance(error, pa.ArrowException):
             raise StoreError(f"these rows do not fit into {kind}: {error}") from error
         raise
-
-
-def _written(table: pa.Table, kind: str, *, write: Callable[[pa.Table], bytes] | None) -> bytes:
-    if write is not None:
-        return write(table)
-    sink = io.BytesIO()
-    if kind == "csv":
-        pyarrow.csv.write_csv(_flat(table), sink)
-    else:
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    return sink.getvalue()
 
 
 class _BeingSent:
@@ -74,14 +67,18 @@ class _BeingSent:
     def __init__(self) -> None:
         self._n_bytes, self._lock = 0, threading.Lock()
 
-    def add(self, n_bytes: int) -> None:
-        """Raise StoreError if there are too many; a small file always passes."""
+    def add(self, n_bytes: int, *, before: int) -> None:
+        """Count more bytes of a file that has `before`.
+
+        Raises StoreError if there are too many; a small file always passes.
+        """
         with self._lock:
-            if n_bytes > SMALL_BYTES and self._n_bytes + n_bytes > MAX_SENT_BYTES:
+            is_small = before + n_bytes <= SMALL_BYTES
+            if not is_small and self._n_bytes + n_bytes > MAX_SENT_BYTES:
                 raise StoreError(
-                    f"other files with {self._n_bytes >> 20:,} MiB are being sent, and together "
-                    f"they may have {MAX_SENT_BYTES >> 20:,} MiB; ask again when they are, or: "
-                    "gigpo sql RUN QUERY --format csv"
+                    f"other files with {self._n_bytes - before >> 20:,} MiB are being sent, and "
+                    f"together they may have {MAX_SENT_BYTES >> 20:,} MiB; ask again when they "
+                    "are, or: gigpo sql RUN QUERY --format csv"
                 )
             self._n_bytes += n_bytes
 
@@ -93,13 +90,30 @@ class _BeingSent:
 _being_sent = _BeingSent()
 
 
+class _CountedBytes(io.BytesIO):
+    """A file in memory, counted as it grows.
+
+    The rows do not tell how long it will be: one bit is the text `false`, and a byte can be the
+    number of a long text.
+    """
+
+    n_counted = 0
+
+    def write(self, data: Any, /) -> int:
+        """Raise StoreError as `_BeingSent.add`."""
+        n_bytes = memoryview(data).nbytes
+        _being_sent.add(n_bytes, before=self.n_counted)
+        self.n_counted += n_bytes
+        return super().write(data)
+
+
 class _File(Response):
     """An answer whose bytes are counted until it is sent, or its client has left."""
 
-    def __init__(self, body: bytes, *, n_bytes: int, **options: Any) -> None:
+    def __init__(self, body: bytes, *, n_counted: int, **options: Any) -> None:
         super().__init__(body, **options)
         # Its client may leave before anything is sent. Nobody calls it then.
-        self._remove = weakref.finalize(self, _being_sent.remove, n_bytes)
+        self._remove = weakref.finalize(self, _being_sent.remove, n_counted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -15,8 +15,10 @@ import contextlib
 import threading
 from collections.abc import Awaitable
 
+import anyio
 import h11
 import uvicorn
+from anyio._backends._asyncio import WorkerThread
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -185,6 +187,18 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
             ws="none",
         )
     )
+
+
+async def start_threads() -> None:
+    """Start all threads that answer requests, and keep them.
+
+    Whoever starts a thread waits until it runs. A thread that finds no memory ends without a word,
+    and the event loop would wait for good.
+    """
+    WorkerThread.MAX_IDLE_TIME = 2**31  # seconds
+    number = int(anyio.to_thread.current_default_thread_limiter().total_tokens)
+    all_run = threading.Barrier(number)
+    await asyncio.gather(*(anyio.to_thread.run_sync(all_run.wait) for _ in range(number)))
 
 
 class _OneAtATime(H11Protocol):

@@ -37,7 +37,7 @@ from starlette.staticfiles import StaticFiles
 
 from analysis.view.charts import warm_up
 from analysis.view.downloads import DOWNLOADS, download
-from analysis.view.guard import Guard, make_server
+from analysis.view.guard import Guard, make_server, start_threads
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages import PAGES
@@ -81,6 +81,7 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await start_threads()
         yield
         for each in stored:
             each.close()

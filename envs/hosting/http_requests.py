@@ -38,6 +38,9 @@ READ_TIMEOUT_S = 30.0
 # A client that leaves an answer unread is disconnected unless it takes this much in this time.
 WRITE_TIMEOUT_S = 30.0
 MIN_WRITTEN_BYTES = 2**20
+# At a time from one connection, before the others have their turn. A body in chunks of one byte
+# takes 2 ms for these.
+READ_BYTES = 2**14
 # A request may wait so long behind another of its connection. A client waits for its answers: the
 # next request comes when the last was answered.
 BEHIND_ANOTHER_S = 1.0
@@ -76,6 +79,8 @@ def guard(key: str, *, error_field: str) -> Any:
             response = web.json_response({error_field: refused.reason}, status=refused.status)
             if refused.status == 401:
                 response.force_close()  # a stranger keeps no connection
+                # aiohttp would read, and drop, whatever he sends in the next 10 s.
+                request.protocol._lingering_time = 0.0
             return response
 
     return check
@@ -195,6 +200,8 @@ async def _receive(
         raise RequestRefused(
             408, f"the body of the request did not come within {READ_TIMEOUT_S:g} s"
         ) from None
+    except ConnectionError:  # the client has left: nobody reads the answer, nor a log
+        raise RequestRefused(400, "the body of the request ended too early") from None
     except MALFORMED_REQUEST as error:  # for example compressed in another way than its head says
         raise RequestRefused(
             400, f"the body of the request is not readable: {error!s:.200}"
@@ -289,7 +296,7 @@ class GuardedSite(web.BaseSite):
             self._protocol, self._host, self._port, backlog=self._backlog
         )
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _protocol(self) -> asyncio.BaseProtocol:
         server = self._runner.server
         assert server is not None, "the runner is set up"
         if len(self._open) >= self._max_connections:
@@ -312,13 +319,15 @@ class _Refusal(asyncio.Protocol):
         transport.abort()
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """Pass everything to aiohttp's handler, and disconnect a client that does not read.
 
     aiohttp itself would wait for such a client for ever, also after it has closed the connection.
+    What a client sends is read in small pieces: asyncio itself would read 256 KiB at a time.
     """
 
     _transport: asyncio.Transport
+    _buffer: bytearray
 
     def __init__(self, handler: web.RequestHandler, *, ended: Callable[[], object]) -> None:
         self._handler = handler
@@ -346,8 +355,9 @@ class _Connection(asyncio.Protocol):
     def is_idle(self) -> bool:
         """Return whether every complete request was answered."""
         handler = self._handler
-        is_open = handler.transport is not None
-        return is_open and handler._current_request is None and not handler._messages
+        request = handler._current_request
+        is_answering = request is not None and request.content.is_eof()
+        return handler.transport is not None and not is_answering and not handler._messages
 
     def abort(self) -> None:
         self._transport.abort()
@@ -377,7 +387,13 @@ class _Connection(asyncio.Protocol):
 
         self._watch = asyncio.get_running_loop().call_later(BEHIND_ANOTHER_S, look_again)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        self._buffer = bytearray(READ_BYTES)
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = bytes(memoryview(self._buffer)[:nbytes])
+        del self._buffer  # most connections are idle
         self._handler.data_received(data)
         if self._handler._messages and self._watch is None:
             self._watch_first_waiting()

@@ -86,12 +86,32 @@ def _frames(log: bytes) -> Iterator[_Frame]:
     is_read, sums = _has_sound_header(log), struct.unpack_from(">2I", log, 24)
     for at in range(HEADER_BYTES, len(log) - FRAME_BYTES + 1, FRAME_BYTES):
         salts = log[at + 8 : at + 16]
+        is_first_unread = False
         if is_read:
+            before = sums
             sums = _checksum(log, log[at : at + 8], sums)
             sums = _checksum(log, log[at + FRAME_HEADER_BYTES : at + FRAME_BYTES], sums)
             is_read = salts == log[16:24] and sums == struct.unpack_from(">2I", log, at + 16)
-        size_after = log[at + 4 : at + 8]  # of the database; 0 unless the frame is a commit
-        yield _Frame(salts=salts, is_commit=any(size_after), is_read=is_read)
+            is_first_unread = not is_read
+        is_commit = any(log[at + 4 : at + 8])  # the size of the database after it
+        if is_first_unread and not is_commit:  # it may be this size that is damaged
+            is_commit = _fitting_size(log, at, before) != 0
+        yield _Frame(salts=salts, is_commit=is_commit, is_read=is_read)
+
+
+def _fitting_size(log: bytes, at: int, before: tuple[int, ...]) -> int:
+    """Return the size with which a frame has the checksum that it says, 0 if there is none.
+
+    `before` is the checksum of the frame before. The one of this frame is followed back to it.
+    """
+    first, second = struct.unpack_from(">2I", log, at + 16)
+    words = list(_words(log, log[at + FRAME_HEADER_BYTES : at + FRAME_BYTES]))
+    for one, another in reversed(words):
+        second = (second - another - first) & UINT32
+        first = (first - one - second) & UINT32
+    ((page_number, _),) = _words(log, log[at : at + 8])
+    fits = first == (sum(before) + page_number) & UINT32
+    return (second - before[1] - first) & UINT32 if fits else 0
 
 
 def _has_sound_header(log: bytes) -> bool:
@@ -101,9 +121,14 @@ def _has_sound_header(log: bytes) -> bool:
 
 def _checksum(log: bytes, data: bytes, sums: tuple[int, ...]) -> tuple[int, ...]:
     """Return the checksum of a part of a log, which goes on with `sums`."""
-    order = ">" if int.from_bytes(log[:4]) == MAGIC[1] else "<"
     first, second = sums
-    for one, another in struct.iter_unpack(f"{order}2I", data):
+    for one, another in _words(log, data):
         first = (first + one + second) & UINT32
         second = (second + another + first) & UINT32
     return first, second
+
+
+def _words(log: bytes, data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield pairs of numbers, in the byte order that the log says."""
+    order = ">" if int.from_bytes(log[:4]) == MAGIC[1] else "<"
+    return struct.iter_unpack(f"{order}2I", data)

@@ -43,6 +43,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ACTIONS = ["go east", "nonsense", "go west", "go west", "take key"]
 KeyRoom = environment_class("key_room")
 KEY = "a secret of this test"
+HALF_A_BODY = (
+    f"POST /tasks HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    "Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+).encode()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -559,6 +563,50 @@ def test_a_stranger_keeps_no_connection(url: str) -> None:
     assert answer.count(b"HTTP/1.1 401") == 1 and b"Connection: close" in answer
 
 
+def test_what_a_stranger_sends_after_his_refusal_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: a body in chunks of one byte, of which aiohttp read for 10 s more."""
+    monkeypatch.setitem(web.RequestHandler.__init__.__kwdefaults__, "lingering_time", 1000.0)
+    head = b"POST /tasks HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def attack() -> bytes:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        port = await there.start("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(head + 10 * b"1\r\na\r\n")
+            async with asyncio.timeout(60.0):
+                return await reader.read()
+        finally:
+            writer.close()
+            await there.close()
+
+    assert b" 401 " in asyncio.run(attack())
+
+
+def test_clients_are_read_in_turn_and_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: 256 KiB of a body in chunks of one byte kept all others waiting for 30 ms."""
+    lengths, data_received = [], web.RequestHandler.data_received
+
+    def received(self: web.RequestHandler, data: bytes) -> None:
+        lengths.append(len(data))
+        data_received(self, data)
+
+    monkeypatch.setattr(web.RequestHandler, "data_received", received)
+
+    async def ask_once() -> int:
+        there = serving("key_room", {}, processes=1, answer_timeout_s=20.0)
+        url = f"http://127.0.0.1:{await there.start('127.0.0.1', 0)}"
+        try:
+            return (await asyncio.to_thread(ask, url, "close", {"id": "x" * 1_000_000}))[0]
+        finally:
+            await there.close()
+
+    assert asyncio.run(ask_once()) == 404
+    assert sum(lengths) > 1_000_000 and max(lengths) <= http_requests.READ_BYTES
+
+
 @pytest.mark.parametrize(
     ("verb", "body", "status", "complaint"),
     [
@@ -701,9 +749,7 @@ def test_the_bodies_of_all_clients_together_are_bounded(monkeypatch: pytest.Monk
     [
         b"",
         b"POST /create HTTP/1.1\r\nHost: a\r\nX: ",
-        f"POST /tasks HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: "
-        "application/json\r\n"
-        "Content-Length: 9\r\n\r\n{".encode(),
+        HALF_A_BODY,
     ],
     ids=["nothing", "half a head", "half a body"],
 )
@@ -729,8 +775,13 @@ def test_who_sends_half_a_request_is_disconnected(
     assert answer == b"" or (b" 408 " in answer and b"did not come within 0.1 s" in answer)
 
 
-def test_of_too_many_clients_the_one_that_asks_for_nothing_is_disconnected(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "sent",
+    [b"", HALF_A_BODY],
+    ids=["nothing", "half a body"],
+)
+def test_of_too_many_clients_the_one_that_waits_for_no_answer_is_disconnected(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: a neighbour held 4,096 connections to an endpoint, and ended the run."""
     monkeypatch.setattr(http_requests, "MAX_CONNECTIONS", 2)
@@ -743,6 +794,8 @@ def test_of_too_many_clients_the_one_that_asks_for_nothing_is_disconnected(
         try:
             for _ in range(3):
                 clients.append(await asyncio.open_connection("127.0.0.1", port))
+                clients[0][1].write(sent if len(clients) == 1 else b"")
+                await asyncio.sleep(0.1)  # until the server has read it
             is_lost = await _lost(clients[0][0])
             clients[2][1].write(request)
             return await clients[2][0].read(), is_lost

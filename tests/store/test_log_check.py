@@ -66,6 +66,17 @@ def test_each_changed_bit_before_the_last_commit_is_found(killed: RunLayout) -> 
         assert unread_commits(bytes(changed)) >= 1, at
 
 
+def test_a_last_commit_that_no_longer_says_that_it_is_one_is_found(killed: RunLayout) -> None:
+    """The attack: one byte of the size that a commit has and no other frame."""
+    log = bytearray(log_of(killed).read_bytes())
+    at = len(log) - FRAME_BYTES
+    assert log[at + 4 : at + 7] == bytes(3) and log[at + 7]
+    log[at + 7] = 0
+    assert unread_commits(bytes(log)) == 1
+    log[at + FRAME_HEADER_BYTES + 100] ^= 1  # as a crash leaves it while it is written
+    assert unread_commits(bytes(log)) == 0
+
+
 def test_a_changed_header_of_a_log_that_began_anew_hides_nothing(tmp_path: Path) -> None:
     """After the frames of this round come those of an earlier one, which had other salts."""
     layout = make_run(tmp_path / "run")

@@ -154,9 +154,13 @@ def test_an_error_of_memory_is_known_by_its_cause() -> None:
 
 
 def test_the_place_of_a_run_is_found_in_an_argument(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.touch()
     plain, stepped = RunPath(path_type=str), RunPath(path_type=str, has_step=True)
-    assert plain.places(None) == [] and stepped.places(str(config)) == []
+    assert plain.places(None) == []
+    evaluated = RunPath(path_type=str, has_step=True, may_be_config=True)
+    assert evaluated.places("config.yaml") == [] and evaluated.places("a@4") == [Path("a")]
+    # The attack: a file was there when the limit was decided, and a run when it was read.
+    file = tmp_path / "run"
+    file.touch()
+    assert plain.places(file) == evaluated.places(str(file)) == [file]
     assert plain.places(("runs/a", "runs/b@4")) == [Path("runs/a"), Path("runs/b@4")]
     assert stepped.places("runs/a@4") == stepped.places("runs/a") == [Path("runs/a")]

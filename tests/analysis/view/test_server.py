@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import anyio
 import httpx2
 import pyarrow as pa
 import pytest
@@ -339,6 +340,50 @@ def test_slow_readers_of_large_files_do_not_fill_the_memory(
     )
     del left_before
     assert len(client.get("/sql", params=large, headers=own).content) > 4_000_000
+
+
+def test_no_thread_is_started_while_it_serves(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: with no memory left a new thread ended at once, and the server waited for it."""
+    app = server.make_app([layout.root], token="t")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise AssertionError(f"{thread.name} is started")
+
+    async def answer_many() -> None:
+        async with app.router.lifespan_context(app):
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+            number = int(anyio.to_thread.current_default_thread_limiter().total_tokens)
+            for _ in range(2):
+                together = threading.Barrier(number).wait
+                await asyncio.gather(*(anyio.to_thread.run_sync(together) for _ in range(number)))
+            monkeypatch.undo()
+
+    asyncio.run(answer_many())
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([True] * 250_000),
+        pa.array(["x" * 1000] * 1250).dictionary_encode(),
+    ],
+    ids=["bits", "numbers of a text"],
+)
+def test_a_file_is_counted_as_it_is_and_not_as_its_rows_are(
+    column: pa.Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: an answer of 15 MB in memory became a file of 200 MB."""
+    monkeypatch.setattr(downloads, "SMALL_BYTES", 100_000)
+    monkeypatch.setattr(downloads, "MAX_SENT_BYTES", 2_000_000)
+    table = pa.table({"a": column})
+    first = downloads.download(table, "csv", name="a", lsn=1)
+    for _ in range(2):  # what was refused is not counted any more
+        with pytest.raises(StoreError, match="other files with 1 MiB are being sent"):
+            downloads.download(table, "csv", name="a", lsn=1)
+    del first
+    assert len(downloads.download(table, "csv", name="a", lsn=1).body) > 1_000_000
 
 
 def test_an_answer_is_drawn_and_downloaded(client: TestClient, layout: RunLayout) -> None:
