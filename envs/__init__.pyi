@@ -15,6 +15,7 @@ from .hosting.http_requests import MALFORMED_REQUEST as MALFORMED_REQUEST
 from .hosting.http_requests import NO_OTHER_PROTOCOL as NO_OTHER_PROTOCOL
 from .hosting.http_requests import GuardedSite as GuardedSite
 from .hosting.http_requests import content_encoding as content_encoding
+from .hosting.http_requests import end_connection as end_connection
 from .hosting.http_requests import server_logger as server_logger
 from .hosting.http_requests import wants_other_protocol as wants_other_protocol
 from .hosting.pending import PendingOperations as PendingOperations

@@ -52,6 +52,7 @@ from envs import (
     GuardedSite,
     Observation,
     content_encoding,
+    end_connection,
     server_logger,
     wants_other_protocol,
 )
@@ -500,4 +501,7 @@ async def _errors_as_json(
         message = f"{type(error).__name__}: {error}"
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return web.json_response(body, status=status, headers={"x-should-retry": "false"})
+    response = web.json_response(body, status=status, headers={"x-should-retry": "false"})
+    if status in (401, 404, 405):  # without a key, or before it was looked at
+        end_connection(request, response)
+    return response

@@ -119,6 +119,7 @@ class _File(Response):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            self.body = b""
             self._remove()
 
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import resource
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from typing import ClassVar
 
 import anyio
 import h11
@@ -31,6 +34,7 @@ IN_ADVANCE = ("sec-purpose", "purpose", "x-moz")  # headers by which browsers sa
 MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
 MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
 PIECE_BYTES = 1 << 20  # of an answer are sent at once
+MAX_CONNECTIONS = 1024  # and at most half of the files that this process may open
 TAKEN_WITHIN_S = 30.0  # a client takes each piece within this time
 HEADERS = {
     # Bokeh sets styles in the page; scripts come from files of ours only.
@@ -109,6 +113,9 @@ async def _answer_until_left(
         for each in (answering, leaving):
             each.cancel()
         await asyncio.gather(answering, leaving, return_exceptions=True)
+        # The error of a task knows this frame. With a name here the answer would stay in memory
+        # until Python looks for such circles.
+        del answering, leaving, each
 
 
 async def _leave(receive: Receive) -> None:
@@ -121,15 +128,17 @@ async def _send_in_pieces(send: Send, message: Message) -> None:
 
     The whole answer would stay in memory for as long as a client that reads nothing stays.
     """
-    body, is_last = message.get("body", b""), not message.get("more_body", False)
+    body, is_last = message.pop("body", b""), not message.get("more_body", False)
     for begin in range(0, max(len(body), 1), PIECE_BYTES):
         piece = body[begin : begin + PIECE_BYTES]
         more = not is_last or begin + PIECE_BYTES < len(body)
-        try:
+        is_taken = False
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN_WITHIN_S):
                 await send({"type": message["type"], "body": piece, "more_body": more})
-        except TimeoutError as error:
-            raise _StalledError from error
+            is_taken = True
+        if not is_taken:  # raised here, it knows no time-out, which knows the task: see above
+            raise _StalledError
 
 
 def _has_body(request: Request) -> bool:
@@ -204,8 +213,27 @@ async def start_threads() -> None:
 class _OneAtATime(H11Protocol):
     """Disconnect a client that sends a request before the last is answered; browsers do not.
 
-    Nothing more would be read of it, so nobody would see that it has left.
+    Nothing more would be read of it, so nobody would see that it has left. Of too many clients the
+    oldest that waits for no answer is disconnected: who reads the runs needs files to open.
     """
+
+    _counter: ClassVar[Iterator[int]] = itertools.count()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(self.connections) >= min(MAX_CONNECTIONS, open_files // 2):
+            clients = [one for one in self.connections if isinstance(one, _OneAtATime)]
+            idle = [one for one in clients if one.is_idle]
+            oldest = min(idle, key=lambda one: one.number, default=None)
+            (transport if oldest is None else oldest.transport).abort()
+            self.connections.discard(oldest)
+        self.number = next(self._counter)
+        super().connection_made(transport)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the client waits for no answer."""
+        return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

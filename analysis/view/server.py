@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
+import pyarrow as pa
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -326,6 +327,8 @@ class Viewer:
 def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | None) -> None:
     """Serve the runs until Ctrl-C. Raises StoreError if one cannot be read."""
     limit_memory()
+    # Arrow's usual allocator keeps what was freed, and the limit would count it for good.
+    pa.set_memory_pool(pa.system_memory_pool())
     token = secrets.token_urlsafe(24)
     listener = _listen(port)
     app = make_app(runs, token=token, as_of=as_of)

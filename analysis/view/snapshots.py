@@ -103,6 +103,7 @@ class Snapshots:
         self._is_remote = False
         self.newest_lsn = -1
         self.newest_lsn = self._open(None)
+        self._used_s = _cpu_s()
         self._thread = threading.Thread(target=self._refresh, name="snapshots", daemon=True)
         self._thread.start()
 
@@ -343,20 +344,21 @@ class Snapshots:
 
     def _refresh(self) -> None:
         """Look for a newer snapshot every few seconds while somebody looks, until `close`."""
-        caught_up_at, used_s = time.monotonic(), _cpu_s()  # `__init__` opened the newest
+        caught_up_at = time.monotonic()  # `__init__` opened the newest
         while not self._is_closed.wait(self._refresh_s):
-            with suppress(MemoryError):  # large files are being sent; the next look may find some
+            # Others may hold all memory or open files of this process. The next look may find some.
+            with suppress(MemoryError, OSError, psutil.Error):
                 now = time.monotonic()
                 since_s = now - caught_up_at
                 allowed_s = CPU_SHARE * (psutil.cpu_count() or 1) * since_s
                 if (
                     now - self._looked_at <= LOOKED_AT_S
                     and since_s >= (REMOTE_REFRESH_S if self._is_remote else 0.0)
-                    and (_cpu_s() - used_s <= allowed_s or since_s >= MAX_BEHIND_S)
+                    and (_cpu_s() - self._used_s <= allowed_s or since_s >= MAX_BEHIND_S)
                 ):
                     before_s = _cpu_s()
                     if self._catch_up():
-                        caught_up_at, used_s = now, before_s
+                        caught_up_at, self._used_s = now, before_s
 
     def _catch_up(self) -> bool:
         """Open the newest snapshot if there is a newer one, and return whether it was tried.

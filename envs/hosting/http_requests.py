@@ -78,12 +78,19 @@ def guard(key: str, *, error_field: str) -> Any:
         except RequestRefused as refused:
             response = web.json_response({error_field: refused.reason}, status=refused.status)
             if refused.status == 401:
-                response.force_close()  # a stranger keeps no connection
-                # aiohttp would read, and drop, whatever he sends in the next 10 s.
-                request.protocol._lingering_time = 0.0
+                end_connection(request, response)
             return response
 
     return check
+
+
+def end_connection(request: web.Request, response: web.Response) -> None:
+    """Have the connection of a stranger end with his answer.
+
+    aiohttp would read, and drop, whatever he sends in the next 10 s.
+    """
+    response.force_close()
+    request.protocol._lingering_time = 0.0
 
 
 def _check_request(request: web.Request, key: str) -> None:

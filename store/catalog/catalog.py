@@ -166,6 +166,7 @@ class Catalog:
     mark_removed = one_transaction(segment_states.mark_removed)
     known_paths = one_transaction(segment_states.known_paths)
     may_lack_commits = one_transaction(segment_states.may_lack_commits)
+    is_list_damaged = one_transaction(segment_states.is_list_damaged)
 
     # Repairs.
     replaced_files = one_transaction(repairs.replaced_files)

@@ -153,6 +153,11 @@ def may_lack_commits(tx: Transaction) -> bool:
     return bool(tx.rows(f"SELECT 1 {FROM_OPEN_EVENTS} LIMIT 1"))
 
 
+def is_list_damaged(tx: Transaction) -> bool:
+    """Return whether the table of segments contradicts its indexes: a file may lack its name."""
+    return [row[0] for row in tx.rows("PRAGMA integrity_check('segment')")] != ["ok"]
+
+
 def known_paths(tx: Transaction) -> frozenset[str]:
     """Return the files that must stay. Other files beneath segments/ may be swept.
 

@@ -10,8 +10,8 @@ shows it. In a remote storage it stays while the newest backup of the catalog na
 was written and never committed. One from before this owner opened the catalog belongs to an older
 epoch, so it can never be committed. Its time is that of the storage's clock, which may be hours
 behind. So while workers write, a file goes only if it was there at the look before, too. None goes
-after commits were lost with a damaged log, until a rebuild. Files that this code would not have
-written are left alone.
+after commits were lost with a damaged log, or while the catalog's list of files is damaged, until a
+rebuild. Files that this code would not have written are left alone.
 """
 
 from __future__ import annotations
@@ -125,7 +125,14 @@ def sweep_orphans(
         [path for path, at_us in some.items() if at_us < before_us and stayed.get(path) == at_us]
         for some in (uncommitted, writes)
     )
-    if catalog.may_lack_commits():  # one of them may have been of such a file
+    if orphans and catalog.may_lack_commits():  # one of them may have been of such a file
+        orphans = []
+    if orphans and catalog.is_list_damaged():
+        new = [path for path in orphans if before is None or path not in before.uncommitted]
+        remedy = f"its list of files is damaged; gigpo rebuild {layout.root} finds what they hold"
+        _log(
+            catalog, what="kept", paths=new, kind=f"files that the catalog does not name: {remedy}"
+        )
         orphans = []
     for path in orphans:
         layout.storage.remove(path)

@@ -54,6 +54,10 @@ Record = TypeVar("Record")
 _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters need them to start
 
 
+class QueryProcessError(StoreError):
+    """The process that answers queries did not start, or it ended. It may be well the next time."""
+
+
 class SqlTimeout(StoreError):
     """A query gave no result in time and was stopped."""
 
@@ -228,7 +232,7 @@ class Reader:
             except (EOFError, OSError) as error:
                 why = child.why_it_died()
                 self._discard()
-                raise StoreError(f"SQL: {why}") from error
+                raise QueryProcessError(f"SQL: {why}") from error
             # Ctrl-C: the next question must not get the answer that is under way.
             except BaseException:
                 self._discard()
@@ -262,7 +266,7 @@ class Reader:
             try:
                 self._child = _Child()
             except OSError as error:
-                raise StoreError(
+                raise QueryProcessError(
                     f"SQL: no query process can be started: {error.strerror}; raise ulimit -n and "
                     "-u, then retry"
                 ) from error
@@ -307,14 +311,14 @@ class _Child:
             kind, content = wire.receive(self.channel, deadline=deadline)
         except TimeoutError as error:
             self.end()
-            raise StoreError(
+            raise QueryProcessError(
                 f"SQL: the run is not open within {START_S:g} s: its open.sql asks too much, or "
                 f"the machine is busy; look at {order['run']}/open.sql, or try again later"
             ) from error
         except (EOFError, OSError) as error:
             why = self.why_it_died()
             self.end()
-            raise StoreError(f"SQL: the query process did not start: {why}") from error
+            raise QueryProcessError(f"SQL: the query process did not start: {why}") from error
         if kind == wire.ERROR:
             self.end()
             raise _error(content)

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from pydantic import ValidationError
 
 from actors.endpoint import request
@@ -279,6 +280,27 @@ def test_errors_of_other_kinds() -> None:
     messages = [answer["error"]["message"] for _, answer in answers]
     assert "POST /v1/chat/completions" in messages[3]
     assert "no system messages here" in messages[4]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/nowhere"])
+def test_what_a_stranger_sends_after_his_refusal_is_not_read(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a body in chunks of one byte, of which aiohttp read for 10 s more."""
+    monkeypatch.setitem(web.RequestHandler.__init__.__kwdefaults__, "lingering_time", 1000.0)
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def body(endpoint: Endpoint) -> bytes:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(head.encode() + 10 * b"1\r\na\r\n")
+            async with asyncio.timeout(60.0):
+                return await reader.read()
+        finally:
+            writer.close()
+
+    assert b" 40" in served(TextPolicy(["7"]), body)
 
 
 def test_the_openai_client_raises_its_own_errors_and_asks_for_none_of_them_again() -> None:

@@ -8,9 +8,11 @@ import dataclasses
 import errno
 import os
 import random
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +55,7 @@ from store.reading.pins import Pin
 from store.storage import LocalStorage, StoredFile
 from tests.support.program import gigpo
 from tests.support.run_views import connect
-from tests.support.store_runs import compact_once
+from tests.support.store_runs import compact_once, make_run
 from tests.support.store_samples import from_table, make_trajectory, open_train_group, play
 
 FOUR = CompactionPolicy(fan_in=4, max_live_files=10, min_file_bytes=1 << 20)
@@ -683,6 +685,30 @@ def test_orphans_and_unfinished_writes_go_after_the_grace(
     said = events(layout, catalog, "sweep")
     assert [what for what, _ in said] == ["foreign", "removed"]  # each once
     assert all(name in said[0][1] for name in names) and said[1][1].startswith("4 files")
+
+
+def test_a_damaged_list_of_files_costs_no_file(tmp_path: Path) -> None:
+    """One changed byte of a path in the catalog, and the next start removed the file."""
+    layout = make_run(tmp_path / "run")
+    with closing(sqlite3.connect(layout.catalog)) as connection:
+        (path,) = connection.execute(
+            "SELECT path FROM segment WHERE retired_lsn IS NULL"
+        ).fetchone()
+        (page,) = connection.execute(
+            "SELECT rootpage FROM sqlite_schema WHERE name = 'segment'"
+        ).fetchone()
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    data = bytearray(layout.catalog.read_bytes())
+    data[data.index(path.encode(), (page - 1) * 4096) + len(path) - len("0.parquet")] ^= 1
+    layout.catalog.write_bytes(data)
+    age(*layout.segments.glob("*/*.parquet"))
+    with Catalog.open(layout) as catalog:
+        look = None
+        for _ in range(2):
+            look = sweep_orphans(catalog, layout, opened_us=now_us() + 1_000_000, before=look)
+        ((what, detail),) = events(layout, catalog, "sweep")
+    assert (layout.root / path).exists()
+    assert what == "kept" and "gigpo rebuild" in detail and path in detail
 
 
 def test_a_clock_of_the_storage_that_is_behind_loses_nothing(

@@ -168,12 +168,12 @@ def look_at(run: Path) -> int:
     from starlette.testclient import TestClient
 
     from analysis.view.server import make_app
-    from printable import UserError
+    from printable import UserError, printable
 
     try:
         app = make_app([run], token="token")
     except UserError as error:
-        print(error)
+        print(printable(error))  # as the command does
         return 2
     with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         for page in ("/", "/run", "/groups", "/funnel", "/sql?q=FROM+trajectories&panel=answer"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
@@ -252,6 +254,67 @@ def test_however_much_others_ask_for_newer_rows_are_shown_at_last(
         while client.get("/lsn").json()["lsn"] == lsn:
             assert time.monotonic() < deadline, "the newer snapshot was not found"
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(24, "Too many open files")], ids=["memory", "files"]
+)
+def test_newer_rows_are_shown_again_when_others_have_left(
+    error: Exception, layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a thousand connections for five seconds ended the thread that looks for them."""
+    left, used_s = [error] * 3, snapshots._cpu_s
+
+    def cpu_s() -> float:
+        if left:
+            raise left.pop()
+        return used_s()
+
+    monkeypatch.setattr(snapshots, "MAX_BEHIND_S", 0.5)
+    copy = copy_run(layout, tmp_path / "copy")
+    app = make_app([copy.root], token=TOKEN, refresh_s=0.2)
+    monkeypatch.setattr(snapshots, "_cpu_s", cpu_s)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        lsn = client.get("/lsn").json()["lsn"]
+        play_one_more(copy.root)
+        deadline = time.monotonic() + 30
+        while client.get("/lsn").json()["lsn"] == lsn:
+            assert time.monotonic() < deadline, "the newer snapshot was not found"
+            time.sleep(0.1)
+    assert not left
+
+
+def test_an_answer_that_nobody_takes_leaves_the_memory_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: files that nobody took were kept until Python looked for circles."""
+    monkeypatch.setattr(guard, "TAKEN_WITHIN_S", 0.01)
+    file = Response(b"x" * 1000)
+    kept = weakref.ref(file)
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+    }
+
+    async def wait(*_: object) -> Any:
+        await asyncio.sleep(3600)
+
+    async def take_the_head(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await wait()
+
+    app = Guard(file)
+    del file
+    gc.disable()
+    try:
+        asyncio.run(app(scope, wait, take_the_head))
+        del app
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_bad_address_is_explained(client: TestClient) -> None:
@@ -671,6 +734,50 @@ def port() -> Iterator[int]:
     yield listener.getsockname()[1]
     served.should_exit = True
     thread.join(timeout=30)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: "], ids=["nothing", "half a head"])
+def test_who_holds_many_connections_keeps_nobody_out(
+    sent: bytes, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a thousand connections, and no file was left for reading the run."""
+    monkeypatch.setattr(guard, "MAX_CONNECTIONS", 3)
+    with contextlib.ExitStack() as opened:
+        for _ in range(8):
+            client = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(sent)
+        answer = httpx2.get(f"http://127.0.0.1:{port}/nothing", timeout=60)
+        assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("error", ["no process", "killed"])
+def test_what_the_machine_lacked_for_a_moment_is_no_answer(
+    error: str, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: with all files of the viewer open, its pages showed an error for good."""
+    stored = Snapshots(layout.root)
+    query = "SELECT count(*) AS n FROM groups"
+    try:
+        with monkeypatch.context() as patch:
+            if error == "killed":
+                patch.setattr("store.reading.reader._Child.table", raise_end)
+            else:
+                reader = next(iter(stored._snapshots.values())).reader
+                reader._discard()
+                patch.setattr("store.reading.reader._Child", raise_no_files)
+            with pytest.raises(StoreError, match="raise ulimit -n|its process"):
+                stored.ask(stored.newest_lsn, query)
+        assert stored.ask(stored.newest_lsn, query)["n"].to_pylist() != [0]
+    finally:
+        stored.close()
+
+
+def raise_end(*_: object) -> None:
+    raise EOFError
+
+
+def raise_no_files() -> None:
+    raise OSError(24, "Too many open files")
 
 
 HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
