@@ -207,7 +207,11 @@ async def start_threads() -> None:
     WorkerThread.MAX_IDLE_TIME = 2**31  # seconds
     number = int(anyio.to_thread.current_default_thread_limiter().total_tokens)
     all_run = threading.Barrier(number)
-    await asyncio.gather(*(anyio.to_thread.run_sync(all_run.wait) for _ in range(number)))
+    try:
+        await asyncio.gather(*(anyio.to_thread.run_sync(all_run.wait) for _ in range(number)))
+    except BaseException:  # one could not be started, and the others wait for it
+        all_run.abort()
+        raise
 
 
 class _OneAtATime(H11Protocol):

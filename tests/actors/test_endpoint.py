@@ -709,8 +709,12 @@ def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.Monk
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         server = endpoint._runner.server
         assert server is not None
-        request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
-        with socket.socket() as attacker:
+        with (
+            endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording,
+            socket.socket() as attacker,
+        ):
+            key = recording.client.api_key
+            request = f"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n\r\n"
             attacker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             attacker.connect((host, int(port)))
             attacker.setblocking(False)
@@ -719,7 +723,7 @@ def test_a_client_that_reads_no_answers_is_disconnected(monkeypatch: pytest.Monk
                 while not connected or server.connections:
                     connected = max(connected, len(server.connections))
                     with contextlib.suppress(BlockingIOError, ConnectionError):
-                        attacker.send(request * 100)
+                        attacker.send(request.encode() * 100)
                     await asyncio.sleep(0.01)
         with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
             status, _ = await post(recording.client, ask())

@@ -426,6 +426,20 @@ def test_no_thread_is_started_while_it_serves(
     asyncio.run(answer_many())
 
 
+def test_a_viewer_that_cannot_start_its_threads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], threading.Thread.start
+
+    def start_some(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > 5:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(RuntimeError, match="new thread"):
+        asyncio.run(guard.start_threads())
+
+
 @pytest.mark.parametrize(
     "column",
     [
