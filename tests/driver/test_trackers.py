@@ -135,7 +135,9 @@ def in_mlflow(run: Run) -> dict[str, list[int]]:
 READERS = {"wandb": in_wandb, "trackio": in_trackio, "mlflow": in_mlflow}
 
 
-@pytest.mark.parametrize("tracker", READERS)
+@pytest.mark.parametrize(
+    "tracker", ["wandb", "trackio", pytest.param("mlflow", marks=pytest.mark.slow)]
+)
 def test_a_tracker_shows_each_step_once_in_one_run_also_after_a_resume(
     run: Run, tracker: str
 ) -> None:

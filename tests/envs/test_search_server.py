@@ -203,6 +203,11 @@ def test_a_server_that_is_not_there_is_named_with_what_to_do(unused_url: str) ->
         in str(failure.value)
     )
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.slow
+def test_a_start_without_a_server_is_refused(unused_url: str) -> None:
+    """It asks for as long as a server may take to start."""
     with pytest.raises(
         EnvironmentFailed,
         match="env.name=search does not start with task heldout/nq-test_0: "

@@ -418,6 +418,7 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_two_ranks_at_zero_3_publish_whole_adapters(
     base: Path, tmp_path: Path, local_ray: None
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_section_passes_on_a_cpu_and_claims_nothing_that_needs_a_gpu(
         assert {figures["mfu"] for figures in found["figures"].values()} == {None}
 
 
+@pytest.mark.slow
 def test_a_command_keeps_the_result_of_a_section_beside_earlier_ones(tmp_path: Path) -> None:
     output = tmp_path / "proof.json"
     output.write_text('{"an earlier section": {"status": "passed"}}')

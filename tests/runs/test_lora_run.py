@@ -27,7 +27,6 @@ from learner.model.policy_model import PolicyModel, load_policy
 from store import RunLayout, files_digest
 from tests.support.fault_runs import FAULTY_WORLD, untrained_model
 from tests.support.run_views import connect
-from tests.support.sizes import IN_FULL
 
 pytestmark = pytest.mark.run
 
@@ -164,18 +163,14 @@ def test_newest_weights_are_evaluated_in_another_run(run: Path, tmp_path: Path) 
     assert rows == [(0,)], "the merged model is version 0 of that run"
 
 
-@pytest.mark.shortened
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_adapters_and_then_with_merged_weights(run: Path) -> None:
-    """Go on for a learner step, in full for one with adapters before. A change of the form
-    publishes the weights once more.
-    """
-    newest = 4
-    if IN_FULL:
-        newest = 5
-        gigpo("train", "--resume", run, "learner.steps=5")
-        versions = published(run)
-        assert max(versions) == newest
-        assert (versions[newest][0] / "adapter_config.json").is_file()
+    """A change of the form publishes the weights once more."""
+    newest = 5
+    gigpo("train", "--resume", run, "learner.steps=5")
+    versions = published(run)
+    assert max(versions) == newest
+    assert (versions[newest][0] / "adapter_config.json").is_file()
     steps = f"learner.steps={newest + 1}"
     gigpo("train", "--resume", run, steps, "model.lora_serving=merged")
     versions = published(run)

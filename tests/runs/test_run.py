@@ -448,6 +448,7 @@ def test_killed_moved_and_stopped_by_ctrl_c_it_goes_on_and_loses_nothing(
     )
 
 
+@pytest.mark.slow
 def test_in_synchronous_mode_nothing_is_generated_while_the_learner_trains(
     tmp_path: Path, base: str
 ) -> None:
