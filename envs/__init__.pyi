@@ -11,6 +11,7 @@ from .base import own_task as own_task
 from .errors import EnvironmentDied as EnvironmentDied
 from .errors import EnvironmentFailed as EnvironmentFailed
 from .errors import EnvironmentStuckError as EnvironmentStuckError
+from .hosting.http_requests import LINGERING_S as LINGERING_S
 from .hosting.http_requests import MALFORMED_REQUEST as MALFORMED_REQUEST
 from .hosting.http_requests import NO_OTHER_PROTOCOL as NO_OTHER_PROTOCOL
 from .hosting.http_requests import GuardedSite as GuardedSite

@@ -46,6 +46,7 @@ from actors.rollout.episode import AttemptProgress, EpisodeRules, completion_of
 from actors.rollout.step_records import EpisodeIds, SampledAnswer, anchor_of, step_of
 from configs import Config, max_model_tokens
 from envs import (
+    LINGERING_S,
     MALFORMED_REQUEST,
     NO_OTHER_PROTOCOL,
     ClientSettings,
@@ -200,6 +201,7 @@ class Endpoint:
             auto_decompress=False,
             shutdown_timeout=CLOSE_TIMEOUT_S,
             keepalive_timeout=IDLE_TIMEOUT_S,
+            lingering_time=LINGERING_S,
             logger=server_logger(),
         )
 

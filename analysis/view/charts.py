@@ -14,7 +14,7 @@ import gc
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from bokeh.embed import json_item
@@ -36,6 +36,7 @@ from bokeh.settings import settings as bokeh_settings
 from analysis.view.panel import Chart
 from analysis.view.text import plain
 
+Row = TypeVar("Row")
 COLOURS = ("#3b7dd8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
 INK = "#7d8590"  # of texts and axes: legible on white and on black
 GRID = "#8b949e"
@@ -271,9 +272,16 @@ def columns_of(table: pa.Table, *, x: str) -> dict[str, list[Any]]:
     if not pa.types.is_string(table.schema.field(x).type):
         table = table.sort_by(x)
     if table.num_rows > MAX_POINTS:
-        table = table.take([at * table.num_rows // MAX_POINTS for at in range(MAX_POINTS)])
+        table = table.take(list(thinned(range(table.num_rows))))
     values = [list(map(_plain_value, column.to_pylist())) for column in table.columns]
     return dict(zip(table.column_names, values, strict=True))
+
+
+def thinned(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return at most MAX_POINTS of the rows, evenly."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    return [rows[at * len(rows) // MAX_POINTS] for at in range(MAX_POINTS)]
 
 
 def rows_at(

@@ -46,6 +46,7 @@ TABLE_CELLS = 10_000  # of a panel: a wide table shows fewer rows
 CELL_CHARACTERS = 160  # that are shown at once
 MAX_ADDRESS = 4_000  # of a link: a name in a forged run may have megabytes
 MAX_CHARACTERS = 20_000_000  # of a panel: a forged run may have names of megabytes
+MAX_ROWS = 200_000  # that a panel draws or counts; a run of weeks has fewer of each kind
 ALL_CHARACTERS = 1_000_000  # of a table, with what "show all" shows
 ERROR_MARK = '<p class="error">'  # in the HTML of a panel whose query failed
 UID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # its first digits are shown
@@ -187,21 +188,25 @@ def show_rows(
 
 def _rows(panel: Panel, ask: Ask) -> pa.Table:
     table = ask(panel.query, panel.n_rows, tables=panel.tables)
-    return table if panel.combine is None else panel.combine(table)
+    return table if panel.combine is None or table.num_rows > MAX_ROWS else panel.combine(table)
 
 
 def _body(panel: Panel, table: pa.Table) -> Markup:
     if not table.num_rows:
         return Markup('<p class="empty">{}</p>').format(panel.empty)
+    if table.num_rows > MAX_ROWS:
+        return _too_large(f"{table.num_rows:,} rows")
     shown = panel.show(table)
     if isinstance(shown, Chart):
-        return Markup('<div class="chart" role="img" aria-label="{}">{}</div>').format(
+        shown = Markup('<div class="chart" role="img" aria-label="{}">{}</div>').format(
             plain(shown.summary, at_most=300), json_script(shown.item, kind="chart-data")
         )
-    if len(shown) > MAX_CHARACTERS:
-        text = f"It has {len(shown):,} characters, too many for a page; the query gives the rows."
-        return Markup('<p class="empty">{}</p>').format(text)
-    return shown
+    return _too_large(f"{len(shown):,} characters") if len(shown) > MAX_CHARACTERS else shown
+
+
+def _too_large(what: str) -> Markup:
+    text = f"It has {what}, too many for a page; the query gives the rows."
+    return Markup('<p class="empty">{}</p>').format(text)
 
 
 def _value(value: pa.Scalar, *, at_most: int) -> Any:

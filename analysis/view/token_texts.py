@@ -39,6 +39,8 @@ SAFE_DECODERS = (
     "Fuse",
     "WordPiece",
 )
+# Whose text is made, in 200 MiB at most. A page asks for far fewer, but by the run's own functions.
+MAX_DECODED = 100_000
 MAX_ID = 2**32 - 1  # the library has 32 bits for one
 MAX_DECODERS = 8  # known tokenizers have up to four
 MAX_TOKEN_CHARACTERS = 512  # known ones have up to 256, and a page shows thousands of tokens
@@ -64,7 +66,10 @@ class TokenTexts:
         """Return what each token adds to the text, None where that is unknown.
 
         A token that ends within a character adds "", and the token that completes it the character.
+        Tokens after MAX_DECODED are unknown.
         """
+        if len(ids) > MAX_DECODED:
+            return self.pieces(ids[:MAX_DECODED]) + [None] * (len(ids) - MAX_DECODED)
         if self._tokenizer is None:
             return [None] * len(ids)
         stream = DecodeStream(skip_special_tokens=False)
@@ -87,7 +92,12 @@ class TokenTexts:
         return found
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of the tokens, with ⟨number⟩ for one without a text."""
+        """Return the text of the tokens, with ⟨number⟩ for one without a text.
+
+        It ends after MAX_DECODED tokens.
+        """
+        if len(ids) > MAX_DECODED:
+            return f"{self.text(ids[:MAX_DECODED])} [{len(ids) - MAX_DECODED:,} more tokens]"
         if self._tokenizer is not None and all(self._name(number) is not None for number in ids):
             return str(self._tokenizer.decode(ids, skip_special_tokens=False))
         parts = self.pieces(ids)

@@ -35,6 +35,8 @@ MAX_BODY_BYTES = 16 * 2**20
 # For the head of a request, and again for its body. An idle connection is closed after the same
 # time, which is longer than the 15 s for which aiohttp's client keeps one.
 READ_TIMEOUT_S = 30.0
+# So long the rest of a body is read after its answer, which a client may look for only then.
+LINGERING_S = 1.0
 # A client that leaves an answer unread is disconnected unless it takes this much in this time.
 WRITE_TIMEOUT_S = 30.0
 MIN_WRITTEN_BYTES = 2**20
@@ -85,10 +87,7 @@ def guard(key: str, *, error_field: str) -> Any:
 
 
 def end_connection(request: web.Request, response: web.Response) -> None:
-    """Have the connection of a stranger end with his answer.
-
-    aiohttp would read, and drop, whatever he sends in the next 10 s.
-    """
+    """Have the connection of a stranger end with his answer: no more of a body is read."""
     response.force_close()
     request.protocol._lingering_time = 0.0
 
@@ -246,6 +245,7 @@ async def listen(app: web.Application, host: str, port: int) -> web.AppRunner:
         access_log=None,
         auto_decompress=False,
         keepalive_timeout=READ_TIMEOUT_S,
+        lingering_time=LINGERING_S,
         logger=server_logger(),
     )
     await runner.setup()

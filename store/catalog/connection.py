@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,9 @@ from store.layout import RunLayout
 from store.untrusted.file_access import is_file, status
 
 DAMAGED_PAGES = "*** in database"  # begins what SQLite says of pages, not of cells
+# What SQLite says of rows that only the table or only an index has, and of rows out of their order.
+_OF_INDEXES = re.compile(r"\b(?:index|KEY order|end-of-record)\b")
+_ALL_FAULTS = 2**31 - 1  # release 3.40 of SQLite says many that are none, of NULLs
 COUNTS = Path(__file__).with_name("group_counts.sql")  # only for the owner's connection
 SYNCED = "PRAGMA synchronous = FULL"
 UNSYNCED = "PRAGMA synchronous = NORMAL"  # for leases and heartbeats: a power cut may undo them
@@ -53,6 +57,7 @@ def connect_owner(layout: RunLayout, *, now_us: Callable[[], int]) -> sqlite3.Co
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
         connection.execute("PRAGMA foreign_keys = ON")
         check_pages(connection, layout)  # an index that is missing is made from a whole table
+        check_indexes(connection, layout)
         connection.executescript(SCHEMA)
         connection.executescript(COUNTS.read_text())
     except sqlite3.Error as error:
@@ -108,6 +113,21 @@ def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
         raise FormatError(
             f"{layout.catalog} is damaged ({one_line(fault)[:REASON_CHARACTERS]}); "
             f"restore it from a backup, or gigpo rebuild {layout.root}"
+        )
+
+
+def check_indexes(connection: sqlite3.Connection, layout: RunLayout) -> None:
+    """Raise FormatError for a catalog in which a table and its indexes contradict each other.
+
+    An owner removes files and rows that a query of its does not find. After one changed byte a
+    query finds too few, and files that were committed would go. It takes 0.5 s for 80,000
+    trajectories, 6 s for a million.
+    """
+    faults = (line for (line,) in connection.execute(f"PRAGMA integrity_check({_ALL_FAULTS})"))
+    if (fault := next(filter(_OF_INDEXES.search, faults), None)) is not None:
+        raise FormatError(
+            f"{layout.catalog} is damaged ({one_line(fault)[:REASON_CHARACTERS]}); nothing of it "
+            f"is changed. Restore it from a backup, or gigpo rebuild --force {layout.root}"
         )
 
 

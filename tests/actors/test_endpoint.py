@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from aiohttp import web
 from pydantic import ValidationError
 
 from actors.endpoint import request
@@ -286,8 +285,8 @@ def test_errors_of_other_kinds() -> None:
 def test_what_a_stranger_sends_after_his_refusal_is_not_read(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack: a body in chunks of one byte, of which aiohttp read for 10 s more."""
-    monkeypatch.setitem(web.RequestHandler.__init__.__kwdefaults__, "lingering_time", 1000.0)
+    """The attack: a body in chunks of one byte, which was read for 10 s more."""
+    monkeypatch.setattr("actors.endpoint.server.LINGERING_S", 1000.0)
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     async def body(endpoint: Endpoint) -> bytes:

@@ -81,11 +81,18 @@ def test_always_won_is_not_certain() -> None:
     assert high == pytest.approx(1.0) and low == pytest.approx(wilson_interval(10, 10)[0])
 
 
-def test_flipped_signs_by_hand() -> None:
+def test_flipped_signs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four differences of one sign: of the 16 patterns of signs two are as far from 0."""
     assert sign_flip_p(np.ones(4)) == pytest.approx(2 / 16, abs=0.02)
     assert sign_flip_p(np.zeros(4)) == 1.0
     assert sign_flip_p(np.array([1.0, -1.0, 0.5])) > 0.5
+    some = np.random.default_rng(1).normal(0.1, 1.0, size=300)
+    flipped = sign_flip_p(some)
+    with monkeypatch.context() as patch:
+        patch.setattr("analysis.evaluation_stats.MOST_FLIPPED", 299)
+        assert sign_flip_p(some) == pytest.approx(flipped, abs=0.02)
+        patch.setattr("analysis.evaluation_stats.MOST_FLIPPED", 3)
+        assert sign_flip_p(np.zeros(4)) == 1.0
 
 
 @pytest.fixture

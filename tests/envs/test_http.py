@@ -566,8 +566,8 @@ def test_a_stranger_keeps_no_connection(url: str) -> None:
 def test_what_a_stranger_sends_after_his_refusal_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The attack: a body in chunks of one byte, of which aiohttp read for 10 s more."""
-    monkeypatch.setitem(web.RequestHandler.__init__.__kwdefaults__, "lingering_time", 1000.0)
+    """The attack: a body in chunks of one byte, which was read for 10 s more."""
+    monkeypatch.setattr(http_requests, "LINGERING_S", 1000.0)
     head = b"POST /tasks HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     async def attack() -> bytes:

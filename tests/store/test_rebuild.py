@@ -634,6 +634,39 @@ def test_a_backup_that_counts_without_end_is_refused(tmp_path: Path, number: str
     assert check(layout, level=CONTENTS) == []
 
 
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        ("trajectory_by_segment", "SELECT segment_id FROM trajectory"),
+        ("trajectory_by_member", "SELECT group_uid FROM trajectory"),
+        ("segment", "SELECT path FROM segment WHERE retired_lsn IS NULL"),
+    ],
+)
+def test_an_owner_changes_nothing_in_a_catalog_whose_indexes_are_damaged(
+    tmp_path: Path, index: str, value: str
+) -> None:
+    """After one changed byte a merge took a trajectory for a doubled one and removed its file, and
+    a learner trained a group without one of its members.
+    """
+    layout = make_run(tmp_path / "run")
+    with closing(sqlite3.connect(layout.catalog)) as connection:
+        expected = connection.execute("SELECT traj_uid FROM trajectory ORDER BY 1").fetchall()
+        (found,) = connection.execute(f"{value} LIMIT 1").fetchone()
+        (page,) = connection.execute(
+            "SELECT rootpage FROM sqlite_schema WHERE name = ?", (index,)
+        ).fetchone()
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    sought = found if isinstance(found, bytes) else found.encode()
+    data = bytearray(layout.catalog.read_bytes())
+    data[data.index(sought, (page - 1) * 4096) + len(sought) - len("0.parquet")] ^= 1
+    layout.catalog.write_bytes(data)
+    with pytest.raises(FormatError, match=f"gigpo rebuild --force {layout.root}"):
+        Catalog.open(layout)
+    rebuild(layout)
+    Catalog.open(layout).close()
+    assert ask(layout, "SELECT traj_uid FROM trajectory ORDER BY 1") == expected
+
+
 def test_a_large_number_in_a_backup_costs_no_search_from_zero(tmp_path: Path) -> None:
     """Try the addresses around the largest known ones only."""
     layout = RunLayout.create(tmp_path / "run", config_yaml="a: 1\n")

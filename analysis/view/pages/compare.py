@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from analysis.evaluation_stats import Z_95, TaskResult, interval, sign_flip_p, success
 from analysis.run_status import duration
-from analysis.view.charts import COLOURS, finish, new_figure
+from analysis.view.charts import COLOURS, finish, new_figure, thinned
 from analysis.view.heldout_rounds import ROUNDS, heldout_tasks, round_columns
 from analysis.view.html import html, number, percent
 from analysis.view.page import BadAddressError, Page, PageRequest
@@ -390,7 +390,7 @@ def _draw_curves(
     drawn = new_figure(x=label, height=260, is_fraction=True)
     if x != "learner_step":
         drawn.xaxis.ticker = BasicTicker()
-    for name, colour, rows in zip(pair.names, COLOURS[:2], sides, strict=True):
+    for name, colour, rows in zip(pair.names, COLOURS[:2], map(thinned, sides), strict=True):
         source = ColumnDataSource(_columns(rows, (x, "success", "low", "high", "learner_step")))
         drawn.varea(
             x=x,

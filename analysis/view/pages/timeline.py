@@ -36,6 +36,7 @@ WINDOW_S = 120  # unless the address says more
 MOST_S = 3600  # of a window: one hour
 FIRST_YEAR, LAST_YEAR = 1000, 9000  # of moments that are shown
 BINS = 240  # of a window, in which requests are counted
+DRAWN_SLICES = 20_000
 LISTED_SLICES = 200  # rows of the table
 MOST_SLICES = 200_000  # of a trace
 TRACE = "perfetto.json"
@@ -193,8 +194,13 @@ def window(asked: PageRequest) -> tuple[datetime, datetime, datetime, datetime]:
     return end - length, end, first, last
 
 
-def show_lanes(asked: PageRequest, table: pa.Table, *, begin: datetime, end: datetime) -> Chart:
+def show_lanes(
+    asked: PageRequest, table: pa.Table, *, begin: datetime, end: datetime
+) -> Chart | Markup:
     """Draw a lane for each part, the engine's and the environments' with their height."""
+    if table.num_rows > DRAWN_SLICES:
+        text = f"{table.num_rows:,} slices are too many to draw; choose a shorter window."
+        return Markup('<p class="empty">{}</p>').format(text)
     rows = table.to_pylist()
     names = {row["lane"] for row in rows}
     workers = sorted(names - {*FIRST_LANES, "events"})

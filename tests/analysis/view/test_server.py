@@ -43,6 +43,7 @@ from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.pages.run import show_processes, show_success
 from analysis.view.pages.sql import EXAMPLES
+from analysis.view.pages.timeline import show_lanes
 from analysis.view.panel import ERROR_MARK, Panel, render_panel, show_rows
 from analysis.view.server import make_app
 from analysis.view.snapshots import Snapshots
@@ -373,6 +374,24 @@ def test_a_panel_of_many_long_names_is_left_out_of_the_page(
         title="Names", explains="", query="SELECT 1", show=lambda rows: show_rows(rows, links={})
     )
     assert "too many for a page" in render_panel(panel, lambda *_, **__: many)
+
+
+def test_a_chart_of_many_rows_is_left_out_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: a view of 900,000 events became a page of 900 MB."""
+    table = pa.table({"x": list(range(400)), "y": [0.5] * 400})
+    draw = partial(charts.lines, x="x", y=["y"])
+    panel = Panel(title="A", explains="", query="SELECT 1", show=draw)
+    ask = lambda *_, **__: table  # noqa: E731
+    assert "chart-data" in render_panel(panel, ask)
+    monkeypatch.setattr("analysis.view.panel.MAX_CHARACTERS", 2_000)
+    assert "too many for a page" in render_panel(panel, ask)
+    monkeypatch.setattr("analysis.view.panel.MAX_CHARACTERS", 1_000_000)
+    monkeypatch.setattr("analysis.view.panel.MAX_ROWS", 399)
+    assert "It has 400 rows, too many for a page" in render_panel(panel, ask)
+    slices = pa.table({"lane": ["learner"] * 20_001})
+    shown = show_lanes(None, slices, begin=None, end=None)  # type: ignore[arg-type]
+    assert "choose a shorter window" in shown
+    assert len(charts.thinned(range(7 * charts.MAX_POINTS))) == charts.MAX_POINTS
 
 
 def test_slow_readers_of_large_files_do_not_fill_the_memory(

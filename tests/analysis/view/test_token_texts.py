@@ -62,6 +62,18 @@ def test_tokens_without_a_text_are_not_decoded_again_without_end(
     assert max(steps) <= module.MAX_TOKENS_OF_A_CHARACTER + 1
 
 
+def test_no_more_tokens_are_decoded_than_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: a macro `len` of the run's own let 25 million tokens through, and Rust's part
+    ends the process when it finds no memory.
+    """
+    monkeypatch.setattr(module, "MAX_DECODED", 3)
+    texts = TokenTexts(make_tokenizer(), source="")
+    assert texts.text([0, 1, 0, 0, 0]) == f"{texts.text([0, 1, 0])} [2 more tokens]"
+    assert texts.pieces([0] * 5) == [*texts.pieces([0] * 3), None, None]
+
+
 def test_the_newest_weights_are_asked_first(layout: RunLayout) -> None:
     whole = make_tokenizer().to_str()
     put(layout, "base/policy", whole)
