@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from decimal import Decimal
@@ -135,11 +136,12 @@ def _unique(names: Sequence[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     given = set(names)
+    numbers: Counter[str] = Counter()  # the last one behind each name: many may be the same
     for name in names:
-        unique, number = name, 0
-        while unique in found or (number and unique in given):
-            number += 1
-            unique = f"{name}_{number}"
+        unique = name
+        while unique in found or (numbers[name] and unique in given):
+            numbers[name] += 1
+            unique = f"{name}_{numbers[name]}"
         found[unique] = None
     return list(found)
 

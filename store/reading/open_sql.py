@@ -48,11 +48,15 @@ CONFIGURED_BOUND = re.compile(r"^max_staleness: (\d{1,9})$", re.MULTILINE)
 VIEWS_MARK = "-- The views."
 MACROS_MARK = "-- The macros."
 # A comment before a statement ends with its line. DuckDB ends a line at a carriage return too.
+COMMENTS = r"(?:\s|--[^\r\n]*[\r\n])*"
 ALLOWED_STATEMENT = re.compile(
-    r"(?:\s|--[^\r\n]*[\r\n])*"
-    r"(?:SET\s+VARIABLE|CREATE\s+(?:OR\s+REPLACE\s+)?(?:VIEW|MACRO|FUNCTION|SCHEMA))\s",
+    COMMENTS + r"(?:SET\s+VARIABLE|CREATE\s+(?:OR\s+REPLACE\s+)?(?:VIEW|MACRO|FUNCTION|SCHEMA))\s",
     re.IGNORECASE | re.ASCII,
 )
+MACRO = re.compile(
+    COMMENTS + r"CREATE\s+(?:OR\s+REPLACE\s+)?(?:MACRO|FUNCTION)\s", re.IGNORECASE | re.ASCII
+)
+WRITTEN_MACRO = re.compile(COMMENTS + r"CREATE OR REPLACE MACRO advantages\(", re.ASCII)
 SHOWN_CHARACTERS = 60  # of a refused statement
 
 
@@ -108,6 +112,11 @@ def checked_statements(text: str) -> list[duckdb.Statement]:
             shown = one_line(statement.query)[:SHOWN_CHARACTERS]
             raise FormatError(f"open.sql may only make views, macros and variables, not {shown}")
     return statements
+
+
+def is_own_macro(statement: str) -> bool:
+    """Return whether a checked statement makes another macro than this code writes."""
+    return MACRO.match(statement) is not None and WRITTEN_MACRO.match(statement) is None
 
 
 def move(layout: RunLayout) -> bool:

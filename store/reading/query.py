@@ -19,6 +19,7 @@ from store.reading.open_sql import (
     VIEWS_MARK,
     checked_statements,
     fixed,
+    is_own_macro,
     read_open_sql,
     sql_literal,
 )
@@ -74,6 +75,25 @@ def show(
             f"the views of {layout.run_directory} cannot be made ({one_line(error)}); "
             f"gigpo fsck --repair {layout.run_directory}"
         ) from error
+    if any(is_own_macro(statement.query) for statement in (*makes_sources, *makes_views)):
+        _check_macros(connection, layout)
+
+
+def _check_macros(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> None:
+    """Raise FormatError for a macro that takes the place of one of DuckDB's functions.
+
+    Queries of ours bound what they ask for with such functions, by `len` and `count` for example.
+    """
+    found = connection.execute(
+        """SELECT min(function_name) FROM duckdb_functions() WHERE NOT internal
+           AND lower(function_name) IN
+               (SELECT lower(function_name) FROM duckdb_functions() WHERE internal)"""
+    ).fetchall()[0][0]
+    if found is not None:
+        raise FormatError(
+            f"{layout.open_sql} makes a macro {one_line(found)[:NAME_CHARACTERS]!r}, which is the "
+            "name of a function of DuckDB; give it another name there"
+        )
 
 
 def left_out(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> str:

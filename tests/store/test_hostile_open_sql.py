@@ -92,6 +92,21 @@ def try_open(world: World, directory: Path, text: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CREATE MACRO len(x) AS 1;",
+        '-- harmless\ncreate or replace function LEFT_(x) AS 1; CREATE MACRO "Count_Star"() AS 9;',
+        "CREATE SCHEMA s; CREATE MACRO s.upper(x) AS 'x';",
+    ],
+)
+def test_no_macro_takes_the_place_of_a_function(world: World, tmp_path: Path, text: str) -> None:
+    """The attack: `len` of a run's own let a page decode 25 million tokens, and with a `count` of
+    its own an audit never ended.
+    """
+    assert "is the name of a function of DuckDB" in try_open(world, tmp_path, text)
+
+
 @pytest.mark.parametrize("text", HUNGRY)
 def test_the_memory_limit_holds_while_a_run_is_opened(
     world: World, tmp_path: Path, text: str
