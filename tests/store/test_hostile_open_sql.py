@@ -98,6 +98,9 @@ def try_open(world: World, directory: Path, text: str) -> str:
         "CREATE MACRO len(x) AS 1;",
         '-- harmless\ncreate or replace function LEFT_(x) AS 1; CREATE MACRO "Count_Star"() AS 9;',
         "CREATE SCHEMA s; CREATE MACRO s.upper(x) AS 'x';",
+        "CREATE MACRO min(x) AS NULL; CREATE MACRO lower(x) AS random()::VARCHAR; CREATE SCHEMA "
+        "system; CREATE MACRO duckdb_functions() AS TABLE SELECT 'a' AS function_name, true AS "
+        "internal;",
     ],
 )
 def test_no_macro_takes_the_place_of_a_function(world: World, tmp_path: Path, text: str) -> None:
