@@ -19,7 +19,7 @@ from store import RunLayout, StoreError
 
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
 SIGN_FLIPS = 10_000  # the smallest p is 1 / 10,001
-FLIPS_AT_ONCE = 100
+FLIPS_AT_ONCE = 100  # with MOST_FLIPPED tasks they take 8 MB
 MOST_FLIPPED = 5_000  # tasks; they take a second
 MAX_SHOWN_TASKS = 20  # those with the largest differences
 
@@ -71,9 +71,9 @@ def interval(tasks: Sequence[TaskResult]) -> tuple[float, float]:
     Episodes of one task are correlated, so they count for less: for as many independent episodes
     as would vary as much, at least one per task and at most all.
     """
-    rate_T = np.array([task.won / task.played for task in tasks])
+    rate_Q = np.array([task.won / task.played for task in tasks])
     mean = success(tasks)
-    variance = float(np.var(rate_T, ddof=1)) / len(tasks) if len(tasks) > 1 else 0.0
+    variance = float(np.var(rate_Q, ddof=1)) / len(tasks) if len(tasks) > 1 else 0.0
     independent = mean * (1 - mean) / variance if variance > 0 else 0.0
     n_played = sum(task.played for task in tasks)
     effective = round(min(max(independent, len(tasks)), n_played))

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import store_load
 from support.figures import quick_parser, show_json, show_table
 
-from analysis.view.guard import make_server
+from analysis.view.connections import make_server
 from analysis.view.pages import PAGES
 from analysis.view.server import make_app
 from configs import Config

@@ -56,7 +56,7 @@ class RunPath(click.Path):
     def places(self, given: Any) -> list[Path]:
         """Return the directories in a parsed value: in none, in one, or in a tuple of several.
 
-        Nothing is looked at. A file could be exchanged for a run before that is read.
+        Whether one is a file is not looked at: its owner could put a run there before it is read.
         """
         if given is None:
             return []

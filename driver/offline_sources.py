@@ -173,7 +173,7 @@ def source_runs(config: Config) -> list[Path]:
 def _places(config: Config) -> list[Path]:
     """Return where the sources are that are runs or datasets.
 
-    Files of chats are among them: one could be exchanged for a run before that is read.
+    Files of chats are among them: the owner of one could put a run there before it is read.
     """
     return [_location(text) for text in config.source]
 

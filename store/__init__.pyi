@@ -41,6 +41,7 @@ from .errors import FencedError as FencedError
 from .errors import FormatError as FormatError
 from .errors import LockedError as LockedError
 from .errors import PrivateCatalogError as PrivateCatalogError
+from .errors import SqlTimeout as SqlTimeout
 from .errors import StoreError as StoreError
 from .errors import UnavailableError as UnavailableError
 from .errors import UnsafePathError as UnsafePathError
@@ -103,7 +104,6 @@ from .reading.manifest import read_manifest as read_manifest
 from .reading.mirror import fetch_run as fetch_run
 from .reading.open_sql import write_open_sql as write_open_sql
 from .reading.reader import Reader as Reader
-from .reading.reader import SqlTimeout as SqlTimeout
 from .reading.reader import open_run as open_run
 from .records import CHANNELS as CHANNELS
 from .records import SEGMENT_SCHEMA as SEGMENT_SCHEMA

@@ -51,6 +51,14 @@ class FencedError(StoreError):
     """The caller has a lease of an older epoch, or another directory has the run: drop the work."""
 
 
+class QueryProcessError(StoreError):
+    """The process that answers queries did not start, or it ended. It may be well the next time."""
+
+
+class SqlTimeout(StoreError):
+    """A query gave no result in time and was stopped."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or one that it was raised for, says that memory did not suffice."""
     cause: BaseException | None = error

@@ -20,7 +20,8 @@ snapshots.py        readers by (run, lsn), and their answers
 report_file.py      several panels as one HTML file that needs no server: `gigpo report`
 report_summary.py   its sentences: did it learn, is it stable, what limits it
 run_settings.py     a run's settings, and those that differ from others
-guard.py            whom the server answers, and what one client may hold
+connections.py      how many clients the server has, and its threads
+guard.py            whom the server answers, and for how long an answer is kept
 server.py           the application: routes, and the answers of pages
 
 To add a page: write pages/NAME.py with a `PAGE`, add it to PAGES in pages/__init__.py. Panels need

@@ -100,7 +100,7 @@ class _CountedBytes(io.BytesIO):
     n_counted = 0
 
     def write(self, data: Any, /) -> int:
-        """Raise StoreError as `_BeingSent.add`."""
+        """Append bytes. Raises StoreError while too many are being sent."""
         n_bytes = memoryview(data).nbytes
         _being_sent.add(n_bytes, before=self.n_counted)
         self.n_counted += n_bytes
@@ -119,7 +119,7 @@ class _File(Response):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.body = b""
+            self.body = b""  # whatever keeps this answer, its bytes are not kept
             self._remove()
 
 

@@ -1,40 +1,27 @@
-"""Answer only the person at this machine, and bound what a client can hold.
+"""Answer only the person at this machine, and bound how long an answer is kept.
 
     app = Starlette(routes=..., middleware=[Middleware(Guard)])
-    make_server(app).run(sockets=[listener])
 
 A browser sends any page's requests to any address. So only requests to the server's own name (Host)
 are answered, and none that another site's page made (Origin, Sec-Fetch-Site). A client that takes
-too little of its answer, or sends more before it has it, is disconnected.
+too little of its answer is disconnected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import resource
 import threading
-from collections.abc import Awaitable, Iterator
-from typing import ClassVar
+from collections.abc import Awaitable
 
-import anyio
-import h11
-import uvicorn
-from anyio._backends._asyncio import WorkerThread
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from linear_h11 import use_linear_patterns
 
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 IN_ADVANCE = ("sec-purpose", "purpose", "x-moz")  # headers by which browsers say so
 MAX_ADDRESS_BYTES = 64 << 10  # of the query of an address, such as the SELECT of the SQL page
-MAX_HEAD_BYTES = 2 * MAX_ADDRESS_BYTES  # of a request: address and headers
 PIECE_BYTES = 1 << 20  # of an answer are sent at once
-MAX_CONNECTIONS = 1024  # and at most half of the files that this process may open
 TAKEN_WITHIN_S = 30.0  # a client takes each piece within this time
 HEADERS = {
     # Bokeh sets styles in the page; scripts come from files of ours only.
@@ -113,8 +100,8 @@ async def _answer_until_left(
         for each in (answering, leaving):
             each.cancel()
         await asyncio.gather(answering, leaving, return_exceptions=True)
-        # The error of a task knows this frame. With a name here the answer would stay in memory
-        # until Python looks for such circles.
+        # The traceback of a task's error keeps this frame. Without these names the answer is freed
+        # at once, and not when Python next collects garbage.
         del answering, leaving, each
 
 
@@ -137,7 +124,7 @@ async def _send_in_pieces(send: Send, message: Message) -> None:
             async with asyncio.timeout(TAKEN_WITHIN_S):
                 await send({"type": message["type"], "body": piece, "more_body": more})
             is_taken = True
-        if not is_taken:  # raised here, it knows no time-out, which knows the task: see above
+        if not is_taken:  # not where the TimeoutError is handled: its traceback keeps the task
             raise _StalledError
 
 
@@ -173,75 +160,3 @@ def _name_of(host: str) -> str:
     """Return the name in a Host header, without the port."""
     name, colon, port = host.rpartition(":")
     return name.lower() if colon and port.isdecimal() else host.lower()
-
-
-def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Return the server of an application, with bounds on what a connection may send ahead.
-
-    uvicorn's other parser, httptools, keeps headers, trailers and waiting requests without end. Its
-    other loop, uvloop, reads a connection until it is empty before it goes on to the next.
-    """
-    use_linear_patterns()
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=_OneAtATime,
-            loop="asyncio",
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=2,
-            ws="none",
-        )
-    )
-
-
-async def start_threads() -> None:
-    """Start all threads that answer requests, and keep them.
-
-    Whoever starts a thread waits until it runs. A thread that finds no memory ends without a word,
-    and the event loop would wait for good.
-    """
-    WorkerThread.MAX_IDLE_TIME = 2**31  # seconds
-    number = int(anyio.to_thread.current_default_thread_limiter().total_tokens)
-    all_run = threading.Barrier(number)
-    try:
-        await asyncio.gather(*(anyio.to_thread.run_sync(all_run.wait) for _ in range(number)))
-    except BaseException:  # one could not be started, and the others wait for it
-        all_run.abort()
-        raise
-
-
-class _OneAtATime(H11Protocol):
-    """Disconnect a client that sends a request before the last is answered; browsers do not.
-
-    Nothing more would be read of it, so nobody would see that it has left. Of too many clients the
-    oldest that waits for no answer is disconnected: who reads the runs needs files to open.
-    """
-
-    _counter: ClassVar[Iterator[int]] = itertools.count()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if len(self.connections) >= min(MAX_CONNECTIONS, open_files // 2):
-            clients = [one for one in self.connections if isinstance(one, _OneAtATime)]
-            idle = [one for one in clients if one.is_idle]
-            oldest = min(idle, key=lambda one: one.number, default=None)
-            (transport if oldest is None else oldest.transport).abort()
-            self.connections.discard(oldest)
-        self.number = next(self._counter)
-        super().connection_made(transport)
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether the client waits for no answer."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        is_whole = self.conn.their_state is not h11.SEND_BODY
-        if is_answering and is_whole and self.conn.trailing_data[0]:
-            self.transport.abort()

@@ -1,7 +1,7 @@
 """Serve the pages on this machine. Nothing is written.
 
-The server listens on the loopback only, and `guard.py` says whom it answers. Pages run no script
-but ours and Bokeh's, and nothing leaves the machine.
+The server listens on the loopback only. `guard.py` says whom it answers, and `connections.py` how
+many. Pages run no script but ours and Bokeh's, and nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from analysis.view.charts import warm_up
+from analysis.view.connections import make_server, start_threads
 from analysis.view.downloads import DOWNLOADS, download
-from analysis.view.guard import Guard, make_server, start_threads
+from analysis.view.guard import Guard
 from analysis.view.html import BOKEH_SCRIPT, STATIC, html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages import PAGES

@@ -47,6 +47,7 @@ LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 KEPT_READERS = 3
 KEPT_BYTES = 256 << 20  # of all answers of a run: a page that is drawn again asks nothing
 QUERY_TIMEOUT_S = 30.0  # of one panel: nobody looks at an empty one for longer
+LACKS_RESOURCES = "newer rows cannot be read just now: this server is out of memory or open files"
 MAX_ROWS = 1_000_000  # of one answer, which a page draws as a picture
 MAX_BYTES = KEPT_BYTES  # of one answer: a larger one could not be kept
 # Queries of a run that may take long and are not answered yet. Each has one of the 40 threads that
@@ -226,7 +227,9 @@ class Snapshots:
                 times_as_text=times_as_text,
             )
         except StoreError as error:
-            if type(error) is not StoreError:  # a time-out, a moved run: not the query's fault
+            # A time-out, a moved run, a lack of memory: none is the query's fault, and each has a
+            # class of its own.
+            if type(error) is not StoreError:
                 raise
             return error
         finally:
@@ -346,11 +349,10 @@ class Snapshots:
         """Look for a newer snapshot every few seconds while somebody looks, until `close`."""
         caught_up_at = time.monotonic()  # `__init__` opened the newest
         while not self._is_closed.wait(self._refresh_s):
-            # Others may hold all memory or open files of this process. The next look may find some.
-            with suppress(MemoryError, OSError, psutil.Error):
-                now = time.monotonic()
-                since_s = now - caught_up_at
-                allowed_s = CPU_SHARE * (psutil.cpu_count() or 1) * since_s
+            now = time.monotonic()
+            since_s = now - caught_up_at
+            allowed_s = CPU_SHARE * (psutil.cpu_count() or 1) * since_s
+            try:
                 if (
                     now - self._looked_at <= LOOKED_AT_S
                     and since_s >= (REMOTE_REFRESH_S if self._is_remote else 0.0)
@@ -359,6 +361,10 @@ class Snapshots:
                     before_s = _cpu_s()
                     if self._catch_up():
                         caught_up_at, self._used_s = now, before_s
+            # Other users may hold all memory or open files of this process. The next look may find
+            # some, and says so.
+            except (MemoryError, OSError, psutil.Error):
+                self.stuck = LACKS_RESOURCES
 
     def _catch_up(self) -> bool:
         """Open the newest snapshot if there is a newer one, and return whether it was tried.

@@ -35,13 +35,13 @@ MAX_BODY_BYTES = 16 * 2**20
 # For the head of a request, and again for its body. An idle connection is closed after the same
 # time, which is longer than the 15 s for which aiohttp's client keeps one.
 READ_TIMEOUT_S = 30.0
-# So long the rest of a body is read after its answer, which a client may look for only then.
+# The rest of a body is read for so long after its answer: some clients look for the answer only
+# when they have sent everything.
 LINGERING_S = 1.0
 # A client that leaves an answer unread is disconnected unless it takes this much in this time.
 WRITE_TIMEOUT_S = 30.0
 MIN_WRITTEN_BYTES = 2**20
-# At a time from one connection, before the others have their turn. A body in chunks of one byte
-# takes 2 ms for these.
+# Read from one connection before the next has its turn. In chunks of one byte they take 2 ms.
 READ_BYTES = 2**14
 # A request may wait so long behind another of its connection. A client waits for its answers: the
 # next request comes when the last was answered.
@@ -89,7 +89,7 @@ def guard(key: str, *, error_field: str) -> Any:
 def end_connection(request: web.Request, response: web.Response) -> None:
     """Have the connection of a stranger end with his answer: no more of a body is read."""
     response.force_close()
-    request.protocol._lingering_time = 0.0
+    request.protocol._lingering_time = 0.0  # aiohttp has no setting for one request
 
 
 def _check_request(request: web.Request, key: str) -> None:

@@ -129,10 +129,11 @@ def sweep_orphans(
         orphans = []
     if orphans and catalog.is_list_damaged():
         new = [path for path in orphans if before is None or path not in before.uncommitted]
-        remedy = f"its list of files is damaged; gigpo rebuild {layout.root} finds what they hold"
-        _log(
-            catalog, what="kept", paths=new, kind=f"files that the catalog does not name: {remedy}"
+        kind = (
+            f"files that the catalog, whose list of them is damaged (gigpo rebuild --force "
+            f"{layout.root}), does not name"
         )
+        _log(catalog, what="kept", paths=new, kind=kind)
         orphans = []
     for path in orphans:
         layout.storage.remove(path)

@@ -114,7 +114,7 @@ def checked_statements(text: str) -> list[duckdb.Statement]:
     return statements
 
 
-def is_own_macro(statement: str) -> bool:
+def is_added_macro(statement: str) -> bool:
     """Return whether a checked statement makes another macro than this code writes."""
     return MACRO.match(statement) is not None and WRITTEN_MACRO.match(statement) is None
 

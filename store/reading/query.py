@@ -19,7 +19,7 @@ from store.reading.open_sql import (
     VIEWS_MARK,
     checked_statements,
     fixed,
-    is_own_macro,
+    is_added_macro,
     read_open_sql,
     sql_literal,
 )
@@ -75,7 +75,7 @@ def show(
             f"the views of {layout.run_directory} cannot be made ({one_line(error)}); "
             f"gigpo fsck --repair {layout.run_directory}"
         ) from error
-    if any(is_own_macro(statement.query) for statement in (*makes_sources, *makes_views)):
+    if any(is_added_macro(statement.query) for statement in (*makes_sources, *makes_views)):
         _check_macros(connection, layout)
 
 
@@ -83,13 +83,14 @@ def _check_macros(connection: duckdb.DuckDBPyConnection, layout: RunLayout) -> N
     """Raise FormatError for a macro that takes the place of one of DuckDB's functions.
 
     Queries of ours bound what they ask for with such functions, by `len` and `count` for example.
-    This one calls none, and says in full whose list it asks for: the run may have one of its own.
+    This query calls no function that a run can replace, and names DuckDB's own list in full.
     """
-    names: dict[bool, set[str]] = {True: set(), False: set()}  # by whether they are DuckDB's
-    listed = "SELECT internal, function_name FROM system.main.duckdb_functions()"
-    for is_internal, name in connection.execute(listed).fetchall():
-        names[is_internal].add(name.lower())
-    if found := sorted(names[True] & names[False]):
+    rows = connection.execute(
+        "SELECT function_name, internal FROM system.main.duckdb_functions()"
+    ).fetchall()
+    names_of_duckdb = {name.lower() for name, is_internal in rows if is_internal}
+    names_of_run = {name.lower() for name, is_internal in rows if not is_internal}
+    if found := sorted(names_of_duckdb & names_of_run):
         raise FormatError(
             f"{layout.open_sql} makes a macro {found[0]!r}, which is the name of a function of "
             "DuckDB; give it another name there"

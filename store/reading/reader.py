@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from printable import printable
 from store import errors
-from store.errors import FormatError, StoreError
+from store.errors import FormatError, QueryProcessError, SqlTimeout, StoreError
 from store.layout import RunLayout
 from store.reading import landlock, wire
 from store.reading.manifest import read_manifest
@@ -52,14 +52,6 @@ _ENVIRONMENT = {
 Tables = Sequence[tuple[str, str]]  # names and queries
 Record = TypeVar("Record")
 _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some interpreters need them to start
-
-
-class QueryProcessError(StoreError):
-    """The process that answers queries did not start, or it ended. It may be well the next time."""
-
-
-class SqlTimeout(StoreError):
-    """A query gave no result in time and was stopped."""
 
 
 class _FilesLeftOut(Exception):

@@ -22,8 +22,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from store import Catalog, RunLayout, StoreError, export, write_open_sql
+from store.errors import SqlTimeout
 from store.reading import landlock
-from store.reading.reader import Reader, SqlTimeout, open_run
+from store.reading.reader import Reader, open_run
 from tests.support import processes
 from tests.support.hostile_statements import (
     DEEP,

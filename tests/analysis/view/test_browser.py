@@ -18,7 +18,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from analysis import write_report_file
-from analysis.view.guard import make_server
+from analysis.view.connections import make_server
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
 from analysis.view.server import make_app

@@ -36,8 +36,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
-from analysis.view import charts, downloads, guard, server, snapshots
-from analysis.view.guard import MAX_HEAD_BYTES, Guard, make_server
+from analysis.view import charts, connections, downloads, guard, server, snapshots
+from analysis.view.connections import MAX_HEAD_BYTES, make_server
+from analysis.view.guard import Guard
 from analysis.view.heldout_rounds import heldout_tasks
 from analysis.view.page import Page
 from analysis.view.pages import PAGES
@@ -456,7 +457,7 @@ def test_a_viewer_that_cannot_start_its_threads_ends(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(threading.Thread, "start", start_some)
     with pytest.raises(RuntimeError, match="new thread"):
-        asyncio.run(guard.start_threads())
+        asyncio.run(connections.start_threads())
 
 
 @pytest.mark.parametrize(
@@ -774,7 +775,7 @@ def test_who_holds_many_connections_keeps_nobody_out(
     sent: bytes, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: a thousand connections, and no file was left for reading the run."""
-    monkeypatch.setattr(guard, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
     with contextlib.ExitStack() as opened:
         for _ in range(8):
             client = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
