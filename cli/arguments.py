@@ -61,12 +61,12 @@ class RunPath(click.Path):
         if given is None:
             return []
         texts = [str(value) for value in (given if isinstance(given, tuple) else (given,))]
-        if self.has_step:
-            texts = [_without_step(text) for text in texts]
         if self.may_be_config:
             from driver import is_config
 
             texts = [text for text in texts if not is_config(text)]
+        if self.has_step:
+            texts = [_without_step(text) for text in texts]
         return [Path(text) for text in texts if "://" not in text]  # a URI is no directory here
 
 

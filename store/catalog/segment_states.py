@@ -161,9 +161,13 @@ def is_list_damaged(tx: Transaction) -> bool:
 def known_paths(tx: Transaction) -> frozenset[str]:
     """Return the files that must stay. Other files beneath segments/ may be swept.
 
-    A removed file whose trajectories were lost is kept, should somebody put it back.
+    A removed file whose trajectories were lost is kept, should somebody put it back. One that was
+    removed was retired before: a changed byte may have made one of the two times.
     """
-    rows = tx.rows(f"SELECT path FROM segment WHERE removed_us IS NULL OR {WANTED_BACK}")
+    rows = tx.rows(
+        f"""SELECT path FROM segment
+            WHERE (removed_us >= retired_us) IS NOT TRUE OR {WANTED_BACK}"""
+    )
     return frozenset(row["path"] for row in rows)
 
 

@@ -81,7 +81,7 @@ def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
     with open_catalog(layout) as connection:
         lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
         rows = connection.execute(
-            "SELECT path, retired_lsn FROM segment WHERE removed_us IS NULL"
+            "SELECT path, retired_lsn FROM segment WHERE retired_lsn IS NULL OR removed_us IS NULL"
         ).fetchall()
     if newest_shown > lsn:
         detail = f"readers were shown lsn {newest_shown}, the catalog is at {lsn}"

@@ -27,6 +27,8 @@ GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
 ATTEMPTS = 5  # live -> retired -> removed: the owner cannot change one file more often
 RELATIVE_ERROR = 1e-9  # of a return: the order of a sum is not fixed
 RETURNED = f"SELECT path, retired_why FROM segment WHERE {WANTED_BACK}"
+# A file that must be there. A live one must, whatever a changed byte says of its removal.
+NEEDED = "(retired_lsn IS NULL OR removed_us IS NULL)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,7 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
     listed = _listed(layout)
     suspects = []
     with open_catalog(layout) as connection:
-        query = "SELECT segment_id FROM segment WHERE removed_us IS NULL"
+        query = f"SELECT segment_id FROM segment WHERE {NEEDED}"
         for (segment_id,) in connection.execute(query).fetchall():
             committed = _committed(connection, segment_id)
             if committed is None:
@@ -54,7 +56,7 @@ def check_segments(layout: RunLayout, *, contents: bool) -> list[Finding]:
     findings = _check_again(layout, suspects, contents=contents)
     # A new connection: files may have been committed since the listing.
     with open_catalog(layout) as connection:
-        query = "SELECT path FROM segment WHERE removed_us IS NULL"
+        query = f"SELECT path FROM segment WHERE {NEEDED}"
         known = {path for (path,) in connection.execute(query)}
         returned = dict(connection.execute(RETURNED).fetchall())
         for path in sorted(listed.keys() & returned.keys()):
@@ -115,7 +117,7 @@ def _committed(connection: sqlite3.Connection, segment_id: str) -> Committed | N
         connection.execute("BEGIN")
         segment = connection.execute(
             f"""SELECT {", ".join(SEGMENT_COLUMNS)}, epoch, retired_why
-                FROM segment WHERE segment_id = ? AND removed_us IS NULL""",
+                FROM segment WHERE segment_id = ? AND {NEEDED}""",
             (segment_id,),
         ).fetchone()
         if segment is None:

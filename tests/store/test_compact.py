@@ -43,6 +43,7 @@ from store.errors import FormatError
 from store.maintenance import compact
 from store.maintenance import maintainer as maintainer_module
 from store.maintenance.compact import MAX_SLICES, choose, file_limit, in_group_order
+from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.sweep import (
     ORPHAN_GRACE_S,
     OrphanLook,
@@ -713,6 +714,27 @@ def test_a_damaged_list_of_files_costs_no_file(
         ((what, detail),) = events(layout, catalog, "sweep")
     assert (layout.root / path).exists()
     assert what == "kept" and "gigpo rebuild" in detail and path in detail
+
+
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_file_that_was_never_retired_counts_as_removed_by_no_byte(
+    layout: RunLayout, catalog: Catalog, retired: bool
+) -> None:
+    """The attack: in SQLite's file one changed byte makes NULL the number 0 or 1. A live file was
+    an orphan then, for fsck too, and the next look removed it.
+    """
+    play_and_train(layout, catalog, 1)
+    (path,) = (layout.relative(path) for path in layout.segments.glob("w0/*"))
+    if retired:  # within the snapshot window
+        catalog.expire(tuple(segment.segment_id for segment in catalog.live_segments()))
+    export(catalog, layout)
+    with closing(sqlite3.connect(layout.catalog)) as connection, connection:
+        connection.execute("UPDATE segment SET removed_us = 1 WHERE path = ?", (path,))
+    age(layout.root / path)
+    sweep_orphans(catalog, layout, opened_us=now_us() + 1_000_000, before=None)
+    assert (layout.root / path).exists()
+    if not retired:
+        assert not check(layout, level=CONTENTS)
 
 
 def test_a_clock_of_the_storage_that_is_behind_loses_nothing(

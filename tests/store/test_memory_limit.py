@@ -158,6 +158,7 @@ def test_the_place_of_a_run_is_found_in_an_argument(tmp_path: Path) -> None:
     assert plain.places(None) == []
     evaluated = RunPath(path_type=str, has_step=True, may_be_config=True)
     assert evaluated.places("config.yaml") == [] and evaluated.places("a@4") == [Path("a")]
+    assert evaluated.places("config.yaml@4") == [Path("config.yaml")]  # a run's name
     # The attack: a file was there when the limit was decided, and a run when it was read.
     file = tmp_path / "run"
     file.touch()
