@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +38,11 @@ from store.untrusted.own_directory import check_own_directory, opened_by_own_lin
 
 # Their PUT shows an object whole or not at all.
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")
+CREDENTIAL = re.compile(r"access_key|account_key|secret|token|password|sas")
+# Options that name a server. Google's and Azure's clients send it the token of the user's login,
+# which is good for all that the login may do. Of S3's client it gets a signature for itself.
+SERVER_OPTIONS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")
+AZURE_PLACE = re.compile(r"[a-z0-9-]+(\.(blob|dfs)\.core\.windows\.net)?", re.ASCII)
 # For one small file with all retries. Callers wait twice as long for the coordinator.
 DEADLINE_S = 30.0
 # The limit for a file of unknown size. Compaction merges up to 512 MiB, and one group of episodes
@@ -116,12 +121,14 @@ def open_storage(where: str) -> Storage:
     """Return the storage of a URI or path, one client for the whole process. Do not contact it yet.
 
     Raises StoreError for a scheme whose writes are not atomic, a URI with credentials or without a
-    bucket, and a text that is no URI.
+    bucket, one that leads the token of a login to another server, and a text that is no URI.
     """
     parts = split_uri(where)
     if parts is None:
         return LocalStorage(Path(where).absolute())
-    if parts.username or parts.password or re.search(r"access_key|secret|token", parts.query):
+    options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
+    names = [name.lower() for name, _ in options]
+    if parts.username or parts.password or any(map(CREDENTIAL.search, names)):
         raise StoreError(
             f"a {parts.scheme} URI with credentials would be stored in the run; set them in the "
             "environment"
@@ -140,7 +147,21 @@ def open_storage(where: str) -> Storage:
         )
     if not parts.netloc:
         raise StoreError(f"storage {where} names no bucket; give {parts.scheme}://BUCKET/NAME")
+    if parts.scheme != "s3":
+        _check_server(parts, names)
     return RemoteStorage(where)
+
+
+def _check_server(parts: urllib.parse.SplitResult, names: Sequence[str]) -> None:
+    """Raise StoreError if a URI of Google's or Azure's store names another server than theirs."""
+    named = next((name for name in names if name in SERVER_OPTIONS), None)
+    if named is None and parts.scheme.startswith("abfs"):
+        named = None if AZURE_PLACE.fullmatch(parts.netloc) else parts.netloc
+    if named is not None:
+        raise StoreError(
+            f"the server that a {parts.scheme} URI names ({one_line(named)[:REASON_CHARACTERS]}) "
+            "would be sent the token of your login; leave it out, or use s3://"
+        )
 
 
 def make_place(storage: Storage) -> None:

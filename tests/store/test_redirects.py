@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from store import UnavailableError
-from store.storage import open_storage
+from store import StoreError, UnavailableError
+from store.storage import RemoteStorage, open_storage
 
 SEEN = b"what only this network may read"
 
@@ -71,3 +71,41 @@ def test_a_server_leads_its_client_to_no_other_server(
                     ask("run.json")
         assert asked.asked, "the server that the URI names"  # type: ignore[attr-defined]
         assert other.asked == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "gs://bucket/run?endpoint_override=evil.test&scheme=http",
+        "gcs://bucket/run?scheme=http&%65ndpoint_override=evil.test",
+        "GS://bucket/run?Endpoint_Override=evil.test",
+        "abfs://acct.blob.core.windows.net/c/run?blob_storage_authority=.evil.test",
+        "abfss://acct.dfs.core.windows.net/c/run?dfs_storage_authority=evil.test",
+        "abfs://evil.test/c/run",
+        "abfs://acct.blob.core.windows.net.evil.test/c/run",
+        "abfs://evil%2etest:443/c/run",
+    ],
+)
+def test_no_server_but_their_own_is_sent_the_token_of_a_login(uri: str) -> None:
+    """The attack: `gigpo fetch` of a URI from a stranger sent him the user's Google token."""
+    with pytest.raises(StoreError, match=r"would be sent the token of your login; leave it out"):
+        open_storage(uri)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "gs://bucket/run",
+        "abfs://container/run",
+        "abfss://acct.dfs.core.windows.net/c/run",
+        "s3://bucket/run?endpoint_override=mine.test&region=r",
+    ],
+)
+def test_their_own_servers_are_asked(uri: str) -> None:
+    assert isinstance(open_storage(uri), RemoteStorage)
+
+
+@pytest.mark.parametrize("option", ["%61ccess_key=a", "secret_key=b", "Account_Key=c"])
+def test_a_uri_has_no_credentials(option: str) -> None:
+    with pytest.raises(StoreError, match="with credentials would be stored in the run"):
+        open_storage(f"s3://bucket/run?{option}")
