@@ -16,7 +16,7 @@ import threading
 import webbrowser
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -134,7 +134,7 @@ class Viewer:
     def page(self, page: Page, request: Request) -> Response:
         """Return a page, or one panel of it, or the rows of one panel as a file."""
         try:
-            asked = self._asked(request)
+            asked = self._asked(request, compares=page.compares)
             if (kind := request.query_params.get("download")) is not None:
                 return self._download(page, asked, kind, request)
             panels = page.panels(asked)
@@ -225,23 +225,29 @@ class Viewer:
             return PlainTextResponse(f"{plain(error, at_most=2000)}\n", status_code=400)
         return download(table, "arrow", name="answer", lsn=asked.lsn)
 
-    def _asked(self, request: Request) -> PageRequest:
-        """Return what the page's function gets. Raises BadAddressError and StoreError."""
+    def _asked(self, request: Request, *, compares: bool = False) -> PageRequest:
+        """Return what the page's function gets. Raises BadAddressError and StoreError.
+
+        Other runs are looked at only if the page compares them: each may be somebody else's, who
+        could keep it from being read.
+        """
         parameters = dict(request.query_params.items())
         number = _run_number(request, n_runs=len(self.stored))
         if number is None:
             raise BadAddressError(f"run is a number from 0 to {len(self.stored) - 1}")
-        for each in self.stored:
-            each.checked_layout()  # a page may read files of a run beside its snapshot
         stored, has_left = self.stored[number], request.state.left.is_set
         is_live = not parameters.get("as_of")
         if has_left():
             raise StoreError("nobody waits for the page any more")
         lsn = self._moment(number, parameters.get("as_of", ""))
-        moments = [
-            self._moment(other, parameters.get(f"as_of_{other}", ""))
-            for other in range(len(self.stored))
-        ]
+
+        @cache
+        def moment_of(other: int) -> int:
+            return self._moment(other, parameters.get(f"as_of_{other}", ""))
+
+        if compares:
+            for other in range(len(self.stored)):
+                moment_of(other)
         return PageRequest(
             parameters=parameters,
             run=self.names[number],
@@ -252,13 +258,14 @@ class Viewer:
             is_foreign=request.headers.get("sec-fetch-site") in ("cross-site", "same-site"),
             ask=partial(stored.ask, lsn, has_left=has_left),
             ask_run=lambda other, query: self.stored[other].ask(
-                moments[other], query, has_left=has_left
+                moment_of(other), query, has_left=has_left
             ),
-            lsn_of=moments.__getitem__,
+            lsn_of=moment_of,
         )
 
     def _moment(self, number: int, text: str) -> int:
         """Return the lsn that an address names, or a run's newest. Raises BadAddressError."""
+        self.stored[number].checked_layout()  # a page may read files of it beside the snapshot
         newest = self.stored[number].look()
         if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
             raise BadAddressError("as_of is the log number (LSN) of a snapshot")

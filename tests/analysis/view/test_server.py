@@ -319,6 +319,20 @@ def test_an_answer_that_nobody_takes_leaves_the_memory_at_once(
         gc.enable()
 
 
+def test_who_takes_one_run_away_leaves_the_pages_of_the_other(
+    layout: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: the owner of one of two runs switched off all pages of the other."""
+    other = copy_run(layout, tmp_path / "other")
+    app = make_app([layout.root, other.root], token=TOKEN, refresh_s=3600.0)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        assert client.get("/compare?run=0").status_code == 200
+        other.root.rename(tmp_path / "aside")
+        assert client.get("/run?run=0").status_code == 200
+        assert client.get("/run?run=1").status_code == 410
+        assert client.get("/compare?run=0").status_code == 410
+
+
 def test_a_bad_address_is_explained(client: TestClient) -> None:
     for address in ("/run?run=7", "/run?run=x", "/run?as_of=x", "/run?panel=none", "/nowhere"):
         answer = client.get(address)
