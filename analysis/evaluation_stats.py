@@ -20,7 +20,7 @@ from store import RunLayout, StoreError
 Z_95 = 1.959964  # normal quantile of a two-sided 95% interval
 SIGN_FLIPS = 10_000  # the smallest p is 1 / 10,001
 FLIPS_AT_ONCE = 100  # with MOST_FLIPPED tasks they take 8 MB
-MOST_FLIPPED = 5_000  # tasks; they take a second
+MOST_FLIPPED = 5_000  # tasks; they take 0.3 s
 MAX_SHOWN_TASKS = 20  # those with the largest differences
 
 # avg() skips NULL. In a round with graded episodes, an episode without a grade scores 0.

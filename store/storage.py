@@ -154,13 +154,13 @@ def open_storage(where: str) -> Storage:
 
 def _check_server(parts: urllib.parse.SplitResult, names: Sequence[str]) -> None:
     """Raise StoreError if a URI of Google's or Azure's store names another server than theirs."""
-    named = next((name for name in names if name in SERVER_OPTIONS), None)
-    if named is None and parts.scheme.startswith("abfs"):
-        named = None if AZURE_PLACE.fullmatch(parts.netloc) else parts.netloc
-    if named is not None:
+    named = [name for name in names if name in SERVER_OPTIONS]
+    if parts.scheme.startswith("abfs") and not AZURE_PLACE.fullmatch(parts.netloc):
+        named.append(parts.netloc)
+    if named:
         raise StoreError(
-            f"the server that a {parts.scheme} URI names ({one_line(named)[:REASON_CHARACTERS]}) "
-            "would be sent the token of your login; leave it out, or use s3://"
+            f"the server that a {parts.scheme} URI names ({one_line(named[0])[:REASON_CHARACTERS]})"
+            " would be sent the token of your login; leave it out, or use s3://"
         )
 
 

@@ -57,7 +57,7 @@ async def start_threads() -> None:
     Whoever starts a thread waits until it runs. A thread that finds no memory ends without a word,
     and the event loop would wait for good.
     """
-    WorkerThread.MAX_IDLE_TIME = 2**31  # seconds
+    WorkerThread.MAX_IDLE_TIME = 2**31  # seconds; anyio has no public setting
     number = int(anyio.to_thread.current_default_thread_limiter().total_tokens)
     all_run = threading.Barrier(number)
     try:

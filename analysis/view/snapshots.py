@@ -104,7 +104,7 @@ class Snapshots:
         self._is_remote = False
         self.newest_lsn = -1
         self.newest_lsn = self._open(None)
-        self._used_s = _cpu_s()
+        self._used_s = _cpu_s()  # when the newest snapshot was opened
         self._thread = threading.Thread(target=self._refresh, name="snapshots", daemon=True)
         self._thread.start()
 
@@ -361,8 +361,8 @@ class Snapshots:
                     before_s = _cpu_s()
                     if self._catch_up():
                         caught_up_at, self._used_s = now, before_s
-            # Other users may hold all memory or open files of this process. The next look may find
-            # some, and says so.
+            # Other users may hold all memory or open files of this process. The reason is shown
+            # until a look succeeds.
             except (MemoryError, OSError, psutil.Error):
                 self.stuck = LACKS_RESOURCES
 

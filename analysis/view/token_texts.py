@@ -39,7 +39,8 @@ SAFE_DECODERS = (
     "Fuse",
     "WordPiece",
 )
-# Whose text is made, in 200 MiB at most. A page asks for far fewer, but by the run's own functions.
+# Ids whose text is made at once. It has 200 MiB at most, and without memory for it the library ends
+# the process. A page asks for 16,000.
 MAX_DECODED = 100_000
 MAX_ID = 2**32 - 1  # the library has 32 bits for one
 MAX_DECODERS = 8  # known tokenizers have up to four

@@ -119,9 +119,8 @@ def check_pages(connection: sqlite3.Connection, layout: RunLayout) -> None:
 def check_indexes(connection: sqlite3.Connection, layout: RunLayout) -> None:
     """Raise FormatError for a catalog in which a table and its indexes contradict each other.
 
-    An owner removes files and rows that a query of its does not find. After one changed byte a
-    query finds too few, and files that were committed would go. It takes 0.5 s for 80,000
-    trajectories, 6 s for a million.
+    An owner removes files and rows that its queries do not find. After one changed byte a query
+    finds too few, and committed files would be removed. It takes 6 s for a million trajectories.
     """
     faults = (line for (line,) in connection.execute(f"PRAGMA integrity_check({_ALL_FAULTS})"))
     if (fault := next(filter(_OF_INDEXES.search, faults), None)) is not None:

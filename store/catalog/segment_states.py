@@ -27,6 +27,9 @@ WANTED_BACK = """(removed_us IS NOT NULL
         SELECT 1 FROM lost_trajectory l WHERE l.lsn >= segment.retired_lsn
         AND l.traj_uid NOT IN (SELECT traj_uid FROM trajectory))))"""
 
+# A file that must be there. A live one must, whatever a changed byte says of its removal.
+NEEDED = "(retired_lsn IS NULL OR removed_us IS NULL)"
+
 
 def live_segments(tx: Transaction) -> tuple[LiveSegment, ...]:
     """Return every live segment, oldest first."""
@@ -161,8 +164,8 @@ def is_list_damaged(tx: Transaction) -> bool:
 def known_paths(tx: Transaction) -> frozenset[str]:
     """Return the files that must stay. Other files beneath segments/ may be swept.
 
-    A removed file whose trajectories were lost is kept, should somebody put it back. One that was
-    removed was retired before: a changed byte may have made one of the two times.
+    A removed file whose trajectories were lost is kept, should somebody put it back. A file is
+    retired before it is removed. If the two times say otherwise, one of them is damaged.
     """
     rows = tx.rows(
         f"""SELECT path FROM segment

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from printable import REASON_CHARACTERS, one_line
 from store.catalog.database import shown_lsn
+from store.catalog.segment_states import NEEDED
 from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
@@ -81,7 +82,7 @@ def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
     with open_catalog(layout) as connection:
         lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
         rows = connection.execute(
-            "SELECT path, retired_lsn FROM segment WHERE retired_lsn IS NULL OR removed_us IS NULL"
+            f"SELECT path, retired_lsn FROM segment WHERE {NEEDED}"
         ).fetchall()
     if newest_shown > lsn:
         detail = f"readers were shown lsn {newest_shown}, the catalog is at {lsn}"

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 import pyarrow as pa
 
-from store.catalog.segment_states import WANTED_BACK
+from store.catalog.segment_states import NEEDED, WANTED_BACK
 from store.clock import US_PER_S, now_us
 from store.errors import FormatError, StoreError, UnavailableError
 from store.hashing import CANONICALISER_VERSION, file_digest
@@ -27,8 +27,6 @@ GRACE_S = 600.0  # a younger file may be one that a worker is about to commit
 ATTEMPTS = 5  # live -> retired -> removed: the owner cannot change one file more often
 RELATIVE_ERROR = 1e-9  # of a return: the order of a sum is not fixed
 RETURNED = f"SELECT path, retired_why FROM segment WHERE {WANTED_BACK}"
-# A file that must be there. A live one must, whatever a changed byte says of its removal.
-NEEDED = "(retired_lsn IS NULL OR removed_us IS NULL)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

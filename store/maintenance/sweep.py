@@ -129,10 +129,7 @@ def sweep_orphans(
         orphans = []
     if orphans and catalog.is_list_damaged():
         new = [path for path in orphans if before is None or path not in before.uncommitted]
-        kind = (
-            f"files that the catalog, whose list of them is damaged (gigpo rebuild --force "
-            f"{layout.root}), does not name"
-        )
+        kind = f"files that the damaged catalog does not name (gigpo rebuild --force {layout.root})"
         _log(catalog, what="kept", paths=new, kind=kind)
         orphans = []
     for path in orphans:

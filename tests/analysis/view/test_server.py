@@ -60,6 +60,13 @@ from tests.support.store_runs import copy_run, fingerprint, make_run
 VISIT = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
 
 
+def wait_for_newer(client: TestClient, *, than: int) -> None:
+    deadline = time.monotonic() + 30
+    while client.get("/lsn").json()["lsn"] == than:
+        assert time.monotonic() < deadline, "the newer snapshot was not found"
+        time.sleep(0.1)
+
+
 def files_of(layout: RunLayout) -> dict[str, str]:
     """Return the digest of every file of the run; a reader's pin is there while it reads."""
     found = fingerprint(layout.root)
@@ -227,10 +234,7 @@ def test_an_address_with_an_lsn_shows_the_same_rows_again(
         lsn = client.get("/lsn").json()["lsn"]
         fixed = rows_of(client.get(f"/run?as_of={lsn}").text)
         play_one_more(copy.root)
-        deadline = time.monotonic() + 30
-        while client.get("/lsn").json()["lsn"] == lsn:
-            assert time.monotonic() < deadline, "the newer snapshot was not found"
-            time.sleep(0.1)
+        wait_for_newer(client, than=lsn)
         assert rows_of(client.get(f"/run?as_of={lsn}").text) == fixed
         assert rows_of(client.get("/run").text) != fixed
         gone = client.get("/run?as_of=99999999")
@@ -252,10 +256,7 @@ def test_however_much_others_ask_for_newer_rows_are_shown_at_last(
     with TestClient(app, base_url="http://127.0.0.1") as client:
         lsn = client.get("/lsn").json()["lsn"]
         play_one_more(copy.root)
-        deadline = time.monotonic() + 30
-        while client.get("/lsn").json()["lsn"] == lsn:
-            assert time.monotonic() < deadline, "the newer snapshot was not found"
-            time.sleep(0.1)
+        wait_for_newer(client, than=lsn)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +280,7 @@ def test_newer_rows_are_shown_again_when_others_have_left(
     with TestClient(app, base_url="http://127.0.0.1") as client:
         lsn = client.get("/lsn").json()["lsn"]
         play_one_more(copy.root)
-        deadline = time.monotonic() + 30
-        while client.get("/lsn").json()["lsn"] == lsn:
-            assert time.monotonic() < deadline, "the newer snapshot was not found"
-            time.sleep(0.1)
+        wait_for_newer(client, than=lsn)
     assert not left
 
 
