@@ -7,10 +7,12 @@ leftovers from everything else on the machine.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +37,8 @@ from store import (
 RUN_MARK = "ASYNC_GIGPO_RUN"
 KILLED_WITHIN_S = 10.0  # for killed processes to be gone
 TRACKERS_END_WITHIN_S = 5.0  # for trackers to end by themselves; then they are killed
+TURN_WITHIN_S = 30.0  # to wait for another start of the same run
+TURN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,20 +93,25 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
     check_idle(run, instead="choose another run_dir")
     is_new = not run.exists()
     make_run_directory(run, private=private)
-    n_removed = remove_leftovers(run)
-    for left in (WANTED_WORKERS_FILE, STOPPING_FILE):
-        (run / left).unlink(missing_ok=True)
-    me, ticks = os.getpid(), started_ticks(os.getpid())
-    assert ticks is not None
-    driver = Driver(pid=me, started_ticks=ticks, host=socket.gethostname(), run=str(run.resolve()))
     # The file stays open while this process drives the run: `Driver.process` looks for that.
-    with _open_written(run / DRIVER_FILE, json.dumps(asdict(driver))):
+    with contextlib.ExitStack() as opened:
+        with _taking_turns(run):
+            check_idle(run, instead="choose another run_dir")  # one that began since
+            n_removed = remove_leftovers(run)
+            for left in (WANTED_WORKERS_FILE, STOPPING_FILE):
+                (run / left).unlink(missing_ok=True)
+            me, ticks = os.getpid(), started_ticks(os.getpid())
+            assert ticks is not None
+            driver = Driver(
+                pid=me, started_ticks=ticks, host=socket.gethostname(), run=str(run.resolve())
+            )
+            opened.enter_context(_open_written(run / DRIVER_FILE, json.dumps(asdict(driver))))
         try:
             yield n_removed
         finally:
             # Half a clean-up would leave processes and files. A disk that fails has raised its own
             # error already, and a driver.json of an ended process harms nobody.
-            with hold_interrupts(), contextlib.suppress(OSError):
+            with hold_interrupts(), contextlib.suppress(OSError), _taking_turns(run):
                 # An environment may have started processes that no component knows.
                 remove_leftovers(run)
                 for mine in (DRIVER_FILE, STOPPING_FILE):
@@ -110,6 +119,39 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
                 if is_new:
                     with contextlib.suppress(OSError):  # not empty: the run has begun
                         run.rmdir()
+
+
+@contextlib.contextmanager
+def _taking_turns(run: Path) -> Iterator[None]:
+    """Let one process at a time begin or end to drive a run.
+
+    Of two that begin at once, each would take what the other starts for leftovers, and kill it. The
+    lock is on the directory, so nothing is left to remove. Everybody who may read the directory can
+    hold it, and some file systems have none, so nobody waits for ever.
+    """
+    try:
+        descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # at the end somebody may have removed it
+        yield
+        return
+    try:
+        give_up_at = time.monotonic() + TURN_WITHIN_S
+        while not _is_locked(descriptor) and time.monotonic() < give_up_at:
+            time.sleep(TURN_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock an open directory unless another process has it. Returns True if there is no locking."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # as on some network file systems
+        return True
+    return True
 
 
 def make_run_directory(run: Path, *, private: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -121,6 +122,73 @@ def test_one_process_drives_a_run_at_a_time(
     with pytest.raises(StoreError, match=rf"process {other.pid} drives .*gigpo stop"), driving(run):
         pass
     assert other.is_running()
+
+
+def test_of_two_that_begin_at_once_one_drives_and_loses_nothing_to_the_other(
+    tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    """Both have seen that nobody drives the run. The first looks for leftovers for a moment."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from driver import run_lock
+from store import StoreError
+real_check, real_removal = run_lock.check_idle, run_lock.remove_leftovers
+def check(run, **words):
+    real_check(run, **words)
+    print("idle", flush=True)
+    sys.stdin.readline()
+    run_lock.check_idle = real_check
+def remove(run):
+    time.sleep(0.5)
+    return real_removal(run)
+run_lock.check_idle, run_lock.remove_leftovers = check, remove
+try:
+    with run_lock.driving(Path(sys.argv[1])):
+        print("drives", flush=True)
+        sys.stdin.readline()
+except StoreError as error:
+    print(error, flush=True)
+"""
+    run = tmp_path / "run"
+    run.mkdir()
+    for _ in range(2):
+        sleepers.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(run)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
+    for process in sleepers:
+        assert process.stdout is not None and process.stdout.readline() == b"idle\n"
+    for process in sleepers:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    said = {process.stdout.readline().decode() for process in sleepers if process.stdout}
+    driver = driver_of(run)
+    assert driver is not None and driver.process() is not None
+    refused = f"process {driver.pid} drives {run}; choose another run_dir, or stop it: gigpo stop"
+    assert said == {"drives\n", f"{refused} {run}\n"}
+
+
+def test_who_holds_the_lock_of_a_run_directory_keeps_no_run_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may read a directory can lock it."""
+    monkeypatch.setattr(run_lock, "TURN_WITHIN_S", 0.2)
+    run = tmp_path / "run"
+    run.mkdir()
+    held = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with driving(run):
+            assert driver_of(run) is not None
+        assert driver_of(run) is None
+    finally:
+        os.close(held)
 
 
 def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
