@@ -117,6 +117,17 @@ def json_of(data: bytes) -> Any:
     return value
 
 
+def model_names(listed: Any) -> list[str]:
+    """Return the names in a server's answer to /models. Raises LookupError or TypeError for others.
+
+    A name that is no text is refused: Python cannot write one that is nested deeply.
+    """
+    names = [model["id"] for model in listed["data"]]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("a model's id is no text")
+    return names
+
+
 def quoted(said: object) -> str:
     """Return a server's words in one line of bounded length."""
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import configs
 import store
 from configs import Config, ConfigError, is_offline
-from store import CONFIG_FILE, RunLayout, read_run_file
+from store import RunLayout
 
 RECENT_STEPS = 5  # learner steps that the shown success is averaged over
 # A learner step's time is the median over the intervals between these, so a stop of the run
@@ -96,11 +96,7 @@ def progress_lines(run: Path, reader: store.Reader, *, is_driven: bool) -> list[
 
 def config_of(run: Path) -> Config:
     """Return the settings of the run's newest start. Raises ConfigError if they do not fit."""
-    try:
-        text = read_run_file(run, CONFIG_FILE)
-    except (FileNotFoundError, NotADirectoryError):
-        text = RunLayout.open(run).info.config_yaml
-    return configs.from_yaml(text)
+    return configs.from_yaml(RunLayout.open(run).newest_settings())
 
 
 def standing_of(reader: store.Reader, config: Config) -> Standing:

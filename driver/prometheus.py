@@ -53,17 +53,24 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a new thread, or close the connection if too many are open."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one connection, and end it after CONNECTION_S, also one that drips bytes."""
         end = threading.Timer(CONNECTION_S, _shut_down, args=(request,))
         end.daemon = True
-        end.start()
         try:
+            end.start()
+        except RuntimeError:  # the thread of the timer could not be started
+            self.shutdown_request(request)
+        else:
             super().process_request_thread(request, client_address)
         finally:
             end.cancel()

@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,20 +24,20 @@ from driver.interrupt import hold_interrupts
 from learner import remove_ray_directories, started_ticks
 from store import (
     DRIVER_FILE,
+    DRIVER_LOCK,
     STOPPING_FILE,
     WANTED_WORKERS_FILE,
     StoreError,
     check_own_directory,
     check_own_run,
     keep_private,
+    open_file,
     read_run_file,
 )
 
 RUN_MARK = "ASYNC_GIGPO_RUN"
 KILLED_WITHIN_S = 10.0  # for killed processes to be gone
 TRACKERS_END_WITHIN_S = 5.0  # for trackers to end by themselves; then they are killed
-TURN_WITHIN_S = 30.0  # to wait for another start of the same run
-TURN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,42 +115,41 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
                 remove_leftovers(run)
                 for mine in (DRIVER_FILE, STOPPING_FILE):
                     (run / mine).unlink(missing_ok=True)
-                if is_new:
-                    with contextlib.suppress(OSError):  # not empty: the run has begun
-                        run.rmdir()
+                if is_new and os.listdir(run) == [DRIVER_LOCK]:  # the run has not begun
+                    (run / DRIVER_LOCK).unlink()
+                    run.rmdir()
 
 
 @contextlib.contextmanager
 def _taking_turns(run: Path) -> Iterator[None]:
     """Let one process at a time begin or end to drive a run.
 
-    Of two that begin at once, each would take what the other starts for leftovers, and kill it. The
-    lock is on the directory, so nothing is left to remove. Everybody who may read the directory can
-    hold it, and some file systems have none, so nobody waits for ever.
+    Of two that begin at once, each would take what the other starts for leftovers, and kill it. Who
+    may not open the file, as another member of a run's group, or has a file system without locks,
+    takes no turn.
     """
+    descriptor = _locked(run / DRIVER_LOCK, run=run)
     try:
-        descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # at the end somebody may have removed it
-        yield
-        return
-    try:
-        give_up_at = time.monotonic() + TURN_WITHIN_S
-        while not _is_locked(descriptor) and time.monotonic() < give_up_at:
-            time.sleep(TURN_POLL_S)
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Lock an open directory unless another process has it. Returns True if there is no locking."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # as on some network file systems
-        return True
-    return True
+def _locked(path: Path, *, run: Path) -> int | None:
+    """Return the descriptor of a locked file, None if it cannot be opened."""
+    while True:
+        try:
+            # For its owner alone: whoever may open the file can lock it.
+            descriptor = open_file(path, root=run, flags=os.O_RDWR | os.O_CREAT, mode=0o600)
+        except OSError:  # at the end somebody may have removed the directory
+            return None
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                return descriptor
+        os.close(descriptor)  # a lock on a removed file excludes nobody
 
 
 def make_run_directory(run: Path, *, private: bool) -> None:

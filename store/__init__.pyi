@@ -125,6 +125,7 @@ from .run_json import parse_run_json as parse_run_json
 from .run_names import BASE_POLICY as BASE_POLICY
 from .run_names import CONFIG_FILE as CONFIG_FILE
 from .run_names import DRIVER_FILE as DRIVER_FILE
+from .run_names import DRIVER_LOCK as DRIVER_LOCK
 from .run_names import GIVEN_FILE as GIVEN_FILE
 from .run_names import MADE_BEFORE_RUN_JSON as MADE_BEFORE_RUN_JSON
 from .run_names import OUTSIDE_FILE as OUTSIDE_FILE

@@ -22,6 +22,7 @@ from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
+    CONFIG_FILE,
     DIRECTORIES_OF_A_RUN,
     MANIFEST,
     OF_A_RUN,
@@ -243,6 +244,21 @@ class RunLayout:
             if not is_it:
                 raise StoreError(f"{path} {EXCHANGED}")
             yield directory
+
+    def newest_settings(self) -> str:
+        """Return the text of config.yaml, or of the first start's settings where there is none.
+
+        Raises StoreError, also if another run has this one's path now.
+        """
+        with self.opened() as directory:
+            path = self.root / CONFIG_FILE
+            try:
+                data = beneath.read_bytes_in(
+                    directory, CONFIG_FILE, path=path, at_most=beneath.MAX_TEXT_BYTES
+                )
+            except FileNotFoundError:
+                return self.info.config_yaml
+        return decoded(data, path=path)
 
     def is_made_by_this_user(self) -> bool:
         """Return whether this user signed the very settings in `info`.

@@ -27,7 +27,9 @@ OUTSIDE_FILE = "outside.json"  # digests of the files that a run uses outside it
 DRIVER_FILE = "driver.json"  # the process that drives the run
 WANTED_WORKERS_FILE = "workers.wanted"  # the number of workers that was asked for
 GIVEN_FILE = "given.json"  # the metrics that trackers and the webhook have been given
+DRIVER_LOCK = "driver.lock"  # held while a process begins or ends to drive the run
 STOPPING_FILE = "stopping"  # the driver's last line while it stops the run
+UNREAD_FILE = "log.unread"  # the number of commits that were lost with a damaged log
 REPORT_FILE = "report.html"  # what the run showed, for people; the end of a training writes it
 
 # Every name at the top of a run's directory. `base` holds another run.
@@ -55,9 +57,11 @@ FILES_OF_A_RUN = (
     CONFIG_FILE,
     OUTSIDE_FILE,
     DRIVER_FILE,
+    DRIVER_LOCK,
     WANTED_WORKERS_FILE,
     STOPPING_FILE,
     GIVEN_FILE,
+    UNREAD_FILE,
     REPORT_FILE,
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
@@ -74,6 +78,7 @@ MADE_BEFORE_RUN_JSON = (
     "logs",
     "backup",
     DRIVER_FILE,
+    DRIVER_LOCK,
     WANTED_WORKERS_FILE,
     STOPPING_FILE,
     "lost+found",

@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,11 +38,18 @@ from store.untrusted.own_directory import check_own_directory, opened_by_own_lin
 
 # Their PUT shows an object whole or not at all.
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "abfss")
+# What a URI may say of each. None of Google's and Azure's names a server, or leaves TLS out: their
+# clients send the token of the user's login, which is good for all that the login may do. Of S3's
+# client a server gets a signature for itself.
+OPTIONS = {
+    "s3": ("region", "scheme", "endpoint_override", "allow_bucket_creation", "tls_ca_file_path"),
+    "gs": ("project_id", "retry_limit_seconds"),
+    "abfs": ("credential_kind",),
+}
 CREDENTIAL = re.compile(r"access_key|account_key|secret|token|password|sas")
-# Options that name a server. Google's and Azure's clients send it the token of the user's login,
-# which is good for all that the login may do. Of S3's client it gets a signature for itself.
-SERVER_OPTIONS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")
-AZURE_PLACE = re.compile(r"[a-z0-9-]+(\.(blob|dfs)\.core\.windows\.net)?", re.ASCII)
+BUCKET = re.compile(r"[\w.-]+", re.ASCII)
+AZURE_BUCKET = re.compile(r"[a-z0-9-]+(\.(blob|dfs)\.core\.windows\.net)?", re.ASCII)
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # Arrow reads a text only up to a NUL
 # For one small file with all retries. Callers wait twice as long for the coordinator.
 DEADLINE_S = 30.0
 # The limit for a file of unknown size. Compaction merges up to 512 MiB, and one group of episodes
@@ -120,14 +127,13 @@ def split_uri(where: str) -> urllib.parse.SplitResult | None:
 def open_storage(where: str) -> Storage:
     """Return the storage of a URI or path, one client for the whole process. Do not contact it yet.
 
-    Raises StoreError for a scheme whose writes are not atomic, a URI with credentials or without a
-    bucket, one that leads the token of a login to another server, and a text that is no URI.
+    Raises StoreError for a scheme whose writes are not atomic, a URI with credentials, without a
+    bucket or with an option that is none of OPTIONS, and a text that is no URI.
     """
     parts = split_uri(where)
     if parts is None:
         return LocalStorage(Path(where).absolute())
-    options = urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
-    names = [name.lower() for name, _ in options]
+    names = [name.lower() for name, _ in _options(parts)]
     if parts.username or parts.password or any(map(CREDENTIAL.search, names)):
         raise StoreError(
             f"a {parts.scheme} URI with credentials would be stored in the run; set them in the "
@@ -147,21 +153,35 @@ def open_storage(where: str) -> Storage:
         )
     if not parts.netloc:
         raise StoreError(f"storage {where} names no bucket; give {parts.scheme}://BUCKET/NAME")
-    if parts.scheme != "s3":
-        _check_server(parts, names)
+    _check_remote(parts)
     return RemoteStorage(where)
 
 
-def _check_server(parts: urllib.parse.SplitResult, names: Sequence[str]) -> None:
-    """Raise StoreError if a URI of Google's or Azure's store names another server than theirs."""
-    named = [name for name in names if name in SERVER_OPTIONS]
-    if parts.scheme.startswith("abfs") and not AZURE_PLACE.fullmatch(parts.netloc):
-        named.append(parts.netloc)
-    if named:
+def _options(parts: urllib.parse.SplitResult) -> list[tuple[str, str]]:
+    return urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
+
+
+def _check_remote(parts: urllib.parse.SplitResult) -> None:
+    """Raise StoreError for a URI that Arrow could understand otherwise, or that is sent a token."""
+    kind = {"gcs": "gs", "abfss": "abfs"}.get(parts.scheme, parts.scheme)
+    options = _options(parts)
+    for text in (urllib.parse.unquote(parts.path), *(text for pair in options for text in pair)):
+        if CONTROL.search(text):
+            raise StoreError(
+                f"storage {parts.geturl()!r:.200} has control characters in it; remove them"
+            )
+    names = [name for name, _ in options]
+    unknown = [name for name in names if name not in OPTIONS[kind]]
+    if unknown or len(names) > len(set(names)):
+        named = one_line((unknown or names)[0])[:REASON_CHARACTERS]
         raise StoreError(
-            f"the server that a {parts.scheme} URI names ({one_line(named[0])[:REASON_CHARACTERS]})"
-            " would be sent the token of your login; leave it out, or use s3://"
+            f"the options of a {kind}:// URI are {', '.join(OPTIONS[kind])}, each once: leave "
+            f"{named!r} out. Only s3:// may name a server; any other would be sent the token of "
+            "your login"
         )
+    if not (AZURE_BUCKET if kind == "abfs" else BUCKET).fullmatch(parts.netloc):
+        named = one_line(parts.netloc)[:REASON_CHARACTERS]
+        raise StoreError(f"storage {named!r} is no {kind}:// bucket; give {kind}://BUCKET/NAME")
 
 
 def make_place(storage: Storage) -> None:
@@ -277,8 +297,12 @@ class RemoteStorage:
     def __init__(self, uri: str) -> None:
         parts = urllib.parse.urlsplit(uri)
         self._name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        options = _s3_options(parts.query) if parts.scheme == "s3" else parts.query
-        self._uri = f"{self._name}?{options}" if options else self._name
+        options = dict(_options(parts))
+        if parts.scheme == "s3":
+            options |= _s3_options(options)
+        # Written anew, so that Arrow reads the names and values that were checked.
+        query = urllib.parse.urlencode(options, quote_via=urllib.parse.quote)
+        self._uri = f"{self._name}?{query}" if query else self._name
 
     def write(self, path: str, data: pa.Buffer | bytes, *, is_private: bool = False) -> None:
         def put(remote: pafs.FileSystem, at: str) -> None:
@@ -407,19 +431,17 @@ class RemoteStorage:
             answer.set_exception(error)
 
 
-def _s3_options(query: str) -> str:
-    """Return the options of a URI for Arrow. A server of one's own leads its client nowhere else.
+def _s3_options(given: Mapping[str, str]) -> dict[str, str]:
+    """Return more options for Arrow. A server of one's own leads its client nowhere else.
 
     Arrow would follow it to any address that this machine reaches, with AWS_SESSION_TOKEN. It has
     no option against that but the region, so a server that needs another region can still do it.
     """
-    given = [urllib.parse.unquote(option.partition("=")[0]) for option in query.split("&")]
-    options = dict(zip(given, query.split("&"), strict=True)) if query else {}
-    region = urllib.parse.unquote(options.get("region", "").partition("=")[2])
-    if "endpoint_override" in options and region in ("", USUAL_REGION):
-        options["region"] = f"region={WITHOUT_REDIRECTS}"
     # One PUT for a file of up to 5 MB, instead of three requests of a multipart upload.
-    return "&".join([*options.values(), "allow_delayed_open=true"])
+    more = {"allow_delayed_open": "true"}
+    if "endpoint_override" in given and given.get("region", "") in ("", USUAL_REGION):
+        more["region"] = WITHOUT_REDIRECTS
+    return more
 
 
 def _unreadable(error: OSError, path: Path | str) -> UnavailableError:

@@ -27,7 +27,14 @@ from actors.policy import Completion, Prompt
 from actors.prompting.chat_template import SHORTEST_BOUND
 from configs import Config, EndpointConfig
 from envs import PendingOperations
-from model_server import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
+from model_server import (
+    MAX_ANSWER_BYTES,
+    http_client,
+    json_of,
+    model_names,
+    own_headers,
+    quoted,
+)
 from printable import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -160,7 +167,7 @@ class ChatPolicy:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await client.get("/models", cast_to=Response, options=self._options)
-            return sorted(str(model["id"]) for model in _value.get()["data"])
+            return sorted(model_names(_value.get()))
         except APIConnectionError as error:
             raise self._failed(_reason(error, attempts=1)) from error
         except APIStatusError as error:

@@ -14,6 +14,7 @@ import contextlib
 import threading
 from collections.abc import Awaitable
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -88,26 +89,29 @@ async def _answer_until_left(
 ) -> None:
     """Send an answer, and give it up if the client leaves, because others wait for the threads.
 
-    A thread cannot be stopped from here. So `left` is set at the end, for the thread to look at.
+    A thread cannot be stopped from here, so `left` is set for it to look at. Its place is free for
+    another request when it has ended: anyio's cancellation waits for it. asyncio's would not, and
+    each client that leaves would have another thread started.
     """
-    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_leave(receive))
+    answering = anyio.CancelScope()
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+        answering.cancel()
+
+    leaving = asyncio.ensure_future(leave())
     try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
+        with answering:
+            await answer
     finally:
         left.set()
-        for each in (answering, leaving):
-            each.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
-        # The traceback of a task's error keeps this frame. Without these names the answer is freed
-        # at once, and not when Python next collects garbage.
-        del answering, leaving, each
-
-
-async def _leave(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        # The traceback of an error keeps this frame. Without these names the answer is freed at
+        # once, and not when Python next collects garbage.
+        del answer, leaving, leave
 
 
 async def _send_in_pieces(send: Send, message: Message) -> None:

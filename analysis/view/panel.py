@@ -76,7 +76,8 @@ class Panel:
 
     title: str
     explains: str
-    query: str = ""  # without one only `above` is shown
+    query: str = ""  # without one only `above` and `content` are shown
+    content: Callable[[], Markup] | None = None  # what is read elsewhere than with SQL
     tables: Tables = ()  # that `query` reads, and other panels too; see with_tables
     show: Show = as_table
     empty: str = "There is nothing to show yet."  # instead of an answer without rows
@@ -117,6 +118,8 @@ def render_panel(
     """
     body, error = Markup(""), ""
     try:
+        if panel.content is not None:
+            body = panel.content()
         if panel.query:
             body = _body(panel, _rows(panel, ask))
     except Exception as reason:  # noqa: BLE001  a stranger's view may give values of any type

@@ -34,7 +34,7 @@ from analysis.view.panel import (
     show_rows,
 )
 from analysis.view.report_summary import SUMMARY, show_summary
-from analysis.view.run_settings import SETTINGS, default_settings, differing, settings_of
+from analysis.view.run_settings import default_settings, differing, settings_of
 from analysis.view.sql_text import Tables, fill
 from analysis.view.text import plain
 from printable import shell_word
@@ -42,6 +42,7 @@ from store import (
     READ_WRITE,
     REPORT_FILE,
     Reader,
+    RunLayout,
     StoreError,
     check_own_run,
     open_file,
@@ -153,7 +154,7 @@ def compose(reader: Reader, *, name: str) -> str:
     assert all("</script" not in script and "\r" not in script for script in scripts)
     style = "".join((STATIC / each).read_text("utf-8") for each in ("view.css", "report.css"))
     shown = []
-    for section in sections(name, lsn, ask):
+    for section in sections(name, reader.layout, lsn, ask):
         panels = [_bounded(panel, ask, run=name, lsn=lsn) for panel in section.panels]
         heading = {"title": section.title, "name": section.title.lower().replace(" ", "-")}
         shown.append({**heading, "panels": Markup("").join(panels)})
@@ -176,8 +177,8 @@ def compose(reader: Reader, *, name: str) -> str:
     return text
 
 
-def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
-    """Return the panels of the report, in order."""
+def sections(run: str, layout: RunLayout, lsn: int, ask: Ask) -> list[Section]:
+    """Return the panels of the report, in order. `run` is the path as it was given."""
     asked = PageRequest(
         parameters={},
         run=run,
@@ -210,13 +211,13 @@ def sections(run: str, lsn: int, ask: Ask) -> list[Section]:
         Section(title="Incidents", panels=[_incidents()]),
         Section(title="Mistakes", panels=[_mistakes(asked)]),
         Section(title="Weights", panels=[_checkpoints(run), _versions()]),
-        Section(title="Settings", panels=[_settings()]),
+        Section(title="Settings", panels=[_settings(layout)]),
     ]
 
 
-def show_settings(table: pa.Table) -> Markup:
-    """Show the settings that are not at their defaults. Raises ConfigError."""
-    settings = settings_of(table)
+def show_settings(layout: RunLayout) -> Markup:
+    """Show the settings that are not at their defaults. Raises ConfigError, StoreError."""
+    settings = settings_of(layout)
     # A run of an earlier version lacks some.
     known = {key: value for key, value in default_settings().items() if key in settings}
     found = differing(settings, known)
@@ -394,13 +395,11 @@ def _versions() -> Panel:
     )
 
 
-def _settings() -> Panel:
+def _settings(layout: RunLayout) -> Panel:
     return Panel(
         title="Settings that differ from the defaults",
         explains="Of the newest start of the run, also if the report is of an earlier moment.",
-        query=SETTINGS,
-        show=show_settings,
-        empty="The run's settings are not there.",
+        content=partial(show_settings, layout),
         width="full",
     )
 

@@ -1,6 +1,7 @@
-"""Read a run's settings through its reader, and compare them with others or with the defaults.
+"""Read a run's settings, and compare them with others or with the defaults.
 
-What may be a secret is compared, and not shown: a report is made to be sent.
+What may be a secret is compared, and not shown: a report is made to be sent. No query may read the
+settings, because every user of the machine may ask one.
 """
 
 from __future__ import annotations
@@ -8,28 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import pyarrow as pa
 from omegaconf import OmegaConf
 
 import configs
 from configs import Config
+from store import RunLayout
 
-# config.yaml has the settings of the newest start, run.json those of the first. Only these two
-# files of a run have such names. The settings are no part of a snapshot: they are as they are now.
-SETTINGS = """
-SELECT parse_filename(filename) AS file,
-       if(filename LIKE '%.json', TRY_CAST(content AS JSON) ->> 'config_yaml', content) AS settings
-FROM read_text(getvariable('run') || '/[cr]*.[jy]*') ORDER BY file
-"""
 UNSET = "–"
 NOT_COMPARED = ("run_dir",)  # where a run lies is no setting of its training
 
 
-def settings_of(table: pa.Table) -> dict[str, object]:
-    """Return the settings in an answer to SETTINGS, by dotted key. Raises ConfigError."""
-    texts = {row["file"]: row["settings"] for row in table.to_pylist()}
-    text = texts.get("config.yaml") or texts.get("run.json") or ""
-    parsed = configs.parse_saved(text, name="the run's settings")
+def settings_of(layout: RunLayout) -> dict[str, object]:
+    """Return the settings of a run's newest start, by dotted key. Raises ConfigError, StoreError.
+
+    They are no part of a snapshot: they are as they are now.
+    """
+    parsed = configs.parse_saved(layout.newest_settings(), name="the run's settings")
     return dict(_flat(OmegaConf.to_container(parsed)))
 
 

@@ -40,7 +40,7 @@ SAFE_DECODERS = (
     "WordPiece",
 )
 # Ids whose text is made at once. It has 200 MiB at most, and without memory for it the library ends
-# the process. A page asks for 16,000.
+# the process. A page asks for at most 16,000.
 MAX_DECODED = 100_000
 MAX_ID = 2**32 - 1  # the library has 32 bits for one
 MAX_DECODERS = 8  # known tokenizers have up to four

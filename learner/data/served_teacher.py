@@ -22,7 +22,14 @@ import pyarrow as pa
 
 from learner.data.arrow_lists import lists
 from learner.data.sequences import sequences
-from model_server import MAX_ANSWER_BYTES, http_client, json_of, own_headers, quoted
+from model_server import (
+    MAX_ANSWER_BYTES,
+    http_client,
+    json_of,
+    model_names,
+    own_headers,
+    quoted,
+)
 from printable import UserError
 
 REQUESTS = 16  # at once; the server makes batches of them
@@ -86,7 +93,7 @@ class ServedTeacher:
             except openai.OpenAIError as error:
                 raise self._failed(f"did not answer: {_reason(error)}") from error
         try:
-            names = [str(model["id"]) for model in self._value(response)["data"]]
+            names = model_names(self._value(response))
         except (LookupError, TypeError):
             raise self._failed("does not list its models; does the URL end in /v1?") from None
         if len(names) != 1:

@@ -26,6 +26,7 @@ SYNCED = "PRAGMA synchronous = FULL"
 UNSYNCED = "PRAGMA synchronous = NORMAL"  # for leases and heartbeats: a power cut may undo them
 # 16 MiB, four times the default: pages that change with every commit are copied less often.
 _LOG_PAGES = 4000
+_LOG_BYTES = _LOG_PAGES * 4096
 # Only a backup or a shell can hold SQLite's own lock, because we hold the owner's lock.
 _OTHER_OWNER_WAIT_S = 5.0
 
@@ -55,6 +56,8 @@ def connect_owner(layout: RunLayout, *, now_us: Callable[[], int]) -> sqlite3.Co
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(SYNCED)
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
+        # Beside a long read the log grows. Its file would stay as long when it begins anew.
+        connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         connection.execute("PRAGMA foreign_keys = ON")
         check_pages(connection, layout)  # an index that is missing is made from a whole table
         check_indexes(connection, layout)

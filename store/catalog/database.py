@@ -17,7 +17,12 @@ from store.catalog.connection import (
     raise_if_interrupted,
     write_error,
 )
-from store.catalog.log_check import record_unread_commits, unread_commits_of
+from store.catalog.log_check import (
+    forget_unread_commits,
+    note_unread_commits,
+    record_unread_commits,
+    unread_commits_of,
+)
 from store.catalog.ownership import check_not_lost, check_owner, take_lock
 from store.catalog.schema_check import let_ctrl_c_end_queries
 from store.catalog.transaction import Transaction
@@ -44,11 +49,15 @@ class Database:
             check_owner(layout)
             check_not_lost(layout)
             make_directory(layout.readers, beneath=layout.root)
-            # Looked up at each call: tests exchange the clock of an open catalog.
             n_unread = unread_commits_of(layout)
+            if n_unread:
+                note_unread_commits(layout, n_unread)
+            # Looked up at each call: tests exchange the clock of an open catalog.
             self._connection = connect_owner(layout, now_us=lambda: now_us())
             self.epoch: int
             self._take_over(shown_lsn=shown_lsn(layout), n_unread=n_unread)
+            if n_unread:
+                forget_unread_commits(layout)
         except BaseException as error:
             os.close(self._lock_fd)
             raise_if_interrupted(error)

@@ -1,10 +1,17 @@
 """Look in a catalog's log for commits that SQLite does not read.
 
     n = unread_commits_of(layout)    # 0 for a run that was killed
+    if n:
+        note_unread_commits(layout, n)
+    ...                              # open the catalog, and record_unread_commits
+    forget_unread_commits(layout)
 
-An owner counts them before its first write, which removes them, and records an event. From then on
-files that no row names are kept until a rebuild has looked for what they hold. A power cut may
-leave a log that looks the same: nothing is lost by a false alarm.
+An owner counts them and records an event. From then on files that no row names are kept until a
+rebuild has looked for what they hold. A power cut may leave a log that looks the same: nothing is
+lost by a false alarm.
+
+SQLite removes the log with the first write, and also when an owner gives up before that, because of
+Ctrl-C or another fault. So the number is in a file until the event is committed.
 
 SQLite reads the log up to the first frame whose checksum is wrong, and takes what follows for a
 write that a crash cut short. After one changed byte that would be transactions that were committed.
@@ -15,20 +22,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from printable import counted
+from store.atomic_write import READ_WRITE, write_atomically
 from store.catalog.transaction import Transaction
 from store.errors import StoreError
 from store.layout import RunLayout
-from store.untrusted.file_access import read_bytes
+from store.run_names import UNREAD_FILE
+from store.untrusted.file_access import read_bytes, remove, status
 
 _EVENT = {"component": "catalog", "what": "log damaged"}
 # The events that no rebuild has answered.
 FROM_OPEN_EVENTS = f"""FROM event
     WHERE component = '{_EVENT["component"]}' AND what = '{_EVENT["what"]}'
     AND event_id > coalesce((SELECT max(event_id) FROM event WHERE component = 'rebuild'), 0)"""
-MAX_LOG_BYTES = 256 << 20  # they take 5 s; an owner keeps the log at 16 MiB
+_NOTE_BYTES = 20
+MAX_LOG_BYTES = 256 << 20  # they take 5 s; an owner keeps the log at 16 MiB, see connection.py
 HEADER_BYTES, FRAME_HEADER_BYTES = 32, 24
 PAGE_BYTES = 4096  # of a catalog that this code made
 FRAME_BYTES = FRAME_HEADER_BYTES + PAGE_BYTES
@@ -47,13 +59,48 @@ class _Frame(NamedTuple):
 def unread_commits_of(layout: RunLayout) -> int:
     """Return the number of commits in a run's log that SQLite does not read.
 
-    0 without a log, and for one that cannot be looked at: opening the catalog names the reason.
+    0 without a log, and 1 for one that is too long to be looked at. Those that an earlier owner
+    noted count too.
     """
     log = layout.catalog.with_name(f"{layout.catalog.name}-wal")
+    seen = status(log, root=layout.run_directory)
+    if seen is None:
+        n = 0
+    elif seen.st_size > MAX_LOG_BYTES:
+        n = 1
+    else:
+        try:
+            n = unread_commits(read_bytes(log, root=layout.run_directory, at_most=MAX_LOG_BYTES))
+        except (OSError, StoreError):  # opening the catalog names the reason
+            n = 0
+    return max(n, _noted(layout))
+
+
+def _noted(layout: RunLayout) -> int:
+    """Return the number that `note_unread_commits` wrote, 1 for a file that says none."""
     try:
-        return unread_commits(read_bytes(log, root=layout.run_directory, at_most=MAX_LOG_BYTES))
-    except (OSError, StoreError):
+        text = read_bytes(_note(layout), root=layout.run_directory, at_most=_NOTE_BYTES)
+        return int(text)
+    except FileNotFoundError:
         return 0
+    except (OSError, StoreError, ValueError):
+        return 1
+
+
+def note_unread_commits(layout: RunLayout, n_unread: int) -> None:
+    """Keep the number on disk before the catalog is opened. Raises StoreError."""
+    data = str(n_unread).encode()
+    write_atomically(_note(layout), data, mode=READ_WRITE, beneath=layout.run_directory)
+
+
+def forget_unread_commits(layout: RunLayout) -> None:
+    """Remove the note. Call it after `record_unread_commits` is committed."""
+    with suppress(OSError, StoreError):  # a second event harms nobody
+        remove(_note(layout), root=layout.run_directory)
+
+
+def _note(layout: RunLayout) -> Path:
+    return layout.run_directory / UNREAD_FILE
 
 
 def record_unread_commits(tx: Transaction, n_unread: int) -> None:

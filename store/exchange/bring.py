@@ -13,13 +13,9 @@ any moment, the same call begins again.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import functools
-import os
-import stat
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from store import primary_directory
@@ -30,7 +26,8 @@ from store.atomic_write import (
     make_directory,
     write_atomically,
 )
-from store.errors import FormatError, LockedError, StoreError, UnavailableError
+from store.errors import FormatError, StoreError, UnavailableError
+from store.exchange.run_making import making_alone
 from store.file_rights import keep_private
 from store.layout import RunLayout, is_unused
 from store.maintenance.rebuild import Report, rebuild
@@ -63,9 +60,6 @@ SMALL_FILES = {
     OUTSIDE_FILE: MAX_TEXT_BYTES,
     VIEWS: MAX_OPEN_SQL_BYTES,
 }
-LOCK_ENDING = ".bring.lock"
-NOT_OUR_LOCK = "remove it, or give run_dir=NEW in a directory of your own"
-NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 OF_A_FILE_SYSTEM = "lost+found"  # may be in a directory that is the root of one
 
 
@@ -82,7 +76,7 @@ def bring_run(
     `root` must be empty, or not there. `trusts` counts the run as this user's. Nobody else may
     enter the directory if `is_secret` says so of the run's settings. Raises StoreError,
     for a stranger's run too; nothing is left at `root` then, and the run stays where it was, if the
-    storage still answers. Raises LockedError while another process brings a run to `root`.
+    storage still answers. Raises LockedError while another process makes a run at `root`.
     """
     files = _small_files(uri)
     if files is None:
@@ -90,56 +84,8 @@ def bring_run(
             f"{open_storage(uri).locate(RUN_JSON)} is not there; is it the store.uri of a run?"
         )
     layout = RunLayout(root=root.absolute(), info=_info(uri, files[RUN_JSON]))
-    with _alone(layout.root):
+    with making_alone(layout.root):
         return _bring(open_storage(uri), layout, files, trusts=trusts, is_secret=is_secret)
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Hold the lock of whoever brings a run to `root`: a file beside it. Raises LockedError.
-
-    Raises StoreError for a file that is not this user's: somebody else may hold its lock for ever,
-    and in a directory for all, such as /tmp, nobody but its owner can remove it.
-    """
-    check_own_directory(root.parent, may_be_anothers=True, is_made=False)
-    make_directory(root.parent, beneath=root.parent)
-    path = root.parent / f".{root.name}{LOCK_ENDING}"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        # With fs.protected_regular Linux refuses to open somebody else's file in /tmp.
-        if error.errno not in NOT_WRITABLE or os.path.lexists(path):
-            raise StoreError(
-                f"{path} cannot be locked: {error.strerror}; {NOT_OUR_LOCK}"
-            ) from error
-        yield  # `root` is a mounted volume, beside which nothing can be written
-        return
-    status = os.fstat(descriptor)
-    # As for directories, everything passes for root, and root's files do for everybody.
-    is_theirs = os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0)
-    if is_theirs or not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        whose = (
-            f"belongs to another user (uid {status.st_uid})" if is_theirs else "is no ordinary file"
-        )
-        raise StoreError(f"{path}, the lock of {root}, {whose}; {NOT_OUR_LOCK}")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last holder removes the file: a lock on a removed one excludes nobody.
-        is_held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-    except BlockingIOError:
-        is_held = False
-    if not is_held:
-        os.close(descriptor)
-        raise LockedError(
-            f"another process brings a run to {root} at this moment; wait until it has ended, "
-            "or give run_dir=NEW"
-        )
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def _bring(

@@ -32,6 +32,7 @@ from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, StoreError
+from store.exchange.run_making import making_alone
 from store.file_rights import (
     OWNER_MAY,
     bound_rights,
@@ -124,9 +125,31 @@ def fork(
 
     If `private`, nobody else may enter its directory, from the first file in it.
     It has the weights of the checkpoint's version only if the other run still has them. Raises
-    StoreError if it cannot be made, naming the checkpoints that there are.
+    StoreError if it cannot be made, naming the checkpoints that there are, and LockedError while
+    another process makes a run at `root`.
     """
     _check_is_here(source)
+    # What another process makes at this moment looks like what a killed fork left.
+    with making_alone(root):
+        return _fork(
+            source,
+            root,
+            learner_step=learner_step,
+            config_yaml=config_yaml,
+            storage_uri=storage_uri,
+            private=private,
+        )
+
+
+def _fork(
+    source: RunLayout,
+    root: Path,
+    *,
+    learner_step: int,
+    config_yaml: str,
+    storage_uri: str | None,
+    private: bool,
+) -> RunLayout:
     if root.exists():
         raise StoreError(f"{root} exists; choose another directory for the new run")
     unfinished = root.with_name(root.name + UNFINISHED)

@@ -87,9 +87,11 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
             format=FORMAT,
             segments=_segments(segments, name=name),
             tables=parts,
+            # Of another file that lies in export/ nothing is read or removed, whoever names it.
             superseded={
-                checked_name(path, EXPORT_PATH, where=name): _parse_superseded(superseded, path)
+                path: _parse_superseded(superseded, path)
                 for path in superseded
+                if EXPORT_PATH.fullmatch(path)
             },
         )
     except ValueError as error:
@@ -235,12 +237,17 @@ def _sweep(
     superseded: Mapping[str, Superseded],
     lsn: int,
 ) -> dict[str, Superseded]:
-    """Remove exported files that nobody can be reading. Return the others that no table names."""
+    """Remove exported files that nobody can be reading. Return the others that no table names.
+
+    Files that no export writes are left alone: NFS makes one of a removed file that somebody reads.
+    """
     now, pins = now_us(), pinned(layout)
     keep = {part.path for parts in tables.values() for part in parts}
     waiting: dict[str, Superseded] = {}
     for file in layout.storage.files(layout.relative(layout.exports)):
         if file.path in keep or file.path.endswith(EMPTY_STEPS):
+            continue
+        if not EXPORT_PATH.fullmatch(file.path):
             continue
         entry = superseded.get(file.path, Superseded(lsn=lsn, at_us=now))
         written = WRITTEN_AT.search(file.path)

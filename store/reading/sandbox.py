@@ -4,7 +4,7 @@ The text of a statement is never trusted: a COPY may hide in a CTE. There are tw
 
 landlock    The kernel refuses this process every write, every read outside the run directory (but
             a few facts about the machine that DuckDB needs, see MACHINE) and TCP. It holds whatever
-            DuckDB does, so also against its defects.
+            DuckDB does, so also against its defects. In the run DuckDB keeps to ROWS by itself.
 filesystem  DuckDB's file system is switched off. It reads through a Python one that cannot write
             and does not leave the run. For other systems and old kernels. It holds as long as
             DuckDB keeps to it. Scans are slower.
@@ -45,6 +45,7 @@ from store.reading.arrow_answer import BATCH_ROWS, for_arrow, send_rows
 from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_literal
 from store.reading.query import leave_out_unreadable, left_out, show
+from store.run_names import MANIFEST
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -57,6 +58,9 @@ READING_STATEMENTS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 SHARE_OF_DEFAULT_MEMORY = 0.6
 # Bytes for the interpreter, Arrow batches, and memory that DuckDB does not count.
 MEMORY_BESIDE_DUCKDB = 2 << 30
+# What views read beneath the run. No query reads its settings and logs, where secrets may be: every
+# user of the machine may ask one of `gigpo view`.
+ROWS = ("segments", "export")
 CONNECT_TRIES = 5  # a manifest may change while its tables are read
 # Footers that are kept in memory: 70 KB a file, more than most small files have.
 MAX_CACHED_FILES = 2_000
@@ -230,6 +234,10 @@ def _lock_settings(
         memory_limit = f"{float(size) * SHARE_OF_DEFAULT_MEMORY:.1f} {unit}"
     if files is not None:
         connection.register_filesystem(files)
+
+    def inside(name: str) -> str:
+        return sql_literal(f"{prefix}{layout.root}/{name}")
+
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     few = len(_manifest_of(layout).segments) <= MAX_CACHED_FILES
     settings = [
@@ -238,7 +246,8 @@ def _lock_settings(
         f"parquet_metadata_cache = {str(few).lower()}",
         f"threads = {threads}",
         f"memory_limit = {sql_literal(memory_limit)}",
-        f"allowed_directories = [{sql_literal(f'{prefix}{layout.root}')}]",
+        f"allowed_directories = [{', '.join(map(inside, ROWS))}]",
+        f"allowed_paths = [{inside(MANIFEST)}]",
         "enable_external_access = false",
         *(["disabled_filesystems = 'LocalFileSystem'"] if files is not None else []),
         "lock_configuration = true",

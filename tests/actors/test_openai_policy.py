@@ -325,6 +325,13 @@ def test_many_long_names_of_models_are_one_line_of_bounded_work(
     assert max(map(len, compared)) < 400
 
 
+@pytest.mark.parametrize("depth", range(900, 1000, 6))
+def test_a_name_that_is_nested_deeply_is_one_line(depth: int) -> None:
+    models = f'{{"data": [{{"id": {"[" * depth}{"]" * depth}}}]}}'
+    with chat_server(lambda body: (404, {}), models=models) as server:
+        assert "answered 404" in failure(config_of(server.url), try_once)
+
+
 def test_no_more_requests_at_once_than_the_config_says() -> None:
     inside = most = 0
     two_came = threading.Event()

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +162,30 @@ def test_silent_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> 
             except OSError:  # a handler ends just now
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+
+
+def test_threads_that_cannot_be_started_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After sixteen of them the port was off for good."""
+    port, start, n_failed = free_port(), threading.Thread.start, 0
+
+    def fail(thread: threading.Thread) -> None:
+        nonlocal n_failed
+        n_failed += 1
+        raise RuntimeError("can't start new thread")
+
+    with prometheus_endpoint(config_of(port), dict) as figures:
+        figures.after(lambda status: None)(status())
+        monkeypatch.setattr(prometheus._Server, "handle_error", lambda *_: None)
+        for made in (threading.Thread, threading.Timer):
+            monkeypatch.setattr(made, "start", fail)
+            for _ in range(prometheus.MAX_CONNECTIONS + 1):
+                with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                    client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+                    with suppress(ConnectionError):
+                        client.recv(1)
+            monkeypatch.setattr(made, "start", start)
+        assert n_failed == 2 * (prometheus.MAX_CONNECTIONS + 1)
+        assert ("gigpo_learner_step", (RUN,)) in scrape(port)
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

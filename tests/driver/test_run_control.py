@@ -28,7 +28,16 @@ from driver.interrupt import REPEAT_S, Interrupt
 from driver.run_lock import RUN_MARK, driver_of, driving, make_run_directory, remove_leftovers
 from learner import make_ray_directory, replay, started_ticks
 from learner.distributed import private_ray
-from store import DRIVER_FILE, Catalog, RunLayout, StoreError, VersionRecord, export, write_open_sql
+from store import (
+    DRIVER_FILE,
+    DRIVER_LOCK,
+    Catalog,
+    RunLayout,
+    StoreError,
+    VersionRecord,
+    export,
+    write_open_sql,
+)
 from store.clock import now_us
 from tests.support.neighbours import Neighbour
 from tests.support.store_damage import no_file_may_grow
@@ -174,21 +183,28 @@ except StoreError as error:
     assert said == {"drives\n", f"{refused} {run}\n"}
 
 
-def test_who_holds_the_lock_of_a_run_directory_keeps_no_run_from_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever may read a directory can lock it."""
-    monkeypatch.setattr(run_lock, "TURN_WITHIN_S", 0.2)
+def test_who_may_only_read_a_run_keeps_it_from_no_start(tmp_path: Path) -> None:
+    """Whoever may open a directory or a file can lock it."""
     run = tmp_path / "run"
     run.mkdir()
     held = os.open(run, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
         with driving(run):
-            assert driver_of(run) is not None
-        assert driver_of(run) is None
+            assert stat.S_IMODE((run / DRIVER_LOCK).stat().st_mode) == 0o600
     finally:
         os.close(held)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/motd")])
+def test_another_thing_in_the_place_of_the_lock_is_not_waited_for(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run / DRIVER_LOCK)
+    with driving(run):
+        assert driver_of(run) is not None
 
 
 def test_nobody_drives_a_run_in_a_directory_that_another_user_made_meanwhile(
@@ -408,8 +424,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
             runs.say_stopping(run, "ends")  # nobody hears it, and the run ends in order
             with pytest.raises(StoreError, match=r"cannot write .*: File too large; free space"):
                 runs.ask_for_workers(run, 2)
-        assert [path.name for path in run.iterdir()] == [DRIVER_FILE]
-    assert not list(run.iterdir())
+        assert sorted(path.name for path in run.iterdir()) == [DRIVER_FILE, DRIVER_LOCK]
+    assert [path.name for path in run.iterdir()] == [DRIVER_LOCK]
 
 
 def test_a_disk_that_fails_at_the_end_hides_no_error(

@@ -187,6 +187,7 @@ def test_a_logarithm_rounded_above_0_and_a_whole_one_are_taken() -> None:
         '{"data": ["a"]}',
         '{"data": [{}]}',
         f'{{"data": [{{"id": {"9" * 5000}}}]}}',
+        f'{{"data": [{{"id": {"[" * 985}{"]" * 985}}}]}}',
         DEEP,
     ],
     ids=lambda text: text[:20],

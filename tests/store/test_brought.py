@@ -47,7 +47,7 @@ from store import (
     write_open_sql,
     write_segment,
 )
-from store.exchange import bring
+from store.exchange import bring, run_making
 from store.exchange.offline_import import parse_source, take_sources
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.maintainer import BACKUP_EVERY_S, MaintainerSettings
@@ -691,7 +691,7 @@ def test_a_lock_of_another_user_is_refused_before_anything_is_brought(
     """The attack: in /tmp the run was brought whole, and then the lock could not be removed."""
     shutil.rmtree(lost.root)
     (tmp_path / "elsewhere").mkdir()
-    lock = tmp_path / "elsewhere" / f".run{bring.LOCK_ENDING}"
+    lock = tmp_path / "elsewhere" / f".run{run_making.LOCK_ENDING}"
     make(lock)
     Neighbour(monkeypatch).gets(lock)
     with pytest.raises(StoreError, match=rf"^{lock}.* \(uid 65534\); remove it, or give run_dir="):
@@ -714,7 +714,7 @@ def test_another_user_cannot_take_the_lock_away(
     # other users cannot enter pytest's directory
     with tempfile.TemporaryDirectory(dir="/tmp") as shared:
         root = Path(shared) / "run"
-        lock = Path(shared) / f".run{bring.LOCK_ENDING}"
+        lock = Path(shared) / f".run{run_making.LOCK_ENDING}"
         if make is not None:
             make(lock)
             os.chown(lock, 65534, 65534)
@@ -723,7 +723,7 @@ def test_another_user_cannot_take_the_lock_away(
         if make is None:
             assert said == "held"
         else:
-            assert re.fullmatch(rf"{lock}[^\n]*; {re.escape(bring.NOT_OUR_LOCK)}", said), said
+            assert re.fullmatch(rf"{lock}[^\n]*; {re.escape(run_making.NOT_OUR_LOCK)}", said), said
         assert lock.exists() == (make is not None)
 
 
@@ -731,7 +731,7 @@ def lock_as_user(user: int, root: Path) -> str:
     """Hold the lock of `root` for a moment, in a process of this user. Return its error."""
 
     def hold() -> str:
-        with bring._alone(root):
+        with run_making.making_alone(root):
             return "held"
 
     return as_user(user, hold)
@@ -779,7 +779,7 @@ def test_a_directory_is_locked_while_a_run_is_brought_to_it(
     rebuilt = bring.rebuild
 
     def rebuild(layout: RunLayout, **given: Any) -> Any:
-        with pytest.raises(LockedError, match="another process brings a run to"):
+        with pytest.raises(LockedError, match="another process makes a run at"):
             bring_run(uri, root, trusts=False)
         seen.append(sorted(path.name for path in root.iterdir()))
         return rebuilt(layout, **given)

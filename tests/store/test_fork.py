@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+import store.exchange.fork as fork_module
 from store import (
     Catalog,
     CheckpointRecord,
+    LockedError,
     RunLayout,
     StoreError,
     VersionRecord,
@@ -276,6 +278,25 @@ def test_on_a_full_disk_a_fork_is_one_line_and_leaves_nothing(tmp_path: Path) ->
         assert fingerprint(source.root) == before
         fork(source, disk / "made", learner_step=1, config_yaml="")
         assert ask(RunLayout.open(disk / "made"), "SELECT count(*) FROM checkpoint") == [(1,)]
+
+
+def test_two_forks_to_one_place_at_once_are_one(
+    run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took the other's directory for what a killed fork had left, and removed it."""
+    made, copied, seen = tmp_path / "fork", fork_module._copy_catalog, []
+
+    def copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
+        with pytest.raises(LockedError, match=f"another process makes a run at {made}"):
+            fork(run.layout, made, learner_step=2, config_yaml="")
+        seen.append(sorted(path.name for path in tmp_path.glob("fork*")))
+        return copied(source, layout, learner_step=learner_step)
+
+    monkeypatch.setattr(fork_module, "_copy_catalog", copy_catalog)
+    fork(run.layout, made, learner_step=2, config_yaml="")
+    assert seen == [["fork.unfinished"]]
+    assert not list(tmp_path.glob(".*"))
+    assert len(ask(RunLayout.open(made), "SELECT * FROM checkpoint WHERE live")) == 1
 
 
 @pytest.mark.parametrize("what", ["a directory", "a run", "a link", "a file"])

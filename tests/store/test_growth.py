@@ -5,6 +5,7 @@ and rows.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -16,6 +17,7 @@ import pytest
 import store.reading.manifest as manifest_module
 from store import Catalog, RunLayout, StoreError, VersionRecord, export, write_open_sql
 from store.maintenance.compact import CompactionPolicy, choose, merges
+from store.maintenance.fsck import CONTENTS, check
 from store.reading.manifest import read_manifest
 from store.reading.pins import Pin, pinned
 from store.reading.query import show
@@ -247,6 +249,27 @@ def test_a_reader_left_open_keeps_the_exports_it_shows_and_no_later_ones(
             assert other.sql("SELECT count(*) AS n FROM versions")["n"].to_pylist() == [40]
     export_and_sweep(layout)
     assert shown.isdisjoint({layout.relative(path) for path in layout.exports.iterdir()} - named)
+
+
+def test_a_file_that_is_none_of_the_stores_in_export_is_left_alone(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS makes one of a removed file that somebody reads. It ended the run for good: the owner
+    named it in the manifest, and then refused that name.
+    """
+    monkeypatch.setattr(manifest_module, "GRACE_S", 0.0)
+    foreign = layout.exports / ".nfs000000000001"
+    foreign.write_bytes(b"theirs")
+    export_and_sweep(layout)
+    named = json.loads(layout.manifest.read_text())
+    assert "export/.nfs000000000001" not in named["superseded"]
+    assert foreign.read_bytes() == b"theirs"
+    # an earlier version wrote this
+    named["superseded"] = {"export/.nfs000000000001": {"lsn": 0, "at_us": 0}}
+    layout.manifest.write_text(json.dumps(named))
+    export_and_sweep(layout)
+    assert foreign.read_bytes() == b"theirs"
+    assert check(layout, level=CONTENTS) == []
 
 
 def export_and_sweep(layout: RunLayout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from store import Catalog, RunLayout, export, now_us
+import store.catalog.connection as connection_module
+import store.catalog.log_check as log_check
+from store import Catalog, FormatError, RunLayout, StoreError, export, now_us
 from store.catalog.log_check import (
     FRAME_BYTES,
     FRAME_HEADER_BYTES,
@@ -21,7 +24,8 @@ from store.catalog.log_check import (
 from store.maintenance.fsck import CONTENTS, check
 from store.maintenance.rebuild import rebuild
 from store.maintenance.sweep import sweep_orphans
-from tests.support.store_damage import ask
+from store.run_names import UNREAD_FILE
+from tests.support.store_damage import ask, no_file_may_grow
 from tests.support.store_runs import make_run
 from tests.support.store_samples import open_train_group, play
 
@@ -104,6 +108,78 @@ def test_a_changed_header_of_a_log_that_began_anew_hides_nothing(tmp_path: Path)
         changed = bytearray(log)
         changed[first : first + n_bytes] = bytes(n_bytes)
         assert changed == log or unread_commits(bytes(changed)) >= 1, first
+
+
+@pytest.mark.parametrize("by", [KeyboardInterrupt, FormatError, None])
+def test_an_owner_that_gives_up_while_it_opens_hides_no_commit(
+    killed: RunLayout, monkeypatch: pytest.MonkeyPatch, by: type[BaseException] | None
+) -> None:
+    """The attack: Ctrl-C while a large catalog is checked. SQLite removed the log, the only proof,
+    and the next owner removed the committed files. `None`: a disk that fills up.
+    """
+    log = bytearray(log_of(killed).read_bytes())
+    log[HEADER_BYTES + FRAME_HEADER_BYTES + 100] ^= 1
+    log_of(killed).write_bytes(log)
+    for path in killed.segments.rglob("*.parquet"):
+        os.utime(path, (1, 1))
+    before = sorted(killed.segments.rglob("*.parquet"))
+    with monkeypatch.context() as patch:
+        if by is None:
+            with no_file_may_grow(), pytest.raises(StoreError):
+                Catalog.open(killed)
+        else:
+
+            def give_up(*_: object) -> None:
+                raise by()
+
+            patch.setattr(connection_module, "check_indexes", give_up)
+            with pytest.raises(by):
+                Catalog.open(killed)
+            gc.collect()  # the traceback holds the connection
+            assert not log_of(killed).exists()
+    found = [one for one in check(killed, level=CONTENTS) if one.what == "log_damaged"]
+    assert len(found) == 1
+    with Catalog.open(killed) as catalog:
+        sweep_orphans(catalog, killed, opened_us=now_us(), before=None)
+        assert catalog.may_lack_commits()
+    assert sorted(killed.segments.rglob("*.parquet")) == before
+    assert not (killed.root / UNREAD_FILE).exists()
+
+
+def test_a_log_that_is_too_long_to_be_looked_at_keeps_the_files(
+    killed: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: one changed byte in a log that had grown beside a long read. It was not looked
+    at, so the next owner removed the committed files.
+    """
+    monkeypatch.setattr(log_check, "MAX_LOG_BYTES", log_of(killed).stat().st_size - 1)
+    with Catalog.open(killed) as catalog:
+        assert catalog.may_lack_commits()
+
+
+def test_a_log_that_grew_beside_a_long_read_is_short_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_LOG_PAGES", 20)
+    monkeypatch.setattr(connection_module, "_LOG_BYTES", 20 * FRAME_BYTES)
+    layout = make_run(tmp_path / "run")
+    with Catalog.open(layout) as catalog:
+        with closing(sqlite3.connect(layout.catalog, isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM segment").fetchone()
+            for ordinal in range(50, 60):
+                play(layout, catalog, open_train_group(catalog, ordinal), version=1)
+            grown = log_of(layout).stat().st_size
+        for ordinal in range(60, 64):
+            play(layout, catalog, open_train_group(catalog, ordinal), version=1)
+        assert log_of(layout).stat().st_size < grown / 2
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"9" * 100])
+def test_a_note_of_any_content_keeps_the_files(killed: RunLayout, content: bytes) -> None:
+    (killed.root / UNREAD_FILE).write_bytes(content)
+    with Catalog.open(killed) as catalog:
+        assert catalog.may_lack_commits()
 
 
 @pytest.mark.parametrize("is_started", [False, True])

@@ -1,4 +1,4 @@
-"""A server of a URI does not lead its client to another server."""
+"""A URI leads a client to no server but the one that it may name, and no login's token away."""
 
 from __future__ import annotations
 
@@ -81,6 +81,19 @@ def test_a_server_leads_its_client_to_no_other_server(
         "GS://bucket/run?Endpoint_Override=evil.test",
         "abfs://acct.blob.core.windows.net/c/run?blob_storage_authority=.evil.test",
         "abfss://acct.dfs.core.windows.net/c/run?dfs_storage_authority=evil.test",
+        # Arrow reads a name only up to a NUL.
+        "gs://bucket/run?endpoint_override%00=evil.test",
+        "abfs://acct.blob.core.windows.net/c/run?blob_storage_authority%00x=.evil.test",
+        "s3://bucket/run?endpoint_override%00=evil.test",
+        "s3://bucket/run?endpoint_override=mine.test&region=us-east-1%00x",
+        "s3://bucket/run%00?endpoint_override=mine.test",
+        # Of two Arrow takes the first.
+        "s3://bucket/run?endpoint_override=mine.test&region=us-east-1&region=r",
+        "gs://bucket/run?scheme=http",  # the token could be read on its way
+        "abfs://acct.blob.core.windows.net/c/run?enable_tls=false",
+        "s3://bucket/run?tls_verify_certificates=false",
+        "gs://evil.test:443/run",
+        "gs://bucket%00/run",
         "abfs://evil.test/c/run",
         "abfs://acct.blob.core.windows.net.evil.test/c/run",
         "abfs://evil%2etest:443/c/run",
@@ -88,7 +101,8 @@ def test_a_server_leads_its_client_to_no_other_server(
 )
 def test_no_server_but_their_own_is_sent_the_token_of_a_login(uri: str) -> None:
     """The attack: `gigpo fetch` of a URI from a stranger sent him the user's Google token."""
-    with pytest.raises(StoreError, match=r"would be sent the token of your login; leave it out"):
+    refused = r"would be sent the token of your login|control characters|is no \w+:// bucket"
+    with pytest.raises(StoreError, match=refused):
         open_storage(uri)
 
 
@@ -96,13 +110,23 @@ def test_no_server_but_their_own_is_sent_the_token_of_a_login(uri: str) -> None:
     "uri",
     [
         "gs://bucket/run",
+        "gs://bucket/run?project_id=p&retry_limit_seconds=3",
+        "abfs://acct.dfs.core.windows.net/c/run?credential_kind=anonymous",
         "abfs://container/run",
         "abfss://acct.dfs.core.windows.net/c/run",
-        "s3://bucket/run?endpoint_override=mine.test&region=r",
+        "s3://bucket/run?endpoint_override=mine.test&region=r&scheme=http",
+        "s3://bucket/run?allow_bucket_creation=true&tls_ca_file_path=%2Fmine%26b.pem&region=r",
     ],
 )
 def test_their_own_servers_are_asked(uri: str) -> None:
     assert isinstance(open_storage(uri), RemoteStorage)
+
+
+def test_arrow_is_given_the_options_that_were_checked() -> None:
+    """Their names and values are quoted anew, and so read in one way only."""
+    storage = RemoteStorage("s3://bucket/run?%72egion=r%26scheme%3Dhttp&endpoint_override=a:1")
+    asked = "region=r%26scheme%3Dhttp&endpoint_override=a%3A1&allow_delayed_open=true"
+    assert storage._uri == f"s3://bucket/run?{asked}"
 
 
 @pytest.mark.parametrize("option", ["%61ccess_key=a", "secret_key=b", "Account_Key=c"])

@@ -145,6 +145,32 @@ def test_no_statement_reads_outside_the_run(
     assert hidden_table.num_rows == 1
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["config.yaml", "run.json", "signed.json", "catalog.sqlite", "open.sql", "*", "**/*.yaml",
+     "segments/../config.yaml", "export/../config.yaml", "manifest.json/../config.yaml",
+     "segments/link.yaml", "logs/driver.log"],
+)  # fmt: skip
+def test_no_statement_reads_the_settings_or_logs_of_the_run(
+    path: str, world: World, reader: Reader
+) -> None:
+    """The attack: every user of the machine read the keys in a private run, through `gigpo view`.
+
+    The views need the rows alone.
+    """
+    run = reader.layout.root
+    (run / "config.yaml").write_text("api_key: 1")
+    (run / "logs" / "driver.log").write_text("api_key: 1")
+    with contextlib.suppress(FileExistsError):
+        (run / "segments" / "link.yaml").symlink_to(run / "config.yaml")
+    try:
+        for prefix in ("", "readonly://"):
+            with pytest.raises(StoreError):
+                reader.sql(f"SELECT content FROM read_blob('{prefix}{run}/{path}')")
+    finally:
+        (run / "segments" / "link.yaml").unlink()
+
+
 @pytest.mark.shortened
 @pytest.mark.parametrize(("world", "statement"), in_each_mode(LEAKING, every=3), indirect=["world"])
 def test_what_may_be_answered_says_nothing_of_the_outside(

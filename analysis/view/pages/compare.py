@@ -26,15 +26,17 @@ from analysis.view.html import html, number, percent
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.pages.run import FIGURES, RECENT_STEPS
 from analysis.view.panel import Chart, Panel
-from analysis.view.run_settings import SETTINGS, differing, settings_of
+from analysis.view.run_settings import differing, settings_of
 from analysis.view.sql_text import Value, fill
 from analysis.view.text import plain
 from printable import shell_word
+from store import RunLayout
 
 SMOOTH_STEPS = 5  # learner steps whose groups a point of the curves is the mean of
 LAST_STEPS = 20  # learner steps whose groups the success by kind is taken from
 CERTAIN_P = 0.05  # the usual level of significance
 SHOWN_TASKS = 200  # rows of the table
+SHOWN_KINDS = 200  # of each split and run, those that were played most
 SIDE = "side"  # the column that combine adds: 0 the first run, 1 the second
 HELDOUT, TRAIN = "heldout", "train"
 SPLITS = {TRAIN: "training", HELDOUT: "held\u00a0out"}
@@ -124,7 +126,7 @@ class Pair:
             query=query,
             show=partial(show, self),
             combine=partial(self.both, query),
-            keeps=f"as_of_{self.other}" in self.asked.parameters,
+            keeps=bool(self.asked.parameters.get(f"as_of_{self.other}")),
             **settings,
         )
 
@@ -155,12 +157,11 @@ def _overview(pair: Pair) -> list[Panel]:
             fill(FIGURES, steps=RECENT_STEPS),
             show_figures,
         ),
-        pair.panel(
-            "Settings that differ",
-            "Of the newest start of each run, also for an earlier moment.",
-            SETTINGS,
-            show_settings,
-            empty="The runs' settings are not there.",
+        Panel(
+            title="Settings that differ",
+            explains="Of the newest start of each run, also for an earlier moment.",
+            content=partial(show_settings, pair),
+            keeps=False,
         ),
     ]
 
@@ -294,11 +295,17 @@ def show_kinds(pair: Pair, table: pa.Table) -> Markup:
     found: dict[tuple[str, str], list[str]] = {}
     for side, rows in enumerate(sides):
         for split in SPLITS:
-            of_split = [row for row in rows if row["split"] == split]
-            kinds = sorted({row["kind"] for row in of_split})
-            for kind in [*kinds, ""] if len(kinds) > 1 else kinds:
-                some = heldout_tasks(row for row in of_split if kind in ("", row["kind"]))
-                found.setdefault((split, kind), ["–", "–"])[side] = _with_interval(some)
+            by_kind: dict[str, list[dict[str, Any]]] = {}
+            for row in rows:
+                if row["split"] == split:
+                    by_kind.setdefault(row["kind"], []).append(row)
+            # A forged run may have a kind for each row.
+            kinds = dict(sorted(by_kind.items(), key=_n_played, reverse=True)[:SHOWN_KINDS])
+            if len(by_kind) > 1:
+                kinds[""] = [row for some in by_kind.values() for row in some]
+            for kind, some in kinds.items():
+                played = _with_interval(heldout_tasks(some))
+                found.setdefault((split, kind), ["–", "–"])[side] = played
     return html(
         "compare_kinds.html",
         names=pair.names,
@@ -308,6 +315,10 @@ def show_kinds(pair: Pair, table: pa.Table) -> Markup:
             for (split, kind), values in sorted(found.items(), key=_kind_order)
         ],
     )
+
+
+def _n_played(kind: tuple[str, Sequence[Mapping[str, Any]]]) -> int:
+    return sum(row["played"] for row in kind[1])
 
 
 def heldout_sentence(names: tuple[str, str], sides: Sequence[Sequence[Mapping[str, Any]]]) -> str:
@@ -376,11 +387,10 @@ def _by_task(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping
     return {(row["split"], row["task_id"]): row for row in rows}
 
 
-def show_settings(pair: Pair, table: pa.Table) -> Markup:
-    """Show the settings in which the runs differ. Raises ConfigError."""
-    import pyarrow.compute as pc
-
-    found = differing(*(settings_of(table.filter(pc.equal(table[SIDE], side))) for side in (0, 1)))
+def show_settings(pair: Pair) -> Markup:
+    """Show the settings in which the runs differ. Raises ConfigError, StoreError."""
+    runs = (pair.asked.run, pair.asked.runs[pair.other])
+    found = differing(*(settings_of(RunLayout.open(run)) for run in runs))
     return html("compare_settings.html", names=pair.names, rows=found)
 
 

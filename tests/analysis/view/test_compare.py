@@ -6,11 +6,14 @@ import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
-from analysis.view.pages.compare import heldout_sentence
+from analysis.view.pages.compare import SHOWN_KINDS, SIDE, heldout_sentence, show_kinds
 from analysis.view.run_settings import differing
 from analysis.view.server import make_app
 from store import Catalog, RunLayout, export, write_segment
@@ -152,6 +155,52 @@ def test_secrets_are_compared_and_not_shown() -> None:
         ("env.options.n", "1", "2"),
         ("store.uri", "http://host/x", "–"),
     ]
+
+
+def test_nobody_gets_a_secret_by_a_query_or_a_file(
+    client: TestClient, two: tuple[Path, Path]
+) -> None:
+    """The attack: the file of the panel had what the panel does not show."""
+    config, own = two[0] / "config.yaml", {"sec-fetch-site": "same-origin"}
+    config.write_text("env: {options: {api_key: sk-123}}\n")
+    try:
+        shown = client.get("/compare", params={"panel": "settings-that-differ"}).text
+        assert "env.options.api_key" in shown and "(not shown)" in shown
+        file = {"panel": "settings-that-differ", "download": "csv"}
+        refused = client.get("/compare", params=file, headers=own)
+        asked = f"SELECT content FROM read_text('{config}')"
+        page = client.get("/sql", params={"q": asked}, headers=own).text
+        assert refused.status_code == 400 and "Permission Error" in page
+        assert "sk-123" not in shown + refused.text + page
+    finally:
+        config.unlink()
+
+
+def test_as_many_kinds_of_tasks_as_rows_are_shown_in_linear_time() -> None:
+    """The attack: 190,000 kinds took a thread for most of an hour."""
+    n_rows = 50_000
+    table = pa.table(
+        {
+            "split": ["train"] * n_rows,
+            "kind": [f"a{number}" for number in range(n_rows)],
+            "task_id": [f"a{number}" for number in range(n_rows)],
+            "won": [1] * n_rows,
+            "played": [1] * (n_rows - 1) + [5],
+            SIDE: [0] * n_rows,
+        }
+    )
+    looked: list[str] = []
+
+    class Row(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            looked.append(name)
+            return super().__getitem__(name)
+
+    rows = mock.Mock(to_pylist=lambda: list(map(Row, table.to_pylist())))
+    shown = show_kinds(mock.Mock(names=("a", "b")), rows)
+    assert shown.count("<tr>") == 1 + SHOWN_KINDS + 1, "the head, the most played, and all"
+    assert f"a{n_rows - 1}" in shown
+    assert len(looked) < 20 * n_rows
 
 
 def test_settings_differ_by_value_and_not_by_writing() -> None:

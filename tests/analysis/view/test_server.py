@@ -458,6 +458,51 @@ def test_no_thread_is_started_while_it_serves(
     asyncio.run(answer_many())
 
 
+def test_who_leaves_has_no_other_thread_started() -> None:
+    """The attack: clients that ask and leave. The place of each was free while its thread went on,
+    so another one was started, until there was no memory.
+    """
+    began, may_end, n_begun = threading.Event(), threading.Event(), 0
+
+    def answer(_: object) -> Response:
+        nonlocal n_begun
+        n_begun += 1
+        began.set()
+        may_end.wait(60)
+        return Response("x")
+
+    app = Starlette(routes=[Route("/", answer)], middleware=[Middleware(Guard)])
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1")],
+    }
+
+    async def leave() -> dict[str, str]:
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(_: object) -> None:
+        await asyncio.sleep(0)
+        raise AssertionError("nobody is there")
+
+    async def ask_and_leave() -> None:
+        places = anyio.to_thread.current_default_thread_limiter()
+        places.total_tokens = 1
+        asked = [asyncio.ensure_future(app(dict(scope), leave, send)) for _ in range(5)]
+        done, _ = await asyncio.wait(asked, timeout=1)
+        assert len(done) == 4, "those that wait for a thread have left"
+        assert places.borrowed_tokens == 1
+        may_end.set()
+        await asyncio.gather(*asked)
+        assert places.borrowed_tokens == 0 and n_begun == 1
+
+    asyncio.run(ask_and_leave())
+
+
 def test_a_viewer_that_cannot_start_its_threads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     started, start = [], threading.Thread.start
 

@@ -1,0 +1,72 @@
+"""Let one process at a time make a run at a place, from another run or from a storage."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from store.atomic_write import make_directory
+from store.errors import LockedError, StoreError
+from store.untrusted.own_directory import check_own_directory
+
+LOCK_ENDING = ".making.lock"
+NOT_OUR_LOCK = "remove it, or give run_dir=NEW in a directory of your own"
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def making_alone(root: Path) -> Iterator[None]:
+    """Hold the lock of whoever makes a run at `root`: a file beside it. Raises LockedError.
+
+    Raises StoreError for a file that is not this user's: somebody else may hold its lock for ever,
+    and in a directory for all, such as /tmp, nobody but its owner can remove it.
+    """
+    check_own_directory(root.parent, may_be_anothers=True, is_made=False)
+    make_directory(root.parent, beneath=root.parent)
+    path = root.parent / f".{root.name}{LOCK_ENDING}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # With fs.protected_regular Linux refuses to open somebody else's file in /tmp.
+        if error.errno not in NOT_WRITABLE and not os.path.lexists(path):
+            raise StoreError(
+                f"cannot make the lock of {root}: {error.strerror}; free space or fix the "
+                "permissions, then retry"
+            ) from error
+        if os.path.lexists(path):
+            raise StoreError(
+                f"{path} cannot be locked: {error.strerror}; {NOT_OUR_LOCK}"
+            ) from error
+        yield  # `root` is a mounted volume, beside which nothing can be written
+        return
+    status = os.fstat(descriptor)
+    # As for directories, everything passes for root, and root's files do for everybody.
+    is_theirs = os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0)
+    if is_theirs or not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        whose = (
+            f"belongs to another user (uid {status.st_uid})" if is_theirs else "is no ordinary file"
+        )
+        raise StoreError(f"{path}, the lock of {root}, {whose}; {NOT_OUR_LOCK}")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last holder removes the file: a lock on a removed one excludes nobody.
+        is_held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    except BlockingIOError:
+        is_held = False
+    if not is_held:
+        os.close(descriptor)
+        raise LockedError(
+            f"another process makes a run at {root} at this moment; wait until it has ended, "
+            "or give run_dir=NEW"
+        )
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
