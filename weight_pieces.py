@@ -1,5 +1,6 @@
 """Move weights from the learner to its engines in pieces, through two buffers on a device.
 
+    store = group_store(keys, "group/3", device_type=device.type)
     link = form(store, rank=0, size=3, host="10.0.0.1", device=device, is_cancelled=closed.is_set)
     link.send([head, first_tensor, second_tensor])     # rank 0, from main memory
     link.receive(memory, then=digest.update)           # the other ranks, into main memory
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,61 @@ MAX_CTAS = 4
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 _environment_lock = threading.Lock()
+
+
+class Keys(Protocol):
+    """Keys and values that nobody else can make: `store.broadcast.HiddenKeys`."""
+
+    def hidden(self, key: str) -> str:
+        """Return the name under which a key is kept in `store`."""
+
+    @property
+    def store(self) -> dist.Store: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
+def group_store(keys: Keys, prefix: str, *, device_type: str) -> dist.Store:
+    """Return the store in which a group's ranks find each other.
+
+    Gloo believes what it reads there: of an address of three bytes it ended the process. NCCL asks
+    the store from threads of its own, also while Python ends, so it gets one that is not Python's.
+    """
+    if device_type == CPU:
+        return _SealedStore(keys, prefix)
+    return dist.PrefixStore(keys.hidden(prefix), keys.store)
+
+
+class _SealedStore(dist.Store):
+    def __init__(self, keys: Keys, prefix: str) -> None:
+        super().__init__()
+        self._keys, self._prefix = keys, prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._keys.set(self._name(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._keys.get(self._name(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._keys.add(self._name(key), amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._keys.check(list(map(self._name, keys)))
+
+    def wait(self, keys: list[str], timeout: timedelta = LIBRARY_TIMEOUT) -> None:
+        self._keys.wait(list(map(self._name, keys)), timeout)
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
 
 
 class TransferError(RuntimeError):
@@ -101,12 +157,12 @@ def form(
     `host` is the address of this machine for gloo. Raises TransferError, or an error of the library
     (RuntimeError).
     """
-    link = Link(device, is_cancelled=is_cancelled)
+    link = Link(device, store=store, is_cancelled=is_cancelled)
     outcome: Future[None] = Future()
 
     def connect() -> None:
         try:
-            link.connect(store, rank=rank, size=size, host=host)
+            link.connect(rank=rank, size=size, host=host)
             outcome.set_result(None)
         except Exception as error:  # noqa: BLE001 - the caller raises it
             outcome.set_exception(error)
@@ -121,8 +177,11 @@ def form(
 class Link:
     """One process's end of a group that moves bytes from rank 0 to all others. See `form`."""
 
-    def __init__(self, device: torch.device, *, is_cancelled: Callable[[], bool]) -> None:
+    def __init__(
+        self, device: torch.device, *, store: dist.Store, is_cancelled: Callable[[], bool]
+    ) -> None:
         self.device = device
+        self._store = store  # the group does not keep the Python part of a store
         self._is_cancelled = is_cancelled
         self._group: Any = None
         self._is_aborted = False
@@ -130,10 +189,10 @@ class Link:
         self._buffers = [self._memory(0) for _ in range(N_BUFFERS)]
         self._stream = torch.cuda.Stream(device) if device.type == CUDA else None
 
-    def connect(self, store: dist.Store, *, rank: int, size: int, host: str) -> None:
+    def connect(self, *, rank: int, size: int, host: str) -> None:
         """Form the group, in this thread. NCCL connects at its first message."""
         with self._on_device():
-            group = _group(self.device.type, store, rank=rank, size=size, host=host)
+            group = _group(self.device.type, self._store, rank=rank, size=size, host=host)
             if self._is_aborted:  # it took too long
                 group.abort()
                 return

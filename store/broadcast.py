@@ -2,10 +2,11 @@
 
 The bytes are those of the files. Learner and engines use a key-value store of torch.distributed,
 which the learner runs. The store answers everybody who reaches its port, and lists its keys. So
-each key is a digest of its name with a secret. Engines get the address `secret@host:port`. Without
-the secret nobody can make the key that answers a call, and so become a member. Somebody who reaches
-the port can still disturb a round. The engines then load the files, whose digest counts. An engine
-process joins by taking the next number of JOINED. A round is one version:
+each key is a digest of its name with a secret, and each value has one behind it. Engines get the
+address `secret@host:port`. Without the secret nobody can make the key that answers a call, and so
+become a member, or a value that is read. Somebody who reaches the port can still disturb a round.
+The engines then load the files, whose digest counts. An engine process joins by taking the next
+number of JOINED. A round is one version:
 
     call/<member>/<n>       learner: the round that the n-th call to this member is for
     ready/<round>/<member>  member: it takes part; the name of its device
@@ -30,6 +31,7 @@ from typing import Any
 
 JOINED = "joined"
 SECRET_BYTES = 16  # 128 bits, which nobody can guess
+DIGEST_BYTES = 32
 N_BYTES = 8  # little-endian
 PREAMBLE_BYTES = 2 * N_BYTES  # two numbers
 # For one question to the key-value store, and for the learner's list of members.
@@ -60,9 +62,10 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenKeys:
-    """A store of torch.distributed whose keys can only be made with the secret.
+    """A store of torch.distributed whose keys and values can only be made with the secret.
 
-    The methods raise the errors of `store`.
+    The methods raise the errors of `store`, and ValueError for a value of somebody else. A number
+    that is counted up has no digest: `add` returns whatever a stranger made of it.
     """
 
     secret: str
@@ -71,11 +74,16 @@ class HiddenKeys:
     def add(self, key: str, amount: int) -> int:
         return int(self.store.add(self.hidden(key), amount))
 
-    def set(self, key: str, value: str) -> None:
-        self.store.set(self.hidden(key), value)
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self.store.set(self.hidden(key), data + self._digest(f"{key}\0", data))
 
     def get(self, key: str) -> bytes:
-        return bytes(self.store.get(self.hidden(key)))
+        data = bytes(self.store.get(self.hidden(key)))
+        value, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+        if not hmac.compare_digest(digest, self._digest(f"{key}\0", value)):
+            raise ValueError(f"a stranger wrote the value of {key!r} into the store of the weights")
+        return value
 
     def check(self, keys: list[str]) -> bool:
         return bool(self.store.check([self.hidden(key) for key in keys]))
@@ -84,7 +92,10 @@ class HiddenKeys:
         self.store.wait([self.hidden(key) for key in keys], timeout)
 
     def hidden(self, key: str) -> str:
-        return hmac.new(self.secret.encode(), key.encode(), "sha256").hexdigest()
+        return self._digest(key).hex()
+
+    def _digest(self, key: str, value: bytes = b"") -> bytes:
+        return hmac.digest(self.secret.encode(), key.encode() + value, "sha256")
 
 
 def call_key(member: int, number: int) -> str:

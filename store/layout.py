@@ -250,8 +250,8 @@ class RunLayout:
 
         Raises StoreError, also if another run has this one's path now.
         """
-        with self.opened() as directory:
-            path = self.root / CONFIG_FILE
+        with self.opened(self.run_directory) as directory:
+            path = self.run_directory / CONFIG_FILE
             try:
                 data = beneath.read_bytes_in(
                     directory, CONFIG_FILE, path=path, at_most=beneath.MAX_TEXT_BYTES

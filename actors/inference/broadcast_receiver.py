@@ -218,7 +218,9 @@ class Receiver:
         """Join the process group of a round. Raises ValueError for a member that came too late."""
         device_type = about["device"]
         return weight_pieces.form(
-            dist.PrefixStore(store.hidden(broadcast.group_prefix(about["group"])), store.store),
+            weight_pieces.group_store(
+                store, broadcast.group_prefix(about["group"]), device_type=device_type
+            ),
             rank=1 + about["members"].index(member),
             size=1 + len(about["members"]),
             host=connection.getsockname()[0],

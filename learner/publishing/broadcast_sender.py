@@ -69,8 +69,8 @@ class Broadcast:
         """
         try:
             self._call_members()
-        # ValueError: a stranger wrote a value that is no number.
-        except (RuntimeError, ValueError) as error:
+        # ValueError: a stranger wrote a value. MemoryError: NCCL believed one.
+        except (RuntimeError, ValueError, MemoryError) as error:
             self._calls = {}
             self._drop_group(str(error))
 
@@ -131,11 +131,9 @@ class Broadcast:
         return self._store.get(key).decode()
 
     def _form(self, device_type: str, *, size: int) -> weight_pieces.Link:
-        store = dist.PrefixStore(
-            self._store.hidden(broadcast.group_prefix(self._n_groups)), self._store.store
-        )
+        prefix = broadcast.group_prefix(self._n_groups)
         return weight_pieces.form(
-            store,
+            weight_pieces.group_store(self._store, prefix, device_type=device_type),
             rank=0,
             size=size,
             host=self._host,

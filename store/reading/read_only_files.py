@@ -1,4 +1,4 @@
-"""Give DuckDB a file system that reads below one directory only: the protection without Landlock.
+"""Give DuckDB a file system that reads some files of a run: the protection without Landlock.
 
 DuckDB's own file system is switched off beside it, so every path of every statement comes here.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -17,14 +18,18 @@ PREFIX = "readonly://"
 
 
 class ReadOnlyFiles(AbstractFileSystem):
-    """Read files named PREFIX and an absolute path, those below `root` only, also behind links."""
+    """Read files named PREFIX and an absolute path, those of `names` below `root` only.
+
+    `names` are files and directories with all that is in them. What counts is where a path leads.
+    """
 
     protocol = PREFIX.removesuffix("://")
     cachable = False
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, names: Sequence[str]) -> None:
         super().__init__()
-        self._root = os.path.realpath(root)
+        real = os.path.realpath(root)
+        self._readable = [os.path.join(real, name) for name in names]
 
     def open(self, path: str, mode: str = "rb", **_: object) -> BinaryIO:
         if mode not in ("r", "rb"):
@@ -63,10 +68,8 @@ class ReadOnlyFiles(AbstractFileSystem):
 
     def _inside(self, path: str) -> str:
         real = os.path.realpath(path.removeprefix(PREFIX))
-        if os.path.commonpath([real, self._root]) != self._root:
-            raise PermissionError(
-                f"{path} is outside the run; a query reads only below {self._root}"
-            )
+        if not any(os.path.commonpath([real, each]) == each for each in self._readable):
+            raise PermissionError(f"{path} is none of the files that a query reads")
         return real
 
 

@@ -136,7 +136,7 @@ def _open(order: dict) -> _Opened:
     if order["protection"] == FILESYSTEM:
         from store.reading.read_only_files import ReadOnlyFiles  # fsspec is slow to import
 
-        files = ReadOnlyFiles(layout.root)
+        files = ReadOnlyFiles(layout.root, names=(*ROWS, MANIFEST))
     # A later import finds no module, which libraries expect, instead of a forbidden directory.
     sys.path.clear()
     if files is None:

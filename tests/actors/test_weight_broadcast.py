@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -425,6 +425,42 @@ def test_a_stranger_who_lists_the_keys_learns_no_secret_and_ends_no_run(
         else:
             stranger.add(key, 1 if attack == "number" else 30_000_000)
     publish(sender, tmp_path / "v0", seed=0)  # the files are there, whatever the engines were sent
+
+
+@pytest.mark.parametrize("value", ["abc", "", "\0" * 7 + "\x10"], ids=["short", "empty", "huge"])
+def test_a_stranger_who_writes_the_addresses_of_a_group_ends_no_process(
+    sender: Broadcast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """The attack: gloo believed them. It ended the process, or there was no memory."""
+    (engine,) = receivers(sender, n=1)
+    host, _, port = sender.address.rpartition("@")[2].rpartition(":")
+    stranger = torch.distributed.TCPStore(host, int(port), is_master=False)
+    announced, form = sender._store.hidden(store.broadcast.round_key(1)), weight_pieces.form
+
+    def write_first(*given: Any, **settings: Any) -> weight_pieces.Link:
+        """Both sides have announced themselves, and neither has read the other's address."""
+        stranger.wait([announced])
+        known = set(stranger.list_keys())
+        done.append(True)
+
+        def write() -> None:
+            while not (made := set(stranger.list_keys()) - known):
+                time.sleep(0.001)
+            for key in made:
+                stranger.set(key, value)
+                stranger.set(f"{key[:-1]}{1 - int(key[-1], 16) % 2}", value)
+
+        writing = Thread(target=write, daemon=True)
+        writing.start()
+        return form(*given, **settings)
+
+    done: list[bool] = []
+    monkeypatch.setattr(weight_pieces, "FORM_S", 5.0)
+    monkeypatch.setattr(learner.publishing.broadcast_sender.weight_pieces, "form", write_first)
+    publish(sender, tmp_path / "v0", seed=0)
+    assert done
+    monkeypatch.undo()
+    soon(lambda: not engine.is_busy)
 
 
 def test_a_receiver_whose_thread_fails_is_lost_and_joins_again(

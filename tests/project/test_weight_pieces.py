@@ -198,8 +198,8 @@ def on_fake_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Link:
     )
     monkeypatch.setattr(weight_pieces, "_group", lambda *given, **more: gpu)
     device: Any = SimpleNamespace(type="cuda")
-    link = Link(device, is_cancelled=never)
-    link.connect(None, rank=0, size=2, host="")  # type: ignore[arg-type]
+    link = Link(device, store=dist.HashStore(), is_cancelled=never)
+    link.connect(rank=0, size=2, host="")
     gpu.order.clear()
     return link
 
