@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from actors import EngineLostError, EngineMemoryError, EngineStartError, PromptStuckError
 from configs import Config, is_offline, least_workers
@@ -256,6 +256,8 @@ class Supervisor:
             self._lost(process, f"lost its engine: {cause}")
         elif isinstance(cause, PromptStuckError | EnvironmentStuckError):
             self._lost(process, f"hangs: {cause}")
+        elif isinstance(cause, TaskCancelledError) and process.name != LEARNER:
+            self._lost(process, "was cancelled, as code of an environment can do")
         elif isinstance(cause, RankError):
             self._lost(process, f"lost a rank: {cause}")
         else:

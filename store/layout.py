@@ -18,7 +18,7 @@ from printable import shell_word
 from store import primary_directory
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
-from store.errors import FormatError, StoreError, UnsafePathError
+from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
@@ -363,6 +363,7 @@ class RunLayout:
         make_place(self.storage)
         primary_directory.take(self.root, self.storage)
         self.storage.write(RUN_JSON, run_json)
+        self.check_primary()  # another start may have taken it meanwhile
 
     @property
     def storage(self) -> Storage:
@@ -371,9 +372,28 @@ class RunLayout:
         return LocalStorage(self.root) if uri is None else open_storage(uri)
 
     def check_primary(self) -> None:
-        """Raise FencedError if the run was brought to another directory, where it goes on."""
-        if self.info.storage_uri is not None:
-            primary_directory.check(self.root, self.info.storage_uri)
+        """Raise FencedError if the run was brought to another directory, where it goes on.
+
+        Of two runs that were made at once in one storage, the other one is refused. Its run.json
+        may have come last, so this run writes its own again.
+        """
+        if self.info.storage_uri is None:
+            return
+        primary_directory.check(self.root, self.info.storage_uri)
+        if beneath.status(self.run_json, root=self.root) is None:  # it is being made
+            return
+        try:
+            there = self.storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
+            is_ours = parse_run_json(there, name=RUN_JSON).run_id == self.info.run_id
+        except UnavailableError:
+            raise
+        except StoreError:  # it is gone, or damaged
+            is_ours = False
+        if not is_ours:
+            ours = beneath.read_bytes(self.run_json, root=self.root, at_most=beneath.MAX_TEXT_BYTES)
+            self.storage.write(RUN_JSON, ours)
+            if signed_texts(self.root) is not None:
+                self.storage.write(SIGNED, (self.root / SIGNED).read_bytes(), is_private=True)
 
     @property
     def run_directory(self) -> Path:

@@ -8,6 +8,9 @@ PRIMARY has the same token in the directory and in the storage. Bringing the run
 writes a new token. An owner on the old disk that is alive, or comes back, finds that and stops.
 Otherwise two histories of one run would be written over one another. A copy of the directory has
 the token too.
+
+Until a run is brought whole, its PRIMARY has the one before it, too. Of two that bring it at once
+and fail, the second so knows the directory in which the run goes on.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from store.storage import Storage, open_storage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes
 
+BEFORE = "before"  # in PRIMARY of a run that is being brought: that of the last whole one
 SHOWN_CHARACTERS = 200  # of a text that another machine wrote
 
 
-def take(root: Path, storage: Storage) -> None:
+def take(root: Path, storage: Storage, **more: object) -> None:
     """Make `root` the primary directory, and no other any longer. Raises StoreError."""
-    content = {"token": uuid.uuid4().hex, "where": f"{root} on {socket.gethostname()}"}
+    content = {"token": uuid.uuid4().hex, "where": f"{root} on {socket.gethostname()}", **more}
     data = json.dumps(content).encode()
     # Killed in between, the directory is not the primary one, and the run is brought there again.
     write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
@@ -45,13 +49,15 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
 
     Raises StoreError. `root` stays the primary directory if the storage does not answer then.
     """
-    before = _there(storage)
+    found = _there(storage)
+    before = None if found is None else _last_whole(found)
     try:
-        take(root, storage)
+        take(root, storage, **{BEFORE: None if before is None else before.decode()})
         yield
+        _finish(root, storage)
     except BaseException:
         with suppress(OSError, StoreError):
-            if _there(storage) == _here(root):  # and no third directory is by now
+            if _is_here(root, _there(storage)):  # and no third directory is by now
                 if before is None:
                     storage.remove(PRIMARY)
                 else:
@@ -65,12 +71,50 @@ def check(root: Path, uri: str) -> None:
     A storage without PRIMARY refuses no directory. Raises UnavailableError.
     """
     there = _there(open_storage(uri))
-    if there is not None and there != _here(root):
+    if there is not None and not _is_here(root, there):
         raise FencedError(
             f"the run of {root} was brought to {_where(there)} and goes on there; stop this one. "
             "To bring it back to this machine, stop that one: gigpo train --resume "
             f"{shell_word(uri)} run_dir=NEW"
         )
+
+
+def _finish(root: Path, storage: Storage) -> None:
+    """Forget the primary directory before this one. Raises FencedError if there is another now."""
+    there = _there(storage)
+    if not _is_here(root, there):
+        raise FencedError(
+            f"the run was brought to {_where(there or b'')} meanwhile, and goes on there"
+        )
+    content = json_values.parse_object(_here(root))
+    data = json.dumps({name: content[name] for name in ("token", "where")}).encode()
+    storage.write(PRIMARY, data)
+    write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
+
+
+def _last_whole(data: bytes) -> bytes | None:
+    """Return the primary directory before one that was not brought whole, else this one."""
+    try:
+        content = json_values.parse_object(data)
+    except ValueError:
+        return data
+    if BEFORE not in content:
+        return data
+    before = content[BEFORE]
+    return before.encode() if isinstance(before, str) else None
+
+
+def _is_here(root: Path, there: bytes | None) -> bool:
+    """Return whether PRIMARY of the storage is that of a directory."""
+    here = _here(root)
+    return there == here or _token(there) == _token(here) is not None
+
+
+def _token(data: bytes | None) -> str | None:
+    try:
+        return json_values.text(json_values.parse_object(data or b""), "token")
+    except ValueError:
+        return None
 
 
 def _there(storage: Storage) -> bytes | None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from analysis.view.panel import Ask, Link, Panel
 from analysis.view.sql_text import Tables, Value
+from store import RunLayout
 
 
 class BadAddressError(ValueError):
@@ -32,6 +33,8 @@ class PageRequest:
     ask: Ask
     ask_run: Callable[[int, str], pa.Table]  # another run, by its number, at `lsn_of` it
     lsn_of: Callable[[int], int]  # another run's moment: `as_of_NUMBER` of the address, or newest
+    layout_of: Callable[[int], RunLayout]  # the run that was opened; raises StoreError for another
+    has_left: Callable[[], bool]  # nobody waits for the page any more
 
     def rows(self, query: str, *, tables: Tables = ()) -> list[dict[str, Any]]:
         """Return a small answer that decides which panels the page has. Raises StoreError."""

@@ -190,6 +190,8 @@ def sections(run: str, layout: RunLayout, lsn: int, ask: Ask) -> list[Section]:
         ask=ask,
         ask_run=lambda number, query: ask(query),
         lsn_of=lambda number: lsn,
+        layout_of=lambda number: layout,
+        has_left=lambda: False,
     )
     key_figures = replace(run_page.figures(), title="Key figures")
     limits = run_page.limits("over all learner steps", n_steps=ALL_STEPS, version=0)

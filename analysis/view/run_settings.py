@@ -6,26 +6,78 @@ settings, because every user of the machine may ask one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from omegaconf import OmegaConf
 
 import configs
-from configs import Config
-from store import RunLayout
+from configs import Config, ConfigError
+from store import CONFIG_FILE, RunLayout, StoreError
 
+MAX_CHARACTERS = 1 << 16  # that a page reads; most runs have 5,000
 UNSET = "–"
 NOT_COMPARED = ("run_dir",)  # where a run lies is no setting of its training
 
 
-def settings_of(layout: RunLayout) -> dict[str, object]:
+_parsing = threading.Lock()  # a stranger's text may take seconds of all threads' time
+
+
+def settings_of(
+    layout: RunLayout, *, has_left: Callable[[], bool] = lambda: False
+) -> Mapping[str, object]:
     """Return the settings of a run's newest start, by dotted key. Raises ConfigError, StoreError.
 
-    They are no part of a snapshot: they are as they are now.
+    They are no part of a snapshot: they are as they are now. `has_left` says that nobody waits for
+    them any more.
     """
-    parsed = configs.parse_saved(layout.newest_settings(), name="the run's settings")
+    found = _read(layout, _flat_settings, has_left=has_left)
+    assert isinstance(found, dict)
+    return found
+
+
+def config_of(layout: RunLayout, *, has_left: Callable[[], bool]) -> Config:
+    """Return the settings of a run's newest start. Raises as `settings_of`."""
+    found = _read(layout, _config, has_left=has_left)
+    assert isinstance(found, Config)
+    return found
+
+
+def _read(
+    layout: RunLayout, parse: Callable[[str], object], *, has_left: Callable[[], bool]
+) -> object:
+    text = layout.newest_settings()
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"the run's settings have {len(text):,} characters, more than {MAX_CHARACTERS:,}; "
+            f"they stand in {CONFIG_FILE}"
+        )
+    with _parsing:
+        if has_left():
+            raise StoreError("nobody waits for the settings any more")
+        found = parse(text)
+    if isinstance(found, ConfigError):
+        raise ConfigError(str(found))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _flat_settings(text: str) -> Mapping[str, object] | ConfigError:
+    try:
+        parsed = configs.parse_saved(text, name="the run's settings")
+    except ConfigError as error:
+        return error.with_traceback(None)
     return dict(_flat(OmegaConf.to_container(parsed)))
+
+
+@lru_cache(maxsize=8)
+def _config(text: str) -> Config | ConfigError:
+    try:
+        return configs.from_yaml(text)
+    except ConfigError as error:
+        return error.with_traceback(None)
 
 
 def default_settings() -> dict[str, object]:

@@ -261,6 +261,8 @@ class Viewer:
                 moment_of(other), query, has_left=has_left
             ),
             lsn_of=moment_of,
+            layout_of=lambda other: self.stored[other].checked_layout(),
+            has_left=has_left,
         )
 
     def _moment(self, number: int, text: str) -> int:

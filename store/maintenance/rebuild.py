@@ -90,6 +90,14 @@ class Contents:
     unread: tuple[str, ...]  # segment ids of files that the backup knows, and that were not read
 
 
+class _OtherRunError(StoreError):
+    """A segment is of another run."""
+
+    def __init__(self, path: str, run_id: str) -> None:
+        super().__init__(f"{path} was written for run {run_id}")
+        self.run_id = run_id
+
+
 def rebuild(layout: RunLayout, *, only_new: bool = False) -> Report:
     """Replace the catalog. Raises LockedError while a process owns it.
 
@@ -167,6 +175,7 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     files: list[FoundFile] = []
     played: list[Played] = []
     rejected: dict[str, StoreError] = {}
+    of_others: set[str] = set()  # run ids
     for stored in list(layout.storage.files(layout.relative(layout.segments))):
         path = stored.path
         if not SEGMENT_PATH.fullmatch(path):
@@ -178,11 +187,22 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             file, held = _read_segment(layout, path)
         except UnavailableError:
             raise
+        except _OtherRunError as error:
+            rejected[path] = error
+            of_others.add(error.run_id)
+            continue
         except StoreError as error:
             rejected[path] = error
             continue
         files.append(file)
         played += held
+    if of_others and not files and not unread:
+        # Nothing is moved: it is run.json that is not of this run.
+        name = layout.storage.locate(RUN_JSON)
+        raise FormatError(
+            f"{name} says run {layout.info.run_id}, and every segment there is of run "
+            f"{', '.join(sorted(of_others))}; put the right {RUN_JSON} back, with that run_id"
+        )
     # A merged file replaced others, and a larger one holds more that no other file does.
     files.sort(key=lambda file: (-file.level, -file.meta.n_bytes, file.meta.path))
     lines = [f"{error}: moved to {quarantine(layout, path)}" for path, error in rejected.items()]
@@ -202,7 +222,7 @@ def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played
         raise StoreError(f"{path} has digest {digest}, its name is that of another content")
     rows = open_rows(data, path=layout.root / path)
     if not layout.info.wrote(rows.run_id):
-        raise StoreError(f"{path} was written for run {rows.run_id}")
+        raise _OtherRunError(path, rows.run_id)
     held = trajectories(rows.table)
     largest = max((one.meta.version_max for one in held), default=0)
     if largest >= LARGEST_COUNT:

@@ -28,6 +28,7 @@ from store.maintenance.segment_rows import malformed, open_rows, trajectories
 from store.reading import open_sql
 from store.reading.manifest import export
 from store.records import uid_text
+from store.run_names import UNFINISHED_BRING
 from store.segments import SegmentMeta, decode, write_rows
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,
@@ -137,7 +138,11 @@ def _free_name(layout: RunLayout, path: str) -> Path:
 
 
 def quarantine(layout: RunLayout, path: str) -> str:
-    """Move a file to quarantine/ under a name of its own, and return its path in the run."""
+    """Move a file to quarantine/ under a name of its own, and return its path in the run.
+
+    While a run is brought to this directory, which goes if that fails, a file in a storage is
+    copied: the storage keeps it until the run's owner sweeps what no row names.
+    """
     source, target = layout.root / path, _free_name(layout, path)
     try:
         if layout.info.storage_uri is None or not layout.storage.exists(path):
@@ -146,7 +151,8 @@ def quarantine(layout: RunLayout, path: str) -> str:
         else:  # the file in the other storage is damaged, not a copy fetched for reading
             data = memoryview(layout.storage.read(path))
             write_atomically(target, data, mode=READ_ONLY, beneath=layout.root)
-            layout.storage.remove(path)
+            if status(layout.root / UNFINISHED_BRING, root=layout.root) is None:
+                layout.storage.remove(path)
     except UnsafePathError:
         raise
     except OSError as error:

@@ -121,15 +121,20 @@ def _parse_parts(tables: dict[str, object], table: str, *, name: str) -> tuple[E
     parts = json_values.entries(tables, table)
     if not parts:
         raise ValueError(f"table {table:.80} has no parts")
-    return tuple(
-        ExportedPart(
-            path=checked_name(part.get("path"), EXPORT_PATH, where=name),
-            since=json_values.integer(part, "since"),
-            until=json_values.integer(part, "until"),
-            n_rows=json_values.integer(part, "n_rows"),
-        )
-        for part in parts
+    return tuple(_parse_part(part, name=name) for part in parts)
+
+
+def _parse_part(part: dict[str, object], *, name: str) -> ExportedPart:
+    parsed = ExportedPart(
+        path=checked_name(part.get("path"), EXPORT_PATH, where=name),
+        since=json_values.integer(part, "since"),
+        until=json_values.integer(part, "until"),
+        n_rows=json_values.integer(part, "n_rows"),
     )
+    # With another `until` the next export would leave out rows for good.
+    if not parsed.path.endswith(f"-{parsed.since}-{parsed.until}.parquet"):
+        raise ValueError(f"{parsed.path} is not of since and until")
+    return parsed
 
 
 def _parse_superseded(superseded: dict[str, object], path: str) -> Superseded:

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
@@ -40,7 +40,7 @@ from store.reading.manifest import Manifest, parse_manifest, read_manifest
 from store.reading.open_sql import placed, read_open_sql
 from store.reading.pins import oldest_pinned_lsn
 from store.run_json import parse_run_json
-from store.run_names import MANIFEST, RUN_JSON
+from store.run_names import EXPORT_PATH, MANIFEST, RUN_JSON, SEGMENT_PATH
 from store.storage import Storage, open_storage
 from store.untrusted.bounded_parquet import open_parquet
 from store.untrusted.file_access import (
@@ -57,6 +57,7 @@ from store.untrusted.own_directory import check_own_directory
 from store.user_cache import own_cache
 
 PARALLEL = 8  # requests, which mostly wait for the network
+COPIED = (SEGMENT_PATH, EXPORT_PATH)  # what is removed of a copy when no manifest names it
 TRIES = 3  # a manifest may be replaced, and its files be removed, while they are fetched
 URI_DIGEST_BYTES = 8  # in the name of a directory of this user; short names suffice
 
@@ -260,9 +261,11 @@ def _remove_unneeded(storage: Storage, copy: RunLayout, *, manifest: Manifest) -
         return
     directories = [copy.relative(directory) for directory in (copy.segments, copy.exports)]
     unnamed = _paths(copy.storage, directories) - _named(manifest).keys()
+    unnamed = {path for path in unnamed if any(each.fullmatch(path) for each in COPIED)}
     if unnamed:
         for path in unnamed - _paths(storage, directories):
-            copy.storage.remove(path)
+            with suppress(StoreError):  # the next look removes it
+                copy.storage.remove(path)
 
 
 def _paths(storage: Storage, directories: Iterable[str]) -> set[str]:

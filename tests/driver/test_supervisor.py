@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, TaskCancelledError
 
 import driver
 from actors import (
@@ -96,6 +96,11 @@ def test_without_a_coordinator_nobody_else_is_to_blame(
             "worker-0 hangs: it goes on",
         ),
         ("worker-0", as_ray_passes_it_on(EngineMemoryError("no room")), "lost its engine: no room"),
+        (
+            "worker-0",
+            TaskCancelledError(),
+            "worker-0 was cancelled, as code of an environment can do",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_up", [True, False], ids=["while it runs", "while it starts"])

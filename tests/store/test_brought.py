@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+import store.maintenance.rebuild as rebuild_module
 from cli.__main__ import main
 from store import (
     Catalog,
@@ -219,14 +221,19 @@ def test_a_run_is_made_of_one_reading_of_its_run_json(
     n_read = 0
     plain = type(lost.storage).read
 
-    def counted(self: object, path: str, **options: int) -> object:
+    def another_each_time(self: object, path: str, **options: int) -> object:
         nonlocal n_read
-        n_read += path == "run.json"
-        return plain(self, path, **options)  # type: ignore[arg-type]
+        data = plain(self, path, **options)  # type: ignore[arg-type]
+        if path != "run.json":
+            return data
+        n_read += 1
+        return pa.py_buffer(data.to_pybytes().replace(b"a: 1", b"a: %d" % n_read))
 
-    monkeypatch.setattr(type(lost.storage), "read", counted)
+    monkeypatch.setattr(type(lost.storage), "read", another_each_time)
     bring_run(uri_of(lost), tmp_path / "again", trusts=False)
-    assert n_read == 1
+    assert n_read > 1, "an owner looks at it too"
+    made = RunLayout.open(tmp_path / "again")
+    assert made.info.config_yaml == "a: 1\n" and made.is_made_by_this_user()
 
 
 def test_the_old_disk_is_no_longer_the_primary_one(lost: RunLayout, tmp_path: Path) -> None:
@@ -293,6 +300,121 @@ def test_a_run_that_could_not_be_brought_stays_where_it_was(
     assert not (tmp_path / "new").exists()
     Catalog.open(lost).close()
     assert lost.storage.exists(primary_directory.PRIMARY) is has_primary
+
+
+@pytest.mark.parametrize("first_is_whole", [False, True])
+def test_a_run_that_two_could_not_bring_at_once_stays_where_it_was(
+    lost: RunLayout, tmp_path: Path, first_is_whole: bool
+) -> None:
+    """The second one found the first, which never was whole, and gave the run back to it."""
+    brings = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        brings.append(primary_directory.taken(tmp_path / name, lost.storage))
+        brings[-1].__enter__()
+    first, second = brings
+    interrupt = KeyboardInterrupt()
+    if first_is_whole:
+        with pytest.raises(FencedError, match=r"was brought to .*second .* meanwhile"):
+            first.__exit__(None, None, None)
+    else:
+        assert not first.__exit__(KeyboardInterrupt, interrupt, None)
+    with pytest.raises(FencedError):
+        lost.check_primary()
+    assert not second.__exit__(KeyboardInterrupt, interrupt, None)
+    Catalog.open(lost).close()
+    bring_run(uri_of(lost), tmp_path / "third", trusts=False)
+    assert b"before" not in lost.storage.read(primary_directory.PRIMARY).to_pybytes()
+    Catalog.open(RunLayout.open(tmp_path / "third")).close()
+
+
+@pytest.mark.parametrize("end", ["ctrl-c", "kill"])
+@pytest.mark.parametrize("what", ["segment", "backup"])
+def test_a_bring_that_ends_deletes_nothing_that_it_set_aside(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, end: str
+) -> None:
+    """The attack: one changed byte and Ctrl-C. The file was moved from the storage into the new
+    directory, which was removed.
+    """
+    if what == "backup":
+        path = lost.relative(lost.backup)
+        changed = bytearray(lost.storage.read(path).to_pybytes())
+        changed[len(changed) // 2 : len(changed) // 2 + 4096] = bytes(4096)
+    else:  # of a group that came after the backup
+        path = sorted((file.modified_us, file.path) for file in lost.storage.files("segments"))[-1][
+            1
+        ]
+        changed = bytearray(lost.storage.read(path).to_pybytes())
+        changed[len(changed) // 2] ^= 1
+    lost.storage.remove(path)
+    lost.storage.write(path, bytes(changed))
+    before = {file.path for file in lost.storage.files("")}
+    replace_catalog, ended = rebuild_module._replace_catalog, []
+
+    def end_once(*given: Any) -> None:
+        if not ended:
+            ended.append(True)
+            raise KeyboardInterrupt
+        replace_catalog(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module, "_replace_catalog", end_once)
+        if end == "kill":
+            patch.setattr(bring, "_empty", lambda root: None)
+        with pytest.raises(KeyboardInterrupt):
+            bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    assert {file.path for file in lost.storage.files("")} >= before
+    report = bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    assert any(path.rpartition("/")[2].partition(".")[0] in line for line in report.lost), report
+    kept = [one.read_bytes() for one in (tmp_path / "new" / "quarantine").iterdir()]
+    assert bytes(changed) in kept
+
+
+def test_a_bring_with_the_run_json_of_another_run_moves_nothing(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: one changed byte of run.json in the storage, and --trust as the error says. Every
+    segment was moved away, and the run went on from nothing.
+    """
+    text = lost.storage.read("run.json").to_pybytes().decode()
+    digit = text.index(lost.info.run_id)
+    other = "0" if text[digit] != "0" else "1"
+    lost.storage.write("run.json", f"{text[:digit]}{other}{text[digit + 1 :]}".encode())
+    before = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    wrong = rf"every segment there is of run {lost.info.run_id}; put the right run.json back"
+    with pytest.raises(FormatError, match=wrong):
+        bring_run(uri_of(lost), tmp_path / "new", trusts=True)
+    after = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    assert after == before
+    Catalog.open(lost).close()  # its owner writes run.json again
+    assert lost.storage.read("run.json").to_pybytes().decode() == text
+
+
+def test_of_two_runs_that_are_made_at_once_in_one_storage_the_other_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the run.json of the refused one came last, and stayed."""
+    uri = (tmp_path / "shared").as_uri()
+    take, made = primary_directory.take, []
+
+    def take_slowly(root: Path, storage: Any, **more: object) -> None:
+        take(root, storage, **more)
+        if root.name == "slow":
+            made.append(RunLayout.create(tmp_path / "quick", config_yaml="", storage_uri=uri))
+
+    monkeypatch.setattr(primary_directory, "take", take_slowly)
+    with pytest.raises(FencedError, match="quick"):
+        RunLayout.create(tmp_path / "slow", config_yaml="", storage_uri=uri)
+    (quick,) = made
+    with Catalog.open(quick) as catalog:
+        play(quick, catalog, open_train_group(catalog, 0))
+        export(catalog, quick)
+    assert (
+        parse_run_json(quick.storage.read("run.json").to_pybytes(), name="run.json").run_id
+        == quick.info.run_id
+    )
+    with pytest.raises(StoreError):
+        RunLayout.open(tmp_path / "slow")
 
 
 def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(

@@ -11,7 +11,7 @@ from store import Catalog, RunLayout, StoreError, export
 from store.maintenance.rebuild import rebuild
 from store.reading import mirror as mirror_module
 from store.reading.mirror import fetch_run
-from store.storage import Storage
+from store.storage import LocalStorage, Storage
 from tests.support.store_damage import ask
 from tests.support.store_runs import fingerprint, make_run
 from tests.support.store_samples import open_train_group, play
@@ -77,3 +77,33 @@ def test_a_fetch_that_was_killed_before_its_copy_was_one_begins_again(tmp_path: 
     (copy / "run.json").unlink()  # it is written last of what makes a copy
     fetch_run(backup.root.as_uri(), copy)
     assert RunLayout.open(copy).info.run_id == backup.info.run_id
+
+
+def test_what_no_run_writes_is_left_in_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a removed file that somebody reads under another name, and cannot remove that."""
+    backup = make_run(tmp_path / "backup")
+    copy = fetch_run(backup.root.as_uri(), tmp_path / "copy")
+    foreign = copy.exports / ".nfs000000000001"
+    foreign.write_bytes(b"")
+    with Catalog.open(backup) as catalog:
+        play(backup, catalog, open_train_group(catalog, 9), version=1)
+        export(catalog, backup)
+    before = set(copy.exports.iterdir())
+
+    def refuse(storage: LocalStorage, path: str) -> None:
+        raise StoreError(f"cannot remove {path}")
+
+    monkeypatch.setattr(mirror_module, "in_limited_process", lambda act, *given, **_: act(*given))
+    monkeypatch.setattr(mirror_module, "_has_gone_on", lambda copy: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "remove", refuse)
+        fetch_run(backup.root.as_uri(), copy.root)
+    assert set(copy.exports.iterdir()) > before
+    shutil.rmtree(backup.exports)  # what the storage has is kept
+    with Catalog.open(backup) as catalog:
+        play(backup, catalog, open_train_group(catalog, 10), version=1)
+        export(catalog, backup)
+    fetch_run(backup.root.as_uri(), copy.root)
+    assert foreign.exists() and not before - {foreign} <= set(copy.exports.iterdir())

@@ -104,6 +104,7 @@ BAD_MANIFESTS: dict[str, object] = {
     "parts that are no objects": {"tables": {"groups": [[]]}},
     "rows that are no number": {"tables": {"groups": [{**PART, "n_rows": None}]}},
     "rows below zero": {"tables": {"groups": [{**PART, "n_rows": -1}]}},
+    "until of another part": {"tables": {"groups": [{**PART, "until": 12}]}},
     "superseded that is a text": {"superseded": {"export/groups-1-2.parquet": "b"}},
 }
 

@@ -30,7 +30,6 @@ from analysis.view.run_settings import differing, settings_of
 from analysis.view.sql_text import Value, fill
 from analysis.view.text import plain
 from printable import shell_word
-from store import RunLayout
 
 SMOOTH_STEPS = 5  # learner steps whose groups a point of the curves is the mean of
 LAST_STEPS = 20  # learner steps whose groups the success by kind is taken from
@@ -389,8 +388,9 @@ def _by_task(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping
 
 def show_settings(pair: Pair) -> Markup:
     """Show the settings in which the runs differ. Raises ConfigError, StoreError."""
-    runs = (pair.asked.run, pair.asked.runs[pair.other])
-    found = differing(*(settings_of(RunLayout.open(run)) for run in runs))
+    asked = pair.asked
+    layouts = [asked.layout_of(number) for number in (asked.run_number, pair.other)]
+    found = differing(*(settings_of(one, has_left=asked.has_left) for one in layouts))
     return html("compare_settings.html", names=pair.names, rows=found)
 
 

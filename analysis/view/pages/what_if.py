@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,12 +13,12 @@ from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
 from bokeh.models.annotations import Span
 from markupsafe import Markup
 
-from analysis.run_status import config_of
 from analysis.view.charts import COLOURS, GRID, columns_of, finish, new_figure, rows_at
 from analysis.view.group_query import batches_steps, group_steps
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows, why
+from analysis.view.run_settings import config_of
 from analysis.view.sql_text import Tables, Value, fill
 from analysis.view.text import plain
 from configs import Config, ConfigError
@@ -198,7 +197,8 @@ def _steps(asked: PageRequest, question: Question, compared: Tables) -> list[Pan
 def own_settings(asked: PageRequest) -> AdvantageSettings | None:
     """Return the setting that the run trains with, None if its config cannot be read here."""
     try:
-        return AdvantageSettings.of(config_of(Path(asked.run)).algorithm)
+        config = config_of(asked.layout_of(asked.run_number), has_left=asked.has_left)
+        return AdvantageSettings.of(config.algorithm)
     except (ConfigError, StoreError, OSError, ValueError):
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
+import configs
+from analysis.view.pages import compare
 from analysis.view.pages.compare import SHOWN_KINDS, SIDE, heldout_sentence, show_kinds
-from analysis.view.run_settings import differing
+from analysis.view.run_settings import differing, settings_of
 from analysis.view.server import make_app
-from store import Catalog, RunLayout, export, write_segment
+from configs import ConfigError
+from store import Catalog, RunLayout, StoreError, export, write_segment
 from tests.analysis.view.conftest import TOKEN, play_one_more
 from tests.support.store_runs import copy_run
 from tests.support.store_samples import make_trajectory, open_task_group
@@ -174,6 +178,53 @@ def test_nobody_gets_a_secret_by_a_query_or_a_file(
         assert "sk-123" not in shown + refused.text + page
     finally:
         config.unlink()
+
+
+def test_the_settings_are_those_of_the_run_that_was_opened(
+    client: TestClient, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The attack: who owns the second run put another one in its place, whose settings were shown."""
+    other = RunLayout.create(tmp_path / "other", config_yaml="a: 77777\n")
+    aside = tmp_path / "aside"
+
+    def exchange(*given: Any, **settings: Any) -> Any:
+        if not aside.exists():
+            two[1].rename(aside)
+            other.root.rename(two[1])
+        return settings_of(*given, **settings)
+
+    monkeypatch.setattr(compare, "settings_of", exchange)
+    page = client.get("/compare", params={"panel": "settings-that-differ"}).text
+    shutil.rmtree(two[1])
+    aside.rename(two[1])
+    assert "77777" not in page and "was exchanged while it was opened" in page
+
+
+def test_settings_are_parsed_once_and_not_for_who_has_left(
+    client: TestClient, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: forty clients that left had a long text parsed for minutes."""
+    parsed, parse = [], configs.parse_saved
+    monkeypatch.setattr(
+        configs, "parse_saved", lambda text, **words: parsed.append(text) or parse(text, **words)
+    )
+    layout = RunLayout.open(two[1])
+    config = layout.root / "config.yaml"
+    before = config.read_text()
+    try:
+        config.write_text("a: 2\nb: [1")
+        with pytest.raises(StoreError, match="nobody waits"):
+            settings_of(layout, has_left=lambda: True)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="not readable as YAML"):
+                settings_of(layout)
+        assert len(parsed) == 1
+        config.write_text(f"a: {'x' * 70_000}\n")
+        with pytest.raises(ConfigError, match=r"70,004 characters, more than 65,536"):
+            settings_of(layout)
+        assert len(parsed) == 1
+    finally:
+        config.write_text(before)
 
 
 def test_as_many_kinds_of_tasks_as_rows_are_shown_in_linear_time() -> None:
