@@ -16,6 +16,7 @@ from typing import Any
 # take some 30 MiB.
 MAX_VALUES = 2**18
 # Each value but the first follows one of them: "[" and "{" begin a list or an object with one.
+MAX_DIGITS = 400  # of a whole number, which is read in quadratic time; a float has up to 309
 SEPARATORS = b"[{,"
 QUOTE = b'"'
 _OTHER_BYTES = bytes(set(range(256)) - set(SEPARATORS + QUOTE))
@@ -51,11 +52,19 @@ def check_values(data: bytes, *, most: int) -> None:
 def read_value(data: bytes, *, most: int) -> Any:
     """Return the value of a UTF-8 JSON text. Raises ValueError if it has none, and TooManyValues.
 
-    Text in UTF-16 is refused, which `json` would read: its bytes cannot be counted.
+    A whole number of more than MAX_DIGITS digits is refused. So is text in UTF-16, which `json`
+    would read: its bytes cannot be counted.
     """
     text = data.decode()
     check_values(data, most=most)
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=whole_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def whole_number(digits: str) -> int:
+    """Return the number in a text, for `json`'s `parse_int`. Raises ValueError for a long one."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it has a whole number of more than {MAX_DIGITS} digits")
+    return int(digits)

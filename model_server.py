@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from http.cookiejar import CookieJar
 from typing import TYPE_CHECKING, Any
 
-from bounded_json import check_values
+from bounded_json import check_values, whole_number
 from linear_h11 import use_linear_patterns
 from printable import one_line
 
@@ -108,7 +108,7 @@ def json_of(data: bytes) -> Any:
     text = data.decode(errors="replace")
     try:
         check_values(data, most=MAX_ANSWER_VALUES)
-        value = json.loads(text)
+        value = json.loads(text, parse_int=whole_number)
         if "\\ud" in text.lower():  # the only way to write a lone surrogate
             units = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
             value = json.loads(units.decode("utf-16", "replace"))

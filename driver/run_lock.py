@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ from store import (
 RUN_MARK = "ASYNC_GIGPO_RUN"
 KILLED_WITHIN_S = 10.0  # for killed processes to be gone
 TRACKERS_END_WITHIN_S = 5.0  # for trackers to end by themselves; then they are killed
+TURN_WITHIN_S = 30.0  # to wait for another start of the same run, which takes half of it
+TURN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +129,7 @@ def _taking_turns(run: Path) -> Iterator[None]:
 
     Of two that begin at once, each would take what the other starts for leftovers, and kill it. Who
     may not open the file, as another member of a run's group, or has a file system without locks,
-    takes no turn.
+    takes no turn. Nobody waits for ever: a member may have made the file, to hold it.
     """
     descriptor = _locked(run / DRIVER_LOCK, run=run)
     try:
@@ -145,11 +148,21 @@ def _locked(path: Path, *, run: Path) -> int | None:
         except OSError:  # at the end somebody may have removed the directory
             return None
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _wait_for(descriptor)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
                 return descriptor
         os.close(descriptor)  # a lock on a removed file excludes nobody
+
+
+def _wait_for(descriptor: int) -> None:
+    """Lock a file, or give up after TURN_WITHIN_S. Raises OSError where there are no locks."""
+    give_up_at = time.monotonic() + TURN_WITHIN_S
+    while time.monotonic() < give_up_at:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(TURN_POLL_S)
 
 
 def make_run_directory(run: Path, *, private: bool) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -50,7 +49,9 @@ from learner.distributed.optimizer_state import (
 from learner.files.atomic_directory import (
     UNFINISHED_SUFFIX,
     atomic_directory,
+    names_of_ours,
     names_the_disk,
+    remove_directory,
 )
 from learner.publishing.publish import SHARD_BYTES, write_shards
 from learner.training.engine import Engine
@@ -325,9 +326,9 @@ def prune_checkpoints(
     checkpoints_dir: Path, *, kept: Callable[[list[str]], Collection[str]]
 ) -> None:
     """Remove checkpoints. `kept` gets the names that are there, and returns some."""
-    names = [path.name for path in checkpoints_dir.iterdir()]
+    names = names_of_ours(checkpoints_dir)
     for name in sorted(set(names) - set(kept(names))):
-        shutil.rmtree(checkpoints_dir / name)
+        remove_directory(checkpoints_dir / name)
 
 
 def _digest_of(record: Mapping[str, Any]) -> str:

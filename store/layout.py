@@ -89,14 +89,14 @@ def _uri_of(path: str) -> str | None:
 def is_unused(uri: str) -> bool:
     """Return whether no run has begun in the storage at `uri`, which may be anybody's.
 
-    run.json and PRIMARY are also left by a start that did not get further.
+    run.json, PRIMARY and UNFINISHED_FORK are also left by a start that did not get further.
     """
     return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
 
 
 def _has_no_files(uri: str) -> bool:
     files = open_storage(uri).files("")
-    return all(file.path in (RUN_JSON, PRIMARY) for file in files)
+    return all(file.path in (RUN_JSON, PRIMARY, UNFINISHED_FORK) for file in files)
 
 
 class _Below:
@@ -362,6 +362,8 @@ class RunLayout:
             )
         make_place(self.storage)
         primary_directory.take(self.root, self.storage)
+        if self.info.forked_from is not None:  # nobody brings it before it is whole
+            self.storage.write(UNFINISHED_FORK, b"{}")
         self.storage.write(RUN_JSON, run_json)
         self.check_primary()  # another start may have taken it meanwhile
 
@@ -380,7 +382,9 @@ class RunLayout:
         if self.info.storage_uri is None:
             return
         primary_directory.check(self.root, self.info.storage_uri)
-        if beneath.status(self.run_json, root=self.root) is None:  # it is being made
+        # It is being made, or of an earlier version: the storage may be another one by now.
+        is_old = beneath.status(self.root / PRIMARY, root=self.root) is None
+        if is_old or beneath.status(self.run_json, root=self.root) is None:
             return
         try:
             there = self.storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
@@ -394,6 +398,14 @@ class RunLayout:
             self.storage.write(RUN_JSON, ours)
             if signed_texts(self.root) is not None:
                 self.storage.write(SIGNED, (self.root / SIGNED).read_bytes(), is_private=True)
+
+    @property
+    def is_being_brought(self) -> bool:
+        """Return whether this directory is filled from a storage, and goes if that fails.
+
+        Until it is whole, nothing is shown to readers, and nothing is removed from the storage.
+        """
+        return beneath.status(self.root / UNFINISHED_BRING, root=self.root) is not None
 
     @property
     def run_directory(self) -> Path:

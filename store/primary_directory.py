@@ -68,12 +68,20 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
 def check(root: Path, uri: str) -> None:
     """Raise FencedError if the run at `uri` has another primary directory by now.
 
-    A storage without PRIMARY refuses no directory. Raises UnavailableError.
+    A run of an earlier version has PRIMARY nowhere. Raises UnavailableError, also if only the
+    storage has none: a volume that is not mounted looks like that.
     """
     there = _there(open_storage(uri))
+    if there is None and _here(root):
+        raise UnavailableError(
+            f"{open_storage(uri).locate(PRIMARY)} is not there; mount the volume, or check the "
+            f"URI. If it was removed, copy {root / PRIMARY} there"
+        )
     if there is not None and not _is_here(root, there):
+        is_whole = _last_whole(there) == there
+        how = "was brought" if is_whole else "is being brought, or was in part,"
         raise FencedError(
-            f"the run of {root} was brought to {_where(there)} and goes on there; stop this one. "
+            f"the run of {root} {how} to {_where(there)} and goes on there; stop this one. "
             "To bring it back to this machine, stop that one: gigpo train --resume "
             f"{shell_word(uri)} run_dir=NEW"
         )
@@ -102,6 +110,12 @@ def _last_whole(data: bytes) -> bytes | None:
         return data
     before = content[BEFORE]
     return before.encode() if isinstance(before, str) else None
+
+
+def is_primary(root: Path, storage: Storage) -> bool:
+    """Return whether a directory is the primary one of a run in a storage. Raises StoreError."""
+    there = _there(storage)
+    return there is not None and _is_here(root, there)
 
 
 def _is_here(root: Path, there: bytes | None) -> bool:

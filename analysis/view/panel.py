@@ -119,7 +119,7 @@ def render_panel(
     body, error = Markup(""), ""
     try:
         if panel.content is not None:
-            body = panel.content()
+            body = _bounded(panel.content())
         if panel.query:
             body = _body(panel, _rows(panel, ask))
     except Exception as reason:  # noqa: BLE001  a stranger's view may give values of any type
@@ -204,6 +204,10 @@ def _body(panel: Panel, table: pa.Table) -> Markup:
         shown = Markup('<div class="chart" role="img" aria-label="{}">{}</div>').format(
             plain(shown.summary, at_most=300), json_script(shown.item, kind="chart-data")
         )
+    return _bounded(shown)
+
+
+def _bounded(shown: Markup) -> Markup:
     return _too_large(f"{len(shown):,} characters") if len(shown) > MAX_CHARACTERS else shown
 
 

@@ -18,6 +18,7 @@ from configs import Config, ConfigError
 from store import CONFIG_FILE, RunLayout, StoreError
 
 MAX_CHARACTERS = 1 << 16  # that a page reads; most runs have 5,000
+MAX_PLACE_CHARACTERS = 300  # of a dotted key: nested names of a forged run have thousands
 UNSET = "–"
 NOT_COMPARED = ("run_dir",)  # where a run lies is no setting of its training
 
@@ -101,7 +102,8 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value:
         for name, below in value.items():
             known = configs.shown_name(str(name))
-            yield from _flat(below, f"{prefix}.{known}" if prefix else known)
+            place = f"{prefix}.{known}" if prefix else known
+            yield from _flat(below, place[:MAX_PLACE_CHARACTERS])
     else:
         yield prefix, value
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -30,6 +31,7 @@ from pathlib import Path
 from store import UnsafePathError
 
 UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
+OURS = re.compile(r"\.?(v|step)[0-9]+(\..*)?")  # names of weights and checkpoints
 
 
 @contextmanager
@@ -155,14 +157,30 @@ def prune_oldest(parent: Path, *, keep: int) -> None:
         raise ValueError(
             f"keep={keep} would remove the newest directory of {parent} too; keep at least 1"
         )
-    names = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    names = sorted(names_of_ours(parent))
     unfinished = [name for name in names if name.endswith((UNFINISHED_SUFFIX, REPLACED_SUFFIX))]
-    removed = unfinished + [name for name in names if name not in unfinished][:-keep]
-    for name in removed:
-        if (parent / name).is_symlink():
-            (parent / name).unlink()
-        else:
-            shutil.rmtree(parent / name)
+    for name in unfinished + [name for name in names if name not in unfinished][:-keep]:
+        remove_directory(parent / name)
+
+
+def names_of_ours(parent: Path) -> list[str]:
+    """Return the names of weights and checkpoints in a directory, whole and unfinished ones.
+
+    Others are left alone: NFS keeps a removed file that somebody reads under a name of its own.
+    """
+    return [path.name for path in parent.iterdir() if path.is_dir() and OURS.fullmatch(path.name)]
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory, or a link in its place. What NFS keeps of it goes the next time."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise
 
 
 def _show(unfinished: Path, dest: Path) -> None:

@@ -77,10 +77,10 @@ def unread_commits_of(layout: RunLayout) -> int:
 
 
 def _noted(layout: RunLayout) -> int:
-    """Return the number that `note_unread_commits` wrote, 1 for a file that says none."""
+    """Return the number that `note_unread_commits` wrote, 1 for a file that says another thing."""
     try:
         text = read_bytes(_note(layout), root=layout.run_directory, at_most=_NOTE_BYTES)
-        return int(text)
+        return max(1, int(text))
     except FileNotFoundError:
         return 0
     except (OSError, StoreError, ValueError):

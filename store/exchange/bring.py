@@ -26,12 +26,14 @@ from store.atomic_write import (
     make_directory,
     write_atomically,
 )
+from store.catalog.catalog import Catalog
 from store.errors import FormatError, StoreError, UnavailableError
 from store.exchange.run_making import making_alone
 from store.file_rights import keep_private
 from store.layout import RunLayout, is_unused
 from store.maintenance.rebuild import Report, rebuild
 from store.reading import open_sql
+from store.reading.manifest import export
 from store.reading.mirror import cache_of
 from store.remote_directory import has_directory, local_directory
 from store.run_json import RunInfo, parse_run_json
@@ -42,6 +44,7 @@ from store.run_names import (
     RUN_JSON,
     SIGNED,
     UNFINISHED_BRING,
+    UNFINISHED_FORK,
 )
 from store.storage import Storage, open_storage
 from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, MAX_TEXT_BYTES, remove, remove_tree
@@ -121,7 +124,7 @@ def _bring(
         if has_directory(layout, BASE_POLICY):
             local_directory(layout, BASE_POLICY)
         with primary_directory.taken(root, storage):
-            report = rebuild(layout, only_new=True)
+            report = rebuild(layout, is_brought=True)
     except BaseException:
         with suppress(OSError, StoreError):
             _empty(root)
@@ -129,6 +132,9 @@ def _bring(
                 root.rmdir()
         raise
     (root / UNFINISHED_BRING).unlink()
+    # Not before: readers would be shown what the run has not where it was.
+    with Catalog.open(layout) as catalog:
+        export(catalog, layout)
     return report
 
 
@@ -193,6 +199,11 @@ def _small_files(uri: str) -> dict[str, bytes] | None:
 
 def _read_small_files(uri: str) -> dict[str, bytes] | None:
     storage = open_storage(uri)
+    if storage.exists(UNFINISHED_FORK):
+        raise FormatError(
+            f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
+            "command that made it again"
+        )
     found: dict[str, bytes] = {}
     for name, at_most in SMALL_FILES.items():
         if storage.exists(name):

@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from os import link as link_file  # a test stands in for it, as for a file system without hard links
 from pathlib import Path
 
+from store import primary_directory
 from store.atomic_write import PRIVATE, make_directory, sync_directory
 from store.catalog.catalog_files import make_catalog_file
 from store.catalog.connection import (
@@ -47,6 +48,7 @@ from store.run_json import parse_run_json
 from store.run_names import (
     BASE_POLICY,
     CHECKPOINT_PATH,
+    PRIMARY,
     RUN_JSON,
     SEGMENT_PATH,
     UNFINISHED_FORK,
@@ -226,6 +228,8 @@ def _fill(
         sync_directory(Path(directory), beneath=unfinished)
     if not private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
+    if storage_uri is not None:
+        layout.storage.remove(UNFINISHED_FORK)
     (unfinished / UNFINISHED_FORK).unlink()
     sync_directory(unfinished, beneath=unfinished)
 
@@ -333,9 +337,14 @@ def _remove_stored(unfinished: Path) -> None:
     if uri is None:
         return
     storage = open_storage(uri)
+    # It may have been brought to another directory, where it goes on.
+    if not primary_directory.is_primary(unfinished, storage):
+        return
     if storage.exists(RUN_JSON) and storage.read(RUN_JSON).to_pybytes() == data:
         paths = [file.path for file in storage.files("")]
-        for path in sorted(paths, key=lambda path: path == RUN_JSON):
+        # Whoever has only the last two counts as unused. Until then nobody brings it.
+        last = ("", UNFINISHED_FORK, PRIMARY, RUN_JSON)
+        for path in sorted(paths, key=lambda path: last.index(path) if path in last else 0):
             storage.remove(path)
 
 

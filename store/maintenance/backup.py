@@ -29,7 +29,12 @@ ROLLBACK_JOURNAL = b"\1\1"
 
 
 def write_backup(copy: sqlite3.Connection, layout: RunLayout) -> None:
-    """Replace the backup by `copy`, a copy of the catalog. Raises StoreError if it is not sound."""
+    """Replace the backup by `copy`, a copy of the catalog. Raises StoreError if it is not sound.
+
+    None is written while the run is brought to this directory: it goes if that fails.
+    """
+    if layout.is_being_brought:
+        return
     copy.row_factory = sqlite3.Row
     check_schema(copy, path=layout.catalog)
     _check_sound(copy, layout)

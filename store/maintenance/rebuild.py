@@ -98,11 +98,12 @@ class _OtherRunError(StoreError):
         self.run_id = run_id
 
 
-def rebuild(layout: RunLayout, *, only_new: bool = False) -> Report:
+def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
     """Replace the catalog. Raises LockedError while a process owns it.
 
-    `only_new` reads no file that the backup knows with its size: of a run in an object store, that
-    would be all that it ever wrote. UnavailableError says that a file cannot be reached now;
+    `is_brought`: from a storage to here, where the directory goes if that fails. Then no file is
+    read that the backup knows with its size, which would be all that the run ever wrote, and
+    nothing is written into the storage. UnavailableError says that a file cannot be reached now;
     nothing was touched then.
     """
     lock = take_lock(layout)
@@ -110,7 +111,7 @@ def rebuild(layout: RunLayout, *, only_new: bool = False) -> Report:
         check_owner(layout)
         connection, lost, has_backup = _base(layout)
         with closing(connection):
-            contents = _scan(layout, known=_known_sizes(connection) if only_new else {})
+            contents = _scan(layout, known=_known_sizes(connection) if is_brought else {})
             recovered = _recover(connection, layout, contents=contents)
             if not has_backup:  # the next clean close would replace it
                 lost += _set_backup_aside(layout)
@@ -176,6 +177,7 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     played: list[Played] = []
     rejected: dict[str, StoreError] = {}
     of_others: set[str] = set()  # run ids
+    n_own = 0  # a fork has segments of the runs before it, too
     for stored in list(layout.storage.files(layout.relative(layout.segments))):
         path = stored.path
         if not SEGMENT_PATH.fullmatch(path):
@@ -184,7 +186,7 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             unread.append(PurePosixPath(path).stem)
             continue
         try:
-            file, held = _read_segment(layout, path)
+            file, held, is_own = _read_segment(layout, path)
         except UnavailableError:
             raise
         except _OtherRunError as error:
@@ -196,11 +198,12 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
             continue
         files.append(file)
         played += held
-    if of_others and not files and not unread:
+        n_own += is_own
+    if of_others and not n_own and not unread:
         # Nothing is moved: it is run.json that is not of this run.
         name = layout.storage.locate(RUN_JSON)
         raise FormatError(
-            f"{name} says run {layout.info.run_id}, and every segment there is of run "
+            f"{name} says run {layout.info.run_id}, and its segments are of run "
             f"{', '.join(sorted(of_others))}; put the right {RUN_JSON} back, with that run_id"
         )
     # A merged file replaced others, and a larger one holds more that no other file does.
@@ -211,8 +214,8 @@ def _scan(layout: RunLayout, *, known: Mapping[str, int]) -> Contents:
     )
 
 
-def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played, ...]]:
-    """Return a segment file and its trajectories.
+def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played, ...], bool]:
+    """Return a segment file, its trajectories, and whether this run itself wrote it.
 
     Raises StoreError unless its content is the one that its name says, and of this run.
     """
@@ -234,7 +237,8 @@ def _read_segment(layout: RunLayout, path: str) -> tuple[FoundFile, tuple[Played
         worker=rows.worker,
         trajectories=[trajectory.meta for trajectory in held],
     )
-    return FoundFile(meta=meta, epoch=rows.epoch, level=int(rows.worker == COMPACTED)), held
+    found = FoundFile(meta=meta, epoch=rows.epoch, level=int(rows.worker == COMPACTED))
+    return found, held, rows.run_id == layout.info.run_id
 
 
 def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Contents) -> Recovered:
@@ -389,8 +393,9 @@ def _new_versions(
 
 
 def _replace_catalog(layout: RunLayout, data: bytes) -> None:
-    # The logs go first: they belong to no other catalog.
-    for suffix in ("-wal", "-shm", "-journal", ""):
+    # The catalog goes first: a start in between would read it without its log. The logs go before
+    # the new one is written, because they belong to no other.
+    for suffix in ("", "-wal", "-shm", "-journal"):
         old = layout.catalog.with_name(layout.catalog.name + suffix)
         if status(old, root=layout.root) is not None:
             quarantine(layout, layout.relative(old))

@@ -28,7 +28,6 @@ from store.maintenance.segment_rows import malformed, open_rows, trajectories
 from store.reading import open_sql
 from store.reading.manifest import export
 from store.records import uid_text
-from store.run_names import UNFINISHED_BRING
 from store.segments import SegmentMeta, decode, write_rows
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,
@@ -151,7 +150,7 @@ def quarantine(layout: RunLayout, path: str) -> str:
         else:  # the file in the other storage is damaged, not a copy fetched for reading
             data = memoryview(layout.storage.read(path))
             write_atomically(target, data, mode=READ_ONLY, beneath=layout.root)
-            if status(layout.root / UNFINISHED_BRING, root=layout.root) is None:
+            if not layout.is_being_brought:
                 layout.storage.remove(path)
     except UnsafePathError:
         raise

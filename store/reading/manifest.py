@@ -148,7 +148,10 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     """Bring manifest.json up to the catalog's lsn, and return the lsn.
 
     The cost is that of the changes since the last call. The owner calls it at most once a second.
+    Nothing is done while the run is brought to this directory; 0 is returned.
     """
+    if layout.is_being_brought:
+        return 0
     previous = read_manifest(layout)
     if previous is not None and not _is_complete(layout, previous):
         previous = None

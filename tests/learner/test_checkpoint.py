@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -586,6 +587,24 @@ def test_on_a_full_disk_the_older_checkpoint_stays_and_a_later_try_works(
         assert_equal(state_of(again), newer)
         again.close()
     engine.close()
+
+
+def test_pruning_leaves_what_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that NFS made ended the run, and a directory of a person was removed."""
+    for name in ("step000001", "step000002.tmp", "best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".nfs000000000001").write_bytes(b"")
+    prune_checkpoints(tmp_path, kept=lambda names: set())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".nfs000000000001", "best"]
+    (tmp_path / "step000003").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "a file in it is read", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    prune_checkpoints(tmp_path, kept=lambda names: set())
 
 
 def test_pruning_keeps_the_last_and_those_that_are_kept_for_ever(tmp_path: Path) -> None:

@@ -72,3 +72,10 @@ def test_an_unreadable_text_is_a_value_error(data: bytes, complaint: str) -> Non
     with pytest.raises(ValueError, match=complaint) as error:
         read_value(data, most=10**6)
     assert not isinstance(error.value, TooManyValues)
+
+
+def test_a_long_number_is_not_read() -> None:
+    """The attack: an answer full of them held a worker's event loop for seconds."""
+    assert read_value(b"[" + b"-" + b"9" * 399 + b"]", most=2) == [-(10**399 - 1)]
+    with pytest.raises(ValueError, match="a whole number of more than 400 digits"):
+        read_value(b"[" + b"9" * 401 + b"]", most=2)

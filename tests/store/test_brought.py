@@ -15,10 +15,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pytest
 
+import store.exchange.fork as fork_module
 import store.maintenance.rebuild as rebuild_module
 from cli.__main__ import main
 from store import (
@@ -30,6 +32,7 @@ from store import (
     Maintainer,
     RunLayout,
     StoreError,
+    UnavailableError,
     VersionRecord,
     bring_catalog,
     bring_run,
@@ -282,8 +285,9 @@ def test_a_run_that_could_not_be_brought_stays_where_it_was(
 
     A full disk is the same.
     """
-    if not has_primary:
+    if not has_primary:  # of an earlier version
         lost.storage.remove(primary_directory.PRIMARY)
+        (lost.root / primary_directory.PRIMARY).unlink()
     take = primary_directory.take
 
     def interrupted(*given: Any, **_: object) -> None:
@@ -381,7 +385,7 @@ def test_a_bring_with_the_run_json_of_another_run_moves_nothing(
     other = "0" if text[digit] != "0" else "1"
     lost.storage.write("run.json", f"{text[:digit]}{other}{text[digit + 1 :]}".encode())
     before = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
-    wrong = rf"every segment there is of run {lost.info.run_id}; put the right run.json back"
+    wrong = rf"its segments are of run {lost.info.run_id}; put the right run.json back"
     with pytest.raises(FormatError, match=wrong):
         bring_run(uri_of(lost), tmp_path / "new", trusts=True)
     after = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
@@ -415,6 +419,111 @@ def test_of_two_runs_that_are_made_at_once_in_one_storage_the_other_is_refused(
     )
     with pytest.raises(StoreError):
         RunLayout.open(tmp_path / "slow")
+
+
+def test_a_bring_that_ends_late_has_shown_readers_nothing(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest and its backup stayed, and the directory where the run was counted as older."""
+    names = ("manifest.json", lost.relative(lost.backup), primary_directory.PRIMARY)
+    before = {name: lost.storage.read(name).to_pybytes() for name in names}
+    token = json.loads(before[primary_directory.PRIMARY])["token"]
+    with monkeypatch.context() as patch:
+        patch.setattr(primary_directory, "_finish", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    after = {name: lost.storage.read(name).to_pybytes() for name in names}
+    assert json.loads(after.pop(primary_directory.PRIMARY))["token"] == token
+    assert all(before[name] == after[name] for name in after)
+    Catalog.open(lost).close()
+
+
+def test_a_storage_that_is_not_there_is_no_empty_one(lost: RunLayout, tmp_path: Path) -> None:
+    """The attack: a volume that was not mounted. The owner wrote run.json beneath its place, a
+    rebuild found nothing, and with the volume back all its files were swept.
+    """
+    storage = tmp_path / "shared"
+    storage.rename(tmp_path / "aside")
+    storage.mkdir()
+    for act in (lost.check_primary, lambda: Catalog.open(lost), lambda: rebuild(lost)):
+        with pytest.raises(UnavailableError, match=r"primary.json is not there; mount the volume"):
+            act()
+    assert not list(storage.iterdir())
+    storage.rmdir()
+    (tmp_path / "aside").rename(storage)
+    Catalog.open(lost).close()
+
+
+@pytest.fixture
+def forked(lost: RunLayout, tmp_path: Path) -> RunLayout:
+    """Return a fork with one group of its own, whose owner was killed."""
+    uri = (tmp_path / "of-fork").as_uri()
+    made = fork(lost, tmp_path / "fork", learner_step=2, config_yaml="a: 1\n", storage_uri=uri)
+    write_open_sql(made, macros=(), max_staleness=9)
+    assert not made.storage.exists("fork.unfinished")
+    catalog = Catalog.open(made)
+    play(made, catalog, open_train_group(catalog, 7))
+    export(catalog, made)
+    lose_the_owner(catalog)
+    return made
+
+
+def test_a_fork_with_the_run_json_of_another_run_loses_nothing(
+    forked: RunLayout, tmp_path: Path
+) -> None:
+    """The files of the run before it count as its own, and are no witnesses."""
+    text = forked.storage.read("run.json").to_pybytes().decode()
+    digit = text.index(forked.info.run_id)
+    other = "0" if text[digit] != "0" else "1"
+    forked.storage.write("run.json", f"{text[:digit]}{other}{text[digit + 1 :]}".encode())
+    before = {file.path for file in forked.storage.files("")}
+    with pytest.raises(FormatError, match=f"its segments are of run {forked.info.run_id}"):
+        bring_run(uri_of(forked), tmp_path / "new", trusts=True)
+    assert {file.path for file in forked.storage.files("")} == before
+
+
+def test_a_fork_that_was_killed_removes_nothing_of_who_went_on_with_its_files(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: it was brought to another directory, and the fork was given again."""
+    uri = (tmp_path / "of-fork").as_uri()
+    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_module, "_remove", lambda unfinished: None)  # as kill -9
+        patch.setattr(fork_module, "give_rights", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fork(lost, tmp_path / "fork", **given)
+    with pytest.raises(FormatError, match="has a fork that was cut short"):
+        bring_run(uri, tmp_path / "new", trusts=False)
+    (tmp_path / "of-fork" / "fork.unfinished").unlink()  # as of an earlier version
+    bring_run(uri, tmp_path / "new", trusts=False)
+    new = RunLayout.open(tmp_path / "new")
+    with Catalog.open(new) as catalog:
+        play(new, catalog, open_train_group(catalog, 9))
+    before = {file.path for file in new.storage.files("")}
+    with pytest.raises(StoreError, match="has files of another run"):
+        fork(lost, tmp_path / "fork", **given)
+    assert {file.path for file in new.storage.files("")} == before
+    Catalog.open(new).close()
+
+
+def test_a_fork_that_was_killed_is_made_when_it_is_given_again(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = (tmp_path / "of-fork").as_uri()
+    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    for name in ("_copy_catalog", "_link_files", "give_rights", "_put_in_place"):
+        with monkeypatch.context() as patch:
+            patch.setattr(fork_module, name, lambda *_, **__: os._exit(9))
+            child = multiprocessing.get_context("fork").Process(
+                target=fork, args=(lost, tmp_path / "fork"), kwargs=given
+            )
+            child.start()
+            child.join()
+            assert child.exitcode == 9
+    made = fork(lost, tmp_path / "fork", **given)
+    assert not made.storage.exists("fork.unfinished")
+    Catalog.open(made).close()
 
 
 def test_the_maintainers_thread_ends_the_run_that_was_brought_elsewhere(

@@ -175,7 +175,7 @@ def test_a_log_that_grew_beside_a_long_read_is_short_again(
         assert log_of(layout).stat().st_size < grown / 2
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"9" * 100])
+@pytest.mark.parametrize("content", [b"", b"x", b"0", b"-3", b"9" * 100])
 def test_a_note_of_any_content_keeps_the_files(killed: RunLayout, content: bytes) -> None:
     (killed.root / UNREAD_FILE).write_bytes(content)
     with Catalog.open(killed) as catalog:

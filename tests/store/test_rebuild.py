@@ -14,6 +14,7 @@ from unittest import mock
 import pyarrow as pa
 import pytest
 
+import store.maintenance.rebuild as rebuild_module
 from cli.__main__ import main
 from store import (
     Catalog,
@@ -353,6 +354,34 @@ def test_a_full_disk_for_temporary_files_is_no_damage_of_the_backup(
     with pytest.raises(UnavailableError, match="free space for temporary files"):
         rebuild(layout)
     assert layout.backup.read_bytes() == before and not layout.quarantine.exists()
+
+
+def test_a_rebuild_that_is_killed_in_between_leaves_no_catalog_without_its_log(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the log was moved first. The next start lost the commits in it, and their files."""
+    moved: list[str] = []
+    move = rebuild_module.quarantine
+
+    def move_one(layout: RunLayout, path: str) -> str:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(path)
+        return move(layout, path)
+
+    with Catalog.open(layout) as catalog:
+        play(layout, catalog, open_train_group(catalog, 60), version=1)
+        catalog._database.close()  # as kill -9 leaves it
+    Path(f"{layout.catalog}-wal").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module, "quarantine", move_one)
+        with pytest.raises(KeyboardInterrupt):
+            rebuild(layout)
+    assert moved == ["catalog.sqlite"]
+    with pytest.raises(StoreError, match="gigpo rebuild"):
+        Catalog.open(layout)
+    rebuild(layout)
+    Catalog.open(layout).close()
 
 
 def test_a_foreign_program_in_a_backup_is_never_started(layout: RunLayout) -> None:
