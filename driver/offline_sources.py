@@ -6,7 +6,7 @@ A source is a run or a data set, `source=RUN[@where]`, also a URI of one, or a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -244,10 +244,14 @@ def only_chats(config: Config) -> bool:
     return all(map(_is_chats, config.source))
 
 
-def chat_texts(config: Config) -> Iterator[str]:
-    """Yield the texts of all chats, to train a tokenizer on. Raises ConfigError."""
-    for text in filter(_is_chats, config.source):
-        yield from actors.chat_texts(Path(parse_source(text).location))
+def chat_texts(config: Config) -> Generator[str, None, None]:
+    """Yield the texts of all chats, to train a tokenizer on. Raises ConfigError.
+
+    Until the generator is closed, this process has the limit of memory for a stranger's file.
+    """
+    with limited_memory(_places(config)):
+        for text in filter(_is_chats, config.source):
+            yield from actors.chat_texts(Path(parse_source(text).location))
 
 
 def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:

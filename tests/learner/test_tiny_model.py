@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from configs import TinyModelConfig
+from learner.model import tiny_model
 from learner.model.tiny_model import ANSWER_TOKENS, make_tiny_model, train_tokenizer
 
 TEXTS = [
@@ -55,6 +56,16 @@ def test_merges_are_learned_and_the_same_each_time() -> None:
 def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vocabulary_size=100 is too small.*at least 264"):
         train_tokenizer(TEXTS, vocabulary_size=100)
+
+
+def test_a_tokenizer_is_made_of_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: 70 KB of Parquet were 400 million characters, and took all memory."""
+    monkeypatch.setattr(tiny_model, "MAX_CHARACTERS", 25)
+    monkeypatch.setattr(tiny_model, "PIECE_CHARACTERS", 10)
+    asked = iter(["a" * 12, "", "b" * 100, "c"])
+    found = list(tiny_model._first_characters(asked))
+    assert found == ["a" * 10, "a" * 2, "b" * 10, "b" * 3]
+    assert next(asked) == "c", "no more is read"
 
 
 def test_the_directory_loads_and_depends_on_the_seed_alone(tmp_path: Path) -> None:
