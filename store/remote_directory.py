@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 
 from store.atomic_write import TEMPORARY_SUFFIX, make_directory
-from store.errors import StoreError
+from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
 from store.run_names import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, checked_name
 from store.storage import LocalStorage
@@ -49,14 +49,24 @@ def publish_directory(layout: RunLayout, directory: Path) -> None:
 def prune_published(
     layout: RunLayout, parent: Path, *, kept: Callable[[list[str]], Collection[str]]
 ) -> None:
-    """Remove directories from the storage. `kept` gets the names in `parent`, and returns some."""
+    """Remove directories from the storage. `kept` gets the names in `parent`, and returns some.
+
+    What no run publishes is left alone, and what cannot be removed goes the next time: NFS keeps a
+    removed file that somebody reads under another name.
+    """
     if layout.info.storage_uri is None:
         return
-    paths = [stored.path for stored in layout.storage.files(layout.relative(parent))]
-    keeps = kept(sorted({PurePosixPath(path).parent.name for path in paths}))
-    for path in sorted(paths, key=lambda path: not path.endswith(MARKER)):
-        if PurePosixPath(path).parent.name not in keeps:
-            layout.storage.remove(path)
+    found = [PurePosixPath(one.path) for one in layout.storage.files(layout.relative(parent))]
+    ours = [path for path in found if PUBLISHED_PATH.fullmatch(str(path.parent))]
+    keeps = kept(sorted({path.parent.name for path in ours}))
+    for path in sorted(ours, key=lambda path: path.name != MARKER):
+        if path.parent.name not in keeps:
+            try:
+                layout.storage.remove(str(path))
+            except UnavailableError:
+                raise
+            except StoreError:
+                continue
 
 
 def is_published(layout: RunLayout, path: str) -> bool:
@@ -98,7 +108,8 @@ def local_directory(layout: RunLayout, path: str) -> Path:
     finally:
         remove_tree(unfinished, root=layout.root)
     if is_version:
-        fetched = sorted(marker.parent for marker in here.parent.glob(f"*/{MARKER}"))
+        there = (marker.parent for marker in here.parent.glob(f"*/{MARKER}"))
+        fetched = sorted(one for one in there if VERSION_PATH.fullmatch(layout.relative(one)))
         for old in fetched[:-KEEP_FETCHED]:
             remove_tree(old, root=layout.root)
     return here

@@ -113,8 +113,7 @@ def _unfinished(dest: Path) -> Iterator[Path]:
     unfinished = dest.with_name(dest.name + UNFINISHED_SUFFIX)
     with names_the_disk(dest):
         try:
-            if unfinished.exists():
-                shutil.rmtree(unfinished)
+            _clear(unfinished)
             _remove_replaced(dest)
             unfinished.mkdir(parents=True)
             yield unfinished
@@ -190,9 +189,15 @@ def _show(unfinished: Path, dest: Path) -> None:
 
 
 def _remove_replaced(dest: Path) -> None:
-    replaced = dest.with_name(dest.name + REPLACED_SUFFIX)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    _clear(dest.with_name(dest.name + REPLACED_SUFFIX))
+
+
+def _clear(path: Path) -> None:
+    """Remove what is at a path. What NFS keeps of it gets another name, for a later prune."""
+    if path.exists():
+        remove_directory(path)
+    if path.exists():
+        path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{REPLACED_SUFFIX}"))
 
 
 def _sync_name(dest: Path) -> None:

@@ -342,8 +342,8 @@ def _remove_stored(unfinished: Path) -> None:
         return
     if storage.exists(RUN_JSON) and storage.read(RUN_JSON).to_pybytes() == data:
         paths = [file.path for file in storage.files("")]
-        # Whoever has only the last two counts as unused. Until then nobody brings it.
-        last = ("", UNFINISHED_FORK, PRIMARY, RUN_JSON)
+        # With only these it counts as unused. With the marker nobody brings it.
+        last = ("", PRIMARY, RUN_JSON, UNFINISHED_FORK)
         for path in sorted(paths, key=lambda path: last.index(path) if path in last else 0):
             storage.remove(path)
 

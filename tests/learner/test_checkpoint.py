@@ -38,6 +38,7 @@ from learner.data.micro_batch import MicroBatch
 from learner.distributed import deepspeed_setup
 from learner.distributed.deepspeed_setup import LOOPBACK, host_ranks, initialize, join_ranks
 from learner.distributed.optimizer_state import KINDS, _started, read_state, read_steps, trainable
+from learner.files.atomic_directory import atomic_directory
 from learner.model.lora import add_adapters
 from learner.model.policy_model import load_policy
 from learner.model.tiny_model import make_tiny_model, train_tokenizer
@@ -605,6 +606,29 @@ def test_pruning_leaves_what_is_no_checkpoint(
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     prune_checkpoints(tmp_path, kept=lambda names: set())
+
+
+def test_a_directory_is_written_anew_beside_what_nfs_keeps_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the run, and every start after it."""
+    removed: list[str] = []
+
+    def keep_one_file(path: Path, **_: object) -> None:
+        removed.append(path.name)
+        raise OSError(errno.EBUSY, "a file in it is read", str(path))
+
+    for name in ("step000001", "step000001.tmp", "step000001.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".nfs000000000001").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", keep_one_file)
+        with atomic_directory(tmp_path / "step000001") as unfinished:
+            (unfinished / "new").write_bytes(b"")
+    assert [path.name for path in (tmp_path / "step000001").iterdir()] == ["new"]
+    assert removed == ["step000001.tmp", "step000001.old", "step000001.old"]
+    prune_checkpoints(tmp_path, kept=lambda names: {"step000001"})
+    assert [path.name for path in tmp_path.iterdir()] == ["step000001"]
 
 
 def test_pruning_keeps_the_last_and_those_that_are_kept_for_ever(tmp_path: Path) -> None:

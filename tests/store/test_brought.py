@@ -60,7 +60,7 @@ from store.maintenance.rebuild import rebuild
 from store.remote_directory import has_directory, is_published, prune_published
 from store.run_json import parse_run_json
 from store.run_names import BASE_POLICY, SIGNED, UNFINISHED_BRING
-from store.storage import MAX_FILE_BYTES, LocalStorage
+from store.storage import MAX_FILE_BYTES, LocalStorage, open_storage
 from store.untrusted.file_access import MAX_TEXT_BYTES
 from store.untrusted.signatures import MAX_SIGNED_BYTES
 from tests.support.file_modes import modes_at_each_write
@@ -505,6 +505,62 @@ def test_a_fork_that_was_killed_removes_nothing_of_who_went_on_with_its_files(
         fork(lost, tmp_path / "fork", **given)
     assert {file.path for file in new.storage.files("")} == before
     Catalog.open(new).close()
+
+
+def test_what_nobody_published_is_left_in_the_storage(
+    lost: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that NFS made ended the run. A person's directories took the place of the newest."""
+    foreign = ("checkpoints/.nfs000000000001", "checkpoints/best/a", "checkpoints/x/step000009/a")
+    for path in foreign:
+        lost.storage.write(path, b"theirs")
+    names: list[str] = []
+    before = {file.path for file in lost.storage.files("checkpoints")}
+
+    def keep_none(found: list[str]) -> set[str]:
+        names.extend(found)
+        return set()
+
+    def refuse(storage: LocalStorage, path: str) -> None:
+        raise StoreError(f"cannot remove {path}: Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "remove", refuse)
+        prune_published(lost, lost.checkpoints, kept=keep_none)
+    assert names == ["step000001", "step000002"]
+    assert {file.path for file in lost.storage.files("checkpoints")} == before
+    prune_published(lost, lost.checkpoints, kept=keep_none)
+    assert {file.path for file in lost.storage.files("checkpoints")} == set(foreign)
+
+
+def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: only run.json was left, and was brought as a run without anything."""
+    remove = LocalStorage.remove
+    for n_removed in range(40):
+        uri = (tmp_path / f"storage{n_removed}").as_uri()
+        given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+        left = [n_removed]
+
+        def remove_some(storage: LocalStorage, path: str, left: list[int] = left) -> None:
+            if not left[0]:
+                raise SystemExit
+            left[0] -= 1
+            remove(storage, path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, "remove", remove_some)
+            patch.setattr(fork_module, "give_rights", mock.Mock(side_effect=OSError("full disk")))
+            with pytest.raises((SystemExit, StoreError)) as ended:
+                fork(lost, tmp_path / f"fork{n_removed}", **given)
+        if ended.type is not SystemExit:
+            break
+        if {file.path for file in open_storage(uri).files("")}:
+            with pytest.raises(FormatError, match="has a fork that was cut short"):
+                bring_run(uri, tmp_path / f"new{n_removed}", trusts=False)
+        Catalog.open(fork(lost, tmp_path / f"fork{n_removed}", **given)).close()
+    assert n_removed > 5 and not list(open_storage(uri).files(""))
 
 
 def test_a_fork_that_was_killed_is_made_when_it_is_given_again(
