@@ -21,6 +21,7 @@ from printable import REASON_CHARACTERS, one_line
 GO = "go"
 PARTIAL = ".partial"
 MAX_HTTP_BYTES = 50e9  # larger files are left to huggingface_hub's own transfer
+PLAIN_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{0,127}")
 LFS_DIGEST = re.compile("[0-9a-f]{64}")  # an ETag that is the SHA-256 of the content
 
 
@@ -41,6 +42,7 @@ def main(request: dict[str, Any]) -> None:
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     disable_progress_bars()
+    _refuse_other_names()
     try:
         files = snapshot_download(**request, dry_run=True)
         missing = [file for file in files if file.will_download]
@@ -59,6 +61,25 @@ def main(request: dict[str, Any]) -> None:
         _print(Answer(commit=commit))
     except Exception as error:  # noqa: BLE001  # the border to the network: passed on as the fault
         _print(_fault(error.__cause__ or error))
+
+
+def _refuse_other_names() -> None:
+    """Have huggingface_hub refuse an answer whose ETag or commit could lead out of its cache.
+
+    Both become names of files there, and a mirror of the Hub may say anything.
+    """
+    from huggingface_hub import file_download
+
+    ask = file_download.get_hf_file_metadata
+
+    def ask_and_check(*given: Any, **settings: Any) -> file_download.HfFileMetadata:
+        known = ask(*given, **settings)
+        for name in (known.etag, known.commit_hash):
+            if name is not None and not PLAIN_NAME.fullmatch(name):
+                raise ValueError(f"the server names a content or a commit {name!r:.80}")
+        return known
+
+    file_download.get_hf_file_metadata = ask_and_check
 
 
 def _fault(error: BaseException) -> Answer:
@@ -92,12 +113,12 @@ def fetch(name: str, request: dict[str, Any]) -> None:
 
     huggingface_hub begins a file anew in every process. It finds this one, and only links it.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import file_download, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(request["repo_id"], name, revision=request["revision"])
-    known = get_hf_file_metadata(url)
+    known = file_download.get_hf_file_metadata(url)
     if known.etag is None or known.size is None:
         return
     whole = _blobs(request) / known.etag

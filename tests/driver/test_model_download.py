@@ -53,6 +53,7 @@ class Hub:
     url: str = ""
     commit: str = OLD
     stops_at: int | None = None
+    etag: str | None = None  # of every file, instead of its digest
     released: threading.Event = field(default_factory=threading.Event)
     asked: list[str] = field(default_factory=list)  # METHOD path range
 
@@ -93,7 +94,11 @@ def handler(state: Hub) -> type[BaseHTTPRequestHandler]:
 
         def file(self, data: bytes, *, commit: str) -> None:
             start = int(re.sub(r"\D", "", self.headers.get("Range", "bytes=0-").partition("-")[0]))
-            headers = {"ETag": f'"{oid(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            headers = {
+                "ETag": f'"{state.etag or oid(data)}"',
+                "X-Repo-Commit": commit,
+                "Accept-Ranges": "bytes",
+            }
             if start:
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             if self.command == "GET" and data is WEIGHTS and state.stops_at is not None:
@@ -273,6 +278,14 @@ def test_a_file_that_was_damaged_on_the_way_is_not_used(server: Hub, tmp_path: P
     ):
         with_model(asking())
     assert not list(blobs.glob("*.partial"))
+
+
+def test_a_server_cannot_name_a_file_outside_of_the_cache(server: Hub, tmp_path: Path) -> None:
+    """The attack: a mirror whose ETag was a path wrote a file of the user."""
+    server.etag = "../../../../home/.ssh/authorized_keys"
+    with pytest.raises(ConfigError, match=r"names a content or a commit '\.\./\.\./"):
+        with_model(asking())
+    assert not (tmp_path / "home").exists()
 
 
 def test_a_partial_file_that_is_too_long_is_begun_anew(server: Hub, tmp_path: Path) -> None:
