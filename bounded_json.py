@@ -16,7 +16,7 @@ from typing import Any
 # take some 30 MiB.
 MAX_VALUES = 2**18
 # Each value but the first follows one of them: "[" and "{" begin a list or an object with one.
-MAX_DIGITS = 400  # of a whole number, which is read in quadratic time; a float has up to 309
+MAX_DIGITS = 1000  # of a whole number, which is read in quadratic time; a float has up to 309
 SEPARATORS = b"[{,"
 QUOTE = b'"'
 _OTHER_BYTES = bytes(set(range(256)) - set(SEPARATORS + QUOTE))

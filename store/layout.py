@@ -363,7 +363,7 @@ class RunLayout:
         make_place(self.storage)
         primary_directory.take(self.root, self.storage)
         if self.info.forked_from is not None:  # nobody brings it before it is whole
-            self.storage.write(UNFINISHED_FORK, b"{}")
+            self.storage.write(UNFINISHED_FORK, self.info.run_id.encode())
         self.storage.write(RUN_JSON, run_json)
         self.check_primary()  # another start may have taken it meanwhile
 

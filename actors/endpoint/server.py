@@ -267,11 +267,13 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._recording(request)
+        _check_no_page(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "async-gigpo"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         recording = self._recording(request)
+        _check_no_page(request)
         if encoding := content_encoding(request):
             message = f"the body is compressed ({encoding}); send it as it is"
             raise RequestError(message, status=415, code="unsupported_encoding", param=None)
@@ -470,6 +472,13 @@ class Endpoint:
             recording.failure = error
             message = f"the policy failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, code="policy_failed", param=None) from error
+
+
+def _check_no_page(request: web.Request) -> None:
+    """Raise RequestError for a web page's request, which a program does not make."""
+    if "Origin" in request.headers:
+        message = "this server is not for pages of a browser, and the request names an Origin"
+        raise RequestError(message, status=403, code="origin_refused", param=None)
 
 
 def _episode_over(why: str) -> RequestError:

@@ -61,6 +61,9 @@ MAX_EPISODE_CHARACTERS = 16_000_000
 OWN_CHARACTERS = 250_000
 MAX_SHARED_CHARACTERS = 256_000_000
 CHARACTERS_OF_A_STEP = 500  # one takes as much memory as so many more, however short its action
+# Of a deterministic environment running episodes keep the answers too, to repeat them. 128 MiB of
+# them are remembered, those of all episodes that run are some hundred MiB with images.
+MAX_ANSWER_BYTES = 2**31
 # Bound of the bodies of all requests together, which a client may send slowly.
 MAX_BODIES_BYTES = 256 * 2**20
 SHOWN_CHARACTERS = 200  # of a client's text in an error
@@ -185,6 +188,12 @@ class Server:
             async with self._used(session):
                 if not session.has_begun:
                     raise RequestRefused(409, "the session has no episode yet; POST /reset first")
+                if self._pool.n_held_bytes > MAX_ANSWER_BYTES:
+                    raise RequestRefused(
+                        503,
+                        "the running episodes keep too many answers, such as images; begin another "
+                        "one, POST /reset, or ask again later",
+                    )
                 keep()
                 transition = await session.environment.step(action)
         flat = {

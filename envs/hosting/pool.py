@@ -185,6 +185,11 @@ class EnvironmentPool:
         """Return the number of resets and steps so far, and how many of them were remembered."""
         return self._cache.n_answers, self._cache.n_remembered
 
+    @property
+    def n_held_bytes(self) -> int:
+        """Return how many bytes of answers are remembered, or kept by running episodes."""
+        return self._cache.n_held_bytes
+
     def close(self) -> None:
         self._cache.close()
         for host in self._hosts:

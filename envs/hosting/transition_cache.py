@@ -193,6 +193,7 @@ class TransitionCache:
         self.deterministic = deterministic
         self.n_answers = self.n_remembered = 0  # resets and steps; those that asked nobody
         self.n_bytes = 0  # of all graphs
+        self.n_held_bytes = 0  # the same, with graphs that are forgotten and still played
         self._can_restore = False  # whether an answer had a saved state
         self._max_bytes = max_bytes
         self._keeper = keeper
@@ -204,7 +205,8 @@ class TransitionCache:
             return CachedEpisode(self, _Graph(task), objects)
         graph = self._graphs.pop(task.id, None)
         if graph is None or graph.task != task:
-            self.n_bytes -= 0 if graph is None else graph.n_bytes
+            if graph is not None:
+                self._forgot(graph)
             graph = _Graph(task)
         self._graphs[task.id] = graph
         return CachedEpisode(self, graph, objects)
@@ -252,13 +254,15 @@ class TransitionCache:
     def end_episode(self, graph: _Graph) -> None:
         """Write what is new, if this was the last episode of its task."""
         graph.n_playing -= 1
+        if graph.n_playing == 0 and self._graphs.get(graph.task.id) is not graph:
+            self.n_held_bytes -= graph.n_bytes
         if graph.n_playing == 0 and self._keeper is not None and (new := self._unwritten(graph)):
             self._keeper.save([new])
 
     def distrust(self, graph: _Graph) -> str:
         """Forget a task whose answers were not repeated. Return what was done with its file."""
         if self._graphs.get(graph.task.id) is graph:
-            self.n_bytes -= self._graphs.pop(graph.task.id).n_bytes
+            self._forgot(self._graphs.pop(graph.task.id))
         file, graph.file = graph.file, None
         if file is None:
             return ""
@@ -294,10 +298,17 @@ class TransitionCache:
         try:
             yield
         finally:
+            self.n_held_bytes += graph.n_bytes - before
             if self._graphs.get(graph.task.id) is graph:
                 self.n_bytes += graph.n_bytes - before
             while self.n_bytes > self._max_bytes:
-                self.n_bytes -= self._graphs.popitem(last=False)[1].n_bytes
+                self._forgot(self._graphs.popitem(last=False)[1])
+
+    def _forgot(self, graph: _Graph) -> None:
+        """Count a graph no more. Its running episodes keep it until the last one ends."""
+        self.n_bytes -= graph.n_bytes
+        if graph.n_playing == 0:
+            self.n_held_bytes -= graph.n_bytes
 
 
 class CachedEpisode:

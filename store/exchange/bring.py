@@ -199,11 +199,6 @@ def _small_files(uri: str) -> dict[str, bytes] | None:
 
 def _read_small_files(uri: str) -> dict[str, bytes] | None:
     storage = open_storage(uri)
-    if storage.exists(UNFINISHED_FORK):
-        raise FormatError(
-            f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
-            "command that made it again"
-        )
     found: dict[str, bytes] = {}
     for name, at_most in SMALL_FILES.items():
         if storage.exists(name):
@@ -215,6 +210,14 @@ def _read_small_files(uri: str) -> dict[str, bytes] | None:
                     raise
         elif name == RUN_JSON:
             return None
+    if storage.exists(UNFINISHED_FORK):
+        marked = storage.read(UNFINISHED_FORK, at_most=MAX_TEXT_BYTES).to_pybytes()
+        # Another run may have been made there since.
+        if marked == parse_run_json(found[RUN_JSON], name=RUN_JSON).run_id.encode():
+            raise FormatError(
+                f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
+                "command that made it again"
+            )
     return found
 
 

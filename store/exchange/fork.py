@@ -42,6 +42,7 @@ from store.file_rights import (
     remove_access_lists,
 )
 from store.layout import RunLayout
+from store.maintenance.backup import empty_database, write_backup
 from store.reading.pins import Pin
 from store.remote_directory import copy_directory, has_directory, publish_directory
 from store.run_json import parse_run_json
@@ -229,9 +230,19 @@ def _fill(
     if not private:
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
     if storage_uri is not None:
+        _back_up(layout)  # without it whoever brings the fork would have no checkpoint
         layout.storage.remove(UNFINISHED_FORK)
     (unfinished / UNFINISHED_FORK).unlink()
     sync_directory(unfinished, beneath=unfinished)
+
+
+def _back_up(layout: RunLayout) -> None:
+    with (
+        closing(sqlite3.connect(layout.catalog)) as catalog,
+        closing(empty_database()) as copy,
+    ):
+        catalog.backup(copy)
+        write_backup(copy, layout)
 
 
 def _bound_rights(made: Path, *, source: RunLayout, layout: RunLayout) -> None:

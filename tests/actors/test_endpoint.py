@@ -675,6 +675,35 @@ def test_a_compressed_body_is_refused() -> None:
     assert "compressed (deflate); send it as it is" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.test"}, 403),
+        ({"Origin": "null"}, 403),
+        ({}, 200),
+    ],
+)
+def test_a_request_of_a_web_page_is_refused(headers: dict[str, str], status: int) -> None:
+    async def body(endpoint: Endpoint) -> tuple[int, int]:
+        with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
+            key, url = recording.client.api_key, recording.client.base_url
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(
+                    f"{url}/chat/completions",
+                    data=json.dumps({"messages": [{"role": "user", "content": "5 + 2"}]}),
+                    headers={
+                        "Authorization": f"Bearer {key}",
+                        "Content-Type": "application/json",
+                        **headers,
+                    },
+                ) as answer,
+            ):
+                return answer.status, len(recording.steps())
+
+    assert served(TextPolicy(["7"]), body) == (status, int(status == 200))
+
+
 def test_another_protocol_is_refused() -> None:
     """The attack: whoever asked for one could leave unseen, and got a step that nobody received."""
 

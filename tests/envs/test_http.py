@@ -710,6 +710,10 @@ def test_the_actions_that_episodes_keep_are_bounded(monkeypatch: pytest.MonkeyPa
             for session in there._sessions.values():
                 assert (session.n_held, session.n_kept) == (2000, 2000)
             assert there._shared._left == 1000 - 500
+            monkeypatch.setattr(http_server, "MAX_ANSWER_BYTES", -1)
+            await told("reset", id=sessions[2], task={"id": "key_room-train-1"})
+            status, complaint = await told("step", id=sessions[2], action="up")
+            assert status == 503 and "the running episodes keep too many answers" in complaint
         finally:
             await there.close()
 

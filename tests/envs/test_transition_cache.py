@@ -359,6 +359,30 @@ def test_the_task_played_longest_ago_is_forgotten_as_a_whole() -> None:
     assert len(here.environments) == 4
 
 
+def test_what_running_episodes_keep_of_a_forgotten_task_counts_until_they_end() -> None:
+    """The attack: 88 KB a step, of which nobody knew."""
+    cache = TransitionCache("counter", deterministic=True, max_bytes=1, keeper=None)
+    here = Here(Counter)
+    here.cache = cache
+
+    async def play() -> None:
+        episodes = [cache.episode(TASK, here) for _ in range(2)]
+        for episode in episodes:
+            await episode.answer(RESET)
+            await episode.answer("up")
+            assert cache.n_held_bytes > 1000 and cache.n_bytes == 0
+        first, second = episodes
+        first.close()
+        assert cache.n_held_bytes > 0
+        second.close()
+        second.close()
+        assert cache.n_held_bytes == 0
+
+    asyncio.run(play())
+    asyncio.run(here.play("up"))
+    assert cache.n_held_bytes == cache.n_bytes == 0
+
+
 def test_another_task_under_a_known_id_is_another_task() -> None:
     here = Here(Counter)
     changed = replace(TASK, seed=1)

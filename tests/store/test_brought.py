@@ -533,6 +533,46 @@ def test_what_nobody_published_is_left_in_the_storage(
     assert {file.path for file in lost.storage.files("checkpoints")} == set(foreign)
 
 
+def test_what_a_fork_left_keeps_no_later_run_of_its_storage_from_being_brought(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: one request of a fork failed, and its marker stayed."""
+    uri = (tmp_path / "of-fork").as_uri()
+    write = LocalStorage.write
+
+    def fail_once(storage: LocalStorage, path: str, *given: Any, **more: Any) -> None:
+        if path == "run.json":
+            raise UnavailableError("the storage does not answer")
+        write(storage, path, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "write", fail_once)
+        with pytest.raises(UnavailableError):
+            fork(lost, tmp_path / "fork", learner_step=2, config_yaml="a: 1\n", storage_uri=uri)
+    assert open_storage(uri).exists("fork.unfinished")
+    plain = RunLayout.create(tmp_path / "plain", config_yaml="a: 1\n", storage_uri=uri)
+    write_open_sql(plain, macros=(), max_staleness=9)
+    with Catalog.open(plain) as catalog:
+        play(plain, catalog, open_train_group(catalog, 0))
+        export(catalog, plain)
+    bring_run(uri, tmp_path / "new", trusts=False)
+    assert len(states(tmp_path / "new")) == 1
+
+
+def test_a_fork_that_is_whole_is_brought_with_its_checkpoint(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """Its disk was lost before its first owner made a backup."""
+    uri = (tmp_path / "of-fork").as_uri()
+    fork(lost, tmp_path / "fork", learner_step=2, config_yaml="a: 1\n", storage_uri=uri)
+    shutil.rmtree(tmp_path / "fork")
+    bring_run(uri, tmp_path / "new", trusts=False)
+    new = RunLayout.open(tmp_path / "new")
+    with Catalog.open(new) as catalog:
+        assert [point.learner_step for point in catalog.live_checkpoints()] == [2]
+    assert [state for state, _ in states(new.root).values()][:2] == ["trained", "trained"]
+
+
 def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
     lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,7 +597,8 @@ def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
         if ended.type is not SystemExit:
             break
         if {file.path for file in open_storage(uri).files("")}:
-            with pytest.raises(FormatError, match="has a fork that was cut short"):
+            refused = r"has a fork that was cut short|run.json is not there"
+            with pytest.raises(FormatError, match=refused):
                 bring_run(uri, tmp_path / f"new{n_removed}", trusts=False)
         Catalog.open(fork(lost, tmp_path / f"fork{n_removed}", **given)).close()
     assert n_removed > 5 and not list(open_storage(uri).files(""))
