@@ -118,9 +118,10 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
                 remove_leftovers(run)
                 for mine in (DRIVER_FILE, STOPPING_FILE):
                     (run / mine).unlink(missing_ok=True)
-                if is_new and os.listdir(run) == [DRIVER_LOCK]:  # the run has not begun
+                if os.listdir(run) == [DRIVER_LOCK]:  # the run has not begun
                     (run / DRIVER_LOCK).unlink()
-                    run.rmdir()
+                    if is_new:
+                        run.rmdir()
 
 
 @contextlib.contextmanager

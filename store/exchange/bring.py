@@ -40,6 +40,7 @@ from store.run_json import RunInfo, parse_run_json
 from store.run_names import (
     BASE_POLICY,
     CONFIG_FILE,
+    DRIVER_LOCK,
     OUTSIDE_FILE,
     RUN_JSON,
     SIGNED,
@@ -63,7 +64,8 @@ SMALL_FILES = {
     OUTSIDE_FILE: MAX_TEXT_BYTES,
     VIEWS: MAX_OPEN_SQL_BYTES,
 }
-OF_A_FILE_SYSTEM = "lost+found"  # may be in a directory that is the root of one
+# In a directory that is the root of a file system, and in one where a start has failed.
+OF_AN_EMPTY_ONE = ("lost+found", DRIVER_LOCK)
 
 
 def is_uri(location: str) -> bool:
@@ -254,7 +256,7 @@ def _write_small_files(layout: RunLayout, files: Mapping[str, bytes]) -> None:
 def _empty(root: Path) -> None:
     """Remove what a killed call left. Raises StoreError if anything else is there."""
     try:
-        there = [path for path in root.iterdir() if path.name != OF_A_FILE_SYSTEM]
+        there = [path for path in root.iterdir() if path.name not in OF_AN_EMPTY_ONE]
     except FileNotFoundError:
         return
     except OSError as error:
