@@ -15,8 +15,8 @@ from typing import Any
 # Of one request: 65,536 short messages have 196,608. So many are read in tenths of a second and
 # take some 30 MiB.
 MAX_VALUES = 2**18
-# Each value but the first follows one of them: "[" and "{" begin a list or an object with one.
 MAX_DIGITS = 1000  # of a whole number, which is read in quadratic time; a float has up to 309
+# Each value but the first follows one of them: "[" and "{" begin a list or an object with one.
 SEPARATORS = b"[{,"
 QUOTE = b'"'
 _OTHER_BYTES = bytes(set(range(256)) - set(SEPARATORS + QUOTE))

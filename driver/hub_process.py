@@ -76,7 +76,10 @@ def _refuse_other_names() -> None:
         known = ask(*given, **settings)
         for name in (known.etag, known.commit_hash):
             if name is not None and not PLAIN_NAME.fullmatch(name):
-                raise ValueError(f"the server names a content or a commit {name!r:.80}")
+                raise ValueError(
+                    f"the server names a content or a commit {name!r:.80}, which is no plain name; "
+                    "use another server (HF_ENDPOINT)"
+                )
         return known
 
     file_download.get_hf_file_metadata = ask_and_check

@@ -126,11 +126,11 @@ def driving(run: Path, *, private: bool = False) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _taking_turns(run: Path) -> Iterator[None]:
-    """Let one process at a time begin or end to drive a run.
+    """Hold the run's lock while this process begins to drive it, or ends.
 
-    Of two that begin at once, each would take what the other starts for leftovers, and kill it. Who
-    may not open the file, as another member of a run's group, or has a file system without locks,
-    takes no turn. Nobody waits for ever: a member may have made the file, to hold it.
+    Of two that begin at once, each would take what the other starts for leftovers, and kill it. The
+    block is entered without the lock if the file cannot be opened, because another member of the
+    run's group made it, if the file system has no locks, and after TURN_WITHIN_S.
     """
     descriptor = _locked(run / DRIVER_LOCK, run=run)
     try:

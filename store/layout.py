@@ -376,16 +376,25 @@ class RunLayout:
     def check_primary(self) -> None:
         """Raise FencedError if the run was brought to another directory, where it goes on.
 
-        Of two runs that were made at once in one storage, the other one is refused. Its run.json
-        may have come last, so this run writes its own again.
+        Writes run.json into the storage again if another run's is there.
         """
         if self.info.storage_uri is None:
             return
         primary_directory.check(self.root, self.info.storage_uri)
-        # It is being made, or of an earlier version: the storage may be another one by now.
-        is_old = beneath.status(self.root / PRIMARY, root=self.root) is None
-        if is_old or beneath.status(self.run_json, root=self.root) is None:
-            return
+        # Without PRIMARY the run is of an earlier version, and the storage may be another one by
+        # now. Without run.json the run is still being made.
+        if all(
+            beneath.status(path, root=self.root) is not None
+            for path in (self.root / PRIMARY, self.run_json)
+        ):
+            self._keep_run_json()
+
+    def _keep_run_json(self) -> None:
+        """Write run.json into the storage unless it is there.
+
+        Of two runs that were made at once in one storage, one is refused. Its run.json may have
+        been written after this run's.
+        """
         try:
             there = self.storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
             is_ours = parse_run_json(there, name=RUN_JSON).run_id == self.info.run_id

@@ -9,8 +9,8 @@ writes a new token. An owner on the old disk that is alive, or comes back, finds
 Otherwise two histories of one run would be written over one another. A copy of the directory has
 the token too.
 
-Until a run is brought whole, its PRIMARY has the one before it, too. Of two that bring it at once
-and fail, the second so knows the directory in which the run goes on.
+While a run is brought, its PRIMARY also has the PRIMARY of the directory where it was. If two
+processes bring the run at once and both fail, the second one gives it back to that directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ SHOWN_CHARACTERS = 200  # of a text that another machine wrote
 
 
 def take(root: Path, storage: Storage, **more: object) -> None:
-    """Make `root` the primary directory, and no other any longer. Raises StoreError."""
+    """Make `root` the primary directory, and no other any longer. Raises StoreError.
+
+    `more` is written into PRIMARY too.
+    """
     content = {"token": uuid.uuid4().hex, "where": f"{root} on {socket.gethostname()}", **more}
     data = json.dumps(content).encode()
     # Killed in between, the directory is not the primary one, and the run is brought there again.
@@ -79,7 +82,7 @@ def check(root: Path, uri: str) -> None:
         )
     if there is not None and not _is_here(root, there):
         is_whole = _last_whole(there) == there
-        how = "was brought" if is_whole else "is being brought, or was in part,"
+        how = "was brought" if is_whole else "was brought (whole or in part)"
         raise FencedError(
             f"the run of {root} {how} to {_where(there)} and goes on there; stop this one. "
             "To bring it back to this machine, stop that one: gigpo train --resume "

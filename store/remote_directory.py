@@ -65,7 +65,7 @@ def prune_published(
                 layout.storage.remove(str(path))
             except UnavailableError:
                 raise
-            except StoreError:
+            except StoreError:  # the next prune tries again
                 continue
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -23,6 +23,7 @@ UNSET = "–"
 NOT_COMPARED = ("run_dir",)  # where a run lies is no setting of its training
 
 
+Settings = TypeVar("Settings")
 _parsing = threading.Lock()  # a stranger's text may take seconds of all threads' time
 
 
@@ -34,26 +35,25 @@ def settings_of(
     They are no part of a snapshot: they are as they are now. `has_left` says that nobody waits for
     them any more.
     """
-    found = _read(layout, _flat_settings, has_left=has_left)
-    assert isinstance(found, dict)
-    return found
+    return _parsed(layout, _flat_settings, has_left=has_left)
 
 
-def config_of(layout: RunLayout, *, has_left: Callable[[], bool]) -> Config:
+def viewed_config(layout: RunLayout, *, has_left: Callable[[], bool]) -> Config:
     """Return the settings of a run's newest start. Raises as `settings_of`."""
-    found = _read(layout, _config, has_left=has_left)
-    assert isinstance(found, Config)
-    return found
+    return _parsed(layout, _config, has_left=has_left)
 
 
-def _read(
-    layout: RunLayout, parse: Callable[[str], object], *, has_left: Callable[[], bool]
-) -> object:
+def _parsed(
+    layout: RunLayout,
+    parse: Callable[[str], Settings | ConfigError],
+    *,
+    has_left: Callable[[], bool],
+) -> Settings:
     text = layout.newest_settings()
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
             f"the run's settings have {len(text):,} characters, more than {MAX_CHARACTERS:,}; "
-            f"they stand in {CONFIG_FILE}"
+            f"read them in {CONFIG_FILE}"
         )
     with _parsing:
         if has_left():
@@ -64,6 +64,7 @@ def _read(
     return found
 
 
+# Errors are kept too: each request would parse the text again.
 @lru_cache(maxsize=8)
 def _flat_settings(text: str) -> Mapping[str, object] | ConfigError:
     try:

@@ -61,8 +61,8 @@ MAX_EPISODE_CHARACTERS = 16_000_000
 OWN_CHARACTERS = 250_000
 MAX_SHARED_CHARACTERS = 256_000_000
 CHARACTERS_OF_A_STEP = 500  # one takes as much memory as so many more, however short its action
-# Of a deterministic environment running episodes keep the answers too, to repeat them. 128 MiB of
-# them are remembered, those of all episodes that run are some hundred MiB with images.
+# An episode of a deterministic environment keeps its answers too: repeated actions must have the
+# same ones. Images make them large. The bound is that of all episodes together.
 MAX_ANSWER_BYTES = 2**31
 # Bound of the bodies of all requests together, which a client may send slowly.
 MAX_BODIES_BYTES = 256 * 2**20

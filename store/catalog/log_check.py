@@ -62,18 +62,18 @@ def unread_commits_of(layout: RunLayout) -> int:
     0 without a log, and 1 for one that is too long to be looked at. Those that an earlier owner
     noted count too.
     """
+    return max(_unread_now(layout), _noted(layout))
+
+
+def _unread_now(layout: RunLayout) -> int:
     log = layout.catalog.with_name(f"{layout.catalog.name}-wal")
-    seen = status(log, root=layout.run_directory)
-    if seen is None:
-        n = 0
-    elif seen.st_size > MAX_LOG_BYTES:
-        n = 1
-    else:
-        try:
-            n = unread_commits(read_bytes(log, root=layout.run_directory, at_most=MAX_LOG_BYTES))
-        except (OSError, StoreError):  # opening the catalog names the reason
-            n = 0
-    return max(n, _noted(layout))
+    try:
+        seen = status(log, root=layout.run_directory)
+        if seen is not None and seen.st_size > MAX_LOG_BYTES:
+            return 1
+        return unread_commits(read_bytes(log, root=layout.run_directory, at_most=MAX_LOG_BYTES))
+    except (OSError, StoreError):  # there is none, or opening the catalog names the reason
+        return 0
 
 
 def _noted(layout: RunLayout) -> int:

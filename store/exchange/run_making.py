@@ -33,14 +33,14 @@ def making_alone(root: Path) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         # With fs.protected_regular Linux refuses to open somebody else's file in /tmp.
-        if error.errno not in NOT_WRITABLE and not os.path.lexists(path):
-            raise StoreError(
-                f"cannot make the lock of {root}: {error.strerror}; free space or fix the "
-                "permissions, then retry"
-            ) from error
         if os.path.lexists(path):
             raise StoreError(
                 f"{path} cannot be locked: {error.strerror}; {NOT_OUR_LOCK}"
+            ) from error
+        if error.errno not in NOT_WRITABLE:
+            raise StoreError(
+                f"cannot make the lock of {root}: {error.strerror}; free space or fix the "
+                "permissions, then retry"
             ) from error
         yield  # `root` is a mounted volume, beside which nothing can be written
         return

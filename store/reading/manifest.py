@@ -131,9 +131,11 @@ def _parse_part(part: dict[str, object], *, name: str) -> ExportedPart:
         until=json_values.integer(part, "until"),
         n_rows=json_values.integer(part, "n_rows"),
     )
-    # With another `until` the next export would leave out rows for good.
+    # With a larger `until` the next export would leave out rows for good.
     if not parsed.path.endswith(f"-{parsed.since}-{parsed.until}.parquet"):
-        raise ValueError(f"{parsed.path} is not of since and until")
+        raise ValueError(
+            f"{parsed.path} is named as the file of lsn {parsed.since} to {parsed.until}"
+        )
     return parsed
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -655,20 +656,27 @@ def test_requests_beyond_the_episode_are_refused_before_they_are_read() -> None:
     assert b" 200 " in first and b" 410 " in third
 
 
+async def posted(
+    recording: Recording, *, headers: Mapping[str, str] | None = None, compress: bool = False
+) -> tuple[int, Any]:
+    """Ask for a completion with the key of an episode. Return the status and the answer."""
+    client = recording.client
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            f"{client.base_url}/chat/completions",
+            json={"messages": [{"role": "user", "content": "5 + 2"}]},
+            headers={"Authorization": f"Bearer {client.api_key}", **(headers or {})},
+            compress=compress or None,
+        ) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
 def test_a_compressed_body_is_refused() -> None:
     async def body(endpoint: Endpoint) -> tuple[int, Any]:
         with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
-            key, url = recording.client.api_key, recording.client.base_url
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(
-                    f"{url}/chat/completions",
-                    json={"messages": []},
-                    headers={"Authorization": f"Bearer {key}"},
-                    compress=True,
-                ) as answer,
-            ):
-                return answer.status, await answer.json()
+            return await posted(recording, compress=True)
 
     status, answer = served(TextPolicy(["7"]), body)
     assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
@@ -686,20 +694,8 @@ def test_a_compressed_body_is_refused() -> None:
 def test_a_request_of_a_web_page_is_refused(headers: dict[str, str], status: int) -> None:
     async def body(endpoint: Endpoint) -> tuple[int, int]:
         with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
-            key, url = recording.client.api_key, recording.client.base_url
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(
-                    f"{url}/chat/completions",
-                    data=json.dumps({"messages": [{"role": "user", "content": "5 + 2"}]}),
-                    headers={
-                        "Authorization": f"Bearer {key}",
-                        "Content-Type": "application/json",
-                        **headers,
-                    },
-                ) as answer,
-            ):
-                return answer.status, len(recording.steps())
+            answered, _ = await posted(recording, headers=headers)
+            return answered, len(recording.steps())
 
     assert served(TextPolicy(["7"]), body) == (status, int(status == 200))
 
@@ -709,18 +705,10 @@ def test_another_protocol_is_refused() -> None:
 
     async def body(endpoint: Endpoint) -> tuple[int, Any]:
         with endpoint.episode(IDS, rules(), progress=AttemptProgress()) as recording:
-            key, url = recording.client.api_key, recording.client.base_url
             headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(
-                    f"{url}/chat/completions",
-                    json={"messages": [{"role": "user", "content": "5 + 2"}]},
-                    headers={"Authorization": f"Bearer {key}", **headers},
-                ) as answer,
-            ):
-                assert recording.steps() == []
-                return answer.status, await answer.json()
+            answer = await posted(recording, headers=headers)
+            assert recording.steps() == []
+            return answer
 
     status, answer = served(TextPolicy(["7"]), body)
     assert status == 400 and "no other protocol than HTTP" in answer["error"]["message"]

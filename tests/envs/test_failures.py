@@ -429,7 +429,7 @@ def test_a_start_that_fails_keeps_its_log_and_the_next_one_removes_it(
         check_log(log, "raise")
     config = replace(Config(), run_dir=str(run), env=EnvConfig(name="broken_world:Broken"))
     check_tasks(config, Console(quiet=True))
-    assert [path.name for path in run.iterdir()] in ([], [DRIVER_LOCK])
+    assert [path.name for path in run.iterdir()] == [DRIVER_LOCK]
 
 
 def test_a_run_that_is_evaluated_tries_its_environment_before_anything_starts(

@@ -18,7 +18,7 @@ from analysis.view.group_query import batches_steps, group_steps
 from analysis.view.html import html
 from analysis.view.page import BadAddressError, Page, PageRequest
 from analysis.view.panel import Chart, Panel, show_rows, why
-from analysis.view.run_settings import config_of
+from analysis.view.run_settings import viewed_config
 from analysis.view.sql_text import Tables, Value, fill
 from analysis.view.text import plain
 from configs import Config, ConfigError
@@ -197,7 +197,7 @@ def _steps(asked: PageRequest, question: Question, compared: Tables) -> list[Pan
 def own_settings(asked: PageRequest) -> AdvantageSettings | None:
     """Return the setting that the run trains with, None if its config cannot be read here."""
     try:
-        config = config_of(asked.layout_of(asked.run_number), has_left=asked.has_left)
+        config = viewed_config(asked.layout_of(asked.run_number), has_left=asked.has_left)
         return AdvantageSettings.of(config.algorithm)
     except (ConfigError, StoreError, OSError, ValueError):
         return None

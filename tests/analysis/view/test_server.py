@@ -57,6 +57,13 @@ from tests.analysis.view.conftest import HOSTILE, TOKEN, example_addresses, play
 from tests.support.neighbours import Neighbour, give_to_the_user
 from tests.support.store_runs import copy_run, fingerprint, make_run
 
+ASKED = {
+    "type": "http",
+    "method": "GET",
+    "path": "/",
+    "query_string": b"",
+    "headers": [(b"host", b"127.0.0.1")],
+}
 VISIT = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
 
 
@@ -291,13 +298,6 @@ def test_an_answer_that_nobody_takes_leaves_the_memory_at_once(
     monkeypatch.setattr(guard, "TAKEN_WITHIN_S", 0.01)
     file = Response(b"x" * 1000)
     kept = weakref.ref(file)
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/",
-        "query_string": b"",
-        "headers": [(b"host", b"localhost")],
-    }
 
     async def wait(*_: object) -> Any:
         await asyncio.sleep(3600)
@@ -310,7 +310,7 @@ def test_an_answer_that_nobody_takes_leaves_the_memory_at_once(
     del file
     gc.disable()
     try:
-        asyncio.run(app(scope, wait, take_the_head))
+        asyncio.run(app(dict(ASKED), wait, take_the_head))
         del app
         assert kept() is None
     finally:
@@ -472,13 +472,6 @@ def test_who_leaves_has_no_other_thread_started() -> None:
         return Response("x")
 
     app = Starlette(routes=[Route("/", answer)], middleware=[Middleware(Guard)])
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/",
-        "query_string": b"",
-        "headers": [(b"host", b"127.0.0.1")],
-    }
 
     async def leave() -> dict[str, str]:
         while not began.is_set():
@@ -492,7 +485,7 @@ def test_who_leaves_has_no_other_thread_started() -> None:
     async def ask_and_leave() -> None:
         places = anyio.to_thread.current_default_thread_limiter()
         places.total_tokens = 1
-        asked = [asyncio.ensure_future(app(dict(scope), leave, send)) for _ in range(5)]
+        asked = [asyncio.ensure_future(app(dict(ASKED), leave, send)) for _ in range(5)]
         done, _ = await asyncio.wait(asked, timeout=1)
         assert len(done) == 4, "those that wait for a thread have left"
         assert places.borrowed_tokens == 1
