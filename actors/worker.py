@@ -62,6 +62,7 @@ COUNT_EVERY_S = 5.0  # how often the answers of environments are counted
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
     name: str
+    run_id: str  # of the run in `config.run_dir`, which the worker's node may see another one in
     config: Config
     model_path: str  # Hugging Face directory the engine starts from: version 0
 
@@ -76,7 +77,9 @@ class Worker:
         config = setup.config
         if holds_secrets(config):
             keep_private(Path(config.run_dir))
-        layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri)
+        layout = RunLayout.join(
+            Path(config.run_dir), storage_uri=config.store.uri, run_id=setup.run_id
+        )
         setup = replace(setup, model_path=local_model(layout, setup.model_path))
         log = layout.logs / f"{setup.name}.log"
         capture_output(log)

@@ -1,7 +1,9 @@
 """Talk to the Hugging Face Hub in a process of its own: `python -m driver.hub_process REQUEST`.
 
 It prints an `Answer` as one line of JSON. When its parent writes GO, it downloads the files and
-prints another. A process, because a download in a thread would survive Ctrl-C.
+prints another. A process, because a download in a thread would survive Ctrl-C, and because its
+writing is restricted: a mirror of the Hub (HF_ENDPOINT) may say anything, and huggingface_hub makes
+names of files of much of it.
 """
 
 from __future__ import annotations
@@ -12,16 +14,21 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from printable import REASON_CHARACTERS, one_line
+from store import StoreError, restrict_writing
 
 GO = "go"
 PARTIAL = ".partial"
 MAX_HTTP_BYTES = 50e9  # larger files are left to huggingface_hub's own transfer
+COMMIT = re.compile("[0-9a-f]{40}")
 PLAIN_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{0,127}")
+REMEDY = "use another server (HF_ENDPOINT)"
+MAX_FILES, MAX_BYTES = 100_000, 1 << 50  # of a repository, and of one file
 LFS_DIGEST = re.compile("[0-9a-f]{64}")  # an ETag that is the SHA-256 of the content
 
 
@@ -38,11 +45,16 @@ class Answer:
 
 def main(request: dict[str, Any]) -> None:
     """Answer for the arguments of `snapshot_download`, and download them when told to."""
+    try:
+        _write_below_only(Path(request["cache_dir"]), repository=_directory(request))
+    except (OSError, StoreError) as error:
+        _print(Answer(fault=one_line(error)[:REASON_CHARACTERS]))
+        return
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     disable_progress_bars()
-    _refuse_other_names()
+    _refuse_other_answers()
     try:
         files = snapshot_download(**request, dry_run=True)
         missing = [file for file in files if file.will_download]
@@ -63,26 +75,78 @@ def main(request: dict[str, Any]) -> None:
         _print(_fault(error.__cause__ or error))
 
 
-def _refuse_other_names() -> None:
-    """Have huggingface_hub refuse an answer whose ETag or commit could lead out of its cache.
+def _write_below_only(cache: Path, *, repository: Path) -> None:
+    """Have the kernel refuse to write outside of the Hub's cache. Raises OSError, StoreError.
 
-    Both become names of files there, and a mirror of the Hub may say anything.
+    Where the kernel has no Landlock, only the names are checked.
     """
-    from huggingface_hub import file_download
+    from huggingface_hub import constants
 
-    ask = file_download.get_hf_file_metadata
+    places = [cache, Path(constants.HF_XET_CACHE).expanduser()]
+    for place in places:
+        place.mkdir(parents=True, exist_ok=True)
+    if repository.is_dir():  # the user may have led it to another disk
+        places.append(repository)
+    restrict_writing([*places, Path(os.devnull)])
 
-    def ask_and_check(*given: Any, **settings: Any) -> file_download.HfFileMetadata:
-        known = ask(*given, **settings)
-        for name in (known.etag, known.commit_hash):
-            if name is not None and not PLAIN_NAME.fullmatch(name):
-                raise ValueError(
-                    f"the server names a content or a commit {name!r:.80}, which is no plain name; "
-                    "use another server (HF_ENDPOINT)"
-                )
+
+def _refuse_other_answers() -> None:
+    """Have huggingface_hub refuse what could lead out of its cache, or has no end.
+
+    It makes names of files there of the commits, digests and ETags that the server says.
+    """
+    from huggingface_hub import HfApi, file_download
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.hf_api import ModelInfo, RepoFile
+
+    ask_head, ask_info, list_tree = (
+        file_download.get_hf_file_metadata,
+        HfApi.repo_info,
+        HfApi.list_repo_tree,
+    )
+
+    def metadata(*given: Any, **settings: Any) -> file_download.HfFileMetadata:
+        try:
+            known = ask_head(*given, **settings)
+        except HfHubHTTPError as error:
+            _check_names(PLAIN_NAME, error.response.headers.get("X-Repo-Commit"))
+            raise
+        _check_names(PLAIN_NAME, known.etag, known.commit_hash)
+        _check_size(known.size)
         return known
 
-    file_download.get_hf_file_metadata = ask_and_check
+    def repo_info(*given: Any, **settings: Any) -> ModelInfo:
+        info: ModelInfo = ask_info(*given, **settings)
+        _check_names(COMMIT, info.sha)
+        return info
+
+    def tree(*given: Any, **settings: Any) -> Iterator[Any]:
+        for n_files, entry in enumerate(list_tree(*given, **settings)):
+            if n_files == MAX_FILES:
+                raise ValueError(f"the server lists more than {MAX_FILES:,} files; {REMEDY}")
+            if isinstance(entry, RepoFile):
+                digest = None if entry.lfs is None else entry.lfs.sha256
+                _check_names(PLAIN_NAME, entry.blob_id, digest, entry.xet_hash)
+                _check_size(entry.size)
+            yield entry
+
+    file_download.get_hf_file_metadata = metadata
+    HfApi.repo_info = repo_info
+    HfApi.list_repo_tree = tree
+
+
+def _check_names(pattern: re.Pattern[str], *names: str | None) -> None:
+    for name in names:
+        if name is not None and not (isinstance(name, str) and pattern.fullmatch(name)):
+            raise ValueError(
+                f"the server names a content or a commit {name!r:.80}, which is no plain name; "
+                f"{REMEDY}"
+            ) from None
+
+
+def _check_size(n_bytes: object) -> None:
+    if n_bytes is not None and not (isinstance(n_bytes, int) and 0 <= n_bytes <= MAX_BYTES):
+        raise ValueError(f"the server says that a file has {n_bytes!r:.40} bytes; {REMEDY}")
 
 
 def _fault(error: BaseException) -> Answer:
@@ -102,9 +166,14 @@ def _print(answer: Answer) -> None:
     print(json.dumps(asdict(answer)), flush=True)
 
 
+def _directory(request: dict[str, Any]) -> Path:
+    """Return the cache directory of a repository."""
+    return Path(request["cache_dir"]) / f"models--{request['repo_id'].replace('/', '--')}"
+
+
 def _blobs(request: dict[str, Any]) -> Path:
     """Return the cache directory of a repository's file contents, which are named by ETag."""
-    return Path(request["cache_dir"]) / f"models--{request['repo_id'].replace('/', '--')}" / "blobs"
+    return _directory(request) / "blobs"
 
 
 def _partial_bytes(request: dict[str, Any]) -> int:

@@ -245,7 +245,9 @@ def find(repository: Repository) -> Path | None:
     # an incomplete one; a name that the Hub cannot have
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return path if lacks(path) is None else None
+    # The commit is what the cache says of the newest one. A mirror may have made it a path.
+    commit = directory(replace(repository, commit=path.name))
+    return path if path == commit and lacks(path) is None else None
 
 
 def lacks(model: Path) -> str | None:

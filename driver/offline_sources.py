@@ -6,9 +6,11 @@ A source is a run or a data set, `source=RUN[@where]`, also a URI of one, or a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +60,9 @@ def _check_each(config: Config, console: Console) -> None:
     """Read what the sources say about themselves, and compare it with the config."""
     _check_logprobs(config)
     if only_chats(config) and not config.model.path:
-        for _ in chat_texts(config):  # the model whose template they are written with is not made
-            pass
+        with chat_texts(config) as texts:
+            for _ in texts:  # the model whose template they are written with is not made
+                pass
         return
     sources = _sources(config, console, model_path=lambda: _model_path(config))
     find_sources(sources, order=config.offline.order)
@@ -244,14 +247,15 @@ def only_chats(config: Config) -> bool:
     return all(map(_is_chats, config.source))
 
 
-def chat_texts(config: Config) -> Generator[str, None, None]:
-    """Yield the texts of all chats, to train a tokenizer on. Raises ConfigError.
+@contextmanager
+def chat_texts(config: Config) -> Iterator[Iterator[str]]:
+    """Give the texts of all chats, to train a tokenizer on. Raises ConfigError.
 
-    Until the generator is closed, this process has the limit of memory for a stranger's file.
+    In the block this process has the limit of memory for a stranger's file.
     """
+    files = [Path(parse_source(text).location) for text in filter(_is_chats, config.source)]
     with limited_memory(_places(config)):
-        for text in filter(_is_chats, config.source):
-            yield from actors.chat_texts(Path(parse_source(text).location))
+        yield chain.from_iterable(map(actors.chat_texts, files))
 
 
 def check_same_tokenizer(base: Path, model_path: Path, *, source: str) -> None:

@@ -49,15 +49,17 @@ class ManagedProcess:
     closes_by_s: float | None = None  # time.monotonic() at which it is killed, once it has left
 
 
-def start(name: str, *, config: Config, model_path: str, coordinator: Any) -> ManagedProcess:
+def start(
+    name: str, *, run_id: str, config: Config, model_path: str, coordinator: Any
+) -> ManagedProcess:
     """Ask Ray for a process and for its `start`; return at once."""
     options: dict[str, Any] = {"num_cpus": cpus_of_a_process(), "num_gpus": gpus(name, config)}
     if name == LEARNER:
-        setup = LearnerSetup(config=config, model_path=model_path)
+        setup = LearnerSetup(run_id=run_id, config=config, model_path=model_path)
         # Two calls at a time: `stop` comes beside `run`.
         handle = LearnerActor.options(max_concurrency=2, **options).remote(setup, coordinator)
     else:
-        worker = WorkerSetup(name=name, config=config, model_path=model_path)
+        worker = WorkerSetup(name=name, run_id=run_id, config=config, model_path=model_path)
         handle = WorkerActor.options(**options).remote(worker, coordinator)
     return ManagedProcess(
         name=name,

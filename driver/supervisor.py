@@ -46,7 +46,7 @@ from driver.shutdown import AT_ONCE, STOP_TIMEOUT_S, Say, outcome, stop_in_order
 from driver.worker_scaling import MAX_NAMED, UNPLACED_S, WorkerScaling, worker_names, workers_line
 from envs import EnvironmentStuckError, log_hint
 from learner import RankError
-from store import VersionRecord
+from store import RunLayout, VersionRecord
 
 POLL_S = 0.5  # between two looks at all processes
 PLACES_TIMEOUT_S = 600.0  # for Ray to find places for all processes at the start
@@ -74,6 +74,7 @@ class Supervisor:
         the same way. `say_stopping` tells a waiting `gigpo stop` how far the stop is.
         """
         self.config = config
+        self.run_id = RunLayout.open(Path(config.run_dir)).info.run_id
         self.model_path = model_path
         self.learns = learns
         self.say, self.say_stopping = say, say_stopping
@@ -311,6 +312,7 @@ class Supervisor:
     def _start(self, name: str) -> ManagedProcess:
         return processes.start(
             name,
+            run_id=self.run_id,
             config=self.config,
             model_path=self.model_path,
             coordinator=self.coordinator.handle,

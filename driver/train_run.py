@@ -9,7 +9,7 @@ stops them. `dry_run` only shows what `train` would do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -273,7 +273,7 @@ def _make_base_policy(config: Config, screen: Screen) -> Path:
         return policy
     if config.source:
         screen.console.print(f"no model.path: a tiny model made from nothing, in {policy}")
-        with closing(offline_sources.chat_texts(config)) as texts:
+        with offline_sources.chat_texts(config) as texts:
             _make_tiny_model(policy, config, texts=texts)
         return policy
     by_name = configs.environments(config)

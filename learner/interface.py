@@ -16,6 +16,7 @@ LEARNER_STEP = "learner step"  # in heartbeats while it trains: work, not a wait
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerSetup:
+    run_id: str  # of the run in `config.run_dir`, which the learner's node may see another one in
     config: Config
     model_path: str  # Hugging Face directory of the base model: version 0
 

@@ -88,7 +88,9 @@ class RankGroup:
         self._checkpoint: CheckpointCopy | None = None  # until it is written
         options = {"num_cpus": 0, "num_gpus": config.learner.gpus_per_rank}
         self.peers = [
-            _RemoteRankActor.options(**options).remote(config, model_path=model_path, rank=rank)
+            _RemoteRankActor.options(**options).remote(
+                config, run_id=self.layout.info.run_id, model_path=model_path, rank=rank
+            )
             for rank in range(1, config.learner.ranks)
         ]
         # The engine works in its own thread. A collective cannot be interrupted, so this thread
@@ -279,12 +281,13 @@ class RankGroup:
 class RemoteRank:
     """Run one of the other ranks, in a Ray actor."""
 
-    def __init__(self, config: Config, *, model_path: str, rank: int) -> None:
+    def __init__(self, config: Config, *, run_id: str, model_path: str, rank: int) -> None:
         self.config = config
         self.model_path = model_path
         self.rank = rank
         self._checkpoint: CheckpointCopy | None = None
-        capture_output(RunLayout.open(Path(config.run_dir)).logs / f"{log_name(rank)}.log")
+        layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri, run_id=run_id)
+        capture_output(layout.logs / f"{log_name(rank)}.log")
 
     def node(self) -> str:
         return str(ray.get_runtime_context().get_node_id())

@@ -34,7 +34,9 @@ class LearnerProcess:
         config = setup.config
         if holds_secrets(config):
             keep_private(Path(config.run_dir))
-        layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri)
+        layout = RunLayout.join(
+            Path(config.run_dir), storage_uri=config.store.uri, run_id=setup.run_id
+        )
         capture_output(layout.logs / "learner.log")
         # Garbage collection takes a fifth of the import's time. Imported objects stay for good, so
         # `freeze` excludes them from later collections too.

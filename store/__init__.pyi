@@ -92,6 +92,7 @@ from .maintenance.whole_run import rebuild_run as rebuild_run
 from .maintenance.whole_run import repair_run as repair_run
 from .opened_version import OpenedVersion as OpenedVersion
 from .opened_version import opened_version as opened_version
+from .reading.landlock import restrict_writing as restrict_writing
 from .reading.lineage import Metric as Metric
 from .reading.lineage import MetricChanges as MetricChanges
 from .reading.lineage import TrainedStep as TrainedStep

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import socket
 import stat
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
     CONFIG_FILE,
     DIRECTORIES_OF_A_RUN,
+    GIVEN_UP,
     MANIFEST,
     OF_A_RUN,
     PRIMARY,
@@ -87,16 +89,24 @@ def _uri_of(path: str) -> str | None:
 
 
 def is_unused(uri: str) -> bool:
-    """Return whether no run has begun in the storage at `uri`, which may be anybody's.
+    """Return whether no run has begun in the storage at `uri`, which may be anybody's."""
+    return in_limited_process(_found_in, uri, at_most_bytes=SMALL_BYTES) is not None
 
-    run.json, PRIMARY and UNFINISHED_FORK are also left by a start that did not get further.
+
+def _found_in(uri: str) -> bytes | None:
+    """Return what shows that no run has begun in a storage, None if one has.
+
+    run.json, PRIMARY and UNFINISHED_FORK are also left by a start that did not get further, and
+    GIVEN_UP by one that found another run there. What is returned is run.json, or nothing.
     """
-    return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
-
-
-def _has_no_files(uri: str) -> bool:
-    files = open_storage(uri).files("")
-    return all(file.path in (RUN_JSON, PRIMARY, UNFINISHED_FORK) for file in files)
+    storage = open_storage(uri)
+    paths = {file.path for file in storage.files("") if not file.path.startswith(f"{GIVEN_UP}/")}
+    if not paths <= {RUN_JSON, PRIMARY, UNFINISHED_FORK}:
+        return None
+    if RUN_JSON not in paths:
+        return b""
+    data: bytes = storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
+    return data
 
 
 class _Below:
@@ -303,23 +313,35 @@ class RunLayout:
             os.close(directory)
 
     @classmethod
-    def join(cls, root: Path, *, storage_uri: str) -> RunLayout:
+    def join(cls, root: Path, *, storage_uri: str, run_id: str) -> RunLayout:
         """Return the run at `root` for a worker or the learner. Raises as `open`, or StoreError.
 
         On a node that does not see the owner's directory one is made at the same path, for logs,
         weights and checkpoints. It is not the run's primary directory, so nobody can own the run
-        there.
+        there. It stays when the run is over, so another run may be there by now: `run_id` is that
+        of the run that is joined.
         """
         root = root.absolute()
         if not storage_uri or cls.exists(root):
-            return cls.open(root)
+            layout = cls.open(root)
+            layout._check_joined(run_id, where=str(root), remedy="move it away on that machine")
+            return layout
         storage = open_storage(storage_uri)
+        where = storage.locate(RUN_JSON)
         data: bytes = storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
-        layout = cls(root=root, info=parse_run_json(data, name=storage.locate(RUN_JSON)))
+        layout = cls(root=root, info=parse_run_json(data, name=where))
+        layout._check_joined(run_id, where=where, remedy="check store.uri")
         for directory in (root, layout.weights, layout.checkpoints, layout.logs):
             make_directory(directory, beneath=root)
         write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)
         return layout
+
+    def _check_joined(self, run_id: str, *, where: str, remedy: str) -> None:
+        if self.info.run_id != run_id:
+            raise StoreError(
+                f"{where}, as {socket.gethostname()} sees it, is of run {self.info.run_id}, and "
+                f"run {run_id} is at work; {remedy}"
+            )
 
     def check_no_links(self) -> None:
         """Raise UnsafePathError for a link beneath the directories of the run.
@@ -354,14 +376,20 @@ class RunLayout:
             )
 
     def _take_storage(self, uri: str, run_json: bytes) -> None:
-        if not is_unused(uri):
-            raise StoreError(
-                f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
-                "its own, or go on with that one: gigpo train --resume "
-                f"{shell_word(uri)}"
-            )
+        used = StoreError(
+            f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
+            "its own, or go on with that one: gigpo train --resume "
+            f"{shell_word(uri)}"
+        )
+        before = in_limited_process(_found_in, uri, at_most_bytes=SMALL_BYTES)
+        if before is None:
+            raise used
         make_place(self.storage)
         primary_directory.take(self.root, self.storage)
+        if in_limited_process(_found_in, uri, at_most_bytes=SMALL_BYTES) != before:
+            # A run was made there while PRIMARY was on its way. It keeps the storage.
+            primary_directory.give_up(self.root, self.storage)
+            raise used
         if self.info.forked_from is not None:  # nobody brings it before it is whole
             self.storage.write(UNFINISHED_FORK, self.info.run_id.encode())
         self.storage.write(RUN_JSON, run_json)

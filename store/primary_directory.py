@@ -11,26 +11,33 @@ the token too.
 
 While a run is brought, its PRIMARY also has the PRIMARY of the directory where it was. If two
 processes bring the run at once and both fail, the second one gives it back to that directory.
+
+A token that was given up counts no more, because its PRIMARY may be written late: a network or a
+server can hold a request for longer than anybody waits. The storage names it in a file of its own,
+with the PRIMARY that counts instead.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
-from store.run_names import PRIMARY
+from store.run_names import GIVEN_UP, PRIMARY, UNFINISHED_BRING
 from store.storage import Storage, open_storage
 from store.untrusted import json_values
-from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes
+from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
 
 BEFORE = "before"  # in PRIMARY of a run that is being brought: that of the last whole one
+NOBODY = b""  # instead of the PRIMARY of a token that was given up: nobody's that is known
+TOKEN = re.compile("[0-9a-f]{32}")
 SHOWN_CHARACTERS = 200  # of a text that another machine wrote
 
 
@@ -43,7 +50,17 @@ def take(root: Path, storage: Storage, **more: object) -> None:
     data = json.dumps(content).encode()
     # Killed in between, the directory is not the primary one, and the run is brought there again.
     write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
-    storage.write(PRIMARY, data)
+    _write(root, storage, data)
+
+
+def _write(root: Path, storage: Storage, data: bytes) -> None:
+    """Write PRIMARY of a directory into the storage. Raises StoreError: the token is given up."""
+    try:
+        storage.write(PRIMARY, data)
+    except BaseException:
+        with suppress(OSError, StoreError):
+            give_up(root, storage)
+        raise
 
 
 @contextmanager
@@ -52,20 +69,29 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
 
     Raises StoreError. `root` stays the primary directory if the storage does not answer then.
     """
-    found = _there(storage)
-    before = None if found is None else _last_whole(found)
+    found = _there(root, storage)
+    before = _last_whole(found) if found else None
     try:
         take(root, storage, **{BEFORE: None if before is None else before.decode()})
         yield
-        _finish(root, storage)
+        _finish(root, storage, write=_write)
     except BaseException:
         with suppress(OSError, StoreError):
-            if _is_here(root, _there(storage)):  # and no third directory is by now
+            if _is_here(root, _read(storage, PRIMARY)):  # and no third directory is by now
                 if before is None:
                     storage.remove(PRIMARY)
                 else:
                     storage.write(PRIMARY, before)
         raise
+
+
+def give_up(root: Path, storage: Storage) -> None:
+    """Have the token of a directory count no more, but the one before it. Raises StoreError."""
+    here = _here(root)
+    token = _token(here)
+    if token is not None:
+        before = _content(here).get(BEFORE)
+        storage.write(f"{GIVEN_UP}/{token}", before.encode() if isinstance(before, str) else NOBODY)
 
 
 def check(root: Path, uri: str) -> None:
@@ -74,12 +100,18 @@ def check(root: Path, uri: str) -> None:
     A run of an earlier version has PRIMARY nowhere. Raises UnavailableError, also if only the
     storage has none: a volume that is not mounted looks like that.
     """
-    there = _there(open_storage(uri))
-    if there is None and _here(root):
+    storage = open_storage(uri)
+    there, here = _there(root, storage), _here(root)
+    if there is None and here:
         raise UnavailableError(
-            f"{open_storage(uri).locate(PRIMARY)} is not there; mount the volume, or check the "
+            f"{storage.locate(PRIMARY)} is not there; mount the volume, or check the "
             f"URI. If it was removed, copy {root / PRIMARY} there"
         )
+    if there == NOBODY:
+        # Another run took the storage at the same time, and gave it up.
+        if here:
+            storage.write(PRIMARY, here)
+        return
     if there is not None and not _is_here(root, there):
         is_whole = _last_whole(there) == there
         how = "was brought" if is_whole else "was brought (whole or in part)"
@@ -88,27 +120,32 @@ def check(root: Path, uri: str) -> None:
             "To bring it back to this machine, stop that one: gigpo train --resume "
             f"{shell_word(uri)} run_dir=NEW"
         )
+    is_whole = status(root / UNFINISHED_BRING, root=root) is None
+    if is_whole and BEFORE in _content(here):  # it was brought, and killed before it said so
+        _finish(root, storage, write=_write_again)
 
 
-def _finish(root: Path, storage: Storage) -> None:
+def _write_again(root: Path, storage: Storage, data: bytes) -> None:
+    """Write PRIMARY of a directory where the run goes on already."""
+    storage.write(PRIMARY, data)
+
+
+def _finish(root: Path, storage: Storage, *, write: Callable[[Path, Storage, bytes], None]) -> None:
     """Forget the primary directory before this one. Raises FencedError if there is another now."""
-    there = _there(storage)
+    there = _there(root, storage)
     if not _is_here(root, there):
         raise FencedError(
             f"the run was brought to {_where(there or b'')} meanwhile, and goes on there"
         )
     content = json_values.parse_object(_here(root))
     data = json.dumps({name: content[name] for name in ("token", "where")}).encode()
-    storage.write(PRIMARY, data)
+    write(root, storage, data)
     write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
 
 
 def _last_whole(data: bytes) -> bytes | None:
     """Return the primary directory before one that was not brought whole, else this one."""
-    try:
-        content = json_values.parse_object(data)
-    except ValueError:
-        return data
+    content = _content(data)
     if BEFORE not in content:
         return data
     before = content[BEFORE]
@@ -117,8 +154,8 @@ def _last_whole(data: bytes) -> bytes | None:
 
 def is_primary(root: Path, storage: Storage) -> bool:
     """Return whether a directory is the primary one of a run in a storage. Raises StoreError."""
-    there = _there(storage)
-    return there is not None and _is_here(root, there)
+    there = _there(root, storage)
+    return bool(there) and _is_here(root, there)
 
 
 def _is_here(root: Path, there: bytes | None) -> bool:
@@ -127,17 +164,34 @@ def _is_here(root: Path, there: bytes | None) -> bool:
     return there == here or _token(there) == _token(here) is not None
 
 
+def _content(data: bytes) -> dict[str, object]:
+    try:
+        return json_values.parse_object(data)
+    except ValueError:
+        return {}
+
+
 def _token(data: bytes | None) -> str | None:
     try:
-        return json_values.text(json_values.parse_object(data or b""), "token")
+        return json_values.text(_content(data or b""), "token")
     except ValueError:
         return None
 
 
-def _there(storage: Storage) -> bytes | None:
-    """Return PRIMARY of the storage, None if it has none. Raises UnavailableError."""
+def _there(root: Path, storage: Storage) -> bytes | None:
+    """Return PRIMARY of the storage as it counts, None if it has none. Raises UnavailableError."""
+    data = _read(storage, PRIMARY)
+    token = _token(data)
+    if token is None or TOKEN.fullmatch(token) is None or _is_here(root, data):
+        return data or None
+    before = _read(storage, f"{GIVEN_UP}/{token}")
+    return data if before is None else before
+
+
+def _read(storage: Storage, path: str) -> bytes | None:
+    """Return a small file of the storage, None if it is not there. Raises UnavailableError."""
     try:
-        data: bytes = storage.read(PRIMARY, at_most=MAX_TEXT_BYTES).to_pybytes()
+        data: bytes = storage.read(path, at_most=MAX_TEXT_BYTES).to_pybytes()
     except UnavailableError:
         raise
     except StoreError:

@@ -10,6 +10,7 @@ from store.errors import FormatError, StoreError
 RUN_JSON = "run.json"  # what a run is, written once
 SIGNED = "signed.json"  # its maker's signatures of run.json and config.yaml
 PRIMARY = "primary.json"  # which directory goes on with a run whose files are elsewhere
+GIVEN_UP = "given_up"  # a directory in the storage: tokens of PRIMARY that count no more
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
 UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"

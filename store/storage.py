@@ -291,7 +291,8 @@ class LocalStorage:
 class RemoteStorage:
     """Objects below a URI. Each call ends within DEADLINE_S and the time for its bytes.
 
-    The first call makes the client.
+    The first call makes the client. A request that was given up may still change its object. So
+    the next one that changes the same object waits for its end.
     """
 
     def __init__(self, uri: str) -> None:
@@ -303,13 +304,14 @@ class RemoteStorage:
         # Written anew, so that Arrow reads the names and values that were checked.
         query = urllib.parse.urlencode(options, quote_via=urllib.parse.quote)
         self._uri = f"{self._name}?{query}" if query else self._name
+        self._given_up: dict[str, threading.Thread] = {}  # requests that change an object, by path
 
     def write(self, path: str, data: pa.Buffer | bytes, *, is_private: bool = False) -> None:
         def put(remote: pafs.FileSystem, at: str) -> None:
             with remote.open_output_stream(at, compression=None) as stream:
                 stream.write(data)
 
-        self._ask("write", path, put, n_bytes=len(data))
+        self._ask("write", path, put, n_bytes=len(data), changes=True)
 
     def read(self, path: str, *, at_most: int = MAX_FILE_BYTES) -> pa.Buffer:
         def fill(remote: pafs.FileSystem, at: str, *, first: int, room: memoryview) -> int:
@@ -356,7 +358,7 @@ class RemoteStorage:
             with suppress(FileNotFoundError):
                 remote.delete_file(at)
 
-        self._ask("remove", path, delete)
+        self._ask("remove", path, delete, changes=True)
 
     def files(self, directory: str) -> Iterator[StoredFile]:
         def list_all(remote: pafs.FileSystem, at: str) -> list[pafs.FileInfo]:
@@ -384,19 +386,28 @@ class RemoteStorage:
         *,
         n_bytes: int = 0,
         began: float | None = None,
+        changes: bool = False,
     ) -> Answer:
         """Return the answer of `call` to the client and the object. Retry until the deadline.
 
         Each try has a thread of its own, because Arrow waits 100 s for a silent server.
         """
         limit_s = DEADLINE_S + n_bytes / SLOWEST_BYTES_PER_S
-        deadline = (time.monotonic() if began is None else began) + limit_s
+        began_s = time.monotonic() if began is None else began
+        deadline = began_s + limit_s
         reason = "no answer"
+        if changes and (before := self._given_up.get(path)) is not None:
+            before.join(limit_s - (time.monotonic() - began_s))
         while (left_s := deadline - time.monotonic()) > 0:
             answer: Future[Answer] = Future()
-            threading.Thread(target=self._settle, args=(answer, call, path), daemon=True).start()
+            request = threading.Thread(target=self._settle, args=(answer, call, path), daemon=True)
+            if changes:
+                self._given_up[path] = request  # until it is answered
+            request.start()
             try:
-                return answer.result(timeout=left_s)
+                found = answer.result(timeout=left_s)
+                self._given_up.pop(path, None)
+                return found
             except FileNotFoundError as error:
                 raise StoreError(
                     f"cannot {doing} {self.locate(path)}: it is not there; restore it from a backup"

@@ -90,7 +90,7 @@ def _loop(base: Path, *, steps: int, directory: Path) -> dict[str, float]:
         patch("learner.learner.Heartbeat", Silent),
         patch.object(Reply, "get", lambda reply, **patience: reply.reference),
     ):
-        setup = LearnerSetup(config=config, model_path=str(base))
+        setup = LearnerSetup(run_id="unused", config=config, model_path=str(base))
         learner = Learner(setup, handle, stopping=threading.Event())
         learner.run()
         before = _at_once(learner, directory)

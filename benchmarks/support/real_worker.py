@@ -60,7 +60,12 @@ class RealWorker:
         self.layout = RunLayout.create(Path(config.run_dir), config_yaml=configs.as_yaml(config))
         write_open_sql(self.layout, macros=(), max_staleness=0)
         self.coordinator = CoordinatorActor.options(num_cpus=0).remote(config, learns=True)
-        setup = WorkerSetup(name="worker-0", config=config, model_path=str(model_path))
+        setup = WorkerSetup(
+            name="worker-0",
+            run_id=self.layout.info.run_id,
+            config=config,
+            model_path=str(model_path),
+        )
         self.worker = WorkerActor.options(num_cpus=0).remote(setup, self.coordinator)
         self.learner_step = 0
         self._settle: Any = None

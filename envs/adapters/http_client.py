@@ -14,10 +14,10 @@ Each request is a POST with a JSON object, and so is each answer (docs/adapters.
 Fields with a default in `envs/base.py` may be left out. An image is {"height": 2, "width": 1,
 "pixels": "AAAA////"}: here a black pixel above a white one, in base64 of height * width * 3 bytes.
 
-An error has another status than 200 and {"error": one line}. With "at_fault": false another
-session's request is to blame, and the episode is played again at no cost. With "ended_process":
-true the other sessions have to begin again. Status 404 means that the id is unknown, as after a
-restart of the server: the next episode creates another session.
+An error has another status than 200 and {"error": one line}. With status 503 or "at_fault": false
+another session's request is to blame, and the episode is played again at no cost. With
+"ended_process": true the other sessions have to begin again. Status 404 means that the id is
+unknown, as after a restart of the server: the next episode creates another session.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import binascii
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,9 +152,10 @@ class RemoteEnv:
         """Return the value of an answer. Raises EnvironmentDied for an error or too many values."""
         if status != 200:
             fields = _json_object(answer)
+            is_full = status == HTTPStatus.SERVICE_UNAVAILABLE  # others have what it can give
             raise EnvironmentDied(
                 self._error(status, answer),
-                at_fault=fields.get("at_fault") is not False,
+                at_fault=not is_full and fields.get("at_fault") is not False,
                 ended_process=fields.get("ended_process") is True,
             )
         try:

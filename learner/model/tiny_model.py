@@ -44,8 +44,8 @@ CHAT_TEMPLATE = (
 # Times the hidden size h. A gated layer has three matrices: 6 h^2 beside attention's 4 h^2.
 FEED_FORWARD_FACTOR = 2
 MAX_POSITIONS = 4096
-# That a tokenizer is made of. Its trainer keeps each different word, some 30 bytes a character.
-MAX_CHARACTERS = 16_000_000
+# Of UTF-8 that a tokenizer is made of. Its trainer keeps each different word: at worst 500 MiB.
+MAX_BYTES = 4_000_000
 PIECE_CHARACTERS = 100_000
 # Hidden sizes of one or two hundred train faster from a wider start than the 0.02 made for
 # thousands: 128 ** -0.5 / 2.
@@ -56,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
     """Train byte-level BPE on `texts`, with control and answer tokens.
 
     decode(encode(text)) == text for any text. The vocabulary is smaller than asked if `texts` have
-    too few pairs to merge; see `len(tokenizer)`. What follows MAX_CHARACTERS is not looked at.
+    too few pairs to merge; see `len(tokenizer)`. What follows MAX_BYTES is not looked at.
     """
     added = len(CONTROL_TOKENS) + len(ANSWER_TOKENS)
     if vocabulary_size < N_BYTES + added:
@@ -73,7 +73,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first_characters(texts), trainer)
+    tokenizer.train_from_iterator(_first_bytes(texts), trainer)
     # Added after the training, whose own list would make them control tokens that decoding leaves
     # out.
     tokenizer.add_tokens(
@@ -89,15 +89,16 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrained
     )
 
 
-def _first_characters(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts up to MAX_CHARACTERS, in pieces."""
-    left = MAX_CHARACTERS
+def _first_bytes(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts in pieces, up to the one that goes beyond MAX_BYTES."""
+    left = MAX_BYTES
     for text in texts:
-        for begin in range(0, min(len(text), left), PIECE_CHARACTERS):
-            yield text[begin : min(begin + PIECE_CHARACTERS, left)]
-        left -= len(text)
-        if left <= 0:
-            return
+        for begin in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[begin : begin + PIECE_CHARACTERS]
+            yield piece
+            left -= len(piece.encode(errors="surrogatepass"))
+            if left <= 0:
+                return
 
 
 def make_tiny_model(

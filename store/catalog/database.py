@@ -55,7 +55,8 @@ class Database:
             # Looked up at each call: tests exchange the clock of an open catalog.
             self._connection = connect_owner(layout, now_us=lambda: now_us())
             self.epoch: int
-            self._take_over(shown_lsn=shown_lsn(layout), n_unread=n_unread)
+            epoch = self._connection.execute("SELECT max(epoch) FROM meta").fetchone()[0] or 0
+            self._take_over(shown_lsn=shown_lsn(layout, epoch=epoch), n_unread=n_unread)
             if n_unread:
                 forget_unread_commits(layout)
         except BaseException as error:
@@ -209,11 +210,12 @@ class Database:
         self._connection.execute("COMMIT")
 
 
-def shown_lsn(layout: RunLayout) -> int:
+def shown_lsn(layout: RunLayout, *, epoch: int = 0) -> int:
     """Return the lsn that readers were shown, 0 without a manifest.
 
-    A storage is asked too: the directory may be an older copy, with its manifest. Raises
-    UnavailableError.
+    What an owner before `epoch` has shown does not count: it was cut off from its storage, and
+    could still write there after the run was brought to another directory. A storage is asked too:
+    the directory may be an older copy, with its manifest. Raises UnavailableError.
     """
     shown = []
     with suppress(OSError):
@@ -226,14 +228,16 @@ def shown_lsn(layout: RunLayout) -> int:
             raise
         except StoreError:  # it has none yet
             pass
-    return max((_lsn_of(data, run_id=layout.info.run_id) for data in shown), default=0)
+    return max((_lsn_of(data, layout=layout, epoch=epoch) for data in shown), default=0)
 
 
-def _lsn_of(manifest: bytes, *, run_id: str) -> int:
+def _lsn_of(manifest: bytes, *, layout: RunLayout, epoch: int) -> int:
     try:
         content = json_values.parse_object(manifest)
-        # The manifest of another run says nothing about this run.
-        is_ours = content.get("run_id", run_id) == run_id
-        return json_values.integer(content, "lsn") if is_ours else 0
+        # The manifest of another run says nothing about this run, and one of an earlier version
+        # does not say its epoch.
+        is_ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
+        is_late = "epoch" in content and json_values.integer(content, "epoch") < epoch
+        return json_values.integer(content, "lsn") if is_ours and not is_late else 0
     except ValueError:  # export and fsck report the damage
         return 0

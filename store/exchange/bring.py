@@ -127,13 +127,15 @@ def _bring(
             local_directory(layout, BASE_POLICY)
         with primary_directory.taken(root, storage):
             report = rebuild(layout, is_brought=True)
+            # A directory that is not whole never is the primary one without the one before it.
+            (root / UNFINISHED_BRING).unlink()
     except BaseException:
         with suppress(OSError, StoreError):
+            (root / UNFINISHED_BRING).touch()
             _empty(root)
             if is_new:
                 root.rmdir()
         raise
-    (root / UNFINISHED_BRING).unlink()
     # Not before: readers would be shown what the run has not where it was.
     with Catalog.open(layout) as catalog:
         export(catalog, layout)

@@ -292,7 +292,8 @@ def _is_complete(unfinished: Path, *, forked_from: str, config_yaml: str) -> boo
     except StoreError:
         return False
     is_same = (layout.info.forked_from, layout.info.config_yaml) == (forked_from, config_yaml)
-    return is_same and layout.is_made_by_this_user()
+    has_catalog = is_file(layout.catalog, root=unfinished)
+    return is_same and has_catalog and layout.is_made_by_this_user()
 
 
 def _put_in_place(unfinished: Path, root: Path) -> None:
@@ -325,8 +326,10 @@ def _in_the_way(unfinished: Path) -> StoreError:
 def _remove(unfinished: Path) -> None:
     """Remove an unfinished fork. The marker goes last: a killed removal leaves an unfinished fork.
 
+    So it is made again if it is gone, because the fork could not be renamed once it was whole.
     Raises OSError, StoreError.
     """
+    (unfinished / UNFINISHED_FORK).touch()
     _remove_stored(unfinished)
     for name in names(unfinished, root=unfinished):
         if name != UNFINISHED_FORK:
@@ -342,18 +345,24 @@ def _remove_stored(unfinished: Path) -> None:
         return
     data = texts.run_json
     try:
-        uri = parse_run_json(data, name=str(unfinished / RUN_JSON)).storage_uri
+        info = parse_run_json(data, name=str(unfinished / RUN_JSON))
     except FormatError:  # of another version
         return
-    if uri is None:
+    if info.storage_uri is None:
         return
-    storage = open_storage(uri)
+    storage = open_storage(info.storage_uri)
     # It may have been brought to another directory, where it goes on.
     if not primary_directory.is_primary(unfinished, storage):
         return
     if storage.exists(RUN_JSON) and storage.read(RUN_JSON).to_pybytes() == data:
+        # With the marker nobody brings it. If the fork was whole it is gone, and somebody may be
+        # bringing it.
+        storage.write(UNFINISHED_FORK, info.run_id.encode())
+        if not primary_directory.is_primary(unfinished, storage):
+            storage.remove(UNFINISHED_FORK)
+            return
         paths = [file.path for file in storage.files("")]
-        # With only these it counts as unused. With the marker nobody brings it.
+        # With only these it counts as unused.
         last = ("", PRIMARY, RUN_JSON, UNFINISHED_FORK)
         for path in sorted(paths, key=lambda path: last.index(path) if path in last else 0):
             storage.remove(path)

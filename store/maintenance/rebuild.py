@@ -10,8 +10,9 @@ segments alone tell which groups and trajectories there are. What the catalog le
 backup (claims, trained steps, metrics, events) is gone: the run goes on from the checkpoint of the
 backup.
 
-Nothing is deleted: the old catalog and files that cannot be used go to quarantine/. The new catalog
-appears in one rename, so an interrupted rebuild is begun again. Memory: about 1 KB per trajectory.
+Nothing is deleted: the old catalog, what was shown of it, and files that cannot be used go to
+quarantine/. The new catalog appears in one rename, so an interrupted rebuild is begun again.
+Memory: about 1 KB per trajectory.
 """
 
 from __future__ import annotations
@@ -115,6 +116,9 @@ def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
             recovered = _recover(connection, layout, contents=contents)
             if not has_backup:  # the next clean close would replace it
                 lost += _set_backup_aside(layout)
+            if status(layout.manifest, root=layout.root) is not None:
+                # Before the new catalog is there: its owner would add to what the old one showed.
+                quarantine(layout, layout.relative(layout.manifest))
             _replace_catalog(layout, connection.serialize())
     except sqlite3.Error as error:
         raise_if_interrupted(error)
@@ -125,13 +129,12 @@ def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
     if recovered.strangers:
         lost.append(f"{recovered.strangers} trajectories are no member of a known group")
     with Catalog.open(layout) as catalog:
+        export(catalog, layout)  # else the check misses it
         lost += repair(catalog, layout, findings=check(layout, level=NAMES))  # files that are gone
         report = Report(recovered=_lines(catalog, recovered), lost=tuple(lost))
         for what, lines in (("recovered", report.recovered), ("lost", report.lost)):
             for line in lines:
                 catalog.log(component=COMPONENT, what=what, detail=line)
-        if status(layout.manifest, root=layout.root) is not None:
-            quarantine(layout, layout.relative(layout.manifest))
         export(catalog, layout)
     return report
 

@@ -1,5 +1,8 @@
 """Restrict this process with Landlock: the kernel refuses every file but those below some paths.
 
+    restrict(readable)          # and nothing is written, or sent over TCP
+    restrict_writing(paths)     # everything may be read, and sent
+
 Linux 5.13 and newer, without privileges, also for root. The restriction cannot be undone. Only
 rights that the running kernel knows are restricted: truncation since ABI 3, TCP since 4, device
 ioctls since 5, signals and abstract sockets since 6. No ABI covers changing modes and times of
@@ -13,7 +16,8 @@ import os
 import stat
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from store.errors import StoreError
 
@@ -21,7 +25,9 @@ from store.errors import StoreError
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION = 1
 _PATH_BENEATH = 1
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_DEVICE_IOCTL = 1 << 15
+_OF_A_FILE = _WRITE_FILE | _READ_FILE | _TRUNCATE
 # The number of rights, from bit 0 up, that an ABI knows.
 _FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _NET_ABI, _NET_RIGHTS = 4, 0b11  # bind, connect
@@ -42,6 +48,44 @@ def restrict(readable: Sequence[int]) -> None:
 
     These are descriptors of files, and of directories with all that is below them.
 
+    Raises StoreError as `_restrict`.
+    """
+    version = abi()
+    _restrict(
+        _rights(version),
+        network=_NET_RIGHTS * (version >= _NET_ABI),
+        scopes=_SCOPES * (version >= _SCOPE_ABI),
+        allowed=dict.fromkeys(readable, _READ_FILE | _READ_DIR),
+    )
+
+
+def restrict_writing(writable: Sequence[Path]) -> None:
+    """Take all rights to make, change and remove files from this process, but in `writable`.
+
+    These are files, and directories with all that is below them. Does nothing where the kernel has
+    no Landlock. Raises OSError if one is not there, and StoreError as `_restrict`.
+    """
+    if abi() == 0:
+        return
+    rights = _rights(abi()) & ~(_EXECUTE | _READ_FILE | _READ_DIR | _DEVICE_IOCTL)
+    allowed: dict[int, int] = {}
+    try:
+        for path in writable:
+            allowed[os.open(path, os.O_PATH | os.O_CLOEXEC)] = rights
+        _restrict(rights, network=0, scopes=0, allowed=allowed)
+    finally:
+        for descriptor in allowed:
+            os.close(descriptor)
+
+
+def _rights(version: int) -> int:
+    """Return all rights over files that an ABI knows."""
+    return (1 << _FILE_RIGHTS_BY_ABI[min(version, max(_FILE_RIGHTS_BY_ABI))]) - 1
+
+
+def _restrict(rights: int, *, network: int, scopes: int, allowed: Mapping[int, int]) -> None:
+    """Take rights, but those that are `allowed` below a descriptor.
+
     Raises StoreError if the kernel refuses. The restriction holds for the calling thread and for
     threads started later, so there must be no other thread yet.
     """
@@ -51,20 +95,15 @@ def restrict(readable: Sequence[int]) -> None:
             f"cannot lock in a process of {threads} threads; only the one that asks would be "
             "locked in"
         )
-    version = abi()
-    rights = (1 << _FILE_RIGHTS_BY_ABI[min(version, max(_FILE_RIGHTS_BY_ABI))]) - 1
-    ruleset_attr = struct.pack(
-        "=QQQ", rights, _NET_RIGHTS * (version >= _NET_ABI), _SCOPES * (version >= _SCOPE_ABI)
-    )
+    ruleset_attr = struct.pack("=QQQ", rights, network, scopes)
     # An older kernel accepts a longer struct than it knows if the rest is zero.
     ruleset = _call(
         _CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), ctypes.c_uint32(0)
     )
     try:
-        for descriptor in readable:
+        for descriptor, wanted in allowed.items():
             is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-            allowed = _READ_FILE | _READ_DIR if is_directory else _READ_FILE
-            rule = struct.pack("=Qi", allowed, descriptor)
+            rule = struct.pack("=Qi", wanted if is_directory else wanted & _OF_A_FILE, descriptor)
             below = ctypes.c_int(_PATH_BENEATH)
             _call(_ADD_RULE, ctypes.c_int(ruleset), below, rule, ctypes.c_uint32(0))
         # Without this the kernel accepts a restriction only from root.

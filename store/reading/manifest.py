@@ -52,6 +52,7 @@ class Manifest:
     """The content of manifest.json. Paths are relative to the run's root."""
 
     run_id: str
+    epoch: int  # of the owner that wrote it
     lsn: int
     format: str
     segments: tuple[str, ...]  # the first has no rows, only the columns
@@ -83,6 +84,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
         _check_named_once([*segments, *(part.path for some in parts.values() for part in some)])
         return Manifest(
             run_id=json_values.text(content, "run_id"),
+            epoch=json_values.integer(content, "epoch") if "epoch" in content else 0,
             lsn=json_values.integer(content, "lsn"),
             format=FORMAT,
             segments=_segments(segments, name=name),
@@ -150,7 +152,8 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     """Bring manifest.json up to the catalog's lsn, and return the lsn.
 
     The cost is that of the changes since the last call. The owner calls it at most once a second.
-    Nothing is done while the run is brought to this directory; 0 is returned.
+    Nothing is done while the run is brought to this directory; 0 is returned. Raises FencedError if
+    it was brought to another one, whose rows readers are shown by now.
     """
     if layout.is_being_brought:
         return 0
@@ -161,6 +164,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     snapshot = catalog.snapshot(known)
     if previous is not None and previous.lsn == snapshot.lsn:
         return snapshot.lsn
+    layout.check_primary()
     tables = dict(known)
     for name, part in snapshot.new_parts.items():
         kept = (old for old in known.get(name, ()) if old.until <= part.since)
@@ -169,12 +173,14 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     superseded = previous.superseded if previous is not None else {}
     manifest = Manifest(
         run_id=layout.info.run_id,
+        epoch=catalog.epoch,
         lsn=snapshot.lsn,
         format=FORMAT,
         segments=(empty, *snapshot.segments),
         tables=tables,
         superseded=_sweep(layout, tables, superseded=superseded, lsn=snapshot.lsn),
     )
+    layout.check_primary()
     _write_manifest(layout, manifest)
     return snapshot.lsn
 
@@ -187,6 +193,7 @@ def export_nothing(layout: RunLayout) -> None:
         tables[name] = (_write_part(layout, name=name, part=nothing, until=0),)
     manifest = Manifest(
         run_id=layout.info.run_id,
+        epoch=0,
         lsn=0,
         format=FORMAT,
         segments=(_empty_steps(layout),),

@@ -10,6 +10,7 @@ import configs
 from driver import processes
 from driver import supervisor as supervisor_module
 from driver.supervisor import Supervisor
+from store import RunLayout
 from tests.support.supervisor_samples import Calls
 
 
@@ -23,6 +24,7 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]) ->
     monkeypatch.setattr(processes, "kill", lambda process: None)
     monkeypatch.setattr(supervisor_module, "CoordinatorProcess", lambda config, *, learns: Calls())
     config = configs.from_yaml(f"{{run_dir: {tmp_path}}}")
+    RunLayout.create(tmp_path, config_yaml="")
     made = Supervisor(config, "model", learns=True, say=said.append, say_stopping=lambda text: None)
     made.is_up = True
     return made

@@ -30,6 +30,7 @@ from driver import model_download as hub
 from driver.environment_check import try_tasks
 from driver.model_download import Repository
 from driver.preflight import make_or_open_run
+from store.reading import landlock
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_ROOM = str(ROOT / "configs" / "key_room.yaml")
@@ -54,6 +55,10 @@ class Hub:
     commit: str = OLD
     stops_at: int | None = None
     etag: str | None = None  # of every file, instead of its digest
+    sha: str | None = None  # of the repository, instead of the commit
+    missing: str | None = None  # the commit with which it answers that no file is there
+    digest: str | None = None  # of every file in the list of files
+    size: int | None = None  # of every file in that list
     released: threading.Event = field(default_factory=threading.Event)
     asked: list[str] = field(default_factory=list)  # METHOD path range
 
@@ -78,13 +83,25 @@ def handler(state: Hub) -> type[BaseHTTPRequestHandler]:
             state.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
             if found := re.fullmatch(rf"/api/models/{NAME}/revision/(\w+)", path):
                 commit = state.commit if found[1] == "main" else found[1]
-                self.answer(200, json.dumps({"id": NAME, "sha": commit, "siblings": []}).encode())
+                about = {"id": NAME, "sha": state.sha or commit, "siblings": []}
+                self.answer(200, json.dumps(about).encode())
             elif re.fullmatch(rf"/api/models/{NAME}/tree/[ab]+", path):
                 tree = [
-                    {"type": "file", "path": name, "size": len(data), "oid": oid(data)}
+                    {
+                        "type": "file",
+                        "path": name,
+                        "size": len(data) if state.size is None else state.size,
+                        "oid": oid(data),
+                        "lfs": {"size": len(data), "oid": state.digest, "pointerSize": 1}
+                        if state.digest
+                        else None,
+                        "xetHash": "a" * 64 if state.digest else None,
+                    }
                     for name, data in FILES.items()
                 ]
                 self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+            elif state.missing and self.command == "HEAD":
+                self.answer(404, b"", X_Error_Code="EntryNotFound", X_Repo_Commit=state.missing)
             elif found := re.fullmatch(rf"/{NAME}/resolve/([ab]+)/(.+)", path):
                 self.file(FILES[found[2]], commit=found[1])
             else:
@@ -286,6 +303,81 @@ def test_a_server_cannot_name_a_file_outside_of_the_cache(server: Hub, tmp_path:
     with pytest.raises(ConfigError, match=r"names a content or a commit '\.\./\.\./"):
         with_model(asking())
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("at", ["sha", "missing", "digest"])
+@pytest.mark.parametrize("path", ["{home}/.profile", "../../../../home/.profile"])
+def test_no_other_name_of_a_server_leads_out_of_the_cache(
+    at: str, path: str, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a dry run wrote a line of the mirror's choice into ~/.profile."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".profile").write_text("mine")
+    monkeypatch.delenv("HF_HUB_DISABLE_XET")
+    setattr(server, at, path.format(home=home))
+    refused = "is no directory here|names a content or a commit"
+    with pytest.raises(ConfigError, match=refused):
+        with_model(asking())
+    missing = hub.try_model(asking())[1]
+    assert any("names a content or a commit" in line for line in missing) or at == "digest"
+    assert {one.name: one.read_text() for one in home.iterdir()} == {".profile": "mine"}
+    assert hub.find(Repository(name=NAME, commit=None)) is None
+
+
+def test_a_commit_in_the_cache_that_is_a_path_is_not_followed(server: Hub, tmp_path: Path) -> None:
+    """The attack: an earlier mirror had written it, and a run began with a neighbour's model."""
+    config, _ = with_model(asking())
+    theirs = tmp_path / "theirs" / "snapshots" / OLD
+    shutil.copytree(config.model.path, theirs)
+    repository = Repository(name=NAME, commit=None)
+    assert hub.find(repository) == Path(config.model.path)
+    (Path(config.model.path).parents[1] / "refs" / "main").write_text(str(theirs))
+    assert hub.find(repository) is None
+
+
+@pytest.mark.parametrize("size", [int("9" * 400), -1], ids=["huge", "negative"])
+def test_a_size_that_no_file_has_is_one_line(size: int, server: Hub) -> None:
+    server.size = size
+    with pytest.raises(ConfigError, match="the server says that a file has"):
+        with_model(asking())
+
+
+def test_the_process_that_asks_the_hub_writes_into_its_cache_only(tmp_path: Path) -> None:
+    """Also by a name that is not checked."""
+    program = """
+import sys
+from pathlib import Path
+from driver.hub_process import _write_below_only
+
+cache = Path(sys.argv[1]) / "cache"
+_write_below_only(cache, repository=cache / "models--a--b")
+(cache / "models--a--b").mkdir()
+(cache / "models--a--b" / "x").write_text("x")
+(cache / "models--a--b" / "x").rename(cache / "models--a--b" / "y")
+Path("/dev/null").write_text("x")
+for attack in (
+    lambda: (cache.parent / "mine").write_text("theirs"),
+    lambda: (cache.parent / "mine").unlink(),
+    lambda: (cache.parent / "new").mkdir(),
+    lambda: (cache.parent / "link").symlink_to("mine"),
+    lambda: (cache / "models--a--b" / "y").rename(cache.parent / "mine"),
+):
+    try:
+        attack()
+    except PermissionError:
+        continue
+    raise SystemExit("it was written")
+"""
+    (tmp_path / "mine").write_text("mine")
+    environment = {**os.environ, "HF_XET_CACHE": str(tmp_path / "xet")}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if landlock.abi() == 0:
+        pytest.skip("this kernel has no Landlock")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["cache", "mine", "xet"]
 
 
 def test_a_partial_file_that_is_too_long_is_begun_anew(server: Hub, tmp_path: Path) -> None:

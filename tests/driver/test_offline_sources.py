@@ -369,7 +369,8 @@ def test_wrong_chats_are_found_before_a_tiny_model_is_made_of_them(tmp_path: Pat
     path = chats_of(tmp_path / "chats.jsonl", n=2)
     config = cloning(from_source(tmp_path, str(path)))
     sources.check_sources(config, Console(quiet=True))
-    assert "with the key" in list(sources.chat_texts(config))
+    with sources.chat_texts(config) as texts:
+        assert "with the key" in list(texts)
     path.write_text(path.read_text() + "{}")
     with pytest.raises(ConfigError, match="chat 3: messages is missing"):
         sources.check_sources(config, Console(quiet=True))

@@ -875,6 +875,23 @@ def test_an_error_of_a_server_is_one_printable_line_of_the_log(tmp_path: Path) -
     assert not [line for line in log.read_text().splitlines() if line.startswith("2026-01-01")]
 
 
+@pytest.mark.parametrize(("status", "at_fault"), [("503 Unavailable", False), ("400 Bad", True)])
+def test_a_task_is_not_to_blame_for_a_server_that_others_fill(status: str, at_fault: bool) -> None:
+    body = b'{"error": "the running episodes keep too many answers"}'
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+
+    async def play() -> None:
+        env = RemoteEnv(server.options)
+        try:
+            await env.reset(KeyRoom.tasks("train", {})[0])
+        finally:
+            env.close()
+
+    with Raw(head.encode() + body) as server, pytest.raises(EnvironmentDied) as died:
+        asyncio.run(play())
+    assert died.value.at_fault == at_fault
+
+
 def test_a_server_that_sets_cookies_without_end_is_sent_none() -> None:
     sent: list[str] = []
 

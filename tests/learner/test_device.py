@@ -123,8 +123,9 @@ def test_a_learner_whose_gpu_is_full_at_its_start_may_be_started_again(
     monkeypatch.setattr("learner.ray_actor.capture_output", lambda path: None)
     monkeypatch.setattr("learner.learner.Learner", full)
     config = Config(run_dir=str(tmp_path / "run"))
-    RunLayout.create(tmp_path / "run", config_yaml="")
-    process = LearnerProcess(LearnerSetup(config=config, model_path="unused"), None)  # type: ignore[arg-type]
+    layout = RunLayout.create(tmp_path / "run", config_yaml="")
+    setup = LearnerSetup(run_id=layout.info.run_id, config=config, model_path="unused")
+    process = LearnerProcess(setup, None)  # type: ignore[arg-type]
     with pytest.raises(
         RankError, match="no room for its start: CUDA out of memory. Tried to allocate 2 GiB"
     ):

@@ -212,7 +212,8 @@ def test_to_close_beside_a_run_waits_for_its_checkpoint(
     monkeypatch.setattr(StandIn, "write_checkpoint", write_slowly)
     monkeypatch.setattr("learner.ray_actor.capture_output", lambda path: None)
     patch_learner(monkeypatch, close_at_the_second)
-    setup = LearnerSetup(config=config, model_path="unused")
+    run_id = RunLayout.open(Path(config.run_dir)).info.run_id
+    setup = LearnerSetup(run_id=run_id, config=config, model_path="unused")
     process = LearnerProcess(setup, Handle(coordinator))  # type: ignore[arg-type]
     closer = threading.Thread(target=process.close)
     assert process.start() == "a new run"

@@ -58,13 +58,15 @@ def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
         train_tokenizer(TEXTS, vocabulary_size=100)
 
 
-def test_a_tokenizer_is_made_of_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attack: 70 KB of Parquet were 400 million characters, and took all memory."""
-    monkeypatch.setattr(tiny_model, "MAX_CHARACTERS", 25)
+def test_a_tokenizer_is_made_of_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack: 70 KB of Parquet were 400 million characters, and took all memory. Characters of
+    four bytes took four times as much of it.
+    """
+    monkeypatch.setattr(tiny_model, "MAX_BYTES", 41)
     monkeypatch.setattr(tiny_model, "PIECE_CHARACTERS", 10)
-    asked = iter(["a" * 12, "", "b" * 100, "c"])
-    found = list(tiny_model._first_characters(asked))
-    assert found == ["a" * 10, "a" * 2, "b" * 10, "b" * 3]
+    asked = iter(["a" * 12, "", "\U0001f600" * 100, "c"])
+    found = list(tiny_model._first_bytes(asked))
+    assert found == ["a" * 10, "a" * 2, "\U0001f600" * 10]
     assert next(asked) == "c", "no more is read"
 
 

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 
 import store.exchange.fork as fork_module
+import store.layout as layout_module
 import store.maintenance.rebuild as rebuild_module
 from cli.__main__ import main
 from store import (
@@ -394,20 +395,118 @@ def test_a_bring_with_the_run_json_of_another_run_moves_nothing(
     assert lost.storage.read("run.json").to_pybytes().decode() == text
 
 
-def test_of_two_runs_that_are_made_at_once_in_one_storage_the_other_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("which", [1, 2])  # when it is taken, and when it is whole
+def test_a_bring_whose_primary_is_written_late_takes_nothing(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
-    """The attack: the run.json of the refused one came last, and stayed."""
+    """The attack: a server held the request until the bring had failed. It fenced the run."""
+    late: list[bytes] = []
+    write = LocalStorage.write
+
+    def write_late(storage: LocalStorage, path: str, data: bytes, **more: Any) -> None:
+        if path == primary_directory.PRIMARY:
+            late.append(data)
+            if len(late) == which:
+                raise UnavailableError("no answer")
+        write(storage, path, data, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "write", write_late)
+        with pytest.raises(UnavailableError, match="no answer"):
+            bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    Catalog.open(lost).close()
+    lost.storage.write(primary_directory.PRIMARY, late[which - 1])  # now it comes
+    Catalog.open(lost).close()
+    with Catalog.open(lost) as owner:
+        owner.back_up()
+    bring_run(uri_of(lost), tmp_path / "newer", trusts=False)
+    with pytest.raises(FencedError, match="was brought to .*newer on"):
+        Catalog.open(lost)
+    Catalog.open(RunLayout.open(tmp_path / "newer")).close()
+
+
+def test_a_bring_that_is_killed_before_it_says_that_it_is_whole_is_whole(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given again and interrupted, it gave the run to the directory that it had emptied."""
+    root = tmp_path / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr(primary_directory, "_finish", lambda *_, **__: os._exit(9))
+        given = (uri_of(lost), root)
+        child = multiprocessing.get_context("fork").Process(
+            target=bring_run, args=given, kwargs={"trusts": False}
+        )
+        child.start()
+        child.join()
+    assert child.exitcode == 9 and bring.is_brought(uri_of(lost), root)
+    Catalog.open(RunLayout.open(root)).close()
+    content = json.loads(lost.storage.read(primary_directory.PRIMARY).to_pybytes())
+    assert content.keys() == {"token", "where"}, "it needs the directory before it no more"
+    with pytest.raises(FencedError, match=f"was brought to {root} on"):
+        Catalog.open(lost)
+
+
+def test_an_owner_that_was_cut_off_shows_nothing_where_the_run_goes_on(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: its manifest came over the one of the directory where the run goes on, which was
+    refused from then on.
+    """
+    owner = Catalog.open(lost)
+    for _ in range(50):
+        owner.log(component="driver", what="cut off", detail="")
+    bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    new = RunLayout.open(tmp_path / "new")
+    with Catalog.open(new) as catalog:
+        play(new, catalog, open_train_group(catalog, 9))
+        export(catalog, new)
+        lsn = json.loads(new.manifest.read_text())["lsn"]
+    before = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    with pytest.raises(FencedError, match=f"was brought to {new.root} on"):
+        export(owner, lost)
+    after = {file.path: lost.storage.digest(file.path) for file in lost.storage.files("")}
+    assert after == before
+    # and if it was on its way when the run was brought
+    late = json.loads(lost.storage.read("manifest.json").to_pybytes())
+    late |= {"epoch": owner.epoch, "lsn": lsn + 1_000}
+    lost.storage.write("manifest.json", json.dumps(late).encode())
+    lose_the_owner(owner)
+    with Catalog.open(new) as catalog:
+        play(new, catalog, open_train_group(catalog, 10))
+        export(catalog, new)
+    assert json.loads(lost.storage.read("manifest.json").to_pybytes())["lsn"] < lsn + 1_000
+    assert check(new, level=CONTENTS) == []
+
+
+@pytest.mark.parametrize("when", ["before it is primary", "then", "before its run.json"])
+def test_of_two_runs_that_are_made_at_once_in_one_storage_the_other_is_refused(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the run.json of the refused one, or its PRIMARY, came last, and stayed."""
     uri = (tmp_path / "shared").as_uri()
-    take, made = primary_directory.take, []
+    take, found_in = primary_directory.take, layout_module._found_in
+    made: list[RunLayout] = []
+
+    def make_quick() -> None:
+        monkeypatch.undo()
+        made.append(RunLayout.create(tmp_path / "quick", config_yaml="", storage_uri=uri))
 
     def take_slowly(root: Path, storage: Any, **more: object) -> None:
+        if when == "before it is primary":
+            make_quick()
         take(root, storage, **more)
-        if root.name == "slow":
-            made.append(RunLayout.create(tmp_path / "quick", config_yaml="", storage_uri=uri))
+        if when == "then":
+            make_quick()
+
+    def find_slowly(uri: str) -> bytes | None:
+        found = found_in(uri)
+        if when == "before its run.json" and (tmp_path / "slow" / "primary.json").exists():
+            make_quick()
+        return found
 
     monkeypatch.setattr(primary_directory, "take", take_slowly)
-    with pytest.raises(FencedError, match="quick"):
+    monkeypatch.setattr(layout_module, "_found_in", find_slowly)
+    with pytest.raises(StoreError, match="quick|has files of another run"):
         RunLayout.create(tmp_path / "slow", config_yaml="", storage_uri=uri)
     (quick,) = made
     with Catalog.open(quick) as catalog:
@@ -419,6 +518,8 @@ def test_of_two_runs_that_are_made_at_once_in_one_storage_the_other_is_refused(
     )
     with pytest.raises(StoreError):
         RunLayout.open(tmp_path / "slow")
+    with Catalog.open(quick) as catalog:
+        assert len(catalog.live_segments()) == 1
 
 
 def test_a_bring_that_ends_late_has_shown_readers_nothing(
@@ -573,8 +674,9 @@ def test_a_fork_that_is_whole_is_brought_with_its_checkpoint(
     assert [state for state, _ in states(new.root).values()][:2] == ["trained", "trained"]
 
 
+@pytest.mark.parametrize("at", ["give_rights", "_put_in_place"])  # before it is whole, and after
 def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
-    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: only run.json was left, and was brought as a run without anything."""
     remove = LocalStorage.remove
@@ -591,7 +693,7 @@ def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
 
         with monkeypatch.context() as patch:
             patch.setattr(LocalStorage, "remove", remove_some)
-            patch.setattr(fork_module, "give_rights", mock.Mock(side_effect=OSError("full disk")))
+            patch.setattr(fork_module, at, mock.Mock(side_effect=OSError("full disk")))
             with pytest.raises((SystemExit, StoreError)) as ended:
                 fork(lost, tmp_path / f"fork{n_removed}", **given)
         if ended.type is not SystemExit:
@@ -946,8 +1048,9 @@ def test_a_node_that_sees_nothing_of_the_directory_joins_the_run(
 ) -> None:
     """For a worker or the learner; nobody can own the run there."""
     root = tmp_path / "node" / "run"
-    layout = RunLayout.join(root, storage_uri=uri_of(lost))
-    assert layout.info == lost.info == RunLayout.join(root, storage_uri=uri_of(lost)).info
+    layout = RunLayout.join(root, storage_uri=uri_of(lost), run_id=lost.info.run_id)
+    again = RunLayout.join(root, storage_uri=uri_of(lost), run_id=lost.info.run_id)
+    assert layout.info == lost.info == again.info
     policy = root / BASE_POLICY
     assert local_model(layout, str(policy)) == str(policy)
     assert (policy / "model.safetensors").read_bytes() == b"base"
@@ -959,7 +1062,27 @@ def test_a_node_that_sees_nothing_of_the_directory_joins_the_run(
     with pytest.raises(FencedError, match=f"was brought to {lost.root} on"):
         Catalog.open(layout)
     with pytest.raises(FormatError, match="is not a run directory"):
-        RunLayout.join(tmp_path / "none", storage_uri="")
+        RunLayout.join(tmp_path / "none", storage_uri="", run_id=lost.info.run_id)
+
+
+def test_a_node_that_joined_an_earlier_run_there_does_not_work_for_it(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: the driver began a run anew at the same path, with the same storage or another.
+
+    The node still had the earlier one, so what it played was lost with the driver's disk.
+    """
+    root, uri = tmp_path / "node" / "run", (tmp_path / "second storage").as_uri()
+    RunLayout.join(root, storage_uri=uri_of(lost), run_id=lost.info.run_id)
+    second = RunLayout.create(tmp_path / "second", config_yaml="", storage_uri=uri).info
+    for storage_uri in (uri, uri_of(lost), ""):
+        with pytest.raises(
+            StoreError, match=f"{root}, as .* sees it, is of run {lost.info.run_id}.*move it away"
+        ):
+            RunLayout.join(root, storage_uri=storage_uri, run_id=second.run_id)
+    with pytest.raises(StoreError, match=r"run\.json, as .* check store\.uri"):
+        RunLayout.join(tmp_path / "other", storage_uri=uri_of(lost), run_id=second.run_id)
+    assert not (tmp_path / "other").exists()
 
 
 def bring_at_once(uri: str, root: Path, go: Any, said: Any) -> None:

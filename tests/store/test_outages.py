@@ -4,6 +4,7 @@ read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -341,6 +342,35 @@ def test_a_large_file_has_more_time(
         else:
             with pytest.raises(UnavailableError, match="within 30 s: connection reset"):
                 ask(remote)
+
+
+def test_a_request_that_was_given_up_does_not_come_after_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server held it for longer than anybody waited, and it undid what was written since."""
+    done: list[bytes] = []
+    held = threading.Event()
+
+    class Held:
+        def open_output_stream(self, path: str, *, compression: str | None) -> Any:
+            return contextlib.nullcontext(self)
+
+        def write(self, data: bytes) -> None:
+            if data == b"first":
+                held.wait(30.0)
+            done.append(data)
+
+    remote = storage.RemoteStorage("s3://bucket/x")
+    remote.__dict__["_client"] = (Held(), "bucket/x")
+    monkeypatch.setattr(storage, "DEADLINE_S", 0.2)
+    for data in (b"first", b"second"):
+        with pytest.raises(UnavailableError, match="w within 0 s: no answer"):
+            remote.write("w", data)
+    remote.write("another", b"goes on")
+    monkeypatch.setattr(storage, "DEADLINE_S", 30.0)
+    threading.Timer(0.2, held.set).start()
+    remote.write("w", b"third")
+    assert done == [b"goes on", b"first", b"third"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE, errno.EIO])

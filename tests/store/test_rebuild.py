@@ -364,7 +364,7 @@ def test_a_rebuild_that_is_killed_in_between_leaves_no_catalog_without_its_log(
     move = rebuild_module.quarantine
 
     def move_one(layout: RunLayout, path: str) -> str:
-        if moved:
+        if "catalog.sqlite" in moved:
             raise KeyboardInterrupt
         moved.append(path)
         return move(layout, path)
@@ -377,11 +377,35 @@ def test_a_rebuild_that_is_killed_in_between_leaves_no_catalog_without_its_log(
         patch.setattr(rebuild_module, "quarantine", move_one)
         with pytest.raises(KeyboardInterrupt):
             rebuild(layout)
-    assert moved == ["catalog.sqlite"]
+    assert moved == ["manifest.json", "catalog.sqlite"]
     with pytest.raises(StoreError, match="gigpo rebuild"):
         Catalog.open(layout)
     rebuild(layout)
     Catalog.open(layout).close()
+
+
+def test_a_rebuild_that_is_killed_once_its_catalog_is_there_shows_nothing_of_the_old_one(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the next owner's export added to the manifest of the catalog that was lost."""
+    with crashed(), Catalog.open(layout) as catalog:
+        batch = catalog.claim(n_groups=2, current_version=3, max_staleness=2)
+        assert batch is not None
+        catalog.settle(batch.batch_id, learner_step=2, filtered={}, version_in=3)
+        export(catalog, layout)
+    layout.catalog.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module, "check", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rebuild(layout)
+    with Catalog.open(layout) as catalog:
+        export(catalog, layout)
+        assert catalog.learner_step() == 1
+        seen = shown(layout)
+        layout.manifest.unlink()  # the next one shows the catalog, and nothing else
+        export(catalog, layout)
+    assert seen == shown(layout)
+    assert check(layout, level=CONTENTS) == []
 
 
 def test_a_foreign_program_in_a_backup_is_never_started(layout: RunLayout) -> None:

@@ -123,7 +123,7 @@ def train_until_killed(run: Path, gap_name: str, max_staleness: int) -> None:
     patch_learner(monkeypatch, train)
     ranks = type("RankGroup", (Ranks,), {"stats": train, "gap": gap})
     monkeypatch.setattr("learner.learner.RankGroup", ranks)
-    setup = LearnerSetup(config=config, model_path="unused")
+    setup = LearnerSetup(run_id="unused", config=config, model_path="unused")
     Learner(setup, handle, stopping=threading.Event()).run()
 
 

@@ -263,7 +263,7 @@ def make_learner(
 ) -> Learner:
     """Return a started learner, whose ranks and heartbeats are stand-ins."""
     patch_learner(monkeypatch, stats)
-    setup = LearnerSetup(config=config, model_path="unused")
+    setup = LearnerSetup(run_id="unused", config=config, model_path="unused")
     return Learner(setup, handle, stopping=threading.Event())  # type: ignore[arg-type]
 
 

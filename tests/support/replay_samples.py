@@ -84,7 +84,7 @@ def train(config: Config, *, crash_at: int | None = None) -> None:
         patch.setattr("learner.learner.Heartbeat", Silent)
         patch.setattr(Reply, "get", lambda reply, **patience: reply.reference)
         handle = Fragile(coordinator, playing=_play_all)
-        setup = LearnerSetup(config=config, model_path=str(base))
+        setup = LearnerSetup(run_id="unused", config=config, model_path=str(base))
         try:
             learner = Learner(setup, handle, stopping=threading.Event())  # type: ignore[arg-type]
             try:
