@@ -11,6 +11,7 @@ and learns the replies only.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from actors.rollout.step_records import (
 from configs import ConfigError
 from envs import Observation, Task
 from printable import one_line
-from store import TRAIN, Step, Trajectory, now_us, uid, valid_text
+from store import TRAIN, Step, Trajectory, now_us, open_file_by_own_links, uid, valid_text
 
 ENV_NAME = "chat"  # environment name of the trajectories
 SUFFIXES = (".jsonl", ".parquet")
@@ -184,16 +185,20 @@ def chat_trajectories(
 
 
 def _rows(path: Path) -> Iterator[object]:
-    """Yield the rows of a file as Python values. Raises ConfigError for an unreadable file."""
+    """Yield the rows of a file as Python values. Raises ConfigError for an unreadable file.
+
+    The run keeps them, and others may be able to read it. So no link of another user leads to a
+    file that is neither theirs nor for everybody to read.
+    """
     try:
-        if path.suffix == ".parquet":
-            file = pq.ParquetFile(path)
-            columns = [name for name in file.schema_arrow.names if name in _Row.model_fields]
-            for batch in file.iter_batches(ROWS_READ, columns=columns):
-                yield from batch.to_pylist()
-            return
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
+        with open(open_file_by_own_links(path), "rb") as file:
+            if path.suffix == ".parquet":
+                parquet = pq.ParquetFile(file)
+                columns = [name for name in parquet.schema_arrow.names if name in _Row.model_fields]
+                for batch in parquet.iter_batches(ROWS_READ, columns=columns):
+                    yield from batch.to_pylist()
+                return
+            for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), start=1):
                 if line.strip():
                     yield _parsed(line, place=f"{path}: line {number}")
     except ConfigError:

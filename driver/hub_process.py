@@ -13,21 +13,25 @@ import hashlib
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from printable import REASON_CHARACTERS, one_line
-from store import StoreError, restrict_writing
+from printable import REASON_CHARACTERS, one_line, protect_terminal
+from store import StoreError, limit_memory, restrict_writing
 
 GO = "go"
 PARTIAL = ".partial"
+SHOWN_NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,1000}")  # a progress bar shows it
 MAX_HTTP_BYTES = 50e9  # larger files are left to huggingface_hub's own transfer
 COMMIT = re.compile("[0-9a-f]{40}")
 PLAIN_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{0,127}")
 REMEDY = "use another server (HF_ENDPOINT)"
+LEAST_FILE_BYTES = 1 << 24  # that may be written, if all files of a repository are smaller
 MAX_FILES, MAX_BYTES = 100_000, 1 << 50  # of a repository, and of one file
 LFS_DIGEST = re.compile("[0-9a-f]{64}")  # an ETag that is the SHA-256 of the content
 
@@ -45,6 +49,8 @@ class Answer:
 
 def main(request: dict[str, Any]) -> None:
     """Answer for the arguments of `snapshot_download`, and download them when told to."""
+    protect_terminal()  # huggingface_hub logs what the server says
+    limit_memory()  # and takes an answer of any size
     try:
         _write_below_only(Path(request["cache_dir"]), repository=_directory(request))
     except (OSError, StoreError) as error:
@@ -63,6 +69,9 @@ def main(request: dict[str, Any]) -> None:
         _print(Answer(commit=commit, n_files=len(missing), n_bytes=max(0, n_bytes)))
         if sys.stdin.readline().strip() != GO:
             return
+        # An answer may have no end, whatever size was said.
+        largest = max([LEAST_FILE_BYTES, *(file.file_size or 0 for file in missing)])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         if sys.stderr.isatty():
             enable_progress_bars()
         for file in missing:
@@ -82,12 +91,13 @@ def _write_below_only(cache: Path, *, repository: Path) -> None:
     """
     from huggingface_hub import constants
 
-    places = [cache, Path(constants.HF_XET_CACHE).expanduser()]
-    for place in places:
-        place.mkdir(parents=True, exist_ok=True)
-    if repository.is_dir():  # the user may have led it to another disk
-        places.append(repository)
-    restrict_writing([*places, Path(os.devnull)])
+    xet = Path(constants.HF_XET_CACHE).expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # not every transfer needs it
+        xet.mkdir(parents=True, exist_ok=True)
+    # The user may have led the repository's directory to another disk.
+    others = [place for place in (xet, repository) if place.is_dir()]
+    restrict_writing([cache, *others, Path(os.devnull)])
 
 
 def _refuse_other_answers() -> None:
@@ -127,6 +137,7 @@ def _refuse_other_answers() -> None:
             if isinstance(entry, RepoFile):
                 digest = None if entry.lfs is None else entry.lfs.sha256
                 _check_names(PLAIN_NAME, entry.blob_id, digest, entry.xet_hash)
+                _check_names(SHOWN_NAME, entry.path)
                 _check_size(entry.size)
             yield entry
 
@@ -139,7 +150,8 @@ def _check_names(pattern: re.Pattern[str], *names: str | None) -> None:
     for name in names:
         if name is not None and not (isinstance(name, str) and pattern.fullmatch(name)):
             raise ValueError(
-                f"the server names a content or a commit {name!r:.80}, which is no plain name; "
+                f"the server names a file, a content or a commit {name!r:.80}, which is no plain "
+                "name; "
                 f"{REMEDY}"
             ) from None
 
@@ -207,7 +219,12 @@ def fetch(name: str, request: dict[str, Any]) -> None:
             file.truncate(0)
             file.seek(0)
         http_get(
-            url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=known.size
+            url,
+            file,
+            resume_size=file.tell(),
+            headers=build_hf_headers(),
+            expected_size=known.size,
+            displayed_filename=name,  # else that of the server's answer
         )
         file.flush()
         os.fsync(file.fileno())

@@ -33,6 +33,7 @@ from store import (
     has_directory,
     limited_memory,
     local_directory,
+    open_file_by_own_links,
     parse_source,
     run_at,
     take_sources,
@@ -137,7 +138,9 @@ def _chat_rows(
     path: Path, config: Config, console: Console, *, model_path: Callable[[], Path]
 ) -> OfflineRows:
     """Return the chats of a file as rows of the store, and say which did not fit."""
-    file_id = f"{path.name} {files_digest([path])[:CHARACTERS_OF_DIGEST]}"
+    with open(open_file_by_own_links(path), "rb") as file:
+        digest = files_digest([Path(f"/proc/self/fd/{file.fileno()}")])
+    file_id = f"{path.name} {digest[:CHARACTERS_OF_DIGEST]}"
     found = chat_trajectories(
         read_chats(path),
         load_tokenizer(str(model_path()), with_torch=True),

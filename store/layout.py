@@ -36,6 +36,7 @@ from store.run_names import (
 )
 from store.storage import LocalStorage, Storage, make_place, open_storage
 from store.untrusted import file_access as beneath
+from store.untrusted import json_values
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.own_directory import opened_by_own_links
 from store.untrusted.signatures import (
@@ -89,24 +90,30 @@ def _uri_of(path: str) -> str | None:
 
 
 def is_unused(uri: str) -> bool:
-    """Return whether no run has begun in the storage at `uri`, which may be anybody's."""
-    return in_limited_process(_found_in, uri, at_most_bytes=SMALL_BYTES) is not None
-
-
-def _found_in(uri: str) -> bytes | None:
-    """Return what shows that no run has begun in a storage, None if one has.
+    """Return whether no run has begun in the storage at `uri`, which may be anybody's.
 
     run.json, PRIMARY and UNFINISHED_FORK are also left by a start that did not get further, and
-    GIVEN_UP by one that found another run there. What is returned is run.json, or nothing.
+    GIVEN_UP by one that found another run there.
     """
-    storage = open_storage(uri)
-    paths = {file.path for file in storage.files("") if not file.path.startswith(f"{GIVEN_UP}/")}
-    if not paths <= {RUN_JSON, PRIMARY, UNFINISHED_FORK}:
+    return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
+
+
+def _has_no_files(uri: str) -> bool:
+    left = (RUN_JSON, PRIMARY, UNFINISHED_FORK)
+    paths = (file.path for file in open_storage(uri).files(""))
+    return all(path in left or path.startswith(f"{GIVEN_UP}/") for path in paths)
+
+
+def _shown_by(uri: str) -> bytes | None:
+    """Return the PRIMARY of the directory that has shown readers a run, None if none has."""
+    try:
+        data = open_storage(uri).read(MANIFEST, at_most=beneath.MAX_MANIFEST_BYTES)
+        manifest = json_values.parse_object(data.to_pybytes())
+        return primary_directory.as_primary(json_values.text(manifest, "primary"))
+    except UnavailableError:
+        raise
+    except (StoreError, ValueError):
         return None
-    if RUN_JSON not in paths:
-        return b""
-    data: bytes = storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
-    return data
 
 
 class _Below:
@@ -381,14 +388,14 @@ class RunLayout:
             "its own, or go on with that one: gigpo train --resume "
             f"{shell_word(uri)}"
         )
-        before = in_limited_process(_found_in, uri, at_most_bytes=SMALL_BYTES)
-        if before is None:
+        if not is_unused(uri):
             raise used
         make_place(self.storage)
         primary_directory.take(self.root, self.storage)
-        if in_limited_process(_found_in, uri, at_most_bytes=SMALL_BYTES) != before:
+        if not is_unused(uri):
             # A run was made there while PRIMARY was on its way. It keeps the storage.
-            primary_directory.give_up(self.root, self.storage)
+            before = in_limited_process(_shown_by, uri, at_most_bytes=SMALL_BYTES)
+            primary_directory.give_up(self.root, self.storage, before=before)
             raise used
         if self.info.forked_from is not None:  # nobody brings it before it is whole
             self.storage.write(UNFINISHED_FORK, self.info.run_id.encode())

@@ -69,7 +69,7 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
 
     Raises StoreError. `root` stays the primary directory if the storage does not answer then.
     """
-    found = _there(root, storage)
+    found = _there(storage)
     before = _last_whole(found) if found else None
     try:
         take(root, storage, **{BEFORE: None if before is None else before.decode()})
@@ -85,13 +85,27 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
         raise
 
 
-def give_up(root: Path, storage: Storage) -> None:
-    """Have the token of a directory count no more, but the one before it. Raises StoreError."""
+def give_up(root: Path, storage: Storage, *, before: bytes | None = None) -> None:
+    """Have the token of a directory count no more, but the one before it. Raises StoreError.
+
+    `before`: the PRIMARY that counts instead, if that of the directory names none.
+    """
     here = _here(root)
     token = _token(here)
     if token is not None:
-        before = _content(here).get(BEFORE)
-        storage.write(f"{GIVEN_UP}/{token}", before.encode() if isinstance(before, str) else NOBODY)
+        named = _content(here).get(BEFORE)
+        instead = named.encode() if isinstance(named, str) else before or NOBODY
+        storage.write(f"{GIVEN_UP}/{token}", instead)
+
+
+def token_of(root: Path) -> str | None:
+    """Return the token of a directory, None if it has none."""
+    return _token(_here(root))
+
+
+def as_primary(token: str) -> bytes:
+    """Return a PRIMARY with a token."""
+    return json.dumps({"token": token}).encode()
 
 
 def check(root: Path, uri: str) -> None:
@@ -101,13 +115,13 @@ def check(root: Path, uri: str) -> None:
     storage has none: a volume that is not mounted looks like that.
     """
     storage = open_storage(uri)
-    there, here = _there(root, storage), _here(root)
+    there, here = _there(storage), _here(root)
     if there is None and here:
         raise UnavailableError(
             f"{storage.locate(PRIMARY)} is not there; mount the volume, or check the "
             f"URI. If it was removed, copy {root / PRIMARY} there"
         )
-    if there == NOBODY:
+    if there == NOBODY and not _is_given_up(storage, here):
         # Another run took the storage at the same time, and gave it up.
         if here:
             storage.write(PRIMARY, here)
@@ -132,7 +146,7 @@ def _write_again(root: Path, storage: Storage, data: bytes) -> None:
 
 def _finish(root: Path, storage: Storage, *, write: Callable[[Path, Storage, bytes], None]) -> None:
     """Forget the primary directory before this one. Raises FencedError if there is another now."""
-    there = _there(root, storage)
+    there = _there(storage)
     if not _is_here(root, there):
         raise FencedError(
             f"the run was brought to {_where(there or b'')} meanwhile, and goes on there"
@@ -154,7 +168,7 @@ def _last_whole(data: bytes) -> bytes | None:
 
 def is_primary(root: Path, storage: Storage) -> bool:
     """Return whether a directory is the primary one of a run in a storage. Raises StoreError."""
-    there = _there(root, storage)
+    there = _there(storage)
     return bool(there) and _is_here(root, there)
 
 
@@ -178,14 +192,24 @@ def _token(data: bytes | None) -> str | None:
         return None
 
 
-def _there(root: Path, storage: Storage) -> bytes | None:
+def _instead_of(storage: Storage, data: bytes | None) -> bytes | None:
+    """Return the PRIMARY that counts instead of one that was given up, None for any other."""
+    token = _token(data)
+    if token is None or TOKEN.fullmatch(token) is None:
+        return None
+    return _read(storage, f"{GIVEN_UP}/{token}")
+
+
+def _is_given_up(storage: Storage, here: bytes) -> bool:
+    return _instead_of(storage, here) is not None
+
+
+def _there(storage: Storage) -> bytes | None:
     """Return PRIMARY of the storage as it counts, None if it has none. Raises UnavailableError."""
     data = _read(storage, PRIMARY)
-    token = _token(data)
-    if token is None or TOKEN.fullmatch(token) is None or _is_here(root, data):
-        return data or None
-    before = _read(storage, f"{GIVEN_UP}/{token}")
-    return data if before is None else before
+    # Also for the directory whose token it is: it may be whole, of a bring that was killed then.
+    instead = _instead_of(storage, data)
+    return (data or None) if instead is None else instead
 
 
 def _read(storage: Storage, path: str) -> bytes | None:

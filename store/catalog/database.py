@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from store import primary_directory
 from store.atomic_write import make_directory
 from store.catalog.connection import (
     SYNCED,
@@ -55,8 +56,7 @@ class Database:
             # Looked up at each call: tests exchange the clock of an open catalog.
             self._connection = connect_owner(layout, now_us=lambda: now_us())
             self.epoch: int
-            epoch = self._connection.execute("SELECT max(epoch) FROM meta").fetchone()[0] or 0
-            self._take_over(shown_lsn=shown_lsn(layout, epoch=epoch), n_unread=n_unread)
+            self._take_over(shown_lsn=shown_lsn(layout), n_unread=n_unread)
             if n_unread:
                 forget_unread_commits(layout)
         except BaseException as error:
@@ -210,12 +210,12 @@ class Database:
         self._connection.execute("COMMIT")
 
 
-def shown_lsn(layout: RunLayout, *, epoch: int = 0) -> int:
+def shown_lsn(layout: RunLayout, *, by_others: bool = False) -> int:
     """Return the lsn that readers were shown, 0 without a manifest.
 
-    What an owner before `epoch` has shown does not count: it was cut off from its storage, and
-    could still write there after the run was brought to another directory. A storage is asked too:
-    the directory may be an older copy, with its manifest. Raises UnavailableError.
+    A storage is asked too: the directory may be an older copy, with its manifest. What another
+    directory has shown does not count, unless `by_others`: its owner was cut off from the storage,
+    and could still write there after the run was brought here. Raises UnavailableError.
     """
     shown = []
     with suppress(OSError):
@@ -228,16 +228,17 @@ def shown_lsn(layout: RunLayout, *, epoch: int = 0) -> int:
             raise
         except StoreError:  # it has none yet
             pass
-    return max((_lsn_of(data, layout=layout, epoch=epoch) for data in shown), default=0)
+    return max((_lsn_of(data, layout, by_others=by_others) for data in shown), default=0)
 
 
-def _lsn_of(manifest: bytes, *, layout: RunLayout, epoch: int) -> int:
+def _lsn_of(manifest: bytes, layout: RunLayout, *, by_others: bool) -> int:
     try:
         content = json_values.parse_object(manifest)
-        # The manifest of another run says nothing about this run, and one of an earlier version
-        # does not say its epoch.
+        # The manifest of another run says nothing about this run.
         is_ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
-        is_late = "epoch" in content and json_values.integer(content, "epoch") < epoch
+        # One of an earlier version does not say which directory wrote it.
+        here, there = primary_directory.token_of(layout.root), content.get("primary")
+        is_late = not by_others and None not in (here, there) and here != there
         return json_values.integer(content, "lsn") if is_ours and not is_late else 0
     except ValueError:  # export and fsck report the damage
         return 0

@@ -75,15 +75,15 @@ def check_manifest(layout: RunLayout, *, contents: bool) -> list[Finding]:
         return []
     if manifest.run_id != layout.info.run_id:
         return [found("manifest_foreign", name, f"it is of run {manifest.run_id}")]
+    try:
+        newest_shown = shown_lsn(layout)
+    except UnavailableError as unavailable:
+        return [found("export_unavailable", name, str(unavailable))]
     with open_catalog(layout) as connection:
-        lsn, epoch = connection.execute("SELECT lsn, epoch FROM meta").fetchone()
+        lsn = connection.execute("SELECT lsn FROM meta").fetchone()[0]
         rows = connection.execute(
             f"SELECT path, retired_lsn FROM segment WHERE {NEEDED}"
         ).fetchall()
-    try:
-        newest_shown = shown_lsn(layout, epoch=epoch)
-    except UnavailableError as unavailable:
-        return [found("export_unavailable", name, str(unavailable))]
     if newest_shown > lsn:
         detail = f"readers were shown lsn {newest_shown}, the catalog is at {lsn}"
         return [found("manifest_ahead", name, detail)]

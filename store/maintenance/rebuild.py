@@ -116,9 +116,6 @@ def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
             recovered = _recover(connection, layout, contents=contents)
             if not has_backup:  # the next clean close would replace it
                 lost += _set_backup_aside(layout)
-            if status(layout.manifest, root=layout.root) is not None:
-                # Before the new catalog is there: its owner would add to what the old one showed.
-                quarantine(layout, layout.relative(layout.manifest))
             _replace_catalog(layout, connection.serialize())
     except sqlite3.Error as error:
         raise_if_interrupted(error)
@@ -248,7 +245,7 @@ def _recover(connection: sqlite3.Connection, layout: RunLayout, *, contents: Con
     """Adopt what the backup does not know, and leave all older owners and readers behind."""
     epoch, lsn = connection.execute("SELECT epoch, lsn FROM meta").fetchone()
     epoch = max([epoch, *(file.epoch for file in contents.files)]) + EPOCHS_WITHOUT_TRACE
-    lsn = max(lsn, shown_lsn(layout) or lsn + LSNS_WITHOUT_TRACE) + 1
+    lsn = max(lsn, shown_lsn(layout, by_others=True) or lsn + LSNS_WITHOUT_TRACE) + 1
     if max(epoch, lsn) >= LARGEST_COUNTER:
         raise StoreError(
             f"{layout.root} counts to epoch {epoch} and lsn {lsn}, as no run does; "
@@ -396,10 +393,12 @@ def _new_versions(
 
 
 def _replace_catalog(layout: RunLayout, data: bytes) -> None:
-    # The catalog goes first: a start in between would read it without its log. The logs go before
-    # the new one is written, because they belong to no other.
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        old = layout.catalog.with_name(layout.catalog.name + suffix)
+    # The catalog goes first: a start in between would read it without its log, or, without the
+    # manifest, not see that it is an older copy. The logs go before the new one is written, because
+    # they belong to no other. So does the manifest: its owner would add to what the old one showed.
+    catalog = layout.catalog
+    logs = [catalog.with_name(catalog.name + suffix) for suffix in ("-wal", "-shm", "-journal")]
+    for old in (catalog, *logs, layout.manifest):
         if status(old, root=layout.root) is not None:
             quarantine(layout, layout.relative(old))
     write_atomically(layout.catalog, data, mode=PRIVATE, beneath=layout.root)

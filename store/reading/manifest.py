@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store import primary_directory
 from store.atomic_write import READ_WRITE, write_atomically
 from store.catalog.snapshot import EXPORTS, ExportedPart, NewPart
 from store.catalog.transaction import columns_of
@@ -52,7 +53,7 @@ class Manifest:
     """The content of manifest.json. Paths are relative to the run's root."""
 
     run_id: str
-    epoch: int  # of the owner that wrote it
+    primary: str | None  # the token of the directory that wrote it, with store.uri
     lsn: int
     format: str
     segments: tuple[str, ...]  # the first has no rows, only the columns
@@ -84,7 +85,7 @@ def parse_manifest(data: bytes, *, name: str) -> Manifest:
         _check_named_once([*segments, *(part.path for some in parts.values() for part in some)])
         return Manifest(
             run_id=json_values.text(content, "run_id"),
-            epoch=json_values.integer(content, "epoch") if "epoch" in content else 0,
+            primary=json_values.text(content, "primary") if content.get("primary") else None,
             lsn=json_values.integer(content, "lsn"),
             format=FORMAT,
             segments=_segments(segments, name=name),
@@ -173,7 +174,7 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     superseded = previous.superseded if previous is not None else {}
     manifest = Manifest(
         run_id=layout.info.run_id,
-        epoch=catalog.epoch,
+        primary=_primary(layout),
         lsn=snapshot.lsn,
         format=FORMAT,
         segments=(empty, *snapshot.segments),
@@ -185,6 +186,10 @@ def export(catalog: Catalog, layout: RunLayout) -> int:
     return snapshot.lsn
 
 
+def _primary(layout: RunLayout) -> str | None:
+    return None if layout.info.storage_uri is None else primary_directory.token_of(layout.root)
+
+
 def export_nothing(layout: RunLayout) -> None:
     """Write the manifest of a run without commits, so that readers find typed, empty views."""
     tables = {}
@@ -193,7 +198,7 @@ def export_nothing(layout: RunLayout) -> None:
         tables[name] = (_write_part(layout, name=name, part=nothing, until=0),)
     manifest = Manifest(
         run_id=layout.info.run_id,
-        epoch=0,
+        primary=_primary(layout),
         lsn=0,
         format=FORMAT,
         segments=(_empty_steps(layout),),

@@ -16,6 +16,7 @@ from configs import ConfigError
 from learner.data.micro_batch import micro_batches
 from store import to_table
 from tests.support.chat_samples import encode, tokenizer
+from tests.support.neighbours import Neighbour
 
 EOS = 1
 ADD = [
@@ -214,3 +215,24 @@ def test_a_file_without_chats_is_refused(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match=r"empty\.jsonl has no chats; it needs one JSON object"):
         list(read_chats(path))
+
+
+def test_a_private_file_is_not_read_through_a_link_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the run was for everybody to read, and so was what the link led to."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    table = pa.Table.from_pylist([{"messages": json.dumps(ADD)}])
+    pq.write_table(table, private / "chats.parquet")
+    (private / "chats.jsonl").write_text(json.dumps({"messages": ADD}))
+    neighbour = Neighbour(monkeypatch)
+    for name in ("chats.parquet", "chats.jsonl"):
+        (private / name).chmod(0o600)
+        (theirs / name).symlink_to(private / name)
+        neighbour.gets(theirs / name)
+        assert len(list(read_chats(private / name))) == 1
+        with pytest.raises(ConfigError, match="link of another user"):
+            list(read_chats(theirs / name))

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +29,7 @@ from cli.__main__ import main
 from configs import ActorsConfig, Config, ConfigError, ModelConfig
 from driver import model_download as hub
 from driver.environment_check import try_tasks
+from driver.hub_process import LEAST_FILE_BYTES
 from driver.model_download import Repository
 from driver.preflight import make_or_open_run
 from store.reading import landlock
@@ -59,6 +61,10 @@ class Hub:
     missing: str | None = None  # the commit with which it answers that no file is there
     digest: str | None = None  # of every file in the list of files
     size: int | None = None  # of every file in that list
+    name: str | None = None  # of a further file in that list
+    headers: dict[str, str] = field(default_factory=dict)  # more, of every answer
+    extra_bytes: int = 0  # that the weights have beyond what was said
+    padding: int = 0  # bytes before the answer about the repository
     released: threading.Event = field(default_factory=threading.Event)
     asked: list[str] = field(default_factory=list)  # METHOD path range
 
@@ -72,7 +78,8 @@ def handler(state: Hub) -> type[BaseHTTPRequestHandler]:
 
         def answer(self, status: int, body: bytes, **headers: str) -> None:
             self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            more = {"Content-Length": str(len(body)), **state.headers, **headers}
+            for name, value in more.items():
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             if self.command == "GET":
@@ -84,7 +91,7 @@ def handler(state: Hub) -> type[BaseHTTPRequestHandler]:
             if found := re.fullmatch(rf"/api/models/{NAME}/revision/(\w+)", path):
                 commit = state.commit if found[1] == "main" else found[1]
                 about = {"id": NAME, "sha": state.sha or commit, "siblings": []}
-                self.answer(200, json.dumps(about).encode())
+                self.answer(200, b" " * state.padding + json.dumps(about).encode())
             elif re.fullmatch(rf"/api/models/{NAME}/tree/[ab]+", path):
                 tree = [
                     {
@@ -97,7 +104,7 @@ def handler(state: Hub) -> type[BaseHTTPRequestHandler]:
                         else None,
                         "xetHash": "a" * 64 if state.digest else None,
                     }
-                    for name, data in FILES.items()
+                    for name, data in {**FILES, **({state.name: b""} if state.name else {})}.items()
                 ]
                 self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
             elif state.missing and self.command == "HEAD":
@@ -116,6 +123,17 @@ def handler(state: Hub) -> type[BaseHTTPRequestHandler]:
                 "X-Repo-Commit": commit,
                 "Accept-Ranges": "bytes",
             }
+            if self.command == "GET" and data is WEIGHTS and state.extra_bytes:
+                self.send_response(200)
+                for name, value in {**headers, "Transfer-Encoding": "chunked"}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                with suppress(OSError):  # until nobody reads any more
+                    for _ in range(state.extra_bytes >> 20):
+                        self.wfile.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+                    self.wfile.write(b"0\r\n\r\n")
+                self.close_connection = True
+                return
             if start:
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             if self.command == "GET" and data is WEIGHTS and state.stops_at is not None:
@@ -300,7 +318,7 @@ def test_a_file_that_was_damaged_on_the_way_is_not_used(server: Hub, tmp_path: P
 def test_a_server_cannot_name_a_file_outside_of_the_cache(server: Hub, tmp_path: Path) -> None:
     """The attack: a mirror whose ETag was a path wrote a file of the user."""
     server.etag = "../../../../home/.ssh/authorized_keys"
-    with pytest.raises(ConfigError, match=r"names a content or a commit '\.\./\.\./"):
+    with pytest.raises(ConfigError, match=r"names a file, a content or a commit '\.\./\.\./"):
         with_model(asking())
     assert not (tmp_path / "home").exists()
 
@@ -316,11 +334,11 @@ def test_no_other_name_of_a_server_leads_out_of_the_cache(
     (home / ".profile").write_text("mine")
     monkeypatch.delenv("HF_HUB_DISABLE_XET")
     setattr(server, at, path.format(home=home))
-    refused = "is no directory here|names a content or a commit"
+    refused = "is no directory here|names a file, a content or a commit"
     with pytest.raises(ConfigError, match=refused):
         with_model(asking())
     missing = hub.try_model(asking())[1]
-    assert any("names a content or a commit" in line for line in missing) or at == "digest"
+    assert any("names a file, a content or a commit" in line for line in missing) or at == "digest"
     assert {one.name: one.read_text() for one in home.iterdir()} == {".profile": "mine"}
     assert hub.find(Repository(name=NAME, commit=None)) is None
 
@@ -378,6 +396,66 @@ for attack in (
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mine").read_text() == "mine"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["cache", "mine", "xet"]
+
+
+EVIL = "\x1b]0;theirs\x07\x1b[31m"
+
+
+def test_no_word_of_a_server_reaches_the_terminal(
+    server: Hub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: huggingface_hub logs what a header says, and shows the name that one gives."""
+    server.headers = {
+        "X-HF-Warning": f"t; {EVIL}",
+        "Content-Disposition": f'attachment; filename="{EVIL}";',
+    }
+    with_model(asking())
+    said = capfd.readouterr()
+    assert "theirs" in said.err and "\x1b" not in said.out + said.err
+
+
+def test_a_name_that_is_not_printable_is_refused(server: Hub) -> None:
+    server.name = f"{EVIL}.json"
+    with pytest.raises(ConfigError, match=r"the server names a file, .* no plain name") as caught:
+        with_model(asking())
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_file_ends_at_the_largest_size_that_was_said(server: Hub, tmp_path: Path) -> None:
+    """The attack: three megabytes were said, and the disk was full."""
+    server.extra_bytes = 200 << 20
+    with pytest.raises(ConfigError, match="File too large"):
+        with_model(asking())
+    taken = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert taken <= LEAST_FILE_BYTES + (1 << 20)
+
+
+def test_an_answer_of_any_size_takes_a_bounded_part_of_the_memory(server: Hub) -> None:
+    server.padding = 500 << 20
+    program = """
+import json, sys
+from store.untrusted import memory_limit
+
+memory_limit.allowed_bytes = lambda: 250 << 20
+from driver import hub_process
+
+hub_process.main(json.loads(sys.argv[1]))
+"""
+    request = json.dumps(hub._request(Repository(name=NAME, commit=None)))
+    command = [sys.executable, "-c", program, request]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True)
+    server.padding = 0
+    assert "MemoryError" in json.loads(done.stdout)["fault"], done.stderr
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True)
+    assert not json.loads(done.stdout)["fault"], done.stderr
+
+
+def test_a_transfer_cache_that_cannot_be_made_is_not_needed(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_XET_CACHE", "/proc/none/xet")
+    config, _ = with_model(asking())
+    assert Path(config.model.path).is_dir()
 
 
 def test_a_partial_file_that_is_too_long_is_begun_anew(server: Hub, tmp_path: Path) -> None:

@@ -468,7 +468,7 @@ def test_an_owner_that_was_cut_off_shows_nothing_where_the_run_goes_on(
     assert after == before
     # and if it was on its way when the run was brought
     late = json.loads(lost.storage.read("manifest.json").to_pybytes())
-    late |= {"epoch": owner.epoch, "lsn": lsn + 1_000}
+    late |= {"primary": primary_directory.token_of(lost.root), "lsn": lsn + 1_000}
     lost.storage.write("manifest.json", json.dumps(late).encode())
     lose_the_owner(owner)
     with Catalog.open(new) as catalog:
@@ -478,48 +478,119 @@ def test_an_owner_that_was_cut_off_shows_nothing_where_the_run_goes_on(
     assert check(new, level=CONTENTS) == []
 
 
-@pytest.mark.parametrize("when", ["before it is primary", "then", "before its run.json"])
-def test_of_two_runs_that_are_made_at_once_in_one_storage_the_other_is_refused(
+@pytest.mark.parametrize(
+    "when", ["before it is primary", "before, and has played", "then", "before its run.json"]
+)
+def test_of_two_runs_that_are_made_at_once_in_one_storage_one_goes_on(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: the run.json of the refused one, or its PRIMARY, came last, and stayed."""
     uri = (tmp_path / "shared").as_uri()
-    take, found_in = primary_directory.take, layout_module._found_in
+    take, is_unused = primary_directory.take, layout_module.is_unused
     made: list[RunLayout] = []
 
     def make_quick() -> None:
         monkeypatch.undo()
-        made.append(RunLayout.create(tmp_path / "quick", config_yaml="", storage_uri=uri))
+        quick = RunLayout.create(tmp_path / "quick", config_yaml="", storage_uri=uri)
+        with Catalog.open(quick) as catalog:
+            if when == "before, and has played":
+                play(quick, catalog, open_train_group(catalog, 0))
+        made.append(quick)
 
     def take_slowly(root: Path, storage: Any, **more: object) -> None:
-        if when == "before it is primary":
+        if when.startswith("before, ") or when == "before it is primary":
             make_quick()
         take(root, storage, **more)
         if when == "then":
             make_quick()
 
-    def find_slowly(uri: str) -> bytes | None:
-        found = found_in(uri)
+    def find_slowly(uri: str) -> bool:
+        found = is_unused(uri)
         if when == "before its run.json" and (tmp_path / "slow" / "primary.json").exists():
             make_quick()
         return found
 
     monkeypatch.setattr(primary_directory, "take", take_slowly)
-    monkeypatch.setattr(layout_module, "_found_in", find_slowly)
+    monkeypatch.setattr(layout_module, "is_unused", find_slowly)
     with pytest.raises(StoreError, match="quick|has files of another run"):
         RunLayout.create(tmp_path / "slow", config_yaml="", storage_uri=uri)
     (quick,) = made
     with Catalog.open(quick) as catalog:
-        play(quick, catalog, open_train_group(catalog, 0))
+        play(quick, catalog, open_train_group(catalog, 1))
         export(catalog, quick)
+        assert len(catalog.live_segments()) == 1 + (when == "before, and has played")
     assert (
         parse_run_json(quick.storage.read("run.json").to_pybytes(), name="run.json").run_id
         == quick.info.run_id
     )
     with pytest.raises(StoreError):
         RunLayout.open(tmp_path / "slow")
-    with Catalog.open(quick) as catalog:
-        assert len(catalog.live_segments()) == 1
+    with Catalog.open(quick):
+        pass
+
+
+def create_at_once(root: Path, uri: str, go: Any) -> None:
+    go.wait()
+    RunLayout.create(root, config_yaml="", storage_uri=uri)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_of_two_processes_that_make_a_run_in_one_storage_one_has_it(
+    attempt: int, tmp_path: Path
+) -> None:
+    """Each refused the other, because each had found what the other had written by then."""
+    context = multiprocessing.get_context("fork")
+    uri, go = (tmp_path / "shared").as_uri(), context.Barrier(2)
+    roots = [tmp_path / name for name in ("one", "other")]
+    makers = [context.Process(target=create_at_once, args=(root, uri, go)) for root in roots]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    having = []
+    for root in filter(RunLayout.exists, roots):
+        try:
+            Catalog.open(RunLayout.open(root)).close()
+        except FencedError:
+            continue
+        having.append(root)
+    assert len(having) == 1
+    Catalog.open(RunLayout.open(having[0])).close()
+
+
+def test_a_bring_that_gave_up_and_was_killed_then_is_no_second_owner(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: it was whole, and removed what the first directory had committed since."""
+    root, write, read = tmp_path / "new", LocalStorage.write, primary_directory._read
+    n_written = 0
+
+    def write_once(storage: LocalStorage, path: str, data: bytes, **more: Any) -> None:
+        nonlocal n_written
+        n_written += path == primary_directory.PRIMARY
+        if path == primary_directory.PRIMARY and n_written == 2:
+            raise UnavailableError("no answer")
+        write(storage, path, data, **more)
+
+    def read_until_then(storage: LocalStorage, path: str) -> bytes | None:
+        if n_written == 2:
+            os._exit(9)
+        return read(storage, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "write", write_once)
+        patch.setattr(primary_directory, "_read", read_until_then)
+        child = multiprocessing.get_context("fork").Process(
+            target=bring_run, args=(uri_of(lost), root), kwargs={"trusts": False}
+        )
+        child.start()
+        child.join()
+    assert child.exitcode == 9 and bring.is_brought(uri_of(lost), root)
+    with Catalog.open(lost) as owner:
+        play(lost, owner, open_train_group(owner, 9))
+    with pytest.raises(FencedError, match=f"was brought to {lost.root} on"):
+        Catalog.open(RunLayout.open(root))
+    Catalog.open(lost).close()
 
 
 def test_a_bring_that_ends_late_has_shown_readers_nothing(
@@ -1005,6 +1076,8 @@ def test_an_older_copy_of_the_directory_removes_nothing_of_the_storage(
             export(catalog, layout)
         if ordinal == 0:
             shutil.copytree(root, copy)
+            for _ in range(5):  # a later owner than the original's, and not a newer catalog
+                Catalog.open(RunLayout.open(copy)).close()
     trajectories = ask(layout, "SELECT traj_uid FROM trajectory ORDER BY 1")
     files = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*.parquet")}
     for path in files:
