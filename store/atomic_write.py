@@ -32,6 +32,18 @@ def write_atomically(path: Path, data: bytes | memoryview, *, mode: int, beneath
     _write_aside(path, data, mode=mode, beneath=beneath, show=_replace)
 
 
+def replace_atomically(
+    path: Path, data: bytes | memoryview, *, mode: int, beneath: Path, first: Callable[[], None]
+) -> None:
+    """Do as `write_atomically`. Call `first` once the data is on disk, and has not its name yet."""
+
+    def replace(aside: str, final: str, directory: int) -> None:
+        first()
+        _replace(aside, final, directory)
+
+    _write_aside(path, data, mode=mode, beneath=beneath, show=replace)
+
+
 def write_atomically_in(
     directory: int, name: str, data: bytes | memoryview, *, mode: int, path: Path
 ) -> None:

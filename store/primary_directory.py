@@ -9,6 +9,9 @@ writes a new token. An owner on the old disk that is alive, or comes back, finds
 Otherwise two histories of one run would be written over one another. A copy of the directory has
 the token too.
 
+PRIMARY has all tokens before it, too. What a directory with one of these has shown readers is
+older; what any other has shown is newer than this directory.
+
 While a run is brought, its PRIMARY also has the PRIMARY of the directory where it was. If two
 processes bring the run at once and both fail, the second one gives it back to that directory.
 
@@ -36,6 +39,7 @@ from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
 
 BEFORE = "before"  # in PRIMARY of a run that is being brought: that of the last whole one
+PAST = "past"  # in PRIMARY of a run that was brought: the tokens before it
 NOBODY = b""  # instead of the PRIMARY of a token that was given up: nobody's that is known
 TOKEN = re.compile("[0-9a-f]{32}")
 SHOWN_CHARACTERS = 200  # of a text that another machine wrote
@@ -69,10 +73,13 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
 
     Raises StoreError. `root` stays the primary directory if the storage does not answer then.
     """
-    found = _there(storage)
-    before = _last_whole(found) if found else None
+    there = _read(storage, PRIMARY)
+    found = _instead_of(storage, there) or there
+    before = None if found is None else _last_whole(found)
+    past = [token for data in (found, before) for token in _with_past(data)]
     try:
-        take(root, storage, **{BEFORE: None if before is None else before.decode()})
+        more = {BEFORE: None if before is None else before.decode()}
+        take(root, storage, **more, **{PAST: list(dict.fromkeys(past))})
         yield
         _finish(root, storage, write=_write)
     except BaseException:
@@ -100,7 +107,13 @@ def give_up(root: Path, storage: Storage, *, before: bytes | None = None) -> Non
 
 def token_of(root: Path) -> str | None:
     """Return the token of a directory, None if it has none."""
-    return _token(_here(root))
+    token = _token(_here(root))
+    return None if token is None or TOKEN.fullmatch(token) is None else token
+
+
+def is_past(root: Path, token: str) -> bool:
+    """Return whether a token was that of a primary directory before this one."""
+    return token in _with_past(_here(root))[1:]
 
 
 def as_primary(token: str) -> bytes:
@@ -121,10 +134,9 @@ def check(root: Path, uri: str) -> None:
             f"{storage.locate(PRIMARY)} is not there; mount the volume, or check the "
             f"URI. If it was removed, copy {root / PRIMARY} there"
         )
-    if there == NOBODY and not _is_given_up(storage, here):
+    if there == NOBODY and here and not _is_given_up(storage, here):
         # Another run took the storage at the same time, and gave it up.
-        if here:
-            storage.write(PRIMARY, here)
+        storage.write(PRIMARY, here)
         return
     if there is not None and not _is_here(root, there):
         is_whole = _last_whole(there) == there
@@ -152,7 +164,7 @@ def _finish(root: Path, storage: Storage, *, write: Callable[[Path, Storage, byt
             f"the run was brought to {_where(there or b'')} meanwhile, and goes on there"
         )
     content = json_values.parse_object(_here(root))
-    data = json.dumps({name: content[name] for name in ("token", "where")}).encode()
+    data = json.dumps({name: content[name] for name in content if name != BEFORE}).encode()
     write(root, storage, data)
     write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
 
@@ -183,6 +195,14 @@ def _content(data: bytes) -> dict[str, object]:
         return json_values.parse_object(data)
     except ValueError:
         return {}
+
+
+def _with_past(data: bytes | None) -> list[str]:
+    """Return the token of a PRIMARY and those before it, newest first. None has none."""
+    past = _content(data or b"").get(PAST)
+    token = _token(data)
+    older = past if isinstance(past, list) else []
+    return [] if token is None else [token, *(one for one in older if isinstance(one, str))]
 
 
 def _token(data: bytes | None) -> str | None:

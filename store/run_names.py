@@ -11,6 +11,7 @@ RUN_JSON = "run.json"  # what a run is, written once
 SIGNED = "signed.json"  # its maker's signatures of run.json and config.yaml
 PRIMARY = "primary.json"  # which directory goes on with a run whose files are elsewhere
 GIVEN_UP = "given_up"  # a directory in the storage: tokens of PRIMARY that count no more
+SHOWN = "shown"  # another one: by token, the lsn of the newest manifest of that directory
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
 UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"

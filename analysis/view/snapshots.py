@@ -403,4 +403,4 @@ def _size(key: _Key, answer: pa.Table | StoreError) -> int:
     query = 4 * len(key[1])
     if isinstance(answer, StoreError):
         return 1000 + query + 4 * len(str(answer))
-    return 1000 + query + int(answer.nbytes)
+    return 1000 + query + int(answer.nbytes) + int(answer.schema.serialize().size)

@@ -30,9 +30,9 @@ from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FencedError, FormatError, StoreError, UnavailableError
 from store.layout import RunLayout
-from store.run_names import MANIFEST
+from store.run_names import MANIFEST, SHOWN
 from store.untrusted import json_values
-from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
+from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes
 
 
 class Database:
@@ -213,9 +213,10 @@ class Database:
 def shown_lsn(layout: RunLayout, *, by_others: bool = False) -> int:
     """Return the lsn that readers were shown, 0 without a manifest.
 
-    A storage is asked too: the directory may be an older copy, with its manifest. What another
-    directory has shown does not count, unless `by_others`: its owner was cut off from the storage,
-    and could still write there after the run was brought here. Raises UnavailableError.
+    A storage is asked too: the directory may be an older copy, with its manifest. What a directory
+    has shown where the run was before does not count, unless `by_others`: its owner was cut off
+    from the storage, and could still write there after the run was brought here. Raises
+    UnavailableError.
     """
     shown = []
     with suppress(OSError):
@@ -228,7 +229,25 @@ def shown_lsn(layout: RunLayout, *, by_others: bool = False) -> int:
             raise
         except StoreError:  # it has none yet
             pass
-    return max((_lsn_of(data, layout, by_others=by_others) for data in shown), default=0)
+    counted = [_lsn_of(data, layout, by_others=by_others) for data in shown]
+    return max([*counted, _shown_from_here(layout)])
+
+
+def _shown_from_here(layout: RunLayout) -> int:
+    """Return the lsn that the run's directory has shown readers of its storage, 0 if it has none.
+
+    Raises UnavailableError.
+    """
+    token = primary_directory.token_of(layout.root)
+    if layout.info.storage_uri is None or token is None:
+        return 0
+    try:
+        data = layout.storage.read(f"{SHOWN}/{token}", at_most=MAX_TEXT_BYTES).to_pybytes()
+        return int(data) if data.isdigit() and len(data) < 20 else 0
+    except UnavailableError:
+        raise
+    except StoreError:  # it has shown nothing yet
+        return 0
 
 
 def _lsn_of(manifest: bytes, layout: RunLayout, *, by_others: bool) -> int:
@@ -237,8 +256,8 @@ def _lsn_of(manifest: bytes, layout: RunLayout, *, by_others: bool) -> int:
         # The manifest of another run says nothing about this run.
         is_ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
         # One of an earlier version does not say which directory wrote it.
-        here, there = primary_directory.token_of(layout.root), content.get("primary")
-        is_late = not by_others and None not in (here, there) and here != there
+        there = str(content.get("primary", ""))
+        is_late = not by_others and primary_directory.is_past(layout.root, there)
         return json_values.integer(content, "lsn") if is_ours and not is_late else 0
     except ValueError:  # export and fsck report the damage
         return 0

@@ -11,7 +11,7 @@ from printable import shell_word
 from store.errors import LockedError, StoreError, UnsafePathError
 from store.layout import RunLayout
 from store.storage import check_own_storage, split_uri
-from store.untrusted.file_access import is_file, open_file, status
+from store.untrusted.file_access import is_file, names, open_file, status
 from store.untrusted.trust import check_own_run
 
 _LOCK_MODE = 0o600  # whoever may open the file, also only to read it, can lock it
@@ -103,7 +103,11 @@ def check_not_lost(layout: RunLayout) -> None:
     if found is not None and found.st_size > 0:
         return
     if next(iter(layout.storage.files(layout.relative(layout.segments))), None) is not None:
+        # One that a rebuild moved there has no log any more, and so lacks the newest commits.
+        aside = names(layout.quarantine, root=layout.root)
+        is_aside = any(name.startswith("catalog.") for name in aside)
+        remedy = "" if is_aside else "put it back, or "
         raise StoreError(
-            f"{layout.catalog} is missing or empty, and the run has segments; put it back, "
-            f"or gigpo rebuild {layout.root}"
+            f"{layout.catalog} is missing or empty, and the run has segments; {remedy}"
+            f"gigpo rebuild {layout.root}"
         )

@@ -126,6 +126,8 @@ def _bring(
         if has_directory(layout, BASE_POLICY):
             local_directory(layout, BASE_POLICY)
         with primary_directory.taken(root, storage):
+            # Again: the command that makes the fork writes it, and then looks at PRIMARY.
+            _check_no_unfinished_fork(storage, run_id=layout.info.run_id)
             report = rebuild(layout, is_brought=True)
             # A directory that is not whole never is the primary one without the one before it.
             (root / UNFINISHED_BRING).unlink()
@@ -214,15 +216,21 @@ def _read_small_files(uri: str) -> dict[str, bytes] | None:
                     raise
         elif name == RUN_JSON:
             return None
-    if storage.exists(UNFINISHED_FORK):
-        marked = storage.read(UNFINISHED_FORK, at_most=MAX_TEXT_BYTES).to_pybytes()
-        # Another run may have been made there since.
-        if marked == parse_run_json(found[RUN_JSON], name=RUN_JSON).run_id.encode():
-            raise FormatError(
-                f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
-                "command that made it again"
-            )
+    run_id = parse_run_json(found[RUN_JSON], name=storage.locate(RUN_JSON)).run_id
+    _check_no_unfinished_fork(storage, run_id=run_id)
     return found
+
+
+def _check_no_unfinished_fork(storage: Storage, *, run_id: str) -> None:
+    """Raise FormatError if the run is a fork that is not whole, or is being removed."""
+    if not storage.exists(UNFINISHED_FORK):
+        return
+    marked = storage.read(UNFINISHED_FORK, at_most=MAX_TEXT_BYTES).to_pybytes()
+    if marked == run_id.encode():  # another run may have been made there since
+        raise FormatError(
+            f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
+            "command that made it again"
+        )
 
 
 def _info(uri: str, run_json: bytes) -> RunInfo:

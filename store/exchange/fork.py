@@ -365,6 +365,12 @@ def _remove_stored(unfinished: Path) -> None:
         # With only these it counts as unused.
         last = ("", PRIMARY, RUN_JSON, UNFINISHED_FORK)
         for path in sorted(paths, key=lambda path: last.index(path) if path in last else 0):
+            is_last = path in (RUN_JSON, UNFINISHED_FORK)  # PRIMARY is gone by then
+            if not is_last and not primary_directory.is_primary(unfinished, storage):
+                raise StoreError(
+                    f"the fork in {storage.locate('')} is being brought to another directory; give "
+                    "the command again"
+                )
             storage.remove(path)
 
 

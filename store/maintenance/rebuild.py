@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from store.atomic_write import PRIVATE, READ_ONLY, write_atomically
+from store.atomic_write import PRIVATE, READ_ONLY, replace_atomically, write_atomically
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
 from store.catalog.connection import raise_if_interrupted
@@ -393,6 +393,16 @@ def _new_versions(
 
 
 def _replace_catalog(layout: RunLayout, data: bytes) -> None:
+    replace_atomically(
+        layout.catalog,
+        data,
+        mode=PRIVATE,
+        beneath=layout.root,
+        first=lambda: _set_catalog_aside(layout),
+    )
+
+
+def _set_catalog_aside(layout: RunLayout) -> None:
     # The catalog goes first: a start in between would read it without its log, or, without the
     # manifest, not see that it is an older copy. The logs go before the new one is written, because
     # they belong to no other. So does the manifest: its owner would add to what the old one showed.
@@ -401,7 +411,6 @@ def _replace_catalog(layout: RunLayout, data: bytes) -> None:
     for old in (catalog, *logs, layout.manifest):
         if status(old, root=layout.root) is not None:
             quarantine(layout, layout.relative(old))
-    write_atomically(layout.catalog, data, mode=PRIVATE, beneath=layout.root)
 
 
 def _lines(catalog: Catalog, recovered: Recovered) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from store.reading import wire
 from store.reading.open_sql import sql_identifier
 
 BATCH_ROWS = 16_384  # of an Arrow batch, in which a result is sent
+MAX_SCHEMA_BYTES = 1 << 20  # some ten thousand columns; each batch has the names of all of them
 # Counted for each value in a list or a struct: some take no byte in Arrow, and each one in Python.
 NESTED_BYTES = 8
 # Types that Arrow cannot carry: it would give other values, or bytes that nobody can read.
@@ -77,10 +78,17 @@ def _cast(kind: DuckDBPyType, *, times_as_text: bool) -> str | None:
 def send_rows(channel: socket.socket, batches: pa.RecordBatchReader, *, asked: dict) -> bool:
     """Send small Arrow streams, first one without rows. Return whether there are more rows."""
     max_rows, max_bytes = asked["max_rows"], asked["max_bytes"]
+    schema_bytes = batches.schema.serialize().size
+    if schema_bytes > MAX_SCHEMA_BYTES:
+        raise StoreError(
+            f"SQL: the names and types of the columns take {schema_bytes:,} bytes, more than "
+            f"{MAX_SCHEMA_BYTES:,}; ask for fewer columns, or shorter names"
+        )
     _send_batch(channel, schema=batches.schema, batch=None)
     n_rows = n_bytes = 0
     for batch in batches:
-        n_bytes += max(batch.nbytes, NESTED_BYTES * sum(map(_n_nested, batch.columns)))
+        n_nested = sum(map(_n_nested, batch.columns))
+        n_bytes += schema_bytes + max(batch.nbytes, NESTED_BYTES * n_nested)
         if n_bytes > max_bytes:
             raise StoreError(
                 f"SQL: the result is over {max_bytes:,} bytes; ask for fewer columns or rows, or "

@@ -441,7 +441,7 @@ def test_a_bring_that_is_killed_before_it_says_that_it_is_whole_is_whole(
     assert child.exitcode == 9 and bring.is_brought(uri_of(lost), root)
     Catalog.open(RunLayout.open(root)).close()
     content = json.loads(lost.storage.read(primary_directory.PRIMARY).to_pybytes())
-    assert content.keys() == {"token", "where"}, "it needs the directory before it no more"
+    assert content.keys() == {"token", "where", "past"}, "it needs the directory before it no more"
     with pytest.raises(FencedError, match=f"was brought to {root} on"):
         Catalog.open(lost)
 
@@ -556,6 +556,135 @@ def test_of_two_processes_that_make_a_run_in_one_storage_one_has_it(
         having.append(root)
     assert len(having) == 1
     Catalog.open(RunLayout.open(having[0])).close()
+
+
+def play_groups(layout: RunLayout, *ordinals: int) -> None:
+    with Catalog.open(layout) as catalog:
+        for ordinal in ordinals:
+            play(layout, catalog, open_train_group(catalog, ordinal))
+        export(catalog, layout)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_slow_bring_gives_the_run_to_no_directory_that_is_older_than_another(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_answered: bool
+) -> None:
+    """The attack: it gave the run back to the first directory, which removed what the second one
+    had committed meanwhile.
+    """
+    write, held = LocalStorage.write, []
+    quick, slow = tmp_path / "quick", tmp_path / "slow"
+
+    def write_late(storage: LocalStorage, path: str, data: bytes, **more: Any) -> None:
+        if path != primary_directory.PRIMARY or b"/slow on" not in data or held:
+            write(storage, path, data, **more)
+            return
+        held.append(data)
+        bring_run(uri_of(lost), quick, trusts=False)
+        play_groups(RunLayout.open(quick), 50, 51)
+        if not is_answered:
+            raise UnavailableError("no answer")
+        write(storage, path, data, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "write", write_late)
+    with pytest.raises((StoreError, KeyboardInterrupt)):
+        bring_run(uri_of(lost), slow, trusts=False)
+    lost.storage.write(primary_directory.PRIMARY, held[0])
+    with pytest.raises(FormatError, match="is an older copy; put the newest back"):
+        Catalog.open(lost)
+    bring_run(uri_of(lost), tmp_path / "newest", trusts=False)
+    newest = RunLayout.open(tmp_path / "newest")
+    Catalog.open(newest).close()
+    assert {50, 51} <= states_of_catalog(newest).keys()
+
+
+def test_an_older_copy_is_refused_also_beside_a_late_manifest(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: the late one was the only witness, and it does not count."""
+    late = lost.storage.read("manifest.json").to_pybytes()
+    root = tmp_path / "new"
+    bring_run(uri_of(lost), root, trusts=False)
+    play_groups(RunLayout.open(root), 50)
+    shutil.copytree(root, tmp_path / "copy")
+    play_groups(RunLayout.open(root), 51)
+    lost.storage.write("manifest.json", late)
+    shutil.rmtree(root)
+    (tmp_path / "copy").rename(root)
+    with pytest.raises(FormatError, match="is an older copy; put the newest back"):
+        Catalog.open(RunLayout.open(root))
+
+
+def test_a_bring_that_fails_leaves_a_run_whose_storage_another_has_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: PRIMARY was removed, and the run was told to mount its volume."""
+    uri, take = (tmp_path / "shared").as_uri(), primary_directory.take
+    made: list[RunLayout] = []
+
+    def take_slowly(root: Path, storage: Any, **more: object) -> None:
+        monkeypatch.undo()
+        made.append(RunLayout.create(tmp_path / "quick", config_yaml="", storage_uri=uri))
+        catalog = Catalog.open(made[0])
+        play(made[0], catalog, open_train_group(catalog, 0))
+        lose_the_owner(catalog)
+        take(root, storage, **more)
+
+    monkeypatch.setattr(primary_directory, "take", take_slowly)
+    with pytest.raises(StoreError, match="has files of another run"):
+        RunLayout.create(tmp_path / "slow", config_yaml="", storage_uri=uri)
+    with monkeypatch.context() as patch:
+        patch.setattr(bring, "rebuild", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            bring_run(uri, tmp_path / "new", trusts=False)
+    with Catalog.open(made[0]) as catalog:
+        assert len(catalog.live_segments()) == 1
+
+
+def test_a_fork_that_is_removed_while_it_is_brought_is_not_brought(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the files of the new directory were removed one by one."""
+    uri = (tmp_path / "of-fork").as_uri()
+    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_module, "_put_in_place", lambda *_: os._exit(9))
+        patch.setattr(Path, "unlink", lambda *_: os._exit(9))  # its own marker stays
+        child = multiprocessing.get_context("fork").Process(
+            target=fork, args=(lost, tmp_path / "fork"), kwargs=given
+        )
+        child.start()
+        child.join()
+    assert child.exitcode == 9 and not open_storage(uri).exists("fork.unfinished")
+    fetch, remove = bring.local_directory, LocalStorage.remove
+
+    def end(storage: LocalStorage, path: str) -> None:
+        raise SystemExit
+
+    def fetch_slowly(layout: RunLayout, path: str) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, "remove", end)
+            with pytest.raises(SystemExit):
+                fork(lost, tmp_path / "fork", **given)
+        return fetch(layout, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bring, "local_directory", fetch_slowly)
+        with pytest.raises(FormatError, match="has a fork that was cut short"):
+            bring_run(uri, tmp_path / "new", trusts=False)
+    storage = open_storage(uri)
+    files = {file.path for file in storage.files("")}
+
+    def take_away(self: LocalStorage, path: str) -> None:
+        monkeypatch.setattr(LocalStorage, "remove", remove)
+        primary_directory.take(tmp_path, storage)
+        remove(self, path)
+
+    monkeypatch.setattr(LocalStorage, "remove", take_away)
+    with pytest.raises(StoreError, match="is being brought to another directory"):
+        fork(lost, tmp_path / "fork", **given)
+    assert len(files - {file.path for file in storage.files("")}) == 1
 
 
 def test_a_bring_that_gave_up_and_was_killed_then_is_no_second_owner(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sqlite3
 import warnings
@@ -408,6 +410,32 @@ def test_a_rebuild_that_is_killed_once_its_catalog_is_there_shows_nothing_of_the
         export(catalog, layout)
     assert seen == shown(layout)
     assert check(layout, level=CONTENTS) == []
+
+
+def test_a_full_disk_leaves_a_catalog_where_it_is(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: it was in quarantine/ without its log, and "put it back" lost the newest commits."""
+    before = fingerprint(layout.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(StoreError, match="full"):
+            rebuild(layout)
+    assert fingerprint(layout.root) == before
+    set_aside = rebuild_module._set_catalog_aside
+
+    def set_aside_and_end(layout: RunLayout) -> None:
+        set_aside(layout)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module, "_set_catalog_aside", set_aside_and_end)
+        with pytest.raises(KeyboardInterrupt):
+            rebuild(layout)
+    with pytest.raises(StoreError, match="and the run has segments; gigpo rebuild"):
+        Catalog.open(layout)
+    rebuild(layout)
+    Catalog.open(layout).close()
 
 
 def test_a_foreign_program_in_a_backup_is_never_started(layout: RunLayout) -> None:

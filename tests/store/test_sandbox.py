@@ -558,3 +558,13 @@ def test_a_lower_limit_of_the_user_is_kept(tmp_path: Path) -> None:
     command = f"ulimit -d 3000000; exec {query}"
     answer = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout.split()) == (0, ["n", "7"]), answer.stderr
+
+
+@pytest.mark.parametrize("query", ['SELECT 1 AS "{}"', "SELECT struct_pack({} := 1) AS a"])
+def test_names_of_columns_are_bounded(reader: Reader, query: str) -> None:
+    """The attack: `gigpo view` kept answers of one row whose column had a name of megabytes."""
+    assert reader.sql(query.format("n" * 500_000)).num_rows == 1
+    grown = query.format("n" * 500_000).replace("SELECT ", f"SELECT 2 AS {'m' * 400_000}, ", 1)
+    assert reader.sql(grown).num_rows == 1
+    with pytest.raises(StoreError, match="the names and types of the columns take"):
+        reader.sql(grown.replace("m" * 400_000, "m" * 600_000))
