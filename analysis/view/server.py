@@ -20,7 +20,6 @@ from functools import cache, partial
 from pathlib import Path
 from urllib.parse import urlencode
 
-import pyarrow as pa
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -36,6 +35,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from analysis.view import memory
 from analysis.view.charts import warm_up
 from analysis.view.connections import make_server, start_threads
 from analysis.view.downloads import DOWNLOADS, download
@@ -337,8 +337,7 @@ class Viewer:
 def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | None) -> None:
     """Serve the runs until Ctrl-C. Raises StoreError if one cannot be read."""
     limit_memory()
-    # Arrow's usual allocator keeps what was freed, and the limit would count it for good.
-    pa.set_memory_pool(pa.system_memory_pool())
+    memory.keep_little()
     token = secrets.token_urlsafe(24)
     listener = _listen(port)
     app = make_app(runs, token=token, as_of=as_of)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import psutil
 import pyarrow as pa
 
+from analysis.view import memory
 from analysis.view.sql_text import Tables, with_tables
 from store import (
     PrivateCatalogError,
@@ -45,11 +46,13 @@ LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 # Readers of a run beside the newest and the one that was just opened: somebody who compares moments
 # goes to and fro between two or three. Each is a process with its own memory.
 KEPT_READERS = 3
-KEPT_BYTES = 256 << 20  # of all answers of a run: a page that is drawn again asks nothing
+KEPT_BYTES = 128 << 20  # of all answers of a run: a page that is drawn again asks nothing
 QUERY_TIMEOUT_S = 30.0  # of one panel: nobody looks at an empty one for longer
 LACKS_RESOURCES = "newer rows cannot be read just now: this server is out of memory or open files"
 MAX_ROWS = 1_000_000  # of one answer, which a page draws as a picture
-MAX_BYTES = KEPT_BYTES  # of one answer: a larger one could not be kept
+# Of one answer. Others can ask for MAX_LONG at a time, and each is there several times until its
+# page is written. The server may have no more than a GiB.
+MAX_BYTES = 64 << 20
 # Queries of a run that may take long and are not answered yet. Each has one of the 40 threads that
 # answer all pages.
 MAX_LONG = 8
@@ -57,6 +60,10 @@ MAX_LONG = 8
 # Opening one takes a second or two. A page with its panels needs two, and six connections.
 MAX_OPENING = 4
 MAX_WAITING = 16
+
+
+class ShortMemoryError(StoreError):
+    """A query is not begun, because the server has too little memory left."""
 
 
 _Key = tuple[int, str, int | None, bool]
@@ -166,6 +173,11 @@ class Snapshots:
             ):
                 if has_left():
                     raise StoreError("nobody waits for the answer any more")
+                if is_long and self._is_short_of_memory():
+                    raise ShortMemoryError(
+                        "this server has no memory for another query just now; ask again in a "
+                        "moment"
+                    )
                 if (known := self._remembered(key)) is None:  # it was asked twice
                     known = self._answer(
                         snapshot.reader, query, n_rows, tables=tables, times_as_text=times_as_text
@@ -188,6 +200,15 @@ class Snapshots:
         finally:
             if is_long:
                 self._long.release()
+
+    def _is_short_of_memory(self) -> bool:
+        """Return whether little memory is left, also without the answers that are kept."""
+        if not memory.is_short():
+            return False
+        with self._lock:
+            self._answers.clear()
+            self._kept_bytes = 0
+        return memory.is_short()
 
     def close(self) -> None:
         """End all readers. May be called twice."""
@@ -351,6 +372,7 @@ class Snapshots:
         while not self._is_closed.wait(self._refresh_s):
             now = time.monotonic()
             since_s = now - caught_up_at
+            self._is_short_of_memory()  # else what the last ones took stays until the next query
             allowed_s = CPU_SHARE * (psutil.cpu_count() or 1) * since_s
             try:
                 if (

@@ -33,6 +33,7 @@ from envs.validation import check_constructor, checked_tasks, list_tasks, planne
 
 # with `python -m` all classes would exist twice
 CHILD_CODE = "from envs.hosting.task_listing import main; main()"
+MAX_ANSWER_BYTES = 1 << 30
 EXIT_TIMEOUT_S = 1.0  # a dying process closes its socket a moment before it has an exit code
 
 Splits = dict[str, Sequence[Task]]
@@ -77,8 +78,9 @@ def _list_in_child(
         # its output is progress, for the terminal
         child = ChildProcess(arguments, options=options, channel=theirs, log=None)
     try:
-        with Connection(ours.detach()) as connection, suppress(EOFError, ConnectionResetError):
-            return _decode(connection.recv_bytes(), name)
+        # The author's code may write any length to it.
+        with Connection(ours.detach()) as connection, suppress(EOFError, OSError):
+            return _decode(connection.recv_bytes(MAX_ANSWER_BYTES), name)
         exit_code = describe_exit(child.end(patience_s=EXIT_TIMEOUT_S))
         place = child.crash_place()
         message = f"env.name={name}: listing its tasks ended the process with {exit_code}{place}"

@@ -340,6 +340,30 @@ def test_trouble_in_listing_the_tasks_leaves_the_caller_alive(
     assert "broken_world" not in sys.modules
 
 
+def test_a_list_of_tasks_of_any_length_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the author's code wrote a message of 2^62 bytes to the socket of the answer."""
+    (tmp_path / "endless.py").write_text(
+        """
+import os, struct, sys
+
+
+class Endless:
+    def __init__(self, options):
+        pass
+
+    @staticmethod
+    def tasks(split, options):
+        os.write(int(sys.argv[1]), struct.pack("!i", -1) + struct.pack("!Q", 1 << 62) + b"x" * 99)
+        return []
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EnvironmentFailed, match="env.name=endless:Endless: listing its tasks"):
+        list_tasks_in_child("endless:Endless", {}, creating=True, log=tmp_path / "log")
+
+
 @pytest.mark.parametrize(
     ("how", "words"), [({}, "option 'size' is missing"), ({"how": "segv"}, "SIGSEGV")]
 )

@@ -36,7 +36,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from analysis.evaluation_stats import interval
-from analysis.view import charts, connections, downloads, guard, server, snapshots
+from analysis.view import charts, connections, downloads, guard, memory, server, snapshots
 from analysis.view.connections import MAX_HEAD_BYTES, make_server
 from analysis.view.guard import Guard
 from analysis.view.heldout_rounds import heldout_tasks
@@ -139,6 +139,25 @@ def test_answers_are_counted_with_their_queries(
             stored.ask(stored.newest_lsn, f"SELECT {number} -- {'x' * 50_000}")
         assert len(stored._answers) < 12
         assert sum(4 * len(key[1]) for key in stored._answers) < stored._kept_bytes <= 1 << 20
+    finally:
+        stored.close()
+
+
+def test_a_query_is_not_begun_where_memory_is_short(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: answers of a few hundred megabytes filled the limit, and Python ended."""
+    left = [1]
+    monkeypatch.setattr(memory, "_left_bytes", lambda: left[0])
+    stored = snapshots.Snapshots(layout.root)
+    try:
+        stored.ask(stored.newest_lsn, "SELECT 1")
+        with pytest.raises(StoreError, match="no memory for another query just now; ask again"):
+            stored.ask(stored.newest_lsn, "SELECT 2", is_long=True)
+        assert not stored._answers, "they take memory"
+        left[0] = memory.RESERVE_BYTES
+        assert stored.ask(stored.newest_lsn, "SELECT 2", is_long=True).num_rows == 1
+        assert stored._answers
     finally:
         stored.close()
 
