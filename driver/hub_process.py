@@ -151,8 +151,7 @@ def _check_names(pattern: re.Pattern[str], *names: str | None) -> None:
         if name is not None and not (isinstance(name, str) and pattern.fullmatch(name)):
             raise ValueError(
                 f"the server names a file, a content or a commit {name!r:.80}, which is no plain "
-                "name; "
-                f"{REMEDY}"
+                f"name; {REMEDY}"
             ) from None
 
 
