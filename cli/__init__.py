@@ -17,3 +17,10 @@
 
 Libraries are imported inside the commands, so that `--help` and mistakes are answered at once.
 """
+
+import os
+import sys
+
+# An editable install of a package without __init__.py leaves a relative name there. The current
+# directory, which may be a stranger's run, would be searched for a directory of that name.
+sys.path[:] = [path for path in sys.path if not path or os.path.isabs(path)]

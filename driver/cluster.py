@@ -83,6 +83,8 @@ def ray_cluster(run_dir: str, *, processes: int) -> Iterator[None]:
             os.environ[ENGINE_SOCKETS] = str(directory)  # a killed engine leaves its own
             secrets.enter_context(ray_secrets(directory))
             _start(
+                # Else Ray looks for a cluster in the command lines of all users' processes.
+                address="local",
                 num_cpus=processes,  # so many start beforehand; no process of a run asks for CPUs
                 include_dashboard=False,
                 log_to_driver=False,

@@ -28,7 +28,7 @@ from store import (
     OfflineRows,
     OfflineSource,
     RunLayout,
-    files_digest,
+    digest_of_open,
     find_sources,
     has_directory,
     limited_memory,
@@ -139,8 +139,7 @@ def _chat_rows(
 ) -> OfflineRows:
     """Return the chats of a file as rows of the store, and say which did not fit."""
     with open(open_file_by_own_links(path), "rb") as file:
-        digest = files_digest([Path(f"/proc/self/fd/{file.fileno()}")])
-    file_id = f"{path.name} {digest[:CHARACTERS_OF_DIGEST]}"
+        file_id = f"{path.name} {digest_of_open(file)[:CHARACTERS_OF_DIGEST]}"
     found = chat_trajectories(
         read_chats(path),
         load_tokenizer(str(model_path()), with_torch=True),

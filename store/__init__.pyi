@@ -68,6 +68,7 @@ from .file_rights import copy_with_rights as copy_with_rights
 from .file_rights import give_rights as give_rights
 from .file_rights import keep_private as keep_private
 from .file_rights import remove_access_lists as remove_access_lists
+from .hashing import digest_of_open as digest_of_open
 from .hashing import file_digest as file_digest
 from .hashing import files_digest as files_digest
 from .hashing import state_hash as state_hash

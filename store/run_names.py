@@ -67,6 +67,7 @@ FILES_OF_A_RUN = (
     REPORT_FILE,
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
+_TEMPORARY = re.compile(r"\..*\.tmp")  # of an unfinished file
 # Names in a run's directory whose first start was killed before it wrote run.json, or that is the
 # root of a new file system.
 MADE_BEFORE_RUN_JSON = (
@@ -85,6 +86,15 @@ MADE_BEFORE_RUN_JSON = (
     STOPPING_FILE,
     "lost+found",
 )
+
+
+def is_of_a_run(name: str) -> bool:
+    """Return whether a run, whole or not, has such a name at the top of its directory or storage.
+
+    Another run, or somebody's files, may lie beside them.
+    """
+    is_known = name in (*OF_A_RUN, UNFINISHED_FORK, UNFINISHED_BRING, GIVEN_UP, SHOWN)
+    return is_known or name.startswith("catalog.") or _TEMPORARY.fullmatch(name) is not None
 
 
 def parse_run_step(text: str) -> tuple[Path, int | None]:

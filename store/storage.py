@@ -406,7 +406,8 @@ class RemoteStorage:
             request.start()
             try:
                 found = answer.result(timeout=left_s)
-                self._given_up.pop(path, None)
+                if changes:
+                    self._given_up.pop(path, None)
                 return found
             except FileNotFoundError as error:
                 raise StoreError(

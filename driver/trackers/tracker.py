@@ -32,6 +32,7 @@ from usage_statistics import usage_statistics_off
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = "trackers"  # in the run, for local files
+OF_DIRECTORIES = ("WANDB_DIR", "TRACKIO_DIR", "MLFLOW_TRACKING_URI")
 N_LOGGED = "n_logged"
 START_S = 60.0  # of a tracker, while the run ends; it starts beside a run
 CLOSE_S = 60.0  # for what is left to send
@@ -81,8 +82,11 @@ class TrackerProcess:
                     "driver.trackers.tracker_process",
                     name,
                 ],
+                # Trackers take settings from there, for example to which server a key is sent.
+                cwd=directory,
                 env={
                     **os.environ,
+                    **_absolute(os.environ),
                     "PYTHONPATH": path,
                     **usage_statistics_off(os.environ),
                     RUN_MARK: str(layout.root.resolve()),
@@ -185,6 +189,12 @@ class TrackerProcess:
         self._unread = self._unread[n_sent:]
         if len(self._unread) > MAX_UNREAD_BYTES:
             self.fail(f"it has {len(self._unread):,} bytes of metrics to read")
+
+
+def _absolute(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that name a directory, which may be relative to the current one."""
+    given = {name: environment[name] for name in OF_DIRECTORIES if environment.get(name)}
+    return {name: os.path.abspath(path) for name, path in given.items() if "://" not in path}
 
 
 def _is_there(package: str) -> bool:

@@ -36,6 +36,9 @@ CHILD_CODE = "from envs.hosting.task_listing import main; main()"
 MAX_ANSWER_BYTES = 1 << 30
 EXIT_TIMEOUT_S = 1.0  # a dying process closes its socket a moment before it has an exit code
 
+# What an answer that is none raises, or one of a hundred million values.
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
+
 Splits = dict[str, Sequence[Task]]
 
 
@@ -109,7 +112,7 @@ def _decode(encoded: bytes, name: str) -> Splits | None:
             return _decode_splits(answer["splits"])
         failed = EnvironmentFailed(str(answer["failed"]))
         failed.may_work_elsewhere = answer["may_work_elsewhere"] is True
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         reason = f"{type(error).__name__}: {error}"
         raise EnvironmentFailed(
             f"env.name={name}: listing its tasks ended with an answer that cannot be read: {reason}"

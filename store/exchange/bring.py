@@ -14,7 +14,7 @@ any moment, the same call begins again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from store.run_names import (
     SIGNED,
     UNFINISHED_BRING,
     UNFINISHED_FORK,
+    is_of_a_run,
 )
 from store.storage import Storage, open_storage
 from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, MAX_TEXT_BYTES, remove, remove_tree
@@ -229,7 +230,7 @@ def _check_no_unfinished_fork(storage: Storage, *, run_id: str) -> None:
     if marked == run_id.encode():  # another run may have been made there since
         raise FormatError(
             f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
-            "command that made it again"
+            "command that made it again, or, if its directory is gone, empty this storage"
         )
 
 
@@ -273,11 +274,18 @@ def _empty(root: Path) -> None:
         raise StoreError(f"{root} cannot be read: {error.strerror}; give run_dir=NEW") from error
     marker = root / UNFINISHED_BRING
     if there and marker not in there:
-        names = ", ".join(sorted(path.name for path in there)[:3])
-        raise StoreError(
-            f"{root} has other things in it ({names}); give an empty directory: run_dir=NEW"
-        )
+        raise _has_other_things(root, [path.name for path in there])
     for path in there:
-        if path != marker:
+        if path != marker and is_of_a_run(path.name):
             remove_tree(path, root=root)
     remove(marker, root=root)
+    # Another run may have been made there meanwhile.
+    if others := [path.name for path in there if not is_of_a_run(path.name)]:
+        raise _has_other_things(root, others)
+
+
+def _has_other_things(root: Path, names: Sequence[str]) -> StoreError:
+    some = ", ".join(sorted(names)[:3])
+    return StoreError(
+        f"{root} has other things in it ({some}); give an empty directory: run_dir=NEW"
+    )

@@ -54,6 +54,7 @@ from store.run_names import (
     SEGMENT_PATH,
     UNFINISHED_FORK,
     checked_name,
+    is_of_a_run,
 )
 from store.storage import open_storage
 from store.untrusted.file_access import (
@@ -332,7 +333,7 @@ def _remove(unfinished: Path) -> None:
     (unfinished / UNFINISHED_FORK).touch()
     _remove_stored(unfinished)
     for name in names(unfinished, root=unfinished):
-        if name != UNFINISHED_FORK:
+        if name != UNFINISHED_FORK and is_of_a_run(name):
             remove_tree(unfinished / name, root=unfinished)
     remove(unfinished / UNFINISHED_FORK, root=unfinished)
     unfinished.rmdir()
@@ -361,7 +362,8 @@ def _remove_stored(unfinished: Path) -> None:
         if not primary_directory.is_primary(unfinished, storage):
             storage.remove(UNFINISHED_FORK)
             return
-        paths = [file.path for file in storage.files("")]
+        # Files of others may lie there too: another run's storage, if it is beneath this one.
+        paths = [file.path for file in storage.files("") if is_of_a_run(file.path.split("/")[0])]
         # With only these it counts as unused.
         last = ("", PRIMARY, RUN_JSON, UNFINISHED_FORK)
         for path in sorted(paths, key=lambda path: last.index(path) if path in last else 0):

@@ -17,12 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
+from ray._private import services
 from ray.exceptions import AuthenticationError
 
 from configs import ConfigError
 from driver import cluster
-from driver.cluster import AUTHENTICATION_HINT
+from driver.cluster import AUTHENTICATION_HINT, ray_cluster
 from driver.interrupt import REPEAT_S, STOP_SIGNALS, hold_interrupts
 from learner.distributed.private_ray import RAY_DIRECTORY
 
@@ -252,3 +255,28 @@ def test_an_error_of_what_is_not_to_be_left_half_done_comes_first() -> None:
 
     with pytest.raises(OSError, match="no room"):
         work()
+
+
+def test_a_command_line_of_another_user_keeps_no_run_from_its_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The attack: Ray read it as that of a cluster, and failed on its form."""
+    found: list[object] = []
+
+    def start(*, address: str | None = None, **_: object) -> None:
+        found.append(services.canonicalize_bootstrap_address(address))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", start)
+    program = ["raylet", "-c", "import time; time.sleep(60)", "--gcs-address"]
+    with subprocess.Popen(program, executable=sys.executable) as theirs:
+        try:
+            while "raylet" not in psutil.Process(theirs.pid).cmdline():
+                time.sleep(0.01)
+            with ray_cluster(str(tmp_path / "run"), processes=1):
+                pass
+        finally:
+            theirs.kill()
+    assert found == [None]

@@ -168,6 +168,43 @@ def fake_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) 
     monkeypatch.setattr(tracker_module, "_is_there", lambda package: True)
 
 
+def test_a_tracker_takes_no_settings_from_the_current_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: wandb/settings in a stranger's run named the server that the key was sent to."""
+    pytest.importorskip("wandb")
+    theirs = tmp_path / "theirs"
+    (theirs / "wandb").mkdir(parents=True)
+    (theirs / "wandb" / "settings").write_text("[default]\nentity = theirs\nproject = theirs\n")
+    monkeypatch.chdir(theirs)
+    monkeypatch.setenv("WANDB_DEBUG", "true")
+    start(run, "wandb", 1)
+    said = (run.layout.logs / "wandb.log").read_text()
+    assert str(theirs) not in said
+    assert sorted(path.name for path in theirs.rglob("*")) == ["settings", "wandb"]
+
+
+def test_a_relative_directory_of_a_tracker_is_one_of_the_current_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_tracker(
+        tmp_path,
+        monkeypatch,
+        "import os; print(os.getcwd(), os.environ['WANDB_DIR'], os.environ['MLFLOW_TRACKING_URI'],"
+        " file=sys.stderr); sys.exit(3)",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_DIR", "mine")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    tracker = TrackerProcess(
+        "wandb", config=config_of(run, "wandb"), layout=run.layout, say=lambda text: None
+    )
+    tracker.wait_until_ready()
+    tracker.close()
+    said = (run.layout.logs / "wandb.log").read_text()
+    assert said == f"{run.layout.root / 'trackers'} {tmp_path / 'mine'} http://127.0.0.1:1\n"
+
+
 @pytest.mark.parametrize(
     ("program", "why"),
     [

@@ -874,6 +874,66 @@ def test_a_fork_that_is_whole_is_brought_with_its_checkpoint(
     assert [state for state, _ in states(new.root).values()][:2] == ["trained", "trained"]
 
 
+def test_a_fork_that_is_removed_leaves_a_run_beneath_its_storage(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: it removed every file that lay there."""
+    uri = (tmp_path / "shared-by-two").as_uri()
+    other: list[RunLayout] = []
+
+    def make_other(*given: object, **named: object) -> None:
+        made = RunLayout.create(tmp_path / "other", config_yaml="", storage_uri=f"{uri}/other")
+        write_open_sql(made, macros=(), max_staleness=9)
+        play_groups(made, 0)
+        (tmp_path / "shared-by-two" / "mine.txt").write_text("mine")
+        (tmp_path / "fork.unfinished" / "mine.txt").write_text("mine")
+        other.append(made)
+        raise OSError("full disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_module, "give_rights", make_other)
+        with pytest.raises(StoreError, match="full disk"):
+            fork(lost, tmp_path / "fork", learner_step=2, config_yaml="a: 1\n", storage_uri=uri)
+    (made,) = other
+    Catalog.open(made).close()
+    assert check(made, level=CONTENTS) == []
+    left = {file.path.split("/")[0] for file in open_storage(uri).files("")}
+    assert left == {"other", "mine.txt"}
+    assert (tmp_path / "fork.unfinished" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_bring_removes_nothing_that_others_put_into_its_directory(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """The attack: a run that was made in the same volume meanwhile was removed."""
+    root = tmp_path / "volume"
+    other: list[RunLayout] = []
+
+    def make_other(*given: object, **named: object) -> None:
+        made = RunLayout.create(root / "other", config_yaml="")
+        write_open_sql(made, macros=(), max_staleness=9)
+        play_groups(made, 0)
+        other.append(made)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bring, "rebuild", make_other)
+        if is_killed:
+            patch.setattr(bring, "_empty", lambda root: None)
+        with pytest.raises(KeyboardInterrupt):
+            bring_run(uri_of(lost), root, trusts=False)
+    for _ in range(2):
+        with pytest.raises(
+            StoreError, match=r"has other things in it \(other\); give an empty dir"
+        ):
+            bring_run(uri_of(lost), root, trusts=False)
+    assert [path.name for path in root.iterdir()] == ["other"]
+    Catalog.open(other[0]).close()
+    assert check(other[0], level=CONTENTS) == []
+    Catalog.open(lost).close()
+
+
 @pytest.mark.parametrize("at", ["give_rights", "_put_in_place"])  # before it is whole, and after
 def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
     at: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from store import open_storage
+from store import digest_of_open, files_digest, hashing, open_storage
 from store.untrusted import file_access
 from store.untrusted.file_access import PIECE_BYTES, copy_first, read_bytes
 
@@ -41,6 +42,24 @@ def test_so_is_a_digest(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     digest = open_storage(str(tmp_path)).digest("weights")
     request.getfixturevalue("grown")
     assert open_storage(str(tmp_path)).digest("weights") == digest
+
+
+def test_a_file_that_is_shortened_while_it_is_hashed_ends_nothing(tmp_path: Path) -> None:
+    """The attack: its owner did so while it was mapped, and the command ended with SIGBUS."""
+    content = os.urandom(3_000_000)
+    (tmp_path / "chats").write_bytes(content)
+    with (tmp_path / "chats").open("rb") as file:
+        assert digest_of_open(file) == files_digest([tmp_path / "chats"])
+    with (tmp_path / "chats").open("rb", buffering=0) as file:
+        read = file.read
+
+        def shortened(n_bytes: int) -> bytes:
+            os.truncate(tmp_path / "chats", 1_000_000)
+            return read(n_bytes)
+
+        with mock.patch.object(hashing, "PIECE_BYTES", 1 << 20):
+            wrapped = mock.Mock(fileno=file.fileno, read=shortened)
+            assert digest_of_open(wrapped) == hashing.blake3(content[:1_000_000]).hexdigest()
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 3, 3 * PIECE_BYTES])

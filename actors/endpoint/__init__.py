@@ -1,0 +1,1 @@
+"""Serve agent programs: the model endpoint that they call, and their episodes."""

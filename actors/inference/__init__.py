@@ -1,0 +1,1 @@
+"""Generate with vLLM: engines, policies, and the weights that they load."""

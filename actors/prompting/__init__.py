@@ -1,0 +1,1 @@
+"""Write prompts and read answers."""

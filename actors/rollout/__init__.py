@@ -1,0 +1,1 @@
+"""Play groups of episodes and commit their trajectories."""

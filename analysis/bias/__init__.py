@@ -1,0 +1,1 @@
+"""Measure whether what was dropped differs from what was trained on."""

@@ -1,0 +1,1 @@
+"""Check settings against each other."""

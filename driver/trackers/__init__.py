@@ -1,0 +1,1 @@
+"""Send metrics to Weights & Biases, trackio and MLflow."""

@@ -1,0 +1,1 @@
+"""Run environments in processes, pools and servers."""

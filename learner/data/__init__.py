@@ -1,0 +1,1 @@
+"""Read batches and make micro-batches of them."""

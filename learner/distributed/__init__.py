@@ -1,0 +1,1 @@
+"""Let the ranks of a learner work together."""

@@ -1,0 +1,1 @@
+"""Load the policy, and compute with it."""

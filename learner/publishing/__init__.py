@@ -1,0 +1,1 @@
+"""Write versions of the weights, and export them."""

@@ -1,0 +1,1 @@
+"""Bring trajectories and runs from one place to another."""
