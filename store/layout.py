@@ -21,6 +21,7 @@ from store.atomic_write import READ_ONLY, make_directory, write_atomically, writ
 from store.clock import now_us
 from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
+from store.primary_directory import Primary
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
     CONFIG_FILE,
@@ -104,12 +105,12 @@ def _has_no_files(uri: str) -> bool:
     return all(path in left or path.startswith(f"{GIVEN_UP}/") for path in paths)
 
 
-def _shown_by(uri: str) -> bytes | None:
-    """Return the PRIMARY of the directory that has shown readers a run, None if none has."""
+def _shown_by(uri: str) -> str | None:
+    """Return the token of the directory that has shown readers a run, None if none has."""
     try:
         data = open_storage(uri).read(MANIFEST, at_most=beneath.MAX_MANIFEST_BYTES)
         manifest = json_values.parse_object(data.to_pybytes())
-        return primary_directory.as_primary(json_values.text(manifest, "primary"))
+        return json_values.text(manifest, "primary")
     except UnavailableError:
         raise
     except (StoreError, ValueError):
@@ -394,8 +395,9 @@ class RunLayout:
         primary_directory.take(self.root, self.storage)
         if not is_unused(uri):
             # A run was made there while PRIMARY was on its way. It keeps the storage.
-            before = in_limited_process(_shown_by, uri, at_most_bytes=SMALL_BYTES)
-            primary_directory.give_up(self.root, self.storage, before=before)
+            token = in_limited_process(_shown_by, uri, at_most_bytes=SMALL_BYTES)
+            instead = Primary.of_token(token) if token else None
+            primary_directory.give_up(self.root, self.storage, instead=instead)
             raise used
         if self.info.forked_from is not None:  # nobody brings it before it is whole
             self.storage.write(UNFINISHED_FORK, self.info.run_id.encode())
@@ -415,7 +417,8 @@ class RunLayout:
         """
         if self.info.storage_uri is None:
             return
-        primary_directory.check(self.root, self.info.storage_uri)
+        counting = primary_directory.check(self.root, self.info.storage_uri)
+        primary_directory.mend(self.root, self.info.storage_uri, counting)
         # Without PRIMARY the run is of an earlier version, and the storage may be another one by
         # now. Without run.json the run is still being made.
         if all(

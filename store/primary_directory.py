@@ -1,23 +1,28 @@
-"""Know the primary directory of a run whose files are in a storage: only there the run goes on.
+"""Know the primary directory of a run with `store.uri`: the only directory that may write.
 
-    take(root, storage)         # while the run is made
-    with taken(root, storage):  # while the run is brought to an empty disk
-    check(root, uri)            # before a process owns the run, and by its owner again and again
+    take(root, storage)                # while the run is made
+    with taken(root, storage):         # while the run is brought to an empty disk
+    mend(root, uri, check(root, uri))  # before a process owns the run, and again and again
 
-PRIMARY has the same token in the directory and in the storage. Bringing the run to another disk
-writes a new token. An owner on the old disk that is alive, or comes back, finds that and stops.
-Otherwise two histories of one run would be written over one another. A copy of the directory has
-the token too.
+PRIMARY (primary.json) has a token, in the directory and in the storage. A copy of the directory has
+it too. `--resume URI` writes a new token. The old owner, alive or started again, finds that in the
+storage and stops with FencedError. Otherwise two histories of one run would be written over one
+another. Its other fields:
 
-PRIMARY has all tokens before it, too. What a directory with one of these has shown readers is
-older; what any other has shown is newer than this directory.
+where     the directory and its machine, for people
+past      the tokens of earlier directories; manifests that these wrote are older than this one
+before    only while the run is brought: PRIMARY of the directory where it was. If the bring fails,
+          that is written back
 
-While a run is brought, its PRIMARY also has the PRIMARY of the directory where it was. If two
-processes bring the run at once and both fail, the second one gives it back to that directory.
+What a bring leaves, and where the run goes on then:
 
-A token that was given up counts no more, because its PRIMARY may be written late: a network or a
-server can hold a request for longer than anybody waits. The storage names it in a file of its own,
-with the PRIMARY that counts instead.
+it fails                                    the previous directory
+it is killed before the directory is whole  nowhere, until the same command is given again
+it is killed when the directory is whole    the new directory, whose next owner drops `before`
+a write of PRIMARY is not answered          the previous directory; the new token is given up
+
+Nobody can call back a request that a server or a network holds. So the storage keeps each token
+that was given up, as given_up/TOKEN, with the PRIMARY that counts instead of it.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ import json
 import re
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from printable import shell_word
@@ -38,33 +44,75 @@ from store.storage import Storage, open_storage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
 
-BEFORE = "before"  # in PRIMARY of a run that is being brought: that of the last whole one
-PAST = "past"  # in PRIMARY of a run that was brought: the tokens before it
-NOBODY = b""  # instead of the PRIMARY of a token that was given up: nobody's that is known
+BEFORE = "before"
 TOKEN = re.compile("[0-9a-f]{32}")
 SHOWN_CHARACTERS = 200  # of a text that another machine wrote
 
 
-def take(root: Path, storage: Storage, **more: object) -> None:
-    """Make `root` the primary directory, and no other any longer. Raises StoreError.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Primary:
+    """The content of PRIMARY. Two are the same directory's if their tokens are equal."""
 
-    `more` is written into PRIMARY too.
-    """
-    content = {"token": uuid.uuid4().hex, "where": f"{root} on {socket.gethostname()}", **more}
-    data = json.dumps(content).encode()
+    token: str  # "" if the file is damaged: equal to no other
+    where: str = ""
+    past: tuple[str, ...] = ()
+    is_whole: bool = True  # False while the run is brought
+    before: Primary | None = None  # None also if the run had none: an earlier version made it
+    data: bytes = field(default=b"", compare=False)  # of the file
+
+    @classmethod
+    def new(cls, root: Path, **more: object) -> Primary:
+        """Return a new one for a directory. `more` are further fields of the file."""
+        where = f"{root} on {socket.gethostname()}"
+        content = {"token": uuid.uuid4().hex, "where": where, **more}
+        return cls.parse(json.dumps(content).encode())
+
+    @classmethod
+    def of_token(cls, token: str) -> Primary:
+        return cls.parse(json.dumps({"token": token}).encode())
+
+    @classmethod
+    def parse(cls, data: bytes) -> Primary:
+        try:
+            content = json_values.parse_object(data)
+        except ValueError:
+            content = {}
+        token, where, past = (content.get(name) for name in ("token", "where", "past"))
+        before = content.get(BEFORE)
+        older = past if isinstance(past, list) else []
+        return cls(
+            token=token if isinstance(token, str) and TOKEN.fullmatch(token) else "",
+            where=where[:SHOWN_CHARACTERS] if isinstance(where, str) else "another directory",
+            past=tuple(one for one in older if isinstance(one, str)),
+            is_whole=BEFORE not in content,
+            before=cls.parse(before.encode()) if isinstance(before, str) else None,
+            data=data,
+        )
+
+    def is_same(self, other: Primary | None) -> bool:
+        return other is not None and bool(self.token) and self.token == other.token
+
+    def last_whole(self) -> Primary | None:
+        """Return this one, or the one before it if this one is not whole."""
+        return self if self.is_whole else self.before
+
+    def finished(self) -> Primary:
+        """Return it as that of a run that was brought whole."""
+        content = json_values.parse_object(self.data)
+        kept = {name: value for name, value in content.items() if name != BEFORE}
+        return replace(self, is_whole=True, before=None, data=json.dumps(kept).encode())
+
+
+# Instead of a token that was given up: the storage had no PRIMARY, or it is not known whose.
+NOBODY = Primary(token="", where="another directory")
+
+
+def take(root: Path, storage: Storage, *, primary: Primary | None = None) -> None:
+    """Make `root` the primary directory, and no other any longer. Raises StoreError."""
+    primary = primary or Primary.new(root)
     # Killed in between, the directory is not the primary one, and the run is brought there again.
-    write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
-    _write(root, storage, data)
-
-
-def _write(root: Path, storage: Storage, data: bytes) -> None:
-    """Write PRIMARY of a directory into the storage. Raises StoreError: the token is given up."""
-    try:
-        storage.write(PRIMARY, data)
-    except BaseException:
-        with suppress(OSError, StoreError):
-            give_up(root, storage)
-        raise
+    write_atomically(root / PRIMARY, primary.data, mode=READ_ONLY, beneath=root)
+    _write(root, storage, primary)
 
 
 @contextmanager
@@ -73,163 +121,156 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
 
     Raises StoreError. `root` stays the primary directory if the storage does not answer then.
     """
-    there = _read(storage, PRIMARY)
-    found = _instead_of(storage, there) or there
-    before = None if found is None else _last_whole(found)
-    past = [token for data in (found, before) for token in _with_past(data)]
+    found = _stored(storage)
+    if (instead := _instead_of(storage, found)) not in (None, NOBODY):
+        found = instead
+    before = found.last_whole() if found is not None else None
+    past = [token for one in (found, before) if one is not None for token in (one.token, *one.past)]
+    more = {BEFORE: None if before is None else before.data.decode(errors="replace")}
+    primary = Primary.new(root, **more, past=list(dict.fromkeys(filter(None, past))))
     try:
-        more = {BEFORE: None if before is None else before.decode()}
-        take(root, storage, **more, **{PAST: list(dict.fromkeys(past))})
+        take(root, storage, primary=primary)
         yield
-        _finish(root, storage, write=_write)
+        _finish(root, storage)
     except BaseException:
         with suppress(OSError, StoreError):
-            if _is_here(root, _read(storage, PRIMARY)):  # and no third directory is by now
+            here = _local(root)
+            # and no third directory is by now
+            if here is not None and here.is_same(_stored(storage)):
                 if before is None:
                     storage.remove(PRIMARY)
                 else:
-                    storage.write(PRIMARY, before)
+                    storage.write(PRIMARY, before.data)
         raise
 
 
-def give_up(root: Path, storage: Storage, *, before: bytes | None = None) -> None:
+def _finish(root: Path, storage: Storage) -> None:
+    """Forget the primary directory before this one. Raises FencedError if there is another now."""
+    finished = _checked_finish(root, storage)
+    _write(root, storage, finished)
+    write_atomically(root / PRIMARY, finished.data, mode=READ_ONLY, beneath=root)
+
+
+def _checked_finish(root: Path, storage: Storage) -> Primary:
+    counting, here = _counting(storage), _local(root)
+    if here is None or not here.is_same(counting):
+        where = NOBODY.where if counting is None else counting.where
+        raise FencedError(f"the run was brought to {where} meanwhile, and goes on there")
+    return here.finished()
+
+
+def _write(root: Path, storage: Storage, primary: Primary) -> None:
+    """Write PRIMARY of a directory into the storage. Raises StoreError: the token is given up."""
+    try:
+        storage.write(PRIMARY, primary.data)
+    except BaseException:
+        with suppress(OSError, StoreError):
+            give_up(root, storage)
+        raise
+
+
+def give_up(root: Path, storage: Storage, *, instead: Primary | None = None) -> None:
     """Have the token of a directory count no more, but the one before it. Raises StoreError.
 
-    `before`: the PRIMARY that counts instead, if that of the directory names none.
+    `instead` counts if PRIMARY of the directory names none before it.
     """
-    here = _here(root)
-    token = _token(here)
-    if token is not None:
-        named = _content(here).get(BEFORE)
-        instead = named.encode() if isinstance(named, str) else before or NOBODY
-        storage.write(f"{GIVEN_UP}/{token}", instead)
+    here = _local(root)
+    if here is not None and here.token:
+        counts = here.before or instead or NOBODY
+        storage.write(f"{GIVEN_UP}/{here.token}", counts.data)
 
 
 def token_of(root: Path) -> str | None:
     """Return the token of a directory, None if it has none."""
-    token = _token(_here(root))
-    return None if token is None or TOKEN.fullmatch(token) is None else token
+    here = _local(root)
+    return None if here is None else here.token or None
 
 
 def is_past(root: Path, token: str) -> bool:
     """Return whether a token was that of a primary directory before this one."""
-    return token in _with_past(_here(root))[1:]
+    here = _local(root)
+    return here is not None and token in here.past
 
 
-def as_primary(token: str) -> bytes:
-    """Return a PRIMARY with a token."""
-    return json.dumps({"token": token}).encode()
+def is_primary(root: Path, storage: Storage) -> bool:
+    """Return whether a directory is the primary one of a run in a storage. Raises StoreError."""
+    here = _local(root)
+    return here is not None and here.is_same(_counting(storage))
 
 
-def check(root: Path, uri: str) -> None:
-    """Raise FencedError if the run at `uri` has another primary directory by now.
+def check(root: Path, uri: str) -> Primary | None:
+    """Return what counts in the storage at `uri`. Raises FencedError if it is another directory's.
 
     A run of an earlier version has PRIMARY nowhere. Raises UnavailableError, also if only the
     storage has none: a volume that is not mounted looks like that.
     """
     storage = open_storage(uri)
-    there, here = _there(storage), _here(root)
-    if there is None and here:
+    counting, here = _counting(storage), _local(root)
+    if counting is None:
+        if here is None:
+            return None
         raise UnavailableError(
             f"{storage.locate(PRIMARY)} is not there; mount the volume, or check the "
             f"URI. If it was removed, copy {root / PRIMARY} there"
         )
-    if there == NOBODY and here and not _is_given_up(storage, here):
-        # Another run took the storage at the same time, and gave it up.
-        storage.write(PRIMARY, here)
+    if here is not None:
+        is_free = counting is NOBODY and _instead_of(storage, here) is None
+        if is_free or here.is_same(counting) or here.data == counting.data:
+            return counting
+    how = "was brought" if counting.is_whole else "was brought (whole or in part)"
+    raise FencedError(
+        f"the run of {root} {how} to {counting.where} and goes on there; stop this one. "
+        "To bring it back to this machine, stop that one: gigpo train --resume "
+        f"{shell_word(uri)} run_dir=NEW"
+    )
+
+
+def mend(root: Path, uri: str, counting: Primary | None) -> None:
+    """Write PRIMARY of the primary directory as it is to be. `counting`: see `check`.
+
+    Raises StoreError.
+    """
+    storage, here = open_storage(uri), _local(root)
+    if here is None or counting is None:
         return
-    if there is not None and not _is_here(root, there):
-        is_whole = _last_whole(there) == there
-        how = "was brought" if is_whole else "was brought (whole or in part)"
-        raise FencedError(
-            f"the run of {root} {how} to {_where(there)} and goes on there; stop this one. "
-            "To bring it back to this machine, stop that one: gigpo train --resume "
-            f"{shell_word(uri)} run_dir=NEW"
-        )
-    is_whole = status(root / UNFINISHED_BRING, root=root) is None
-    if is_whole and BEFORE in _content(here):  # it was brought, and killed before it said so
-        _finish(root, storage, write=_write_again)
+    if counting is NOBODY:  # another run took the storage at the same time, and gave it up
+        storage.write(PRIMARY, here.data)
+    elif not here.is_whole and status(root / UNFINISHED_BRING, root=root) is None:
+        # It was brought whole, and killed before it said so. The token is not given up if this
+        # fails: the run goes on here.
+        finished = _checked_finish(root, storage)
+        storage.write(PRIMARY, finished.data)
+        write_atomically(root / PRIMARY, finished.data, mode=READ_ONLY, beneath=root)
 
 
-def _write_again(root: Path, storage: Storage, data: bytes) -> None:
-    """Write PRIMARY of a directory where the run goes on already."""
-    storage.write(PRIMARY, data)
-
-
-def _finish(root: Path, storage: Storage, *, write: Callable[[Path, Storage, bytes], None]) -> None:
-    """Forget the primary directory before this one. Raises FencedError if there is another now."""
-    there = _there(storage)
-    if not _is_here(root, there):
-        raise FencedError(
-            f"the run was brought to {_where(there or b'')} meanwhile, and goes on there"
-        )
-    content = json_values.parse_object(_here(root))
-    data = json.dumps({name: content[name] for name in content if name != BEFORE}).encode()
-    write(root, storage, data)
-    write_atomically(root / PRIMARY, data, mode=READ_ONLY, beneath=root)
-
-
-def _last_whole(data: bytes) -> bytes | None:
-    """Return the primary directory before one that was not brought whole, else this one."""
-    content = _content(data)
-    if BEFORE not in content:
-        return data
-    before = content[BEFORE]
-    return before.encode() if isinstance(before, str) else None
-
-
-def is_primary(root: Path, storage: Storage) -> bool:
-    """Return whether a directory is the primary one of a run in a storage. Raises StoreError."""
-    there = _there(storage)
-    return bool(there) and _is_here(root, there)
-
-
-def _is_here(root: Path, there: bytes | None) -> bool:
-    """Return whether PRIMARY of the storage is that of a directory."""
-    here = _here(root)
-    return there == here or _token(there) == _token(here) is not None
-
-
-def _content(data: bytes) -> dict[str, object]:
-    try:
-        return json_values.parse_object(data)
-    except ValueError:
-        return {}
-
-
-def _with_past(data: bytes | None) -> list[str]:
-    """Return the token of a PRIMARY and those before it, newest first. None has none."""
-    past = _content(data or b"").get(PAST)
-    token = _token(data)
-    older = past if isinstance(past, list) else []
-    return [] if token is None else [token, *(one for one in older if isinstance(one, str))]
-
-
-def _token(data: bytes | None) -> str | None:
-    try:
-        return json_values.text(_content(data or b""), "token")
-    except ValueError:
-        return None
-
-
-def _instead_of(storage: Storage, data: bytes | None) -> bytes | None:
-    """Return the PRIMARY that counts instead of one that was given up, None for any other."""
-    token = _token(data)
-    if token is None or TOKEN.fullmatch(token) is None:
-        return None
-    return _read(storage, f"{GIVEN_UP}/{token}")
-
-
-def _is_given_up(storage: Storage, here: bytes) -> bool:
-    return _instead_of(storage, here) is not None
-
-
-def _there(storage: Storage) -> bytes | None:
+def _counting(storage: Storage) -> Primary | None:
     """Return PRIMARY of the storage as it counts, None if it has none. Raises UnavailableError."""
-    data = _read(storage, PRIMARY)
+    stored = _stored(storage)
     # Also for the directory whose token it is: it may be whole, of a bring that was killed then.
-    instead = _instead_of(storage, data)
-    return (data or None) if instead is None else instead
+    return _instead_of(storage, stored) or stored
+
+
+def _instead_of(storage: Storage, primary: Primary | None) -> Primary | None:
+    """Return what counts instead of a PRIMARY that was given up, None for any other."""
+    if primary is None or not primary.token:
+        return None
+    data = _read(storage, f"{GIVEN_UP}/{primary.token}")
+    if data is None:
+        return None
+    return Primary.parse(data) if data else NOBODY
+
+
+def _stored(storage: Storage) -> Primary | None:
+    data = _read(storage, PRIMARY)
+    return Primary.parse(data) if data else None
+
+
+def _local(root: Path) -> Primary | None:
+    try:
+        data = read_bytes(root / PRIMARY, root=root, at_most=MAX_TEXT_BYTES)
+    except FileNotFoundError:
+        return None
+    return Primary.parse(data)
 
 
 def _read(storage: Storage, path: str) -> bytes | None:
@@ -241,17 +282,3 @@ def _read(storage: Storage, path: str) -> bytes | None:
     except StoreError:
         return None
     return data
-
-
-def _here(root: Path) -> bytes:
-    try:
-        return read_bytes(root / PRIMARY, root=root, at_most=MAX_TEXT_BYTES)
-    except FileNotFoundError:
-        return b""
-
-
-def _where(data: bytes) -> str:
-    try:
-        return json_values.text(json_values.parse_object(data), "where")[:SHOWN_CHARACTERS]
-    except ValueError:
-        return "another directory"

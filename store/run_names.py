@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from store.errors import FormatError, StoreError
 
-RUN_JSON = "run.json"  # what a run is, written once
+RUN_JSON = "run.json"  # the run's id and first settings, written once
 SIGNED = "signed.json"  # its maker's signatures of run.json and config.yaml
-PRIMARY = "primary.json"  # which directory goes on with a run whose files are elsewhere
-GIVEN_UP = "given_up"  # a directory in the storage: tokens of PRIMARY that count no more
-SHOWN = "shown"  # another one: by token, the lsn of the newest manifest of that directory
+PRIMARY = "primary.json"  # the token of the primary directory of a run with store.uri
+GIVEN_UP = "given_up"  # in the storage, by token of PRIMARY: what counts instead of it
+SHOWN = "shown"  # in the storage, by token: the lsn of the newest manifest of that directory
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
 UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
@@ -67,6 +68,7 @@ FILES_OF_A_RUN = (
     REPORT_FILE,
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
+OWN_COPIES = (f"backup/{RUN_JSON}", f"quarantine/{RUN_JSON}")  # of the run's own run.json
 _TEMPORARY = re.compile(r"\..*\.tmp")  # of an unfinished file
 # Names in a run's directory whose first start was killed before it wrote run.json, or that is the
 # root of a new file system.
@@ -88,10 +90,21 @@ MADE_BEFORE_RUN_JSON = (
 )
 
 
+def without_other_runs(paths: Iterable[str]) -> list[str]:
+    """Return the paths of a storage that a run has there. Another run may lie beneath it."""
+    known = [path for path in paths if is_of_a_run(path.partition("/")[0])]
+    others = {
+        path.removesuffix(RUN_JSON)
+        for path in known
+        if path.endswith(f"/{RUN_JSON}") and path not in OWN_COPIES
+    }
+    return [path for path in known if not path.startswith(tuple(others))]
+
+
 def is_of_a_run(name: str) -> bool:
     """Return whether a run, whole or not, has such a name at the top of its directory or storage.
 
-    Another run, or somebody's files, may lie beside them.
+    Somebody's files may lie beside them.
     """
     is_known = name in (*OF_A_RUN, UNFINISHED_FORK, UNFINISHED_BRING, GIVEN_UP, SHOWN)
     return is_known or name.startswith("catalog.") or _TEMPORARY.fullmatch(name) is not None

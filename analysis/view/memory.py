@@ -1,6 +1,6 @@
-"""Leave some of the memory that this server may have: other users of the machine can ask it.
+"""Keep a reserve of memory, so that queries of other users cannot take all of this server's.
 
-Where the limit is reached, the event loop could read no request, and Python could end.
+At the limit the event loop could read no request, and Python could end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _M_ARENA_MAX, _HEAPS = -8, 2
 _M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 1 << 20
 
 
-def keep_little() -> None:
-    """Have allocators keep little of what was freed: the limit of memory would count it."""
+def limit_allocators() -> None:
+    """Configure allocators to give freed memory back: the limit of memory counts what they keep."""
     pa.set_memory_pool(pa.system_memory_pool())  # Arrow's usual one keeps it
     threading.stack_size(STACK_BYTES)
     libc = ctypes.CDLL(None)

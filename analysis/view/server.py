@@ -337,7 +337,7 @@ class Viewer:
 def serve(runs: Sequence[Path], *, port: int, opens_browser: bool, as_of: int | None) -> None:
     """Serve the runs until Ctrl-C. Raises StoreError if one cannot be read."""
     limit_memory()
-    memory.keep_little()
+    memory.limit_allocators()
     token = secrets.token_urlsafe(24)
     listener = _listen(port)
     app = make_app(runs, token=token, as_of=as_of)

@@ -47,6 +47,7 @@ LOOKED_AT_S = 30.0  # after the last request nobody looks any more
 # goes to and fro between two or three. Each is a process with its own memory.
 KEPT_READERS = 3
 KEPT_BYTES = 128 << 20  # of all answers of a run: a page that is drawn again asks nothing
+ENTRY_BYTES, CHARACTER_BYTES = 1000, 4  # of an answer beside its rows, and of a text at most
 QUERY_TIMEOUT_S = 30.0  # of one panel: nobody looks at an empty one for longer
 LACKS_RESOURCES = "newer rows cannot be read just now: this server is out of memory or open files"
 MAX_ROWS = 1_000_000  # of one answer, which a page draws as a picture
@@ -422,7 +423,7 @@ def _cpu_s() -> float:
 
 def _size(key: _Key, answer: pa.Table | StoreError) -> int:
     """Return the bytes of an answer and its query, which may be 1 MiB and stand in an error."""
-    query = 4 * len(key[1])
+    query = ENTRY_BYTES + CHARACTER_BYTES * len(key[1])
     if isinstance(answer, StoreError):
-        return 1000 + query + 4 * len(str(answer))
-    return 1000 + query + int(answer.nbytes) + int(answer.schema.serialize().size)
+        return query + CHARACTER_BYTES * len(str(answer))
+    return query + int(answer.nbytes) + int(answer.schema.serialize().size)

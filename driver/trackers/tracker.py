@@ -32,7 +32,8 @@ from usage_statistics import usage_statistics_off
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = "trackers"  # in the run, for local files
-OF_DIRECTORIES = ("WANDB_DIR", "TRACKIO_DIR", "MLFLOW_TRACKING_URI")
+# Variables of trackers. MLflow's URI has forms of its own, and a relative one is in the run.
+OF_DIRECTORIES = ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "TRACKIO_DIR")
 N_LOGGED = "n_logged"
 START_S = 60.0  # of a tracker, while the run ends; it starts beside a run
 CLOSE_S = 60.0  # for what is left to send
@@ -194,7 +195,7 @@ class TrackerProcess:
 def _absolute(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that name a directory, which may be relative to the current one."""
     given = {name: environment[name] for name in OF_DIRECTORIES if environment.get(name)}
-    return {name: os.path.abspath(path) for name, path in given.items() if "://" not in path}
+    return {name: os.path.abspath(path) for name, path in given.items()}
 
 
 def _is_there(package: str) -> bool:

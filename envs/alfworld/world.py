@@ -12,6 +12,7 @@ Options:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,7 +84,9 @@ class AlfWorldEnv:
     def reset(self, task: Task) -> Observation:
         try:
             # imported here, because the coordinator only lists tasks
-            from envs.alfworld.engine import Engine, translated
+            # TextWorld's import reads ./textworld_data, which would be anybody's in /tmp.
+            with chdir(Path(__file__).parent):
+                from envs.alfworld.engine import Engine, translated
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"environment 'alfworld' needs its planner ({error}): pip install -e '.[alfworld]'"

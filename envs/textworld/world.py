@@ -15,6 +15,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -287,8 +288,10 @@ def _shorten(feedback: str) -> str:
 
 
 def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environment; no types there
-    # imported here: it takes 0.7 s, and the coordinator only lists tasks
-    import textworld
+    # Imported here: it takes 0.7 s, and the coordinator only lists tasks. Its import reads
+    # ./textworld_data, which would be anybody's in /tmp.
+    with chdir(Path(__file__).parent):
+        import textworld
 
     logging.getLogger("textworld").setLevel(logging.WARNING)
     if not Path(path).is_file():

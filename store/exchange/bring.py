@@ -28,7 +28,7 @@ from store.atomic_write import (
 )
 from store.catalog.catalog import Catalog
 from store.errors import FormatError, StoreError, UnavailableError
-from store.exchange.run_making import making_alone
+from store.exchange.run_making import making_alone, removable
 from store.file_rights import keep_private
 from store.layout import RunLayout, is_unused
 from store.maintenance.rebuild import Report, rebuild
@@ -46,7 +46,6 @@ from store.run_names import (
     SIGNED,
     UNFINISHED_BRING,
     UNFINISHED_FORK,
-    is_of_a_run,
 )
 from store.storage import Storage, open_storage
 from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, MAX_TEXT_BYTES, remove, remove_tree
@@ -127,10 +126,11 @@ def _bring(
         if has_directory(layout, BASE_POLICY):
             local_directory(layout, BASE_POLICY)
         with primary_directory.taken(root, storage):
-            # Again: the command that makes the fork writes it, and then looks at PRIMARY.
+            # Again: a removal of the fork writes its marker before it reads PRIMARY, so one of both
+            # sees the other.
             _check_no_unfinished_fork(storage, run_id=layout.info.run_id)
             report = rebuild(layout, is_brought=True)
-            # A directory that is not whole never is the primary one without the one before it.
+            # Until here PRIMARY names the previous directory, to which a failure returns the run.
             (root / UNFINISHED_BRING).unlink()
     except BaseException:
         with suppress(OSError, StoreError):
@@ -139,7 +139,7 @@ def _bring(
             if is_new:
                 root.rmdir()
         raise
-    # Not before: readers would be shown what the run has not where it was.
+    # Only now: a bring that fails shows no rows that the previous directory does not have.
     with Catalog.open(layout) as catalog:
         export(catalog, layout)
     return report
@@ -275,12 +275,12 @@ def _empty(root: Path) -> None:
     marker = root / UNFINISHED_BRING
     if there and marker not in there:
         raise _has_other_things(root, [path.name for path in there])
+    ours = removable(root)
     for path in there:
-        if path != marker and is_of_a_run(path.name):
+        if path != marker and path.name in ours:
             remove_tree(path, root=root)
     remove(marker, root=root)
-    # Another run may have been made there meanwhile.
-    if others := [path.name for path in there if not is_of_a_run(path.name)]:
+    if others := [path.name for path in there if path.name not in ours]:
         raise _has_other_things(root, others)
 
 

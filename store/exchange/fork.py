@@ -33,7 +33,7 @@ from store.catalog.schema_check import SCHEMA
 from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FormatError, StoreError
-from store.exchange.run_making import making_alone
+from store.exchange.run_making import making_alone, removable
 from store.file_rights import (
     OWNER_MAY,
     bound_rights,
@@ -54,13 +54,12 @@ from store.run_names import (
     SEGMENT_PATH,
     UNFINISHED_FORK,
     checked_name,
-    is_of_a_run,
+    without_other_runs,
 )
 from store.storage import open_storage
 from store.untrusted.file_access import (
     is_directory,
     is_file,
-    names,
     open_file,
     opened_parent,
     remove,
@@ -332,8 +331,8 @@ def _remove(unfinished: Path) -> None:
     """
     (unfinished / UNFINISHED_FORK).touch()
     _remove_stored(unfinished)
-    for name in names(unfinished, root=unfinished):
-        if name != UNFINISHED_FORK and is_of_a_run(name):
+    for name in removable(unfinished):
+        if name != UNFINISHED_FORK:
             remove_tree(unfinished / name, root=unfinished)
     remove(unfinished / UNFINISHED_FORK, root=unfinished)
     unfinished.rmdir()
@@ -362,8 +361,7 @@ def _remove_stored(unfinished: Path) -> None:
         if not primary_directory.is_primary(unfinished, storage):
             storage.remove(UNFINISHED_FORK)
             return
-        # Files of others may lie there too: another run's storage, if it is beneath this one.
-        paths = [file.path for file in storage.files("") if is_of_a_run(file.path.split("/")[0])]
+        paths = without_other_runs(file.path for file in storage.files(""))
         # With only these it counts as unused.
         last = ("", PRIMARY, RUN_JSON, UNFINISHED_FORK)
         for path in sorted(paths, key=lambda path: last.index(path) if path in last else 0):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from store.atomic_write import make_directory
 from store.errors import LockedError, StoreError
+from store.run_names import OWN_COPIES, RUN_JSON, is_of_a_run
+from store.untrusted.file_access import names, walk
 from store.untrusted.own_directory import check_own_directory
 
 LOCK_ENDING = ".making.lock"
@@ -70,3 +72,22 @@ def making_alone(root: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def removable(root: Path) -> list[str]:
+    """Return the names in the directory of an unfinished run that are the run's.
+
+    Somebody's files may lie beside them, and another run in a directory of such a name.
+    """
+    return [
+        name
+        for name in names(root, root=root)
+        if is_of_a_run(name) and not _holds_another_run(root / name, root=root)
+    ]
+
+
+def _holds_another_run(path: Path, *, root: Path) -> bool:
+    return any(
+        found.name == RUN_JSON and found.relative_to(root).as_posix() not in OWN_COPIES
+        for found, _ in walk(path, root=root)
+    )

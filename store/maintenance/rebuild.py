@@ -104,8 +104,8 @@ def rebuild(layout: RunLayout, *, is_brought: bool = False) -> Report:
 
     `is_brought`: from a storage to here, where the directory goes if that fails. Then no file is
     read that the backup knows with its size, which would be all that the run ever wrote, and
-    nothing is written into the storage. UnavailableError says that a file cannot be reached now;
-    nothing was touched then.
+    nothing is written into the storage. UnavailableError says that a file cannot be reached now.
+    The old catalog is where it was then; damaged segments may be in quarantine/.
     """
     lock = take_lock(layout)
     try:

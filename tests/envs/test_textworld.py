@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from envs import Task, environment_class
 from envs.textworld.games import Treasure, ensure_compiled, goals, treasures
 from envs.textworld.world import _shorten
 from tests.support.cached_play import play_and_compare
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TextWorld = environment_class("textworld")
 
@@ -358,3 +361,29 @@ def test_a_restored_state_goes_on_as_the_saved_one_in_another_process(
         if transition.terminated:
             break
         seen = transition.observation
+
+
+def test_data_of_the_current_directory_is_not_read(tmp_path: Path) -> None:
+    """The attack: in /tmp it was anybody's, and each reset failed."""
+    logic = tmp_path / "textworld_data" / "logic"
+    logic.mkdir(parents=True)
+    (logic / "a.twl").write_text("theirs")
+    program = """
+from pathlib import Path
+from envs.textworld.world import _open_game
+
+try:
+    _open_game("none.z8")
+except ValueError as error:
+    print(error, Path.cwd())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.startswith("game file 'none.z8' is not there")
+    assert ran.stdout.endswith(f"{tmp_path}\n")

@@ -701,7 +701,7 @@ def test_a_bring_that_gave_up_and_was_killed_then_is_no_second_owner(
             raise UnavailableError("no answer")
         write(storage, path, data, **more)
 
-    def read_until_then(storage: LocalStorage, path: str) -> bytes | None:
+    def read_until_then(storage: Any, path: str) -> bytes | None:
         if n_written == 2:
             os._exit(9)
         return read(storage, path)
@@ -874,15 +874,18 @@ def test_a_fork_that_is_whole_is_brought_with_its_checkpoint(
     assert [state for state, _ in states(new.root).values()][:2] == ["trained", "trained"]
 
 
+@pytest.mark.parametrize("name", ["other", "export", "backup", "catalog.v2"])
 def test_a_fork_that_is_removed_leaves_a_run_beneath_its_storage(
-    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: it removed every file that lay there."""
     uri = (tmp_path / "shared-by-two").as_uri()
     other: list[RunLayout] = []
 
     def make_other(*given: object, **named: object) -> None:
-        made = RunLayout.create(tmp_path / "other", config_yaml="", storage_uri=f"{uri}/other")
+        made = RunLayout.create(
+            tmp_path / "other", config_yaml="", storage_uri=f"{uri}/{name}/deeper"
+        )
         write_open_sql(made, macros=(), max_staleness=9)
         play_groups(made, 0)
         (tmp_path / "shared-by-two" / "mine.txt").write_text("mine")
@@ -898,20 +901,21 @@ def test_a_fork_that_is_removed_leaves_a_run_beneath_its_storage(
     Catalog.open(made).close()
     assert check(made, level=CONTENTS) == []
     left = {file.path.split("/")[0] for file in open_storage(uri).files("")}
-    assert left == {"other", "mine.txt"}
+    assert left == {name, "mine.txt"}
     assert (tmp_path / "fork.unfinished" / "mine.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["other", "base", "weights", "logs", "catalog.v2"])
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_bring_removes_nothing_that_others_put_into_its_directory(
-    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+    name: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
     """The attack: a run that was made in the same volume meanwhile was removed."""
     root = tmp_path / "volume"
     other: list[RunLayout] = []
 
     def make_other(*given: object, **named: object) -> None:
-        made = RunLayout.create(root / "other", config_yaml="")
+        made = RunLayout.create(root / name / "deeper", config_yaml="")
         write_open_sql(made, macros=(), max_staleness=9)
         play_groups(made, 0)
         other.append(made)
@@ -925,10 +929,10 @@ def test_a_bring_removes_nothing_that_others_put_into_its_directory(
             bring_run(uri_of(lost), root, trusts=False)
     for _ in range(2):
         with pytest.raises(
-            StoreError, match=r"has other things in it \(other\); give an empty dir"
+            StoreError, match=rf"has other things in it \({name}\); give an empty dir"
         ):
             bring_run(uri_of(lost), root, trusts=False)
-    assert [path.name for path in root.iterdir()] == ["other"]
+    assert [path.name for path in root.iterdir()] == [name]
     Catalog.open(other[0]).close()
     assert check(other[0], level=CONTENTS) == []
     Catalog.open(lost).close()
