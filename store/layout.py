@@ -213,7 +213,7 @@ class RunLayout:
         try:
             if beneath.status(root / UNFINISHED_FORK, root=root) is not None:
                 raise FormatError(
-                    f"{root} is a fork that was cut short; give the command that made it again"
+                    f"{root} is a fork that was cut short; remove it, and give the command again"
                 )
             if beneath.status(root / UNFINISHED_BRING, root=root) is not None:
                 raise FormatError(

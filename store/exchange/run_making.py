@@ -13,7 +13,7 @@ from pathlib import Path
 from store.atomic_write import make_directory
 from store.errors import LockedError, StoreError
 from store.run_names import OWN_COPIES, RUN_JSON, is_of_a_run
-from store.untrusted.file_access import names, walk
+from store.untrusted.file_access import names, status, walk
 from store.untrusted.own_directory import check_own_directory
 
 LOCK_ENDING = ".making.lock"
@@ -87,6 +87,9 @@ def removable(root: Path) -> list[str]:
 
 
 def _holds_another_run(path: Path, *, root: Path) -> bool:
+    found = status(path, root=root)
+    if found is None or not stat.S_ISDIR(found.st_mode):  # a link is removed, and not followed
+        return False
     return any(
         found.name == RUN_JSON and found.relative_to(root).as_posix() not in OWN_COPIES
         for found, _ in walk(path, root=root)

@@ -444,7 +444,7 @@ def test_a_fork_replaces_what_a_killed_one_left(run: Life, tmp_path: Path) -> No
     (place / "segments" / "w0").mkdir(parents=True)
     (place / "segments" / "w0" / "part").write_text("a part")
     (place / "fork.unfinished").touch()
-    (place / "outside").symlink_to(run.layout.root)
+    (place / "weights").symlink_to(run.layout.root)
     before = fingerprint(run.layout.root)
     made = fork(run.layout, tmp_path / "fork", learner_step=2, config_yaml="")
     assert not (made.root / "segments" / "w0" / "part").exists()
