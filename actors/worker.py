@@ -62,7 +62,7 @@ COUNT_EVERY_S = 5.0  # how often the answers of environments are counted
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
     name: str
-    run_id: str  # of the run in `config.run_dir`, which the worker's node may see another one in
+    run_id: str  # another run in `config.run_dir` is refused: the worker's node may have one
     config: Config
     model_path: str  # Hugging Face directory the engine starts from: version 0
 

@@ -16,7 +16,7 @@ LEARNER_STEP = "learner step"  # in heartbeats while it trains: work, not a wait
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerSetup:
-    run_id: str  # of the run in `config.run_dir`, which the learner's node may see another one in
+    run_id: str  # another run in `config.run_dir` is refused: the learner's node may have one
     config: Config
     model_path: str  # Hugging Face directory of the base model: version 0
 

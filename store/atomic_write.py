@@ -35,7 +35,7 @@ def write_atomically(path: Path, data: bytes | memoryview, *, mode: int, beneath
 def replace_atomically(
     path: Path, data: bytes | memoryview, *, mode: int, beneath: Path, first: Callable[[], None]
 ) -> None:
-    """Do as `write_atomically`. Call `first` once the data is on disk, and has not its name yet."""
+    """Do as `write_atomically`. Call `first` when the data is on disk, before it gets its name."""
 
     def replace(aside: str, final: str, directory: int) -> None:
         first()

@@ -146,12 +146,13 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
 
 def _finish(root: Path, storage: Storage) -> None:
     """Forget the primary directory before this one. Raises FencedError if there is another now."""
-    finished = _checked_finish(root, storage)
+    finished = _finished(root, storage)
     _write(root, storage, finished)
     write_atomically(root / PRIMARY, finished.data, mode=READ_ONLY, beneath=root)
 
 
-def _checked_finish(root: Path, storage: Storage) -> Primary:
+def _finished(root: Path, storage: Storage) -> Primary:
+    """Return PRIMARY without the one before it. Raises FencedError if another one counts."""
     counting, here = _counting(storage), _local(root)
     if here is None or not here.is_same(counting):
         where = NOBODY.where if counting is None else counting.where
@@ -170,7 +171,7 @@ def _write(root: Path, storage: Storage, primary: Primary) -> None:
 
 
 def give_up(root: Path, storage: Storage, *, instead: Primary | None = None) -> None:
-    """Have the token of a directory count no more, but the one before it. Raises StoreError.
+    """Cancel the token of a directory: the PRIMARY before it counts again. Raises StoreError.
 
     `instead` counts if PRIMARY of the directory names none before it.
     """
@@ -238,7 +239,7 @@ def mend(root: Path, uri: str, counting: Primary | None) -> None:
     elif not here.is_whole and status(root / UNFINISHED_BRING, root=root) is None:
         # It was brought whole, and killed before it said so. The token is not given up if this
         # fails: the run goes on here.
-        finished = _checked_finish(root, storage)
+        finished = _finished(root, storage)
         storage.write(PRIMARY, finished.data)
         write_atomically(root / PRIMARY, finished.data, mode=READ_ONLY, beneath=root)
 
