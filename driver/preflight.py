@@ -19,6 +19,7 @@ from driver.cluster import available_gpus, gpus_of_this_machine, is_joined
 from store import (
     MADE_BEFORE_RUN_JSON,
     RunLayout,
+    check_no_links,
     check_own_directory,
     check_unowned,
     keep_private,
@@ -88,7 +89,7 @@ def check_run_dir(config: Config) -> None:
                 f"run_dir={config.run_dir!r} is no run and has other things in it "
                 f"({', '.join(others[:3])}); give a directory of its own, e.g. run_dir=runs/mine"
             )
-        RunLayout.check_no_links_in(root)
+        check_no_links(root)
         check_own_directory(root)
     else:
         check_own_directory(root, is_made=False)  # what is on the way

@@ -155,6 +155,7 @@ from .untrusted.json_values import parse_object as parse_object
 from .untrusted.json_values import text as text
 from .untrusted.memory_limit import limit_memory as limit_memory
 from .untrusted.memory_limit import limited_memory as limited_memory
+from .untrusted.no_links import check_no_links as check_no_links
 from .untrusted.own_directory import all_in as all_in
 from .untrusted.own_directory import belongs_to_other_user as belongs_to_other_user
 from .untrusted.own_directory import check_file_links as check_file_links

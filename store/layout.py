@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import re
 import socket
-import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,26 +17,21 @@ from printable import shell_word
 from store import primary_directory
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
-from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
+from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
-from store.primary_directory import Primary
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
     CONFIG_FILE,
-    DIRECTORIES_OF_A_RUN,
-    GIVEN_UP,
     MANIFEST,
-    OF_A_RUN,
-    PRIMARY,
     RUN_JSON,
     SIGNED,
     UNFINISHED_BRING,
     UNFINISHED_FORK,
 )
-from store.storage import LocalStorage, Storage, make_place, open_storage
+from store.storage import LocalStorage, Storage, open_storage
+from store.storage_claim import claim, keep_run_json
 from store.untrusted import file_access as beneath
-from store.untrusted import json_values
-from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
+from store.untrusted.no_links import check_no_links
 from store.untrusted.own_directory import opened_by_own_links
 from store.untrusted.signatures import (
     RunTexts,
@@ -88,33 +81,6 @@ def _uri_of(path: str) -> str | None:
     if not found:
         return None
     return f"{found[1]}://{'/' * (found[1] == 'file')}{found[2]}"
-
-
-def is_unused(uri: str) -> bool:
-    """Return whether no run has begun in the storage at `uri`, which may be anybody's.
-
-    run.json, PRIMARY and UNFINISHED_FORK are also left by a start that did not get further, and
-    GIVEN_UP by one that found another run there.
-    """
-    return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
-
-
-def _has_no_files(uri: str) -> bool:
-    left = (RUN_JSON, PRIMARY, UNFINISHED_FORK)
-    paths = (file.path for file in open_storage(uri).files(""))
-    return all(path in left or path.startswith(f"{GIVEN_UP}/") for path in paths)
-
-
-def _shown_by(uri: str) -> str | None:
-    """Return the token of the directory that has shown readers a run, None if none has."""
-    try:
-        data = open_storage(uri).read(MANIFEST, at_most=beneath.MAX_MANIFEST_BYTES)
-        manifest = json_values.parse_object(data.to_pybytes())
-        return json_values.text(manifest, "primary")
-    except UnavailableError:
-        raise
-    except (StoreError, ValueError):
-        return None
 
 
 class _Below:
@@ -169,7 +135,7 @@ class RunLayout:
                 make_directory(directory, beneath=root)
             content = json.dumps(dataclasses.asdict(info), indent=1).encode()
             if info.storage_uri is not None and beneath.status(layout.run_json, root=root) is None:
-                layout._take_storage(info.storage_uri, content)
+                claim(root, info, content)
             # Signed first: a run that is killed here is this user's, and can be continued.
             sign_next(root, run_json=content)
             write_once(layout.run_json, content, mode=READ_ONLY, beneath=root)
@@ -357,52 +323,7 @@ class RunLayout:
         A writer would follow it out of the run. Only weights/v000000 may be a link: an evaluation
         of a model elsewhere makes it, and nothing is written there.
         """
-        self.check_no_links_in(self.root, but=self.weights_dir(0))
-
-    @classmethod
-    def check_no_links_in(cls, root: Path, *, but: Path | None = None) -> None:
-        """Raise UnsafePathError for a link, except at `but`, where a run is or is to be made.
-
-        Somebody else may have put it there before the run was made.
-        """
-        root = root.absolute()
-        for name in beneath.names(root, root=root):
-            path = root / name
-            if name in OF_A_RUN or name.startswith("catalog."):
-                cls._check_no_link(path, beneath.status(path, root=root))
-        for name in (*DIRECTORIES_OF_A_RUN, "base"):
-            for path, found in beneath.walk(root / name, root=root):
-                if path != but:
-                    cls._check_no_link(path, found)
-
-    @staticmethod
-    def _check_no_link(path: Path, found: os.stat_result | None) -> None:
-        if found is not None and stat.S_ISLNK(found.st_mode):
-            raise UnsafePathError(
-                errno.ELOOP,
-                f"{path} is a symbolic link, and a run has none; move what it leads to here",
-            )
-
-    def _take_storage(self, uri: str, run_json: bytes) -> None:
-        used = StoreError(
-            f"{self.storage.locate('')} has files of another run; give each run a store.uri of "
-            "its own, or go on with that one: gigpo train --resume "
-            f"{shell_word(uri)}"
-        )
-        if not is_unused(uri):
-            raise used
-        make_place(self.storage)
-        primary_directory.take(self.root, self.storage)
-        if not is_unused(uri):
-            # A run was made there while PRIMARY was on its way. It keeps the storage.
-            token = in_limited_process(_shown_by, uri, at_most_bytes=SMALL_BYTES)
-            instead = Primary.of_token(token) if token else None
-            primary_directory.give_up(self.root, self.storage, instead=instead)
-            raise used
-        if self.info.forked_from is not None:  # nobody brings it before it is whole
-            self.storage.write(UNFINISHED_FORK, self.info.run_id.encode())
-        self.storage.write(RUN_JSON, run_json)
-        self.check_primary()  # another start may have taken it meanwhile
+        check_no_links(self.root, but=self.weights_dir(0))
 
     @property
     def storage(self) -> Storage:
@@ -419,32 +340,7 @@ class RunLayout:
             return
         counting = primary_directory.check(self.root, self.info.storage_uri)
         primary_directory.mend(self.root, self.info.storage_uri, counting)
-        # Without PRIMARY the run is of an earlier version, and the storage may be another one by
-        # now. Without run.json the run is still being made.
-        if all(
-            beneath.status(path, root=self.root) is not None
-            for path in (self.root / PRIMARY, self.run_json)
-        ):
-            self._keep_run_json()
-
-    def _keep_run_json(self) -> None:
-        """Write run.json into the storage unless it is there.
-
-        Of two runs that were made at once in one storage, one is refused. Its run.json may have
-        been written after this run's.
-        """
-        try:
-            there = self.storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
-            is_ours = parse_run_json(there, name=RUN_JSON).run_id == self.info.run_id
-        except UnavailableError:
-            raise
-        except StoreError:  # it is gone, or damaged
-            is_ours = False
-        if not is_ours:
-            ours = beneath.read_bytes(self.run_json, root=self.root, at_most=beneath.MAX_TEXT_BYTES)
-            self.storage.write(RUN_JSON, ours)
-            if signed_texts(self.root) is not None:
-                self.storage.write(SIGNED, (self.root / SIGNED).read_bytes(), is_private=True)
+        keep_run_json(self.root, self.info)
 
     @property
     def is_being_brought(self) -> bool:

@@ -30,7 +30,7 @@ from store.catalog.catalog import Catalog
 from store.errors import FormatError, StoreError, UnavailableError
 from store.exchange.run_making import making_alone, removable
 from store.file_rights import keep_private
-from store.layout import RunLayout, is_unused
+from store.layout import RunLayout
 from store.maintenance.rebuild import Report, rebuild
 from store.reading import open_sql
 from store.reading.manifest import export
@@ -48,6 +48,7 @@ from store.run_names import (
     UNFINISHED_FORK,
 )
 from store.storage import Storage, open_storage
+from store.storage_claim import is_unused
 from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, MAX_TEXT_BYTES, remove, remove_tree
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.memory_limit import limited_memory

@@ -305,7 +305,7 @@ def test_a_wrong_uri_is_refused_by_name(
         assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
         assert not RunLayout.exists(tmp_path / "new")
     monkeypatch.setattr(storage, "DEADLINE_S", 1.0)  # a child process would not know it
-    monkeypatch.setattr("store.layout.in_limited_process", lambda work, uri, **_: work(uri))
+    monkeypatch.setattr("store.storage_claim.in_limited_process", lambda work, uri, **_: work(uri))
     nobody = server.uri("x").replace(f":{server.port}", ":1")  # another client: refused, not silent
     with pytest.raises(StoreError, match=f"cannot list s3://{BUCKET}/x/ within 1 s"):
         RunLayout.create(tmp_path / "new", config_yaml="", storage_uri=nobody)

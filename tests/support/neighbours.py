@@ -6,13 +6,14 @@ neighbour.gets(tmp_path / "run")    # the directory, file or link is another use
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from store import check_own_directory
+from store import StoreError, check_own_directory
 
 ANOTHER = 65534  # the neighbour's user id
 ORDINARY = 1234  # of the user as whom root's tests act
@@ -81,3 +82,22 @@ def look_while_away(place: Path) -> Callable[..., None]:
 def _identity(path: Path) -> tuple[int, int]:
     found = path.lstat()
     return found.st_dev, found.st_ino
+
+
+def as_user(user: int, act: Callable[[], str]) -> str:
+    """Return what a function says, or its error, in a process of this user."""
+    spawning = multiprocessing.get_context("fork")
+    said = spawning.Queue()
+
+    def run() -> None:
+        os.seteuid(user)
+        try:
+            said.put(act())
+        except (StoreError, OSError) as error:
+            said.put(str(error))
+
+    child = spawning.Process(target=run)
+    child.start()
+    answer = said.get(timeout=60)
+    child.join()
+    return str(answer)

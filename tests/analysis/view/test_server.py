@@ -839,6 +839,22 @@ def port() -> Iterator[int]:
     thread.join(timeout=30)
 
 
+def test_an_answer_does_not_wait_for_an_acknowledgement(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that each connection has TCP_NODELAY. Each page took 40 ms more without."""
+    receive, seen = connections._OneAtATime.data_received, []
+
+    def noted(connection: connections._OneAtATime, data: bytes) -> None:
+        accepted = connection.transport.get_extra_info("socket")
+        seen.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        receive(connection, data)
+
+    monkeypatch.setattr(connections._OneAtATime, "data_received", noted)
+    assert httpx2.get(f"http://127.0.0.1:{port}/nothing", timeout=60).status_code == 404
+    assert seen and all(seen)
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: "], ids=["nothing", "half a head"])
 def test_who_holds_many_connections_keeps_nobody_out(
     sent: bytes, port: int, monkeypatch: pytest.MonkeyPatch

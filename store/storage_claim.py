@@ -1,0 +1,101 @@
+"""Claim a storage for a new run, so that of two runs that are made at once one has it.
+
+claim(root, info, content)     # content: the bytes of run.json
+keep_run_json(root, info)      # again and again, while the run goes on
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from printable import shell_word
+from store import primary_directory
+from store.errors import StoreError, UnavailableError
+from store.primary_directory import Primary
+from store.run_json import RunInfo, parse_run_json
+from store.run_names import GIVEN_UP, MANIFEST, PRIMARY, RUN_JSON, SIGNED, UNFINISHED_FORK
+from store.storage import make_place, open_storage
+from store.untrusted import json_values
+from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, status
+from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
+from store.untrusted.signatures import signed_texts
+
+
+def claim(root: Path, info: RunInfo, run_json: bytes) -> None:
+    """Make `root` the primary directory of the storage, and write run.json into the storage.
+
+    Raises StoreError if the storage has another run, also one that was made at the same time.
+    """
+    assert info.storage_uri is not None
+    uri, storage = info.storage_uri, open_storage(info.storage_uri)
+    used = StoreError(
+        f"{storage.locate('')} has files of another run; give each run a store.uri of its own, or "
+        f"go on with that one: gigpo train --resume {shell_word(uri)}"
+    )
+    if not is_unused(uri):
+        raise used
+    make_place(storage)
+    primary_directory.take(root, storage)
+    if not is_unused(uri):
+        # A run was made there while PRIMARY was on its way. It keeps the storage.
+        token = in_limited_process(_shown_by, uri, at_most_bytes=SMALL_BYTES)
+        instead = Primary.of_token(token) if token else None
+        primary_directory.give_up(root, storage, instead=instead)
+        raise used
+    if info.forked_from is not None:  # nobody brings it before it is whole
+        storage.write(UNFINISHED_FORK, info.run_id.encode())
+    storage.write(RUN_JSON, run_json)
+    # another start may have claimed it meanwhile
+    primary_directory.mend(root, uri, primary_directory.check(root, uri))
+
+
+def is_unused(uri: str) -> bool:
+    """Return whether no run has begun in the storage at `uri`, which may be anybody's.
+
+    run.json, PRIMARY and UNFINISHED_FORK are also left by a start that did not get further, and
+    GIVEN_UP by one that found another run there.
+    """
+    return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
+
+
+def _has_no_files(uri: str) -> bool:
+    left = (RUN_JSON, PRIMARY, UNFINISHED_FORK)
+    paths = (file.path for file in open_storage(uri).files(""))
+    return all(path in left or path.startswith(f"{GIVEN_UP}/") for path in paths)
+
+
+def _shown_by(uri: str) -> str | None:
+    """Return the token of the directory that has shown readers a run, None if none has."""
+    try:
+        data = open_storage(uri).read(MANIFEST, at_most=MAX_MANIFEST_BYTES)
+        manifest = json_values.parse_object(data.to_pybytes())
+        return json_values.text(manifest, "primary")
+    except UnavailableError:
+        raise
+    except (StoreError, ValueError):
+        return None
+
+
+def keep_run_json(root: Path, info: RunInfo) -> None:
+    """Write run.json into the storage unless this run's is there. Raises StoreError.
+
+    The refused one of two runs that were made at once may have written its run.json after this
+    run's. Does nothing while the run is made, or in a run of an earlier version: without PRIMARY
+    the storage may be another one by now.
+    """
+    assert info.storage_uri is not None
+    if any(status(root / name, root=root) is None for name in (PRIMARY, RUN_JSON)):
+        return
+    storage = open_storage(info.storage_uri)
+    try:
+        there = storage.read(RUN_JSON, at_most=MAX_TEXT_BYTES).to_pybytes()
+        is_ours = parse_run_json(there, name=RUN_JSON).run_id == info.run_id
+    except UnavailableError:
+        raise
+    except StoreError:  # it is gone, or damaged
+        is_ours = False
+    if not is_ours:
+        ours = read_bytes(root / RUN_JSON, root=root, at_most=MAX_TEXT_BYTES)
+        storage.write(RUN_JSON, ours)
+        if signed_texts(root) is not None:
+            storage.write(SIGNED, (root / SIGNED).read_bytes(), is_private=True)
