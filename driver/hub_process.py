@@ -17,7 +17,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,27 @@ LFS_DIGEST = re.compile("[0-9a-f]{64}")  # an ETag that is the SHA-256 of the co
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The wanted files of a repository: arguments of huggingface_hub's `snapshot_download`."""
+
+    repo_id: str  # OWNER/NAME
+    revision: str | None  # a commit; None: the newest
+    cache_dir: str
+    allow_patterns: list[str]
+    ignore_patterns: list[str]
+
+    @property
+    def directory(self) -> Path:
+        """Return the cache directory of the repository."""
+        return Path(self.cache_dir) / f"models--{self.repo_id.replace('/', '--')}"
+
+    @property
+    def blobs(self) -> Path:
+        """Return the cache directory of the repository's file contents, named by ETag."""
+        return self.directory / "blobs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """The Hub's answer about a repository, or the reason why there is none."""
 
@@ -47,12 +68,12 @@ class Answer:
     is_refused: bool = False  # there is no such repository, or the Hub wants a token
 
 
-def main(request: dict[str, Any]) -> None:
-    """Answer for the arguments of `snapshot_download`, and download them when told to."""
+def main(request: Request) -> None:
+    """Say what is wanted and not here, and download it when told to."""
     protect_terminal()  # huggingface_hub logs what the server says
     limit_memory()  # and takes an answer of any size
     try:
-        _write_below_only(Path(request["cache_dir"]), repository=_directory(request))
+        _write_below_only(Path(request.cache_dir), repository=request.directory)
     except (OSError, StoreError) as error:
         _print(Answer(fault=one_line(error)[:REASON_CHARACTERS]))
         return
@@ -62,9 +83,9 @@ def main(request: dict[str, Any]) -> None:
     disable_progress_bars()
     _refuse_other_answers()
     try:
-        files = snapshot_download(**request, dry_run=True)
+        files = snapshot_download(**asdict(request), dry_run=True)
         missing = [file for file in files if file.will_download]
-        commit = files[0].commit_hash if files else request["revision"]
+        commit = files[0].commit_hash if files else request.revision
         n_bytes = sum(file.file_size or 0 for file in missing) - _partial_bytes(request)
         _print(Answer(commit=commit, n_files=len(missing), n_bytes=max(0, n_bytes)))
         if sys.stdin.readline().strip() != GO:
@@ -77,8 +98,8 @@ def main(request: dict[str, Any]) -> None:
         for file in missing:
             is_weights = file.filename.endswith(".safetensors")
             if is_weights and (file.file_size or 0) <= MAX_HTTP_BYTES:
-                fetch(file.filename, {**request, "revision": commit})
-        snapshot_download(**request)
+                fetch(file.filename, replace(request, revision=commit))
+        snapshot_download(**asdict(request))
         _print(Answer(commit=commit))
     except Exception as error:  # noqa: BLE001  # the border to the network: passed on as the fault
         _print(_fault(error.__cause__ or error))
@@ -177,21 +198,11 @@ def _print(answer: Answer) -> None:
     print(json.dumps(asdict(answer)), flush=True)
 
 
-def _directory(request: dict[str, Any]) -> Path:
-    """Return the cache directory of a repository."""
-    return Path(request["cache_dir"]) / f"models--{request['repo_id'].replace('/', '--')}"
+def _partial_bytes(request: Request) -> int:
+    return sum(path.stat().st_size for path in request.blobs.glob(f"*{PARTIAL}"))
 
 
-def _blobs(request: dict[str, Any]) -> Path:
-    """Return the cache directory of a repository's file contents, which are named by ETag."""
-    return _directory(request) / "blobs"
-
-
-def _partial_bytes(request: dict[str, Any]) -> int:
-    return sum(path.stat().st_size for path in _blobs(request).glob(f"*{PARTIAL}"))
-
-
-def fetch(name: str, request: dict[str, Any]) -> None:
+def fetch(name: str, request: Request) -> None:
     """Download one file into the cache, from where an earlier process stopped.
 
     huggingface_hub begins a file anew in every process. It finds this one, and only links it.
@@ -200,11 +211,11 @@ def fetch(name: str, request: dict[str, Any]) -> None:
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
-    url = hf_hub_url(request["repo_id"], name, revision=request["revision"])
+    url = hf_hub_url(request.repo_id, name, revision=request.revision)
     known = file_download.get_hf_file_metadata(url)
     if known.etag is None or known.size is None:
         return
-    whole = _blobs(request) / known.etag
+    whole = request.blobs / known.etag
     whole.parent.mkdir(parents=True, exist_ok=True)
     partial = whole.with_name(known.etag + PARTIAL)
     with partial.open("ab") as file:
@@ -239,4 +250,4 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(Request(**json.loads(sys.argv[1])))

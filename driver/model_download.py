@@ -18,15 +18,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 import configs
 from configs import Config, ConfigError
-from driver.hub_process import GO, Answer
+from driver.hub_process import GO, Answer, Request
 from driver.preflight import DiskNeed, disk_faults
 from driver.progress import said_with_spinner
 from printable import REASON_CHARACTERS, one_line
@@ -241,7 +240,7 @@ def find(repository: Repository) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(**_request(repository), local_files_only=True))
+        path = Path(snapshot_download(**asdict(_request(repository)), local_files_only=True))
     # an incomplete one; a name that the Hub cannot have
     except (LocalEntryNotFoundError, HFValidationError):
         return None
@@ -277,7 +276,7 @@ def asked_once(repository: Repository) -> Iterator[tuple[Answer, Callable[[], An
         "-P",  # not of the current directory
         "-m",
         "driver.hub_process",
-        json.dumps(_request(repository)),
+        json.dumps(asdict(_request(repository))),
     ]
     # The user's directory stays the current one: HF_HOME may be relative.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -333,12 +332,11 @@ def _unreachable(repository: Repository, answer: Answer) -> str:
     )
 
 
-def _request(repository: Repository) -> dict[str, Any]:
-    """Return the arguments of `snapshot_download`."""
-    return {
-        "repo_id": repository.name,
-        "revision": repository.commit,
-        "cache_dir": str(cache()),
-        "allow_patterns": FILES,
-        "ignore_patterns": IGNORED,
-    }
+def _request(repository: Repository) -> Request:
+    return Request(
+        repo_id=repository.name,
+        revision=repository.commit,
+        cache_dir=str(cache()),
+        allow_patterns=FILES,
+        ignore_patterns=IGNORED,
+    )

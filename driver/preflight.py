@@ -21,6 +21,7 @@ from store import (
     RunLayout,
     check_no_links,
     check_own_directory,
+    check_owner,
     check_unowned,
     keep_private,
     limited_memory,
@@ -145,12 +146,17 @@ def check_same_run(config: Config) -> None:
 
 
 def make_or_open_run(config: Config) -> RunLayout:
-    """Open the run directory, or make it. Nobody else may enter one whose settings hold secrets."""
+    """Open the run directory, or make it. Nobody else may enter one whose settings hold secrets.
+
+    Raises StoreError, before anything is written into the storage, if the run goes on elsewhere or
+    the storage is not the one that this user chose.
+    """
     root = Path(config.run_dir)
     if configs.holds_secrets(config):
         keep_private(root)
     if RunLayout.exists(root):
         layout = RunLayout.open(root)
+        check_owner(layout)
     else:
         layout = RunLayout.create(
             root, config_yaml=configs.as_yaml(config), storage_uri=config.store.uri

@@ -22,6 +22,7 @@ storage.py           the files of a run in a local directory or an object store
 remote_directory.py  weights and checkpoints in an object store
 opened_version.py    a published version, opened once to be copied
 primary_directory.py the one directory that goes on with a run whose files are elsewhere
+shown_lsn.py         how far readers have been shown a run: an older copy is refused
 storage_claim.py     of two runs that are made in one storage at once, one has it
 atomic_write.py      files that are either absent or whole after a crash
 file_rights.py       who may read and write a copy, and what is private

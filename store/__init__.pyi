@@ -15,6 +15,7 @@ from .atomic_write import write_atomically_in as write_atomically_in
 from .atomic_write import written_aside as written_aside
 from .catalog.catalog import Catalog as Catalog
 from .catalog.ownership import check_consent as check_consent
+from .catalog.ownership import check_owner as check_owner
 from .catalog.ownership import check_unowned as check_unowned
 from .catalog.records import EXTRA_OF as EXTRA_OF
 from .catalog.records import HELDOUT as HELDOUT

@@ -57,7 +57,7 @@ class Primary:
     where: str = ""
     past: tuple[str, ...] = ()
     is_whole: bool = True  # False while the run is brought
-    before: Primary | None = None  # None also if the run had none: an earlier version made it
+    before: Primary | None = None  # None also if the storage had none
     data: bytes = field(default=b"", compare=False)  # of the file
 
     @classmethod
@@ -199,17 +199,20 @@ def is_primary(root: Path, storage: Storage) -> bool:
     return here is not None and here.is_same(_counting(storage))
 
 
-def check(root: Path, uri: str) -> Primary | None:
+def check(root: Path, uri: str) -> Primary:
     """Return what counts in the storage at `uri`. Raises FencedError if it is another directory's.
 
-    A run of an earlier version has PRIMARY nowhere. Raises UnavailableError, also if only the
-    storage has none: a volume that is not mounted looks like that.
+    Raises StoreError if neither says whose run it is. Raises UnavailableError, also if only the
+    storage has no PRIMARY: a volume that is not mounted looks like that.
     """
     storage = open_storage(uri)
     counting, here = _counting(storage), _local(root)
+    if here is None and counting in (None, NOBODY):
+        raise StoreError(
+            f"{root / PRIMARY} is not there; restore it from a backup of the directory, or go on "
+            f"in a new one: gigpo train --resume {shell_word(uri)} run_dir=NEW"
+        )
     if counting is None:
-        if here is None:
-            return None
         raise UnavailableError(
             f"{storage.locate(PRIMARY)} is not there; mount the volume, or check the "
             f"URI. If it was removed, copy {root / PRIMARY} there"
@@ -226,14 +229,13 @@ def check(root: Path, uri: str) -> Primary | None:
     )
 
 
-def mend(root: Path, uri: str, counting: Primary | None) -> None:
+def mend(root: Path, uri: str, counting: Primary) -> None:
     """Write PRIMARY of the primary directory as it is to be. `counting`: see `check`.
 
     Raises StoreError.
     """
     storage, here = open_storage(uri), _local(root)
-    if here is None or counting is None:
-        return
+    assert here is not None, "`check` refuses a directory without PRIMARY"
     if counting is NOBODY:  # another run took the storage at the same time, and gave it up
         storage.write(PRIMARY, here.data)
     elif not here.is_whole and status(root / UNFINISHED_BRING, root=root) is None:
@@ -253,12 +255,16 @@ def _counting(storage: Storage) -> Primary | None:
 
 def _instead_of(storage: Storage, primary: Primary | None) -> Primary | None:
     """Return what counts instead of a PRIMARY that was given up, None for any other."""
-    if primary is None or not primary.token:
-        return None
-    data = _read(storage, f"{GIVEN_UP}/{primary.token}")
-    if data is None:
-        return None
-    return Primary.parse(data) if data else NOBODY
+    instead: Primary | None = None
+    seen: set[str] = set()
+    # What counted instead of one may have been given up as well: two brings of one outage.
+    while primary is not None and primary.token and primary.token not in seen:
+        seen.add(primary.token)
+        data = _read(storage, f"{GIVEN_UP}/{primary.token}")
+        if data is None:
+            break
+        primary = instead = Primary.parse(data) if data else NOBODY
+    return instead
 
 
 def _stored(storage: Storage) -> Primary | None:

@@ -16,6 +16,7 @@ SHOWN = "shown"  # in the storage, by token: the lsn of the newest manifest of t
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
 UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
+UNFINISHED_FORKS = "unfinished_forks"  # in the storage, by run id: a fork that is not whole
 MANIFEST = "manifest.json"  # what readers may read; in the storage
 # By each of them a run is known that has lost its run.json.
 SIGNS_OF_A_RUN = ("segments", "catalog.sqlite", MANIFEST, "backup/run.json")
@@ -68,7 +69,7 @@ FILES_OF_A_RUN = (
     REPORT_FILE,
 )
 OF_A_RUN = frozenset({*DIRECTORIES_OF_A_RUN, *FILES_OF_A_RUN, "base"})
-OWN_COPIES = (f"backup/{RUN_JSON}", f"quarantine/{RUN_JSON}")  # of the run's own run.json
+OWN_COPIES = (f"backup/{RUN_JSON}", f"quarantine/{RUN_JSON}")  # in the directory, of run.json
 _TEMPORARY = re.compile(r"\..*\.tmp")  # of an unfinished file
 # Names in a run's directory whose first start was killed before it wrote run.json, or that is the
 # root of a new file system.
@@ -90,13 +91,21 @@ MADE_BEFORE_RUN_JSON = (
 )
 
 
+def unfinished_fork(run_id: str) -> str:
+    """Return the path of the marker in the storage of a fork that is not whole."""
+    return f"{UNFINISHED_FORKS}/{run_id}"
+
+
 def without_other_runs(paths: Iterable[str]) -> list[str]:
-    """Return the paths of a storage that a run has there. Another run may lie beneath it."""
+    """Return the paths of a storage that a run has there. Another run may lie beneath it.
+
+    Of that one PRIMARY is written first.
+    """
     known = [path for path in paths if is_of_a_run(path.partition("/")[0])]
     others = {
-        path.removesuffix(RUN_JSON)
-        for path in known
-        if path.endswith(f"/{RUN_JSON}") and path not in OWN_COPIES
+        f"{directory}/"
+        for directory, _, name in (path.rpartition("/") for path in known)
+        if directory and name in (RUN_JSON, PRIMARY)
     }
     return [path for path in known if not path.startswith(tuple(others))]
 
@@ -106,7 +115,14 @@ def is_of_a_run(name: str) -> bool:
 
     Somebody's files may lie beside them.
     """
-    is_known = name in (*OF_A_RUN, UNFINISHED_FORK, UNFINISHED_BRING, GIVEN_UP, SHOWN)
+    is_known = name in (
+        *OF_A_RUN,
+        UNFINISHED_FORK,
+        UNFINISHED_BRING,
+        UNFINISHED_FORKS,
+        GIVEN_UP,
+        SHOWN,
+    )
     return is_known or name.startswith("catalog.") or _TEMPORARY.fullmatch(name) is not None
 
 

@@ -318,7 +318,7 @@ class RemoteStorage:
             file.seek(first)
             return file.readinto(room)
 
-        began = time.monotonic()
+        began_s = time.monotonic()
         # This asks for the size. It is not closed here, because a thread may still be reading.
         file = self._ask("read", path, lambda remote, at: remote.open_input_file(at))
         n_bytes = file.size()
@@ -337,7 +337,7 @@ class RemoteStorage:
             piece[-MARK_BYTES:] = mark[-len(piece) :]
             get = functools.partial(fill, first=first, room=piece)
             end = first + len(piece)
-            n_read = self._ask("read", path, get, n_bytes=end, began=began)
+            n_read = self._ask("read", path, get, n_bytes=end, began_s=began_s)
             is_short = len(piece) >= MARK_BYTES and piece[-MARK_BYTES:] == mark
             if is_short or n_read < len(piece):
                 raise UnavailableError(
@@ -385,7 +385,7 @@ class RemoteStorage:
         call: Callable[[pafs.FileSystem, str], Answer],
         *,
         n_bytes: int = 0,
-        began: float | None = None,
+        began_s: float | None = None,
         changes: bool = False,
     ) -> Answer:
         """Return the answer of `call` to the client and the object. Retry until the deadline.
@@ -393,12 +393,11 @@ class RemoteStorage:
         Each try has a thread of its own, because Arrow waits 100 s for a silent server.
         """
         limit_s = DEADLINE_S + n_bytes / SLOWEST_BYTES_PER_S
-        began_s = time.monotonic() if began is None else began
-        deadline = began_s + limit_s
+        deadline_s = (time.monotonic() if began_s is None else began_s) + limit_s
         reason = "no answer"
         if changes and (before := self._given_up.get(path)) is not None:
-            before.join(limit_s - (time.monotonic() - began_s))
-        while (left_s := deadline - time.monotonic()) > 0:
+            before.join(deadline_s - time.monotonic())
+        while (left_s := deadline_s - time.monotonic()) > 0:
             answer: Future[Answer] = Future()
             request = threading.Thread(target=self._settle, args=(answer, call, path), daemon=True)
             if changes:
@@ -409,29 +408,34 @@ class RemoteStorage:
                 if changes:
                     self._given_up.pop(path, None)
                 return found
-            except FileNotFoundError as error:
-                raise StoreError(
-                    f"cannot {doing} {self.locate(path)}: it is not there; restore it from a backup"
-                ) from error
             except TimeoutError:
                 break
             except (OSError, ValueError, pa.ArrowException) as error:
                 reason = one_line(error)
-                if TOO_LONG in reason:
-                    raise UnavailableError(
-                        f"cannot {doing} {self.locate(path)}: the answer is longer than it says, "
-                        "or than memory; check the URI, and who answers there"
-                    ) from error
-                if FINAL.search(reason) or isinstance(error, ValueError):
-                    raise UnavailableError(
-                        f"cannot {doing} {self.locate(path)}: {reason}; check the URI, and the "
-                        "credentials in the environment"
-                    ) from error
+                if (final := self._final_error(error, f"{doing} {self.locate(path)}")) is not None:
+                    raise final from error
                 time.sleep(min(RETRY_AFTER_S, left_s))
         raise UnavailableError(
             f"cannot {doing} {self.locate(path)} within {limit_s:.0f} s: {reason}; nothing "
             "committed is lost, start again when the storage is back"
         )
+
+    @staticmethod
+    def _final_error(error: Exception, doing: str) -> StoreError | None:
+        """Return the error to raise for an answer that no retry can change, None for any other."""
+        reason = one_line(error)
+        if isinstance(error, FileNotFoundError):
+            return StoreError(f"cannot {doing}: it is not there; restore it from a backup")
+        if TOO_LONG in reason:
+            return UnavailableError(
+                f"cannot {doing}: the answer is longer than it says, or than memory; check the "
+                "URI, and who answers there"
+            )
+        if FINAL.search(reason) or isinstance(error, ValueError):
+            return UnavailableError(
+                f"cannot {doing}: {reason}; check the URI, and the credentials in the environment"
+            )
+        return None
 
     def _settle(
         self, answer: Future[Answer], call: Callable[[pafs.FileSystem, str], Answer], path: str

@@ -13,7 +13,15 @@ from store import primary_directory
 from store.errors import StoreError, UnavailableError
 from store.primary_directory import Primary
 from store.run_json import RunInfo, parse_run_json
-from store.run_names import GIVEN_UP, MANIFEST, PRIMARY, RUN_JSON, SIGNED, UNFINISHED_FORK
+from store.run_names import (
+    GIVEN_UP,
+    MANIFEST,
+    PRIMARY,
+    RUN_JSON,
+    SIGNED,
+    UNFINISHED_FORKS,
+    unfinished_fork,
+)
 from store.storage import make_place, open_storage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, status
@@ -43,7 +51,7 @@ def claim(root: Path, info: RunInfo, run_json: bytes) -> None:
         primary_directory.give_up(root, storage, instead=instead)
         raise used
     if info.forked_from is not None:  # nobody brings it before it is whole
-        storage.write(UNFINISHED_FORK, info.run_id.encode())
+        storage.write(unfinished_fork(info.run_id), info.run_id.encode())
     storage.write(RUN_JSON, run_json)
     # another start may have claimed it meanwhile
     primary_directory.mend(root, uri, primary_directory.check(root, uri))
@@ -52,16 +60,16 @@ def claim(root: Path, info: RunInfo, run_json: bytes) -> None:
 def is_unused(uri: str) -> bool:
     """Return whether no run has begun in the storage at `uri`, which may be anybody's.
 
-    run.json, PRIMARY and UNFINISHED_FORK are also left by a start that did not get further, and
+    run.json, PRIMARY and UNFINISHED_FORKS are also left by a start that did not get further, and
     GIVEN_UP by one that found another run there.
     """
     return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
 
 
 def _has_no_files(uri: str) -> bool:
-    left = (RUN_JSON, PRIMARY, UNFINISHED_FORK)
+    left = (RUN_JSON, PRIMARY, GIVEN_UP, UNFINISHED_FORKS)
     paths = (file.path for file in open_storage(uri).files(""))
-    return all(path in left or path.startswith(f"{GIVEN_UP}/") for path in paths)
+    return all(path.partition("/")[0] in left for path in paths)
 
 
 def _shown_by(uri: str) -> str | None:
@@ -80,11 +88,10 @@ def keep_run_json(root: Path, info: RunInfo) -> None:
     """Write run.json into the storage unless this run's is there. Raises StoreError.
 
     The refused one of two runs that were made at once may have written its run.json after this
-    run's. Does nothing while the run is made, or in a run of an earlier version: without PRIMARY
-    the storage may be another one by now.
+    run's. Does nothing while the run is made.
     """
     assert info.storage_uri is not None
-    if any(status(root / name, root=root) is None for name in (PRIMARY, RUN_JSON)):
+    if status(root / RUN_JSON, root=root) is None:
         return
     storage = open_storage(info.storage_uri)
     try:

@@ -12,7 +12,6 @@ Options:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from envs.alfworld.games import OFFICIAL_SPLITS, TASK_TYPES, list_games
 from envs.alfworld.generated import list_generated
 from envs.base import Observation, Task, Transition
+from envs.import_place import current_directory
 from envs.options import OptionsError, check_options, check_split, whole_numbers
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class AlfWorldEnv:
         try:
             # imported here, because the coordinator only lists tasks
             # TextWorld's import reads ./textworld_data, which would be anybody's in /tmp.
-            with chdir(Path(__file__).parent):
+            with current_directory(Path(__file__).parent):
                 from envs.alfworld.engine import Engine, translated
         except ModuleNotFoundError as error:
             raise ValueError(

@@ -15,7 +15,6 @@ import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import KeptAnswers, Observation, Task, Transition
+from envs.import_place import current_directory
 from envs.options import OptionsError, check_options, check_split, whole_numbers
 from envs.textworld.games import ROOMS, ensure_compiled, treasures
 
@@ -290,7 +290,7 @@ def _shorten(feedback: str) -> str:
 def _open_game(path: str):  # type: ignore[no-untyped-def]  # textworld.Environment; no types there
     # Imported here: it takes 0.7 s, and the coordinator only lists tasks. Its import reads
     # ./textworld_data, which would be anybody's in /tmp.
-    with chdir(Path(__file__).parent):
+    with current_directory(Path(__file__).parent):
         import textworld
 
     logging.getLogger("textworld").setLevel(logging.WARNING)

@@ -6,10 +6,9 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from store import primary_directory
 from store.atomic_write import make_directory
 from store.catalog.connection import (
     SYNCED,
@@ -28,11 +27,9 @@ from store.catalog.ownership import check_not_lost, check_owner, take_lock
 from store.catalog.schema_check import let_ctrl_c_end_queries
 from store.catalog.transaction import Transaction
 from store.clock import now_us
-from store.errors import FencedError, FormatError, StoreError, UnavailableError
+from store.errors import FencedError, FormatError, StoreError
 from store.layout import RunLayout
-from store.run_names import MANIFEST, SHOWN
-from store.untrusted import json_values
-from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes
+from store.shown_lsn import forget_unless_shown, shown_lsn
 
 
 class Database:
@@ -57,6 +54,7 @@ class Database:
             self._connection = connect_owner(layout, now_us=lambda: now_us())
             self.epoch: int
             self._take_over(shown_lsn=shown_lsn(layout), n_unread=n_unread)
+            forget_unless_shown(layout)
             if n_unread:
                 forget_unread_commits(layout)
         except BaseException as error:
@@ -208,56 +206,3 @@ class Database:
             with self._body() as tx:
                 record_unread_commits(tx, n_unread)
         self._connection.execute("COMMIT")
-
-
-def shown_lsn(layout: RunLayout, *, by_others: bool = False) -> int:
-    """Return the lsn that readers were shown, 0 without a manifest.
-
-    A storage is asked too: the directory may be an older copy, with its manifest. What a directory
-    has shown where the run was before does not count, unless `by_others`: its owner was cut off
-    from the storage, and could still write there after the run was brought here. Raises
-    UnavailableError.
-    """
-    shown = []
-    with suppress(OSError):
-        shown.append(read_bytes(layout.manifest, root=layout.root, at_most=MAX_MANIFEST_BYTES))
-    if layout.info.storage_uri is not None:
-        try:
-            there = layout.storage.read(MANIFEST, at_most=MAX_MANIFEST_BYTES)
-            shown.append(there.to_pybytes())
-        except UnavailableError:
-            raise
-        except StoreError:  # it has none yet
-            pass
-    counted = [_lsn_of(data, layout, by_others=by_others) for data in shown]
-    return max([*counted, _shown_from_here(layout)])
-
-
-def _shown_from_here(layout: RunLayout) -> int:
-    """Return the lsn that the run's directory has shown readers of its storage, 0 if it has none.
-
-    Raises UnavailableError.
-    """
-    token = primary_directory.token_of(layout.root)
-    if layout.info.storage_uri is None or token is None:
-        return 0
-    try:
-        data = layout.storage.read(f"{SHOWN}/{token}", at_most=MAX_TEXT_BYTES).to_pybytes()
-        return int(data) if data.isdigit() and len(data) < 20 else 0
-    except UnavailableError:
-        raise
-    except StoreError:  # it has shown nothing yet
-        return 0
-
-
-def _lsn_of(manifest: bytes, layout: RunLayout, *, by_others: bool) -> int:
-    try:
-        content = json_values.parse_object(manifest)
-        # The manifest of another run says nothing about this run.
-        is_ours = content.get("run_id", layout.info.run_id) == layout.info.run_id
-        # One of an earlier version does not say which directory wrote it.
-        there = str(content.get("primary", ""))
-        is_late = not by_others and primary_directory.is_past(layout.root, there)
-        return json_values.integer(content, "lsn") if is_ours and not is_late else 0
-    except ValueError:  # export and fsck report the damage
-        return 0

@@ -45,7 +45,7 @@ from store.run_names import (
     RUN_JSON,
     SIGNED,
     UNFINISHED_BRING,
-    UNFINISHED_FORK,
+    unfinished_fork,
 )
 from store.storage import Storage, open_storage
 from store.storage_claim import is_unused
@@ -225,10 +225,7 @@ def _read_small_files(uri: str) -> dict[str, bytes] | None:
 
 def _check_no_unfinished_fork(storage: Storage, *, run_id: str) -> None:
     """Raise FormatError if the run is a fork that is not whole, or is being removed."""
-    if not storage.exists(UNFINISHED_FORK):
-        return
-    marked = storage.read(UNFINISHED_FORK, at_most=MAX_TEXT_BYTES).to_pybytes()
-    if marked == run_id.encode():  # another run may have been made there since
+    if storage.exists(unfinished_fork(run_id)):
         raise FormatError(
             f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
             "command that made it again, or, if its directory is gone, empty this storage"

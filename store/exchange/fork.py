@@ -49,11 +49,14 @@ from store.run_json import parse_run_json
 from store.run_names import (
     BASE_POLICY,
     CHECKPOINT_PATH,
+    GIVEN_UP,
     PRIMARY,
     RUN_JSON,
     SEGMENT_PATH,
     UNFINISHED_FORK,
+    UNFINISHED_FORKS,
     checked_name,
+    unfinished_fork,
     without_other_runs,
 )
 from store.storage import open_storage
@@ -231,7 +234,7 @@ def _fill(
         give_rights(unfinished, source=source.root, owner=OWNER_MAY)
     if storage_uri is not None:
         _back_up(layout)  # without it whoever brings the fork would have no checkpoint
-        layout.storage.remove(UNFINISHED_FORK)
+        layout.storage.remove(unfinished_fork(layout.info.run_id))
     (unfinished / UNFINISHED_FORK).unlink()
     sync_directory(unfinished, beneath=unfinished)
 
@@ -357,21 +360,26 @@ def _remove_stored(unfinished: Path) -> None:
     if storage.exists(RUN_JSON) and storage.read(RUN_JSON).to_pybytes() == data:
         # With the marker nobody brings it. If the fork was whole it is gone, and somebody may be
         # bringing it.
-        storage.write(UNFINISHED_FORK, info.run_id.encode())
+        marker = unfinished_fork(info.run_id)
+        storage.write(marker, info.run_id.encode())
         if not primary_directory.is_primary(unfinished, storage):
-            storage.remove(UNFINISHED_FORK)
+            storage.remove(marker)
             return
         paths = without_other_runs(file.path for file in storage.files(""))
-        # With only these it counts as unused.
-        last = ("", PRIMARY, RUN_JSON, UNFINISHED_FORK)
-        for path in sorted(paths, key=lambda path: last.index(path) if path in last else 0):
-            is_last = path in (RUN_JSON, UNFINISHED_FORK)  # PRIMARY is gone by then
-            if not is_last and not primary_directory.is_primary(unfinished, storage):
+        last = (RUN_JSON, marker)
+        # PRIMARY may be another directory's at any moment, so it is never removed. The others are
+        # of other starts, which may be late.
+        kept = (PRIMARY, GIVEN_UP, UNFINISHED_FORKS)
+        ours = [path for path in paths if path.partition("/")[0] not in kept and path not in last]
+        for path in (*ours, *last):
+            # Without files it counts as unused, and another run may be made there.
+            if not primary_directory.is_primary(unfinished, storage):
                 raise StoreError(
-                    f"the fork in {storage.locate('')} is being brought to another directory; give "
-                    "the command again"
+                    f"the storage {storage.locate('')} of the fork was taken by another directory; "
+                    "give the command again"
                 )
             storage.remove(path)
+        primary_directory.give_up(unfinished, storage)
 
 
 def _lsn(source: RunLayout) -> int:

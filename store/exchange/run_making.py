@@ -91,6 +91,12 @@ def _holds_another_run(path: Path, *, root: Path) -> bool:
     if found is None or not stat.S_ISDIR(found.st_mode):  # a link is removed, and not followed
         return False
     return any(
-        found.name == RUN_JSON and found.relative_to(root).as_posix() not in OWN_COPIES
+        found.name == RUN_JSON and not _is_own_copy(found, root=root)
         for found, _ in walk(path, root=root)
     )
+
+
+def _is_own_copy(run_json: Path, *, root: Path) -> bool:
+    """Return whether it is a copy of the run's own run.json. Beside that no run has segments."""
+    is_named_so = run_json.relative_to(root).as_posix() in OWN_COPIES
+    return is_named_so and status(run_json.with_name("segments"), root=root) is None

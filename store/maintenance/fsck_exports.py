@@ -14,7 +14,6 @@ import duckdb
 import pyarrow as pa
 
 from printable import REASON_CHARACTERS, one_line
-from store.catalog.database import shown_lsn
 from store.catalog.segment_states import NEEDED
 from store.catalog.snapshot import EXPORTS, arrow_table, touched_name
 from store.clock import NANOSECONDS_PER_US, US_PER_S, now_us
@@ -28,6 +27,7 @@ from store.reading import open_sql
 from store.reading.manifest import Manifest, read_manifest
 from store.reading.open_sql import sql_identifier
 from store.records import uid_text
+from store.shown_lsn import shown_lsn
 from store.untrusted.bounded_parquet import open_parquet, read_table
 from store.untrusted.file_access import is_file, status
 

@@ -31,7 +31,6 @@ from store.atomic_write import PRIVATE, READ_ONLY, replace_atomically, write_ato
 from store.catalog.adopt import FoundFile, FoundGroup, Recovered, recover
 from store.catalog.catalog import Catalog
 from store.catalog.connection import raise_if_interrupted
-from store.catalog.database import shown_lsn
 from store.catalog.groups import uids_of_address
 from store.catalog.ownership import check_owner, take_lock
 from store.catalog.records import HELDOUT, IMPORTED, TRAIN
@@ -50,6 +49,7 @@ from store.reading.manifest import export
 from store.run_json import RunInfo, parse_run_json
 from store.run_names import RUN_JSON, SEGMENT_PATH, SIGNS_OF_A_RUN
 from store.segments import SegmentMeta
+from store.shown_lsn import shown_lsn
 from store.untrusted.file_access import (
     MAX_TEXT_BYTES,
     is_directory,

@@ -26,7 +26,8 @@ from store.layout import RunLayout
 from store.reading.pins import pinned
 from store.records import SEGMENT_SCHEMA
 from store.run_json import FORMAT, check_format
-from store.run_names import EXPORT_PATH, MANIFEST, SEGMENT_PATH, SHOWN, checked_name
+from store.run_names import EXPORT_PATH, MANIFEST, SEGMENT_PATH, checked_name
+from store.shown_lsn import note_shown
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, read_bytes
 
@@ -226,8 +227,8 @@ def _write_manifest(layout: RunLayout, manifest: Manifest) -> None:
         )
     # The remote storage first: after a crash in between, the write is repeated.
     if layout.info.storage_uri is not None:
-        if manifest.primary is not None:  # a late manifest of another directory cannot replace it
-            layout.storage.write(f"{SHOWN}/{manifest.primary}", str(manifest.lsn).encode())
+        if manifest.primary is not None:
+            note_shown(layout, token=manifest.primary, lsn=manifest.lsn)
         layout.storage.write(MANIFEST, data)
     write_atomically(layout.manifest, data, mode=READ_WRITE, beneath=layout.root)
 

@@ -15,6 +15,7 @@ from store.errors import FormatError
 from store.layout import RunLayout
 from store.reading.manifest import export_nothing
 from store.run_json import RUN_ID
+from store.shown_lsn import shown_lsn
 from store.untrusted.file_access import MAX_OPEN_SQL_BYTES, is_file, read_bytes, status
 
 SOURCES = Path(__file__).with_name("sources.sql")
@@ -65,7 +66,8 @@ def write_open_sql(layout: RunLayout, *, macros: Sequence[str], max_staleness: i
 
     `macros` are statements, among them advantages(...). This package knows nothing of them.
     """
-    if not is_file(layout.manifest, root=layout.root):
+    # An older copy of the directory may lack the manifest: its catalog is behind the storage.
+    if not is_file(layout.manifest, root=layout.root) and shown_lsn(layout, by_others=True) == 0:
         export_nothing(layout)
     write(layout, compose(layout, macros=macros, max_staleness=max_staleness))
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -439,9 +439,9 @@ from store.untrusted import memory_limit
 memory_limit.allowed_bytes = lambda: 250 << 20
 from driver import hub_process
 
-hub_process.main(json.loads(sys.argv[1]))
+hub_process.main(hub_process.Request(**json.loads(sys.argv[1])))
 """
-    request = json.dumps(hub._request(Repository(name=NAME, commit=None)))
+    request = json.dumps(asdict(hub._request(Repository(name=NAME, commit=None))))
     command = [sys.executable, "-c", program, request]
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True)
     server.padding = 0

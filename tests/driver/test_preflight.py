@@ -22,7 +22,7 @@ from driver.preflight import show_missing
 from driver.progress import Progress, said_with_spinner
 from driver.screen import shown_in
 from envs.textworld.games import ensure_compiled
-from store import Counts
+from store import Counts, StoreError, primary_directory
 from tests.support.neighbours import Neighbour
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -352,6 +352,47 @@ def test_an_empty_directory_of_another_user_does_not_become_a_run(
     assert "belongs to another user (uid 65534)" in capsys.readouterr().err
     neighbour.gives_back(run)
     assert main(["train", KEY_ROOM, f"run_dir={run}", "--dry-run"]) == 0, "a mounted directory"
+
+
+@pytest.mark.parametrize(
+    ("whose", "words"),
+    [
+        ("neighbour", r"shared belongs to another user \(uid 65534\)"),
+        ("nobody", "primary.json is not there; mount the volume"),
+        ("elsewhere", "was brought to .*elsewhere on .* and goes on there"),
+    ],
+)
+def test_no_start_writes_into_a_storage_that_may_be_anothers(
+    whose: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a link in place of a storage in /tmp led the settings over another run's.
+
+    And a run that was brought elsewhere was given the settings of its old directory.
+    """
+    for_all, precious = tmp_path / "for all", tmp_path / "precious"
+    for_all.mkdir()
+    for_all.chmod(0o1777)
+    place = for_all / "shared" / "run"
+    asked = [f"run_dir={tmp_path / 'run'}", f"store.uri={place.as_uri()}"]
+    config = configs.load(KEY_ROOM, asked)
+    layout = preflight.make_or_open_run(config)
+    if whose == "elsewhere":
+        (tmp_path / "elsewhere").mkdir()
+        primary_directory.take(tmp_path / "elsewhere", layout.storage)
+    else:
+        place.parent.rename(tmp_path / "aside")
+        place.parent.mkdir()
+    if whose == "nobody":
+        place.mkdir()
+    if whose == "neighbour":
+        precious.mkdir()
+        place.symlink_to(precious)
+        Neighbour(monkeypatch).gets(place.parent)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(StoreError, match=words):
+        preflight.make_or_open_run(config)
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
 
 
 def test_a_dry_run_looks_at_the_run_that_is_there(

@@ -387,3 +387,27 @@ except ValueError as error:
     )
     assert ran.stdout.startswith("game file 'none.z8' is not there")
     assert ran.stdout.endswith(f"{tmp_path}\n")
+
+
+def test_a_game_is_opened_where_the_current_directory_is_gone(tmp_path: Path) -> None:
+    """Go on in another one. The same holds for one that its user cannot enter, as after `su`."""
+    program = """
+import os
+from envs.textworld.world import _open_game
+
+os.rmdir(os.getcwd())
+try:
+    _open_game("none.z8")
+except ValueError as error:
+    print(error)
+"""
+    (tmp_path / "gone").mkdir()
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path / "gone",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.startswith("game file 'none.z8' is not there")

@@ -204,17 +204,20 @@ def test_a_bring_with_the_run_json_of_another_run_moves_nothing(
     assert lost.storage.read("run.json").to_pybytes().decode() == text
 
 
-@pytest.mark.parametrize("name", ["other", "base", "weights", "logs", "catalog.v2"])
+@pytest.mark.parametrize(
+    "name",
+    ["other/deeper", "base/deeper", "weights/deeper", "logs/deeper", "quarantine", "catalog.v2/deeper"],
+)
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_bring_removes_nothing_that_others_put_into_its_directory(
     name: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
     """The attack: a run that was made in the same volume meanwhile was removed."""
-    root = tmp_path / "volume"
+    root, top = tmp_path / "volume", name.split("/")[0]
     other: list[RunLayout] = []
 
     def make_other(*given: object, **named: object) -> None:
-        made = RunLayout.create(root / name / "deeper", config_yaml="")
+        made = RunLayout.create(root / name, config_yaml="")
         write_open_sql(made, macros=(), max_staleness=9)
         play_groups(made, 0)
         other.append(made)
@@ -228,10 +231,10 @@ def test_a_bring_removes_nothing_that_others_put_into_its_directory(
             bring_run(uri_of(lost), root, trusts=False)
     for _ in range(2):
         with pytest.raises(
-            StoreError, match=rf"has other things in it \({name}\); give an empty dir"
+            StoreError, match=rf"has other things in it \({top}\); give an empty dir"
         ):
             bring_run(uri_of(lost), root, trusts=False)
-    assert [path.name for path in root.iterdir()] == [name]
+    assert [path.name for path in root.iterdir()] == [top]
     Catalog.open(other[0]).close()
     assert check(other[0], level=CONTENTS) == []
     Catalog.open(lost).close()

@@ -120,24 +120,28 @@ def test_an_owner_that_was_cut_off_shows_nothing_where_the_run_goes_on(
     with Catalog.open(new) as catalog:
         play(new, catalog, open_train_group(catalog, 10))
         export(catalog, new)
-    assert json.loads(lost.storage.read("manifest.json").to_pybytes())["lsn"] < lsn + 1_000
+    newest = lost.storage.read("manifest.json").to_pybytes()
+    assert json.loads(newest)["lsn"] < lsn + 1_000
+    # and also if the run has nothing new any more
+    lost.storage.write("manifest.json", json.dumps(late).encode())
+    with Catalog.open(new) as catalog:
+        export(catalog, new)
+    shown = json.loads(lost.storage.read("manifest.json").to_pybytes())
+    for name in ("primary", "lsn", "segments", "tables"):
+        assert shown[name] == json.loads(newest)[name]
     assert check(new, level=CONTENTS) == []
 
 
 @pytest.mark.parametrize(
     "moment", ["store.primary_directory.take", "store.maintenance.rebuild._replace_catalog"]
 )
-@pytest.mark.parametrize("has_primary", [True, False])
 def test_a_run_that_could_not_be_brought_stays_where_it_was(
-    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, has_primary: bool
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Press Ctrl-C while the directory becomes the primary one, or when the catalog is written.
 
     A full disk is the same.
     """
-    if not has_primary:  # of an earlier version
-        lost.storage.remove(primary_directory.PRIMARY)
-        (lost.root / primary_directory.PRIMARY).unlink()
     take = primary_directory.take
 
     def interrupted(*given: Any, **_: object) -> None:
@@ -153,7 +157,48 @@ def test_a_run_that_could_not_be_brought_stays_where_it_was(
         bring_run(uri_of(lost), tmp_path / "new", trusts=False)
     assert not (tmp_path / "new").exists()
     Catalog.open(lost).close()
-    assert lost.storage.exists(primary_directory.PRIMARY) is has_primary
+
+
+def test_a_directory_that_does_not_say_whose_it_is_owns_nothing(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """No file says where the run goes on, or only that somebody else gave it up."""
+    other, storage = tmp_path / "other", lost.storage
+    other.mkdir()
+    (lost.root / primary_directory.PRIMARY).unlink()
+    refused = f"primary.json is not there; .*--resume {re.escape(uri_of(lost))} run_dir=NEW"
+    storage.remove(primary_directory.PRIMARY)
+    with pytest.raises(StoreError, match=refused):
+        Catalog.open(lost)
+    primary_directory.take(other, storage)
+    primary_directory.give_up(other, storage)
+    with pytest.raises(StoreError, match=refused):
+        Catalog.open(lost)
+    bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    Catalog.open(RunLayout.open(tmp_path / "new")).close()
+
+
+def test_a_run_that_two_could_not_bring_in_one_outage_stays_where_it_was(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the second gave the run back to the first, which had given it up as well."""
+    late: list[bytes] = []
+
+    def bring_second() -> None:
+        lost.storage.write(primary_directory.PRIMARY, first[0])  # it arrives
+        with monkeypatch.context() as inner:
+            held = hold_write(inner, primary_directory.PRIMARY)
+            with pytest.raises(UnavailableError):
+                bring_run(uri_of(lost), tmp_path / "second", trusts=False)
+        late.extend(held)
+
+    with monkeypatch.context() as patch:
+        first = hold_write(patch, primary_directory.PRIMARY, nth=2, meanwhile=bring_second)
+        with pytest.raises(UnavailableError):
+            bring_run(uri_of(lost), tmp_path / "first", trusts=False)
+    Catalog.open(lost).close()
+    lost.storage.write(primary_directory.PRIMARY, late[0])  # and so does that of the second
+    Catalog.open(lost).close()
 
 
 @pytest.mark.parametrize("first_is_whole", [False, True])
@@ -329,6 +374,8 @@ def test_an_older_copy_of_the_directory_removes_nothing_of_the_storage(
     if not has_own_manifest:
         (copy / "published.json").unlink()
     restored = RunLayout.open(copy)
+    # A start does that first. The attack: it showed readers nothing, and so the copy was the newest.
+    write_open_sql(restored, macros=(), max_staleness=9)
     with pytest.raises(FormatError, match="is an older copy; put the newest back, or: gigpo reb"):
         Catalog.open(restored)
     if has_own_manifest:

@@ -28,6 +28,7 @@ from store.maintenance.fsck import CONTENTS, check
 from store.remote_directory import is_published
 from store.run_names import BASE_POLICY
 from store.storage import LocalStorage, open_storage
+from store.storage_claim import is_unused
 from tests.support.store_samples import open_train_group, play
 from tests.support.stored_runs import (
     call_until_it_dies,
@@ -89,7 +90,7 @@ def forked(lost: RunLayout, tmp_path: Path) -> RunLayout:
     uri = (tmp_path / "of-fork").as_uri()
     made = fork(lost, tmp_path / "fork", learner_step=2, config_yaml="a: 1\n", storage_uri=uri)
     write_open_sql(made, macros=(), max_staleness=9)
-    assert not made.storage.exists("fork.unfinished")
+    assert not list(made.storage.files("unfinished_forks"))
     catalog = Catalog.open(made)
     play(made, catalog, open_train_group(catalog, 7))
     export(catalog, made)
@@ -121,7 +122,7 @@ def test_a_fork_that_was_killed_is_made_when_it_is_given_again(
             patch.setattr(fork_module, name, die)
             call_until_it_dies(fork, lost, tmp_path / "fork", **given)
     made = fork(lost, tmp_path / "fork", **given)
-    assert not made.storage.exists("fork.unfinished")
+    assert not list(made.storage.files("unfinished_forks"))
     Catalog.open(made).close()
 
 
@@ -158,7 +159,7 @@ def test_what_a_fork_left_keeps_no_later_run_of_its_storage_from_being_brought(
         hold_write(patch, "run.json")
         with pytest.raises(UnavailableError):
             fork(lost, tmp_path / "fork", learner_step=2, config_yaml="a: 1\n", storage_uri=uri)
-    assert open_storage(uri).exists("fork.unfinished")
+    assert list(open_storage(uri).files("unfinished_forks"))
     plain = RunLayout.create(tmp_path / "plain", config_yaml="a: 1\n", storage_uri=uri)
     write_open_sql(plain, macros=(), max_staleness=9)
     with Catalog.open(plain) as catalog:
@@ -181,7 +182,7 @@ def test_a_fork_that_was_killed_removes_nothing_of_who_went_on_with_its_files(
             fork(lost, tmp_path / "fork", **given)
     with pytest.raises(FormatError, match="has a fork that was cut short"):
         bring_run(uri, tmp_path / "new", trusts=False)
-    (tmp_path / "of-fork" / "fork.unfinished").unlink()  # as of an earlier version
+    shutil.rmtree(tmp_path / "of-fork" / "unfinished_forks")  # as of an earlier version
     bring_run(uri, tmp_path / "new", trusts=False)
     new = RunLayout.open(tmp_path / "new")
     with Catalog.open(new) as catalog:
@@ -203,7 +204,7 @@ def test_a_fork_that_is_removed_while_it_is_brought_is_not_brought(
         patch.setattr(fork_module, "_put_in_place", die)
         patch.setattr(Path, "unlink", die)  # its own marker stays
         call_until_it_dies(fork, lost, tmp_path / "fork", **given)
-    assert not open_storage(uri).exists("fork.unfinished")
+    assert not list(open_storage(uri).files("unfinished_forks"))
     fetch, remove = bring.local_directory, LocalStorage.remove
 
     def end(storage: LocalStorage, path: str) -> None:
@@ -229,12 +230,14 @@ def test_a_fork_that_is_removed_while_it_is_brought_is_not_brought(
         remove(self, path)
 
     monkeypatch.setattr(LocalStorage, "remove", take_away)
-    with pytest.raises(StoreError, match="is being brought to another directory"):
+    with pytest.raises(StoreError, match="was taken by another directory"):
         fork(lost, tmp_path / "fork", **given)
     assert len(files - {file.path for file in storage.files("")}) == 1
 
 
-@pytest.mark.parametrize("name", ["other", "export", "backup", "catalog.v2"])
+@pytest.mark.parametrize(
+    "name", ["other/deeper", "export/deeper", "backup", "quarantine", "catalog.v2/deeper"]
+)
 def test_a_fork_that_is_removed_leaves_a_run_beneath_its_storage(
     name: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,9 +246,7 @@ def test_a_fork_that_is_removed_leaves_a_run_beneath_its_storage(
     other: list[RunLayout] = []
 
     def make_other(*given: object, **named: object) -> None:
-        made = RunLayout.create(
-            tmp_path / "other", config_yaml="", storage_uri=f"{uri}/{name}/deeper"
-        )
+        made = RunLayout.create(tmp_path / "other", config_yaml="", storage_uri=f"{uri}/{name}")
         write_open_sql(made, macros=(), max_staleness=9)
         play_groups(made, 0)
         (tmp_path / "shared-by-two" / "mine.txt").write_text("mine")
@@ -261,7 +262,7 @@ def test_a_fork_that_is_removed_leaves_a_run_beneath_its_storage(
     Catalog.open(made).close()
     assert check(made, level=CONTENTS) == []
     left = {file.path.split("/")[0] for file in open_storage(uri).files("")}
-    assert left == {name, "mine.txt"}
+    assert left == {name.split("/")[0], "mine.txt", "primary.json", "given_up"}
     assert (tmp_path / "fork.unfinished" / "mine.txt").read_text() == "mine"
 
 
@@ -294,4 +295,59 @@ def test_a_removal_of_a_fork_that_is_killed_leaves_nothing_to_bring(
             with pytest.raises(FormatError, match=refused):
                 bring_run(uri, tmp_path / f"new{n_removed}", trusts=False)
         Catalog.open(fork(lost, tmp_path / f"fork{n_removed}", **given)).close()
-    assert n_removed > 5 and not list(open_storage(uri).files(""))
+    assert n_removed > 5 and is_unused(uri)
+
+
+@pytest.mark.parametrize("path", ["run.json", "unfinished_forks"])
+def test_a_run_that_is_made_while_a_fork_is_removed_goes_on(
+    path: str, lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the removal took away its primary.json and run.json."""
+    uri, remove = (tmp_path / "of-fork").as_uri(), LocalStorage.remove
+    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    made: list[RunLayout] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_module, "_back_up", die)
+        call_until_it_dies(fork, lost, tmp_path / "fork", **given)
+
+    def remove_slowly(storage: LocalStorage, removed: str) -> None:
+        if removed.startswith(path):
+            monkeypatch.setattr(LocalStorage, "remove", remove)
+            made.append(RunLayout.create(tmp_path / "other", config_yaml="", storage_uri=uri))
+            write_open_sql(made[0], macros=(), max_staleness=9)
+            play_groups(made[0], 0)
+        remove(storage, removed)
+
+    monkeypatch.setattr(LocalStorage, "remove", remove_slowly)
+    with pytest.raises(StoreError, match="was taken by another directory|has files of another run"):
+        fork(lost, tmp_path / "fork", **given)
+    play_groups(made[0], 1)
+    assert check(made[0], level=CONTENTS) == []
+
+
+def test_a_killed_fork_is_not_brought_also_if_two_took_its_storage(
+    lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the marker of the second one said nothing about the first."""
+    uri = (tmp_path / "of-fork").as_uri()
+    given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
+    write = LocalStorage.write
+
+    def write_slowly(there: LocalStorage, path: str, data: bytes, **more: bool) -> None:
+        if not path.startswith("unfinished_fork"):
+            write(there, path, data, **more)
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, "write", write)
+            patch.setattr(fork_module, "_back_up", die)
+            call_until_it_dies(fork, lost, tmp_path / "quick", **given)
+        write(there, path, data, **more)
+        die()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "write", write_slowly)
+        call_until_it_dies(fork, lost, tmp_path / "slow", **given)
+    assert len(list(open_storage(uri).files("unfinished_forks"))) == 2
+    with pytest.raises(FormatError, match="has a fork that was cut short"):
+        bring_run(uri, tmp_path / "new", trusts=False)
+    Catalog.open(fork(lost, tmp_path / "quick", **given)).close()

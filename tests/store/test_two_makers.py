@@ -1,4 +1,4 @@
-"""Of two runs that are made in one storage at once, one goes on."""
+"""Test that one of two runs goes on that are made in one storage at once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from store import (
     FencedError,
     RunLayout,
     StoreError,
+    UnavailableError,
     bring_run,
     export,
     primary_directory,
@@ -22,7 +23,7 @@ from store import (
 from store.exchange import bring
 from store.run_json import parse_run_json
 from tests.support.store_samples import open_train_group, play
-from tests.support.stored_runs import lose_the_owner
+from tests.support.stored_runs import hold_write, lose_the_owner
 
 
 @pytest.mark.parametrize(
@@ -127,5 +128,13 @@ def test_a_bring_that_fails_leaves_a_run_whose_storage_another_has_given_up(
         patch.setattr(bring, "rebuild", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             bring_run(uri, tmp_path / "new", trusts=False)
+    Catalog.open(made[0]).close()
+    primary_directory.take(tmp_path / "slow", made[0].storage)  # the late one, once more
+    primary_directory.give_up(tmp_path / "slow", made[0].storage)
+    with monkeypatch.context() as patch:
+        held = hold_write(patch, primary_directory.PRIMARY)
+        with pytest.raises(UnavailableError):
+            bring_run(uri, tmp_path / "new", trusts=False)
+    made[0].storage.write(primary_directory.PRIMARY, held[0])  # it arrives
     with Catalog.open(made[0]) as catalog:
         assert len(catalog.live_segments()) == 1
