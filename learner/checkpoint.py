@@ -318,7 +318,7 @@ def kept_checkpoints(
     announced them, so no restart uses them.
     """
     steps = {name: int(number[0]) for name in names if (number := re.search(r"\d+$", name))}
-    left = sorted(steps.keys() & set(live))
+    left = sorted(steps.keys() & set(live), key=lambda name: steps[name])
     return {*left[-keep:], *(name for name in left if keep_every and steps[name] % keep_every == 0)}
 
 

@@ -49,7 +49,9 @@ def publish_directory(layout: RunLayout, directory: Path) -> None:
 def prune_published(
     layout: RunLayout, parent: Path, *, kept: Callable[[list[str]], Collection[str]]
 ) -> None:
-    """Remove directories from the storage. `kept` gets the names in `parent`, and returns some.
+    """Remove directories from the storage.
+
+    `kept` gets the names in `parent`, the smallest number first, and returns some.
 
     What no run publishes is left alone, and what cannot be removed goes the next time: NFS keeps a
     removed file that somebody reads under another name.
@@ -58,7 +60,7 @@ def prune_published(
         return
     found = [PurePosixPath(one.path) for one in layout.storage.files(layout.relative(parent))]
     ours = [path for path in found if PUBLISHED_PATH.fullmatch(str(path.parent))]
-    keeps = kept(sorted({path.parent.name for path in ours}))
+    keeps = kept(sorted({path.parent.name for path in ours}, key=lambda name: (len(name), name)))
     for path in sorted(ours, key=lambda path: path.name != MARKER):
         if path.parent.name not in keeps:
             try:

@@ -31,7 +31,8 @@ from pathlib import Path
 from store import UnsafePathError
 
 UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".tmp", ".old"
-OURS = re.compile(r"\.?(v|step)[0-9]+(\..*)?")  # names of weights and checkpoints
+WHOLE = re.compile(r"(?:v|step)([0-9]+)")  # names of weights and checkpoints
+UNFINISHED = re.compile(r"\.?(?:v|step)[0-9]+(?:\..*)?\.(?:tmp|old)")
 
 
 @contextmanager
@@ -148,7 +149,7 @@ def sync_whole(dest: Path) -> None:
 
 
 def prune_oldest(parent: Path, *, keep: int) -> None:
-    """Remove all directories but the last `keep` by name.
+    """Remove all directories but the `keep` with the largest numbers.
 
     Unfinished directories of dead writers are removed too.
     """
@@ -156,18 +157,21 @@ def prune_oldest(parent: Path, *, keep: int) -> None:
         raise ValueError(
             f"keep={keep} would remove the newest directory of {parent} too; keep at least 1"
         )
-    names = sorted(names_of_ours(parent))
-    unfinished = [name for name in names if name.endswith((UNFINISHED_SUFFIX, REPLACED_SUFFIX))]
-    for name in unfinished + [name for name in names if name not in unfinished][:-keep]:
+    names = names_of_ours(parent)
+    numbers = {name: int(found[1]) for name in names if (found := WHOLE.fullmatch(name))}
+    unfinished = [name for name in names if name not in numbers]
+    for name in (*unfinished, *sorted(numbers, key=lambda name: numbers[name])[:-keep]):
         remove_directory(parent / name)
 
 
 def names_of_ours(parent: Path) -> list[str]:
     """Return the names of weights and checkpoints in a directory, whole and unfinished ones.
 
-    Others are left alone: NFS keeps a removed file that somebody reads under a name of its own.
+    Others are left alone: NFS keeps a removed file that somebody reads under a name of its own, and
+    `v000008.best` is a copy of the user.
     """
-    return [path.name for path in parent.iterdir() if path.is_dir() and OURS.fullmatch(path.name)]
+    directories = [path.name for path in parent.iterdir() if path.is_dir()]
+    return [name for name in directories if WHOLE.fullmatch(name) or UNFINISHED.fullmatch(name)]
 
 
 def remove_directory(path: Path) -> None:

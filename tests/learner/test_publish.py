@@ -584,10 +584,12 @@ def test_a_copy_is_not_for_whom_the_directory_above_lets_in(base: Path, tmp_path
 
 
 def test_pruning_keeps_the_newest_and_removes_what_dead_writers_left(tmp_path: Path) -> None:
-    for name in ("v000009", "v000010", "v000011", "v000012.tmp", "v000008.old"):
+    dead = ("v000012.tmp", "v000008.old", ".v000003.7-ab.tmp", "v000003.tmp.7f.old")
+    for name in ("v000009", "v999999", "v1000000", "v000008.best", *dead):
         (tmp_path / name).mkdir()
     prune_oldest(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000010", "v000011"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"v999999", "v1000000", "v000008.best"}
     with pytest.raises(ValueError, match="keep=0"):
         prune_oldest(tmp_path, keep=0)
 

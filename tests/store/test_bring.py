@@ -206,7 +206,14 @@ def test_a_bring_with_the_run_json_of_another_run_moves_nothing(
 
 @pytest.mark.parametrize(
     "name",
-    ["other/deeper", "base/deeper", "weights/deeper", "logs/deeper", "quarantine", "catalog.v2/deeper"],
+    [
+        "other/deeper",
+        "base/deeper",
+        "weights/deeper",
+        "logs/deeper",
+        "quarantine",
+        "catalog.v2/deeper",
+    ],
 )
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_bring_removes_nothing_that_others_put_into_its_directory(
