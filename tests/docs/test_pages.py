@@ -22,6 +22,7 @@ SOURCE = re.compile(r"(?<![\w/.-])((?:[a-z_]+/)+\w+\.(?:py|sql|yaml))\b")
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"benchmarks", "tests"}
 # `Class.method` or `function`, and the link to its file behind it
 FUNCTION = re.compile(r"`((?:\w+\.)?[a-z_]+)` \(\[((?:[a-z_]+/)*[a-z_]+\.py)\]\(\2\)\)")
+BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 N_THREADS = 20
 
 
@@ -51,6 +52,14 @@ def pages_of(nav: list[dict]) -> Iterator[str]:
                 yield value
             else:
                 yield from pages_of(value)
+
+
+def test_no_command_of_a_page_takes_a_name_in_tmp() -> None:
+    """The attack: another user made the directory first, and had their code executed from it."""
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    blocks = [block for page in pages for block in BLOCK.findall(page.read_text())]
+    assert len(blocks) > 20
+    assert [block for block in blocks if "/tmp/" in block] == []
 
 
 @pytest.mark.parametrize("page", ["elsewhere.md", "concepts.md"])
