@@ -70,24 +70,29 @@ def similarity_keys(steps: pa.Table, *, threshold: float, method: str) -> pa.Arr
             f"row {row} has no group_uid (it is NULL); give every step the group that it is of"
         )
     texts = columns["anchor_text"].combine_chunks().dictionary_encode()
-    group = columns["group_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
-    text = pc.fill_null(texts.indices, -1).to_numpy()
-    known = text >= 0
+    # R rows, K rows with a text, P pairs of a group and one of its texts. All numbers are int32.
+    group_R = columns["group_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
+    text_R = pc.fill_null(texts.indices, -1).to_numpy()
+    known_R = text_R >= 0
     # Each text of each group once: by group, then in the order of rows.
-    pairs, first, row_pair = np.unique(
-        np.stack([group[known], text[known]]), axis=1, return_index=True, return_inverse=True
+    pairs_2P, first_P, pair_of_row_K = np.unique(
+        np.stack([group_R[known_R], text_R[known_R]]),
+        axis=1,
+        return_index=True,
+        return_inverse=True,
     )
-    order = np.lexsort((first, pairs[0]))
-    starts = np.flatnonzero(np.diff(pairs[0][order], prepend=-1))
+    group_P, text_P = pairs_2P
+    order_P = np.lexsort((first_P, group_P))
+    starts_G = np.flatnonzero(np.diff(group_P[order_P], prepend=-1))
     names = texts.dictionary.to_pylist()
-    keys: list[str] = [""] * len(order)
-    for members in np.split(order, starts[1:]) if len(order) else ():
-        of_group = _keys([names[i] for i in pairs[1][members]], threshold, method=method)
+    keys_P: list[str] = [""] * len(order_P)
+    for members in np.split(order_P, starts_G[1:]) if len(order_P) else ():
+        of_group = _keys([names[i] for i in text_P[members]], threshold, method=method)
         for position, key in zip(members, of_group, strict=True):
-            keys[position] = key
-    result = np.full(len(steps), None, dtype=object)
-    result[known] = np.array(keys, dtype=object)[row_pair.reshape(-1)]
-    return pa.array(result, pa.string())
+            keys_P[position] = key
+    result_R = np.full(len(steps), None, dtype=object)
+    result_R[known_R] = np.array(keys_P, dtype=object)[pair_of_row_K.reshape(-1)]
+    return pa.array(result_R, pa.string())
 
 
 def _keys(texts: list[str], threshold: float, *, method: str) -> list[str]:

@@ -21,12 +21,12 @@ from store.errors import FormatError, StoreError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
+    BRING_MARKER,
     CONFIG_FILE,
+    FORK_MARKER,
     MANIFEST,
     RUN_JSON,
     SIGNED,
-    UNFINISHED_BRING,
-    UNFINISHED_FORK,
 )
 from store.storage import LocalStorage, Storage, open_storage
 from store.storage_claim import claim, keep_run_json
@@ -177,11 +177,11 @@ class RunLayout:
         given, root = str(root), Path(root).absolute()
         path = root / RUN_JSON
         try:
-            if beneath.status(root / UNFINISHED_FORK, root=root) is not None:
+            if beneath.status(root / FORK_MARKER, root=root) is not None:
                 raise FormatError(
                     f"{root} is a fork that was cut short; remove it, and give the command again"
                 )
-            if beneath.status(root / UNFINISHED_BRING, root=root) is not None:
+            if beneath.status(root / BRING_MARKER, root=root) is not None:
                 raise FormatError(
                     f"{root} is a run that was only brought here in part; give the command that "
                     f"brought it again: gigpo train --resume URI run_dir={shell_word(str(root))}"
@@ -334,12 +334,13 @@ class RunLayout:
     def check_primary(self) -> None:
         """Raise FencedError if the run was brought to another directory, where it goes on.
 
-        Writes run.json into the storage again if another run's is there.
+        Otherwise restore its primary.json and run.json in the storage, if another run that was made
+        at the same time replaced them.
         """
         if self.info.storage_uri is None:
             return
-        counting = primary_directory.check(self.root, self.info.storage_uri)
-        primary_directory.mend(self.root, self.info.storage_uri, counting)
+        in_force = primary_directory.check(self.root, self.info.storage_uri)
+        primary_directory.repair(self.root, self.info.storage_uri, in_force)
         keep_run_json(self.root, self.info)
 
     @property
@@ -348,7 +349,7 @@ class RunLayout:
 
         Until it is whole, nothing is shown to readers, and nothing is removed from the storage.
         """
-        return beneath.status(self.root / UNFINISHED_BRING, root=self.root) is not None
+        return beneath.status(self.root / BRING_MARKER, root=self.root) is not None
 
     @property
     def run_directory(self) -> Path:

@@ -1,8 +1,8 @@
 """Know the primary directory of a run with `store.uri`: the only directory that may write.
 
-    take(root, storage)                # while the run is made
-    with taken(root, storage):         # while the run is brought to an empty disk
-    mend(root, uri, check(root, uri))  # before a process owns the run, and again and again
+    take(root, storage)                  # while the run is made
+    with taken(root, storage):           # while the run is brought to an empty disk
+    repair(root, uri, check(root, uri))  # before a process owns the run, and again and again
 
 PRIMARY (primary.json) has a token, in the directory and in the storage. A copy of the directory has
 it too. `--resume URI` writes a new token. The old owner, alive or started again, finds that in the
@@ -19,10 +19,11 @@ What a bring leaves, and where the run goes on then:
 it fails                                    the previous directory
 it is killed before the directory is whole  nowhere, until the same command is given again
 it is killed when the directory is whole    the new directory, whose next owner drops `before`
-a write of PRIMARY is not answered          the previous directory; the new token is given up
+a write of PRIMARY is not answered          the previous directory; the new token is revoked
 
-Nobody can call back a request that a server or a network holds. So the storage keeps each token
-that was given up, as given_up/TOKEN, with the PRIMARY that counts instead of it.
+Nobody can call back a request that a server or a network holds. So the storage keeps each revoked
+token, as revoked/TOKEN, with the PRIMARY that replaces it. The PRIMARY in force is that of the
+storage, or the one that replaces it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pathlib import Path
 from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
-from store.run_names import GIVEN_UP, PRIMARY, UNFINISHED_BRING
+from store.run_names import BRING_MARKER, PRIMARY, REVOKED
 from store.storage import Storage, open_storage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
@@ -103,8 +104,8 @@ class Primary:
         return replace(self, is_whole=True, before=None, data=json.dumps(kept).encode())
 
 
-# Instead of a token that was given up: the storage had no PRIMARY, or it is not known whose.
-NOBODY = Primary(token="", where="another directory")
+# Replaces a revoked token: the storage had no PRIMARY, or it is not known whose.
+NO_OWNER = Primary(token="", where="another directory")
 
 
 def take(root: Path, storage: Storage, *, primary: Primary | None = None) -> None:
@@ -122,7 +123,7 @@ def taken(root: Path, storage: Storage) -> Iterator[None]:
     Raises StoreError. `root` stays the primary directory if the storage does not answer then.
     """
     found = _stored(storage)
-    if (instead := _instead_of(storage, found)) not in (None, NOBODY):
+    if (instead := _instead_of(storage, found)) not in (None, NO_OWNER):
         found = instead
     before = found.last_whole() if found is not None else None
     past = [token for one in (found, before) if one is not None for token in (one.token, *one.past)]
@@ -152,33 +153,33 @@ def _finish(root: Path, storage: Storage) -> None:
 
 
 def _finished(root: Path, storage: Storage) -> Primary:
-    """Return PRIMARY without the one before it. Raises FencedError if another one counts."""
-    counting, here = _counting(storage), _local(root)
-    if here is None or not here.is_same(counting):
-        where = NOBODY.where if counting is None else counting.where
+    """Return PRIMARY without the one before it. Raises FencedError if another is in force."""
+    in_force, here = _in_force(storage), _local(root)
+    if here is None or not here.is_same(in_force):
+        where = NO_OWNER.where if in_force is None else in_force.where
         raise FencedError(f"the run was brought to {where} meanwhile, and goes on there")
     return here.finished()
 
 
 def _write(root: Path, storage: Storage, primary: Primary) -> None:
-    """Write PRIMARY of a directory into the storage. Raises StoreError: the token is given up."""
+    """Write PRIMARY of a directory into the storage. Raises StoreError: the token is revoked."""
     try:
         storage.write(PRIMARY, primary.data)
     except BaseException:
         with suppress(OSError, StoreError):
-            give_up(root, storage)
+            revoke(root, storage)
         raise
 
 
-def give_up(root: Path, storage: Storage, *, instead: Primary | None = None) -> None:
-    """Cancel the token of a directory: the PRIMARY before it counts again. Raises StoreError.
+def revoke(root: Path, storage: Storage, *, instead: Primary | None = None) -> None:
+    """Revoke the token of a directory: the PRIMARY before it is in force again.
 
-    `instead` counts if PRIMARY of the directory names none before it.
+    `instead` is, if PRIMARY of the directory names none before it. Raises StoreError.
     """
     here = _local(root)
     if here is not None and here.token:
-        counts = here.before or instead or NOBODY
-        storage.write(f"{GIVEN_UP}/{here.token}", counts.data)
+        replaced_by = here.before or instead or NO_OWNER
+        storage.write(f"{REVOKED}/{here.token}", replaced_by.data)
 
 
 def token_of(root: Path) -> str | None:
@@ -196,74 +197,74 @@ def is_past(root: Path, token: str) -> bool:
 def is_primary(root: Path, storage: Storage) -> bool:
     """Return whether a directory is the primary one of a run in a storage. Raises StoreError."""
     here = _local(root)
-    return here is not None and here.is_same(_counting(storage))
+    return here is not None and here.is_same(_in_force(storage))
 
 
 def check(root: Path, uri: str) -> Primary:
-    """Return what counts in the storage at `uri`. Raises FencedError if it is another directory's.
+    """Return the PRIMARY in force at `uri`. Raises FencedError if it is another directory's.
 
     Raises StoreError if neither says whose run it is. Raises UnavailableError, also if only the
     storage has no PRIMARY: a volume that is not mounted looks like that.
     """
     storage = open_storage(uri)
-    counting, here = _counting(storage), _local(root)
-    if here is None and counting in (None, NOBODY):
+    in_force, here = _in_force(storage), _local(root)
+    if here is None and in_force in (None, NO_OWNER):
         raise StoreError(
             f"{root / PRIMARY} is not there; restore it from a backup of the directory, or go on "
             f"in a new one: gigpo train --resume {shell_word(uri)} run_dir=NEW"
         )
-    if counting is None:
+    if in_force is None:
         raise UnavailableError(
             f"{storage.locate(PRIMARY)} is not there; mount the volume, or check the "
             f"URI. If it was removed, copy {root / PRIMARY} there"
         )
     if here is not None:
-        is_free = counting is NOBODY and _instead_of(storage, here) is None
-        if is_free or here.is_same(counting) or here.data == counting.data:
-            return counting
-    how = "was brought" if counting.is_whole else "was brought (whole or in part)"
+        is_free = in_force is NO_OWNER and _instead_of(storage, here) is None
+        if is_free or here.is_same(in_force) or here.data == in_force.data:
+            return in_force
+    how = "was brought" if in_force.is_whole else "was brought (whole or in part)"
     raise FencedError(
-        f"the run of {root} {how} to {counting.where} and goes on there; stop this one. "
+        f"the run of {root} {how} to {in_force.where} and goes on there; stop this one. "
         "To bring it back to this machine, stop that one: gigpo train --resume "
         f"{shell_word(uri)} run_dir=NEW"
     )
 
 
-def mend(root: Path, uri: str, counting: Primary) -> None:
-    """Write PRIMARY of the primary directory as it is to be. `counting`: see `check`.
+def repair(root: Path, uri: str, in_force: Primary) -> None:
+    """Write PRIMARY of the primary directory as it is to be. `in_force`: see `check`.
 
     Raises StoreError.
     """
     storage, here = open_storage(uri), _local(root)
     assert here is not None, "`check` refuses a directory without PRIMARY"
-    if counting is NOBODY:  # another run took the storage at the same time, and gave it up
+    if in_force is NO_OWNER:  # another run took the storage at the same time, and was refused
         storage.write(PRIMARY, here.data)
-    elif not here.is_whole and status(root / UNFINISHED_BRING, root=root) is None:
-        # It was brought whole, and killed before it said so. The token is not given up if this
+    elif not here.is_whole and status(root / BRING_MARKER, root=root) is None:
+        # It was brought whole, and killed before it said so. The token is not revoked if this
         # fails: the run goes on here.
         finished = _finished(root, storage)
         storage.write(PRIMARY, finished.data)
         write_atomically(root / PRIMARY, finished.data, mode=READ_ONLY, beneath=root)
 
 
-def _counting(storage: Storage) -> Primary | None:
-    """Return PRIMARY of the storage as it counts, None if it has none. Raises UnavailableError."""
+def _in_force(storage: Storage) -> Primary | None:
+    """Return the PRIMARY in force, None if the storage has none. Raises UnavailableError."""
     stored = _stored(storage)
     # Also for the directory whose token it is: it may be whole, of a bring that was killed then.
     return _instead_of(storage, stored) or stored
 
 
 def _instead_of(storage: Storage, primary: Primary | None) -> Primary | None:
-    """Return what counts instead of a PRIMARY that was given up, None for any other."""
+    """Return the PRIMARY that replaces a revoked one, None for any other."""
     instead: Primary | None = None
     seen: set[str] = set()
-    # What counted instead of one may have been given up as well: two brings of one outage.
+    # The one that replaces it may have been revoked as well: two brings of one outage.
     while primary is not None and primary.token and primary.token not in seen:
         seen.add(primary.token)
-        data = _read(storage, f"{GIVEN_UP}/{primary.token}")
+        data = _read(storage, f"{REVOKED}/{primary.token}")
         if data is None:
             break
-        primary = instead = Primary.parse(data) if data else NOBODY
+        primary = instead = Primary.parse(data) if data else NO_OWNER
     return instead
 
 

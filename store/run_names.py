@@ -11,12 +11,12 @@ from store.errors import FormatError, StoreError
 RUN_JSON = "run.json"  # the run's id and first settings, written once
 SIGNED = "signed.json"  # its maker's signatures of run.json and config.yaml
 PRIMARY = "primary.json"  # the token of the primary directory of a run with store.uri
-GIVEN_UP = "given_up"  # in the storage, by token of PRIMARY: what counts instead of it
+REVOKED = "revoked"  # in the storage, by token of PRIMARY: the PRIMARY that replaces it
 SHOWN = "shown"  # in the storage, by token: the lsn of the newest manifest of that directory
 # Files in a directory that is no run yet: it is being made from another run, or brought from a
 # storage. The last act of either removes its file.
-UNFINISHED_FORK, UNFINISHED_BRING = "fork.unfinished", "bring.unfinished"
-UNFINISHED_FORKS = "unfinished_forks"  # in the storage, by run id: a fork that is not whole
+FORK_MARKER, BRING_MARKER = "fork.unfinished", "bring.unfinished"
+STORED_FORK_MARKERS = "unfinished_forks"  # in the storage, by run id: a fork that is not whole
 MANIFEST = "manifest.json"  # what readers may read; in the storage
 # By each of them a run is known that has lost its run.json.
 SIGNS_OF_A_RUN = ("segments", "catalog.sqlite", MANIFEST, "backup/run.json")
@@ -91,9 +91,9 @@ MADE_BEFORE_RUN_JSON = (
 )
 
 
-def unfinished_fork(run_id: str) -> str:
+def stored_fork_marker(run_id: str) -> str:
     """Return the path of the marker in the storage of a fork that is not whole."""
-    return f"{UNFINISHED_FORKS}/{run_id}"
+    return f"{STORED_FORK_MARKERS}/{run_id}"
 
 
 def without_other_runs(paths: Iterable[str]) -> list[str]:
@@ -117,10 +117,10 @@ def is_of_a_run(name: str) -> bool:
     """
     is_known = name in (
         *OF_A_RUN,
-        UNFINISHED_FORK,
-        UNFINISHED_BRING,
-        UNFINISHED_FORKS,
-        GIVEN_UP,
+        FORK_MARKER,
+        BRING_MARKER,
+        STORED_FORK_MARKERS,
+        REVOKED,
         SHOWN,
     )
     return is_known or name.startswith("catalog.") or _TEMPORARY.fullmatch(name) is not None

@@ -15,6 +15,8 @@ from store.run_names import MANIFEST, SHOWN
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, remove
 
+LSN_DIGITS = 19  # of SQLite's largest integer
+
 
 def note_shown(layout: RunLayout, *, token: str, lsn: int) -> None:
     """Write into the storage that the directory with this token shows `lsn`. Raises StoreError.
@@ -25,11 +27,11 @@ def note_shown(layout: RunLayout, *, token: str, lsn: int) -> None:
         layout.storage.write(f"{SHOWN}/{token}", str(lsn).encode())
 
 
-def forget_unless_shown(layout: RunLayout) -> None:
+def drop_outdated_manifest(layout: RunLayout) -> None:
     """Remove the owner's copy of the manifest if the storage has another one. Raises StoreError.
 
-    Then the next export writes all of it. Otherwise the manifest of an owner that was cut off from
-    the storage would stay until this catalog has something new.
+    Then the next export writes a whole one. Otherwise the manifest of an owner that was cut off
+    from the storage would stay until this catalog has something new.
     """
     if layout.info.storage_uri is not None:
         here = _manifest_here(layout)
@@ -76,7 +78,7 @@ def _noted(layout: RunLayout, token: str) -> int:
     """Return the lsn of `note_shown`, 0 without one. Raises UnavailableError."""
     try:
         data = layout.storage.read(f"{SHOWN}/{token}", at_most=MAX_TEXT_BYTES).to_pybytes()
-        return int(data) if data.isdigit() and len(data) < 20 else 0
+        return int(data) if data.isdigit() and len(data) <= LSN_DIGITS else 0
     except UnavailableError:
         raise
     except StoreError:  # it has shown nothing yet

@@ -2,6 +2,7 @@
 
 claim(root, info, content)     # content: the bytes of run.json
 keep_run_json(root, info)      # again and again, while the run goes on
+release(root)                  # of a fork that is not whole
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from pathlib import Path
 
 from printable import shell_word
 from store import primary_directory
-from store.errors import StoreError, UnavailableError
+from store.errors import FormatError, StoreError, UnavailableError
 from store.primary_directory import Primary
 from store.run_json import RunInfo, parse_run_json
 from store.run_names import (
-    GIVEN_UP,
     MANIFEST,
     PRIMARY,
+    REVOKED,
     RUN_JSON,
     SIGNED,
-    UNFINISHED_FORKS,
-    unfinished_fork,
+    STORED_FORK_MARKERS,
+    stored_fork_marker,
+    without_other_runs,
 )
 from store.storage import make_place, open_storage
 from store.untrusted import json_values
@@ -48,26 +50,70 @@ def claim(root: Path, info: RunInfo, run_json: bytes) -> None:
         # A run was made there while PRIMARY was on its way. It keeps the storage.
         token = in_limited_process(_shown_by, uri, at_most_bytes=SMALL_BYTES)
         instead = Primary.of_token(token) if token else None
-        primary_directory.give_up(root, storage, instead=instead)
+        primary_directory.revoke(root, storage, instead=instead)
         raise used
     if info.forked_from is not None:  # nobody brings it before it is whole
-        storage.write(unfinished_fork(info.run_id), info.run_id.encode())
+        storage.write(stored_fork_marker(info.run_id), info.run_id.encode())
     storage.write(RUN_JSON, run_json)
     # another start may have claimed it meanwhile
-    primary_directory.mend(root, uri, primary_directory.check(root, uri))
+    primary_directory.repair(root, uri, primary_directory.check(root, uri))
+
+
+def release(unfinished: Path) -> None:
+    """Remove what an unfinished fork has in its storage, if that is not another run's by now.
+
+    Raises StoreError.
+    """
+    texts = signed_texts(unfinished)
+    if texts is None:
+        return
+    data = texts.run_json
+    try:
+        info = parse_run_json(data, name=str(unfinished / RUN_JSON))
+    except FormatError:  # of another version
+        return
+    if info.storage_uri is None:
+        return
+    storage = open_storage(info.storage_uri)
+    # It may have been brought to another directory, where it goes on.
+    if not primary_directory.is_primary(unfinished, storage):
+        return
+    if storage.exists(RUN_JSON) and storage.read(RUN_JSON).to_pybytes() == data:
+        # With the marker nobody brings it. If the fork was whole it is gone, and somebody may be
+        # bringing it.
+        marker = stored_fork_marker(info.run_id)
+        storage.write(marker, info.run_id.encode())
+        if not primary_directory.is_primary(unfinished, storage):
+            storage.remove(marker)
+            return
+        paths = without_other_runs(file.path for file in storage.files(""))
+        last = (RUN_JSON, marker)
+        # PRIMARY may be another directory's at any moment, so it is never removed. The others are
+        # of other starts, which may be late.
+        kept = (PRIMARY, REVOKED, STORED_FORK_MARKERS)
+        ours = [path for path in paths if path.partition("/")[0] not in kept and path not in last]
+        for path in (*ours, *last):
+            # Without files it counts as unused, and another run may be made there.
+            if not primary_directory.is_primary(unfinished, storage):
+                raise StoreError(
+                    f"the storage {storage.locate('')} of the fork was taken by another directory; "
+                    "give the command again"
+                )
+            storage.remove(path)
+        primary_directory.revoke(unfinished, storage)
 
 
 def is_unused(uri: str) -> bool:
     """Return whether no run has begun in the storage at `uri`, which may be anybody's.
 
-    run.json, PRIMARY and UNFINISHED_FORKS are also left by a start that did not get further, and
-    GIVEN_UP by one that found another run there.
+    run.json, PRIMARY and STORED_FORK_MARKERS are also left by a start that did not get further, and
+    REVOKED by one that found another run there.
     """
     return in_limited_process(_has_no_files, uri, at_most_bytes=SMALL_BYTES)
 
 
 def _has_no_files(uri: str) -> bool:
-    left = (RUN_JSON, PRIMARY, GIVEN_UP, UNFINISHED_FORKS)
+    left = (RUN_JSON, PRIMARY, REVOKED, STORED_FORK_MARKERS)
     paths = (file.path for file in open_storage(uri).files(""))
     return all(path.partition("/")[0] in left for path in paths)
 

@@ -49,6 +49,8 @@ from analysis.view.text import plain
 from printable import printable
 from store import StoreError, limit_memory
 
+LSN_DIGITS = 18  # at most, of a log number that an integer of 64 bits holds
+RUN_DIGITS = 5  # at most, of the number of a compared run
 LOOPBACK = "127.0.0.1"
 MAX_QUERY_BYTES = 1 << 20  # of a program's SELECT
 KEPT_CHARACTERS = 2**24  # of panels; most have tens of thousands
@@ -269,7 +271,7 @@ class Viewer:
         """Return the lsn that an address names, or a run's newest. Raises BadAddressError."""
         self.stored[number].checked_layout()  # a page may read files of it beside the snapshot
         newest = self.stored[number].look()
-        if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
+        if text and not (text.isascii() and text.isdecimal() and len(text) <= LSN_DIGITS):
             raise BadAddressError("as_of is the log number (LSN) of a snapshot")
         lsn = int(text) if text else newest
         if lsn != newest:
@@ -397,7 +399,7 @@ async def _file(path: Path, request: Request) -> Response:
 
 def _run_number(request: Request, *, n_runs: int) -> int | None:
     text = request.query_params.get("run", "0")
-    is_number = text.isascii() and text.isdecimal() and len(text) < 6
+    is_number = text.isascii() and text.isdecimal() and len(text) <= RUN_DIGITS
     return int(text) if is_number and int(text) < n_runs else None
 
 

@@ -49,13 +49,13 @@ def sequences(rows: pa.Table, *, prompts: Lists, responses: Lists, merge_steps: 
     if merge_steps and len(rows_K):
         trajectory_R = rows["traj_uid"].combine_chunks().dictionary_encode().indices.to_numpy()
         rows_K = rows_K[np.lexsort((rows["step_index"].to_numpy()[rows_K], trajectory_R[rows_K]))]
-        before, after = rows_K[:-1], rows_K[1:]
-        long_enough = (
-            prompts.lengths_R[before] + responses.lengths_R[before] <= prompts.lengths_R[after]
-        )
-        for k in np.flatnonzero((trajectory_R[before] == trajectory_R[after]) & long_enough):
+        before_Km1, after_Km1 = rows_K[:-1], rows_K[1:]  # each row and the next, K-1 of them
+        tokens_Km1 = prompts.lengths_R[before_Km1] + responses.lengths_R[before_Km1]
+        is_long_Km1 = tokens_Km1 <= prompts.lengths_R[after_Km1]
+        is_same_Km1 = trajectory_R[before_Km1] == trajectory_R[after_Km1]
+        for k in np.flatnonzero(is_same_Km1 & is_long_Km1):
             begins_K[k + 1] = not _continues(
-                before[k], after[k], prompts=prompts, responses=responses
+                before_Km1[k], after_Km1[k], prompts=prompts, responses=responses
             )
     return Sequences(rows_K=rows_K, first_Sp1=np.append(np.flatnonzero(begins_K), len(rows_K)))
 

@@ -61,7 +61,8 @@ from learner.training.critic import Critic, CriticStats
 from learner.training.gradient import add_gradient, apply_gradient, share_of_rank
 from learner.training.step_metrics import Pass, UpdateStats, gathered, token_values, update_stats
 
-LINEAR_END = 0.1  # of the learning rate, at the end of the linear schedule
+# Share of the learning rate that the last update of the linear schedule has: not 0, so it counts.
+LINEAR_END = 0.1
 
 
 class Engine:

@@ -29,7 +29,7 @@ ALARM, ALARM_ENDED = "alarm", "alarm ended"
 MAX_ROWS_NAMED = 100  # of one bad update; if more rows are bad, the weights are, not the rows
 # Updates in a row that are skipped because loss or gradient is not finite; one more ends the run.
 MAX_BAD_UPDATES = 3
-MAX_EMPTY_BATCHES = 10  # in a row, before the run ends
+MAX_EMPTY_BATCHES = 10  # in a row, before the run ends: it is starved, not unlucky
 SOLVED = 0.99  # success above which batches may be empty: every episode of a group wins
 # Counters recorded with each step's figures, because a resumed run continues them.
 BAD_IN_A_ROW, EMPTY_IN_A_ROW = "learner/bad_updates_in_a_row", "learner/empty_batches_in_a_row"

@@ -29,7 +29,7 @@ from store.catalog.transaction import Transaction
 from store.clock import now_us
 from store.errors import FencedError, FormatError, StoreError
 from store.layout import RunLayout
-from store.shown_lsn import forget_unless_shown, shown_lsn
+from store.shown_lsn import drop_outdated_manifest, shown_lsn
 
 
 class Database:
@@ -54,7 +54,7 @@ class Database:
             self._connection = connect_owner(layout, now_us=lambda: now_us())
             self.epoch: int
             self._take_over(shown_lsn=shown_lsn(layout), n_unread=n_unread)
-            forget_unless_shown(layout)
+            drop_outdated_manifest(layout)
             if n_unread:
                 forget_unread_commits(layout)
         except BaseException as error:

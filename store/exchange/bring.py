@@ -39,13 +39,13 @@ from store.remote_directory import has_directory, local_directory
 from store.run_json import RunInfo, parse_run_json
 from store.run_names import (
     BASE_POLICY,
+    BRING_MARKER,
     CONFIG_FILE,
     DRIVER_LOCK,
     OUTSIDE_FILE,
     RUN_JSON,
     SIGNED,
-    UNFINISHED_BRING,
-    unfinished_fork,
+    stored_fork_marker,
 )
 from store.storage import Storage, open_storage
 from store.storage_claim import is_unused
@@ -66,7 +66,7 @@ SMALL_FILES = {
     VIEWS: MAX_OPEN_SQL_BYTES,
 }
 # In a directory that is the root of a file system, and in one where a start has failed.
-OF_AN_EMPTY_ONE = ("lost+found", DRIVER_LOCK)
+ALLOWED_IN_EMPTY = ("lost+found", DRIVER_LOCK)
 
 
 def is_uri(location: str) -> bool:
@@ -114,7 +114,7 @@ def _bring(
     if is_private:
         keep_private(root)
     _empty(root)
-    (root / UNFINISHED_BRING).touch()
+    (root / BRING_MARKER).touch()
     try:
         _write_small_files(layout, files)
         if trusts:
@@ -131,11 +131,12 @@ def _bring(
             # sees the other.
             _check_no_unfinished_fork(storage, run_id=layout.info.run_id)
             report = rebuild(layout, is_brought=True)
-            # Until here PRIMARY names the previous directory, to which a failure returns the run.
-            (root / UNFINISHED_BRING).unlink()
+            # PRIMARY keeps the previous directory until `taken` ends. A failure before that
+            # restores it.
+            (root / BRING_MARKER).unlink()
     except BaseException:
         with suppress(OSError, StoreError):
-            (root / UNFINISHED_BRING).touch()
+            (root / BRING_MARKER).touch()
             _empty(root)
             if is_new:
                 root.rmdir()
@@ -157,7 +158,7 @@ def is_brought(uri: str, root: Path) -> bool:
     Raises StoreError if another run is there.
     """
     root = root.absolute()
-    if not RunLayout.exists(root) or (root / UNFINISHED_BRING).exists():
+    if not RunLayout.exists(root) or (root / BRING_MARKER).exists():
         return False
     there = RunLayout.open(root).info.storage_uri
     if there is None or open_storage(there).locate("") != open_storage(uri).locate(""):
@@ -225,7 +226,7 @@ def _read_small_files(uri: str) -> dict[str, bytes] | None:
 
 def _check_no_unfinished_fork(storage: Storage, *, run_id: str) -> None:
     """Raise FormatError if the run is a fork that is not whole, or is being removed."""
-    if storage.exists(unfinished_fork(run_id)):
+    if storage.exists(stored_fork_marker(run_id)):
         raise FormatError(
             f"{storage.locate('')} has a fork that was cut short, or is being made; give the "
             "command that made it again, or, if its directory is gone, empty this storage"
@@ -265,12 +266,12 @@ def _write_small_files(layout: RunLayout, files: Mapping[str, bytes]) -> None:
 def _empty(root: Path) -> None:
     """Remove what a killed call left. Raises StoreError if anything else is there."""
     try:
-        there = [path for path in root.iterdir() if path.name not in OF_AN_EMPTY_ONE]
+        there = [path for path in root.iterdir() if path.name not in ALLOWED_IN_EMPTY]
     except FileNotFoundError:
         return
     except OSError as error:
         raise StoreError(f"{root} cannot be read: {error.strerror}; give run_dir=NEW") from error
-    marker = root / UNFINISHED_BRING
+    marker = root / BRING_MARKER
     if there and marker not in there:
         raise _has_other_things(root, [path.name for path in there])
     ours = removable(root)

@@ -26,7 +26,7 @@ from store.exchange import bring
 from store.exchange.offline_import import parse_source, take_sources
 from store.maintenance.fsck import CONTENTS, check
 from store.run_json import parse_run_json
-from store.run_names import BASE_POLICY, UNFINISHED_BRING
+from store.run_names import BASE_POLICY, BRING_MARKER
 from tests.support.store_samples import play
 from tests.support.stored_runs import play_groups, states, train, uri_of
 
@@ -123,7 +123,7 @@ def test_a_killed_call_begins_again_and_nothing_else_is_removed(
 ) -> None:
     root = tmp_path / "mounted"
     (root / "lost+found").mkdir(parents=True)
-    (root / UNFINISHED_BRING).touch()
+    (root / BRING_MARKER).touch()
     (root / "run.json").write_text("{")
     (root / "catalog.sqlite").write_text("half of one")
     assert not is_brought(uri_of(lost), root)

@@ -22,7 +22,7 @@ from store import (
 )
 from store.exchange import bring, run_making
 from store.maintenance.fsck import CONTENTS, check
-from store.run_names import UNFINISHED_BRING
+from store.run_names import BRING_MARKER
 from tests.support.neighbours import Neighbour, as_user
 from tests.support.stored_runs import uri_of
 
@@ -76,7 +76,7 @@ def test_a_directory_is_locked_while_a_run_is_brought_to_it(
 
     monkeypatch.setattr(bring, "rebuild", rebuild)
     bring_run(uri, root, trusts=False)
-    assert UNFINISHED_BRING in seen[0]
+    assert BRING_MARKER in seen[0]
     assert is_brought(uri, root)
 
 

@@ -26,7 +26,7 @@ from store import (
 )
 from store.exchange import bring
 from store.exchange.offline_import import parse_source, take_sources
-from store.run_names import SIGNED, UNFINISHED_BRING
+from store.run_names import BRING_MARKER, SIGNED
 from store.storage import MAX_FILE_BYTES, LocalStorage
 from store.untrusted.file_access import MAX_TEXT_BYTES
 from store.untrusted.signatures import MAX_SIGNED_BYTES
@@ -129,7 +129,7 @@ def test_a_run_is_not_brought_into_a_directory_of_another_user(
     root = tmp_path / "theirs"
     root.mkdir()
     if is_begun:
-        (root / UNFINISHED_BRING).touch()
+        (root / BRING_MARKER).touch()
         (root / "precious").touch()
     before = sorted(root.iterdir())
     Neighbour(monkeypatch).gets(root)

@@ -284,7 +284,7 @@ def test_two_forks_to_one_place_at_once_are_one(
     run: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each took the other's directory for what a killed fork had left, and removed it."""
-    made, copied, seen = tmp_path / "fork", fork_module._copy_catalog, []
+    made, copied, seen = tmp_path / "fork", fork_module.copy_until, []
 
     def copy_catalog(source: RunLayout, layout: RunLayout, *, learner_step: int) -> int:
         with pytest.raises(LockedError, match=f"another process makes a run at {made}"):
@@ -292,7 +292,7 @@ def test_two_forks_to_one_place_at_once_are_one(
         seen.append(sorted(path.name for path in tmp_path.glob("fork*")))
         return copied(source, layout, learner_step=learner_step)
 
-    monkeypatch.setattr(fork_module, "_copy_catalog", copy_catalog)
+    monkeypatch.setattr(fork_module, "copy_until", copy_catalog)
     fork(run.layout, made, learner_step=2, config_yaml="")
     assert seen == [["fork.unfinished"]]
     assert not list(tmp_path.glob(".*"))

@@ -14,7 +14,7 @@ import pytest
 
 from store import FormatError, RunLayout
 from store.exchange.fork import UNFINISHED
-from store.run_names import UNFINISHED_FORK
+from store.run_names import FORK_MARKER
 from tests.crash.commands import COMMANDS, kill_and_give_again, undisturbed
 from tests.crash.lab import scratch, workers
 from tests.store.test_crash import evenly
@@ -43,7 +43,7 @@ def test_killed_anywhere_a_command_that_is_given_again_ends_as_if_it_had_not_bee
 
 def test_a_fork_that_was_cut_short_is_not_opened(tmp_path: Path) -> None:
     layout = RunLayout.create(tmp_path / f"made{UNFINISHED}", config_yaml="a: 1\n")
-    (layout.root / UNFINISHED_FORK).touch()
+    (layout.root / FORK_MARKER).touch()
     with pytest.raises(
         FormatError, match="a fork that was cut short; remove it, and give the command again"
     ):

@@ -171,7 +171,7 @@ def test_a_directory_that_does_not_say_whose_it_is_owns_nothing(
     with pytest.raises(StoreError, match=refused):
         Catalog.open(lost)
     primary_directory.take(other, storage)
-    primary_directory.give_up(other, storage)
+    primary_directory.revoke(other, storage)
     with pytest.raises(StoreError, match=refused):
         Catalog.open(lost)
     bring_run(uri_of(lost), tmp_path / "new", trusts=False)

@@ -117,7 +117,7 @@ def test_a_fork_that_was_killed_is_made_when_it_is_given_again(
 ) -> None:
     uri = (tmp_path / "of-fork").as_uri()
     given = {"learner_step": 2, "config_yaml": "a: 1\n", "storage_uri": uri}
-    for name in ("_copy_catalog", "_link_files", "give_rights", "_put_in_place"):
+    for name in ("copy_until", "_link_files", "give_rights", "_put_in_place"):
         with monkeypatch.context() as patch:
             patch.setattr(fork_module, name, die)
             call_until_it_dies(fork, lost, tmp_path / "fork", **given)
@@ -262,7 +262,7 @@ def test_a_fork_that_is_removed_leaves_a_run_beneath_its_storage(
     Catalog.open(made).close()
     assert check(made, level=CONTENTS) == []
     left = {file.path.split("/")[0] for file in open_storage(uri).files("")}
-    assert left == {name.split("/")[0], "mine.txt", "primary.json", "given_up"}
+    assert left == {name.split("/")[0], "mine.txt", "primary.json", "revoked"}
     assert (tmp_path / "fork.unfinished" / "mine.txt").read_text() == "mine"
 
 
@@ -334,7 +334,7 @@ def test_a_killed_fork_is_not_brought_also_if_two_took_its_storage(
     write = LocalStorage.write
 
     def write_slowly(there: LocalStorage, path: str, data: bytes, **more: bool) -> None:
-        if not path.startswith("unfinished_fork"):
+        if not path.startswith("unfinished_forks"):
             write(there, path, data, **more)
             return
         with monkeypatch.context() as patch:

@@ -130,7 +130,7 @@ def test_a_bring_that_fails_leaves_a_run_whose_storage_another_has_given_up(
             bring_run(uri, tmp_path / "new", trusts=False)
     Catalog.open(made[0]).close()
     primary_directory.take(tmp_path / "slow", made[0].storage)  # the late one, once more
-    primary_directory.give_up(tmp_path / "slow", made[0].storage)
+    primary_directory.revoke(tmp_path / "slow", made[0].storage)
     with monkeypatch.context() as patch:
         held = hold_write(patch, primary_directory.PRIMARY)
         with pytest.raises(UnavailableError):
