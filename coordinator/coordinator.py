@@ -49,6 +49,8 @@ from store import (
     SegmentMeta,
     Unfinished,
     VersionRecord,
+    check_published,
+    check_written,
     export,
 )
 
@@ -289,8 +291,12 @@ class Coordinator:
             self.catalog.give_up(group.group_uid, worker=worker, state="abandoned", reason=reason)
 
     def commit(self, segment: SegmentMeta, epoch: int) -> CommitResult:
-        """Enter the trajectories of a segment. Raises FencedError for another owner's epoch."""
+        """Enter the trajectories of a segment. Raises FencedError for another owner's epoch.
+
+        Raises UnavailableError if this process does not see the file in a storage on a volume.
+        """
         self._heartbeats.touch(segment.worker)
+        check_written(self.layout, segment)
         result = self.catalog.commit(segment, epoch=epoch)
         self._leases.committed(segment)
         for group_uid in result.full:
@@ -306,6 +312,7 @@ class Coordinator:
     ) -> None:
         """Enter episodes that ended after their group was whole, as groups of split "imported"."""
         if epoch == self.catalog.epoch:
+            check_written(self.layout, segment)
             self.catalog.import_extra(segment, task_id=task_id, of_group=group_uid)
 
     def record_unfinished(self, worker: str, episodes: Sequence[Unfinished], *, epoch: int) -> None:
@@ -480,8 +487,10 @@ class Coordinator:
     def checkpoint(self, record: CheckpointRecord, *, lsn: int) -> bool:
         """Record a checkpoint that was written. Return whether the backup knows it too.
 
-        `lsn` is from `export_now` when it was copied: a fork of it begins there.
+        `lsn` is from `export_now` when it was copied: a fork of it begins there. Raises
+        UnavailableError if this process does not see it in the storage.
         """
+        check_published(self.layout, record.path)
         return self.catalog.record_checkpoint(record, lsn=lsn)
 
     # driver

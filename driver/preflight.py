@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ from store import (
     limited_memory,
     write_open_sql,
 )
+
+# Copied for an evaluation, before its run is made.
+COPIED_WEIGHTS = re.compile(r"[0-9a-f]{32}-(v|step)[0-9]+")
 
 
 def check_loss(config: Config) -> None:
@@ -84,7 +88,8 @@ def check_run_dir(config: Config) -> None:
         check_own_directory(root, may_be_anothers=True)
     elif there is root:
         expected = (".", *MADE_BEFORE_RUN_JSON)
-        others = sorted(path.name for path in root.iterdir() if not path.name.startswith(expected))
+        names = sorted(path.name for path in root.iterdir() if not path.name.startswith(expected))
+        others = [name for name in names if not COPIED_WEIGHTS.fullmatch(name)]
         if others:
             raise ConfigError(
                 f"run_dir={config.run_dir!r} is no run and has other things in it "

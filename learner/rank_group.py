@@ -14,6 +14,7 @@ also where the remaining ranks would wait for it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -51,7 +52,9 @@ from store import (
     RunLayout,
     broadcast,
     check_adapter,
+    compiler_elsewhere,
     files_digest,
+    keep_compiled_code,
     tensor_shapes,
     weight_files,
     write_base,
@@ -286,6 +289,8 @@ class RemoteRank:
         self.model_path = model_path
         self.rank = rank
         self._checkpoint: CheckpointCopy | None = None
+        keep_compiled_code()
+        os.environ.update(compiler_elsewhere(os.environ))
         layout = RunLayout.join(Path(config.run_dir), storage_uri=config.store.uri, run_id=run_id)
         capture_output(layout.logs / f"{log_name(rank)}.log")
 

@@ -116,6 +116,7 @@ from .records import StepImage as StepImage
 from .records import Trajectory as Trajectory
 from .records import to_table as to_table
 from .records import uid_text as uid_text
+from .remote_directory import check_published as check_published
 from .remote_directory import has_directory as has_directory
 from .remote_directory import is_published as is_published
 from .remote_directory import local_directory as local_directory
@@ -141,6 +142,7 @@ from .run_names import WANTED_WORKERS_FILE as WANTED_WORKERS_FILE
 from .run_names import parse_run_step as parse_run_step
 from .segments import SegmentMeta as SegmentMeta
 from .segments import TrajectoryMeta as TrajectoryMeta
+from .segments import check_written as check_written
 from .segments import read_segment as read_segment
 from .segments import read_segments as read_segments
 from .segments import write_segment as write_segment
@@ -173,6 +175,7 @@ from .untrusted.trust import is_trusted as is_trusted
 from .untrusted.trust import trust as trust
 from .untrusted.trust import trusted_texts as trusted_texts
 from .user_cache import COMPILED as COMPILED
+from .user_cache import compiler_elsewhere as compiler_elsewhere
 from .user_cache import keep_compiled_code as keep_compiled_code
 from .user_cache import own_cache as own_cache
 from .user_cache import private_directory as private_directory

@@ -17,7 +17,7 @@ from printable import shell_word
 from store import primary_directory
 from store.atomic_write import READ_ONLY, make_directory, write_atomically, write_once
 from store.clock import now_us
-from store.errors import FormatError, StoreError, UnsafePathError
+from store.errors import FormatError, StoreError, UnavailableError, UnsafePathError
 from store.hashing import CANONICALISER_VERSION
 from store.run_json import FORMAT, RunInfo, parse_run_json
 from store.run_names import (
@@ -296,15 +296,25 @@ class RunLayout:
         of the run that is joined.
         """
         root = root.absolute()
-        if not storage_uri or cls.exists(root):
-            layout = cls.open(root)
-            layout._check_joined(run_id, where=str(root), remedy="move it away on that machine")
-            return layout
+        here = cls.open(root) if not storage_uri or cls.exists(root) else None
+        if here is not None:
+            here._check_joined(run_id, where=str(root), remedy="move it away on that machine")
+        if not storage_uri:
+            assert here is not None
+            return here
+        # Asked in each case: the volume of a file:// storage may not be mounted on this node.
         storage = open_storage(storage_uri)
         where = storage.locate(RUN_JSON)
+        if not storage.exists(RUN_JSON):
+            raise UnavailableError(
+                f"{where}, as {socket.gethostname()} sees it, is not there; mount the volume on "
+                "that machine, or check store.uri"
+            )
         data: bytes = storage.read(RUN_JSON, at_most=beneath.MAX_TEXT_BYTES).to_pybytes()
         layout = cls(root=root, info=parse_run_json(data, name=where))
         layout._check_joined(run_id, where=where, remedy="check store.uri")
+        if here is not None:
+            return here
         for directory in (root, layout.weights, layout.checkpoints, layout.logs):
             make_directory(directory, beneath=root)
         write_atomically(layout.run_json, data, mode=READ_ONLY, beneath=root)

@@ -18,7 +18,13 @@ import pyarrow as pa
 from store.atomic_write import TEMPORARY_SUFFIX, make_directory
 from store.errors import StoreError, UnavailableError
 from store.layout import RunLayout
-from store.run_names import BASE_POLICY, CHECKPOINT_PATH, VERSION_PATH, checked_name
+from store.run_names import (
+    BASE_POLICY,
+    CHECKPOINT_PATH,
+    VERSION_PATH,
+    checked_name,
+    without_other_runs,
+)
 from store.storage import LocalStorage
 from store.untrusted import json_values
 from store.untrusted.file_access import MAX_TEXT_BYTES, is_directory, remove_tree
@@ -58,7 +64,8 @@ def prune_published(
     """
     if layout.info.storage_uri is None:
         return
-    found = [PurePosixPath(one.path) for one in layout.storage.files(layout.relative(parent))]
+    stored = layout.storage.files(layout.relative(parent))
+    found = [PurePosixPath(path) for path in without_other_runs(one.path for one in stored)]
     ours = [path for path in found if PUBLISHED_PATH.fullmatch(str(path.parent))]
     keeps = kept(sorted({path.parent.name for path in ours}, key=lambda name: (len(name), name)))
     for path in sorted(ours, key=lambda path: path.name != MARKER):
@@ -74,6 +81,15 @@ def prune_published(
 def is_published(layout: RunLayout, path: str) -> bool:
     """Return whether a directory is whole in a remote storage."""
     return layout.info.storage_uri is not None and layout.storage.exists(f"{path}/{MARKER}")
+
+
+def check_published(layout: RunLayout, path: str) -> None:
+    """Raise UnavailableError if this machine does not see a directory that a learner published."""
+    if layout.info.storage_uri is not None and not is_published(layout, path):
+        raise UnavailableError(
+            f"{layout.storage.locate(path)} is not there; mount the volume where the learner runs, "
+            "then give the command again"
+        )
 
 
 def has_directory(layout: RunLayout, path: str) -> bool:

@@ -19,11 +19,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from printable import one_line
-from store.errors import DigestError, FormatError, StoreError
+from store.errors import DigestError, FormatError, StoreError, UnavailableError
 from store.hashing import file_digest
 from store.layout import RunLayout
 from store.records import SEGMENT_SCHEMA, UID_TYPE, Trajectory, to_table
 from store.run_json import FORMAT, check_format
+from store.run_names import PRIMARY
+from store.storage import LocalStorage
 from store.untrusted.bounded_parquet import open_parquet, read_table
 
 ZSTD_LEVEL = 1  # measured: level 3 is no smaller here and 14% slower
@@ -157,6 +159,23 @@ def write_segment(
     return write_rows(
         layout, to_table(trajectories), trajectories=metas, worker=worker, epoch=epoch
     )
+
+
+def check_written(layout: RunLayout, segment: SegmentMeta) -> None:
+    """Raise UnavailableError if this machine does not see the file of a worker's segment.
+
+    The volume of a `file://` storage may not be mounted there, or not here any more. Then the file
+    lies beneath the mount point. All machines see the same object storage.
+    """
+    storage = layout.storage
+    if layout.info.storage_uri is None or not isinstance(storage, LocalStorage):
+        return
+    for path, where in ((PRIMARY, "here"), (segment.path, f"where {segment.worker} runs")):
+        if not storage.exists(path):
+            raise UnavailableError(
+                f"{storage.locate(path)} is not there; mount the volume {where}, then give the "
+                "command again. The trajectories in it are not committed"
+            )
 
 
 def write_rows(

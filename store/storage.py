@@ -216,6 +216,9 @@ class LocalStorage:
         self.root = root
 
     def write(self, path: str, data: pa.Buffer | bytes, *, is_private: bool = False) -> None:
+        # `make_place` makes it, once. Beneath the mount point of a volume nobody would find a file.
+        if not self.root.is_dir():
+            raise UnavailableError(f"{self.root} is not there; mount the volume, or check the path")
         target = self.root / path
         make_directory(target.parent, beneath=self.root)
         mode = PRIVATE if is_private else READ_ONLY

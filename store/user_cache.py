@@ -3,20 +3,23 @@
 directory = own_cache("runs", "a1b2")    # ~/.cache/async-gigpo/runs/a1b2
 with private_directory("gigpo-") as directory: ...    # a new one, for a while
 keep_compiled_code()                     # before anything imports transformers or vLLM
+os.environ.update(compiler_elsewhere(os.environ))      # before Triton compiles
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from store.atomic_write import write_atomically
 from store.errors import StoreError
 from store.untrusted.file_access import is_directory
 from store.untrusted.own_directory import check_own_directory, make_own_directory
@@ -25,6 +28,7 @@ from store.untrusted.signatures import user_directory
 # torch loads what is in this directory as code. Its default has a name in /tmp that another user
 # can take first, and torch makes it when transformers or vLLM import it.
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+COMPILER = "CC"  # Triton's, for its launchers
 TEMPORARY = "gigpo-compiled-"  # how the name of a directory for it begins, if there is no cache
 OWN_CACHE = "set XDG_CACHE_HOME to a directory of yours"
 MAX_AGE_S = 24 * 3600.0  # of a copy that a command reads
@@ -100,6 +104,24 @@ def keep_compiled_code() -> None:
     except StoreError:
         directory = _temporary()
     os.environ[COMPILED] = str(directory)
+
+
+def compiler_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which Triton links in the directory of `keep_compiled_code`.
+
+    It starts the compiler in the current directory, which may be a stranger's, and loads what comes
+    out. A script of gcc's own names `libgcc_s.so.1`, and GNU ld looks in the current directory
+    first for it. Returns no variables where there is no compiler. Raises StoreError.
+    """
+    compiler = environ.get(COMPILER) or shutil.which("gcc") or shutil.which("clang")
+    script = Path(environ[COMPILED], "cc")
+    if compiler is None or compiler == str(script):
+        return {}
+    found = shutil.which(compiler) or compiler
+    command = shlex.quote(os.path.abspath(found))
+    text = f'#!/bin/sh\ncd {shlex.quote(str(script.parent))} && exec {command} "$@"\n'
+    write_atomically(script, text.encode(), mode=0o700, beneath=script.parent)
+    return {COMPILER: str(script)}
 
 
 def _temporary() -> Path:

@@ -27,7 +27,7 @@ from typing import Any
 
 from configs import REFUSED_ARGUMENTS, ActorsConfig, least_workers, parallel_sizes
 from printable import did_you_mean
-from store import COMPILED, own_cache, weight_files
+from store import COMPILED, compiler_elsewhere, own_cache, weight_files
 from usage_statistics import usage_statistics_off
 
 # directory of the sockets that connect a worker with its engine; needs a short path
@@ -138,7 +138,8 @@ def engine_environment(actors: ActorsConfig, model_path: Path, log_path: Path) -
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if actors.gpus_per_worker:
         # Raises where `keep_compiled_code` takes a temporary directory.
-        return variables | {COMPILED: str(own_cache("compiled"))}
+        compiled = {COMPILED: str(own_cache("compiled"))}
+        return variables | compiled | compiler_elsewhere({**os.environ, **compiled})
     cores = engine_cores(actors.cpu_cores)
     return variables | {
         # else a CPU engine adds a third process, for the model

@@ -1,8 +1,8 @@
-"""A dense index for `python -m envs.search.server`: E5 embeddings of a corpus, compared exactly.
+"""A dense index for `python -P -m envs.search.server`: E5 embeddings of a corpus, compared exactly.
 
-    export PYTHONPATH=docs/examples
+    export PYTHONPATH=$PWD/docs/examples
     python -m e5_index corpus.jsonl   # once: writes corpus.jsonl.e5.npy beside it
-    python -m envs.search.server --corpus corpus.jsonl --index e5_index:make
+    python -P -m envs.search.server --corpus corpus.jsonl --index e5_index:make
 
 E5_MODEL is a Hugging Face name or directory, intfloat/e5-base-v2 unless set. Embedding runs on a
 GPU where there is one.

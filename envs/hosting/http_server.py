@@ -1,7 +1,7 @@
 """Serve any environment over HTTP, for `env.name=remote` on another machine.
 
     export ENV_SERVER_API_KEY=...  # the same text here and where the run is started
-    python -m envs.hosting.http_server key_room '{}' 8700 --host 0.0.0.0 --processes 4
+    python -P -m envs.hosting.http_server key_room '{}' 8700 --host 0.0.0.0 --processes 4
 
 The options are those of `env.options`, in JSON. `envs/adapters/http_client.py` describes the
 requests. Each needs the API key. A client names a task that this server lists, and cannot say what

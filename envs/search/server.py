@@ -1,6 +1,6 @@
 """Serve a corpus in Search-R1's retrieval protocol, which `client.py` shows.
 
-    python -m envs.search.server --corpus corpus.jsonl --port 8000 --topk 3 --index my_module:make
+    python -P -m envs.search.server --corpus corpus.jsonl --port 8000 --index my_module:make
 
 Without --index the words are indexed with BM25. `make(corpus)` is called once with the path of the
 corpus and returns an `Index` (corpus.py).

@@ -1,7 +1,7 @@
 """Prepare WebShop's data once, where that takes long (docs/webshop.md).
 
-python -m envs.webshop pack DATA
-python -m envs.webshop nouns DATA CATALOGUE MODEL
+python -P -m envs.webshop pack DATA
+python -P -m envs.webshop nouns DATA CATALOGUE MODEL
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tag(data: Path, which: str, model: str) -> str:
 
 def main() -> int:
     parser = ArgumentParser(
-        prog="python -m envs.webshop",
+        prog="python -P -m envs.webshop",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -119,7 +119,7 @@ def open_catalogue(data: Path, which: str) -> Catalogue:
     directory = packed_folder(data)
     if not directory.is_dir():
         raise ValueError(
-            f"webshop catalogue={which!r}: no {directory}; make it with: python -m envs.webshop "
+            f"webshop catalogue={which!r}: no {directory}; make it with: python -P -m envs.webshop "
             f"pack {data}"
         )
     with open(directory / "products.jsonl", "rb") as file:
@@ -130,7 +130,7 @@ def open_catalogue(data: Path, which: str) -> Catalogue:
 
 
 def packed_folder(data: Path) -> Path:
-    """Return the folder in which `python -m envs.webshop pack` writes the full catalogue."""
+    """Return the folder in which `python -P -m envs.webshop pack` writes the full catalogue."""
     return data / "packed"
 
 

@@ -1,7 +1,7 @@
 """Find the nouns of a product's name. WebShop tags them with spaCy at every purchase.
 
 Here tags are made beforehand. This package has them for the 1,000 products: the positions of the
-nouns in each name, by the name's hash. `python -m envs.webshop nouns` makes those of another
+nouns in each name, by the name's hash. `python -P -m envs.webshop nouns` makes those of another
 catalogue. The nouns of an untagged name are all its words but the small ones, because spaCy takes
 nearly every word of such names for a proper noun. docs/webshop.md says how often that matters.
 """

@@ -80,6 +80,10 @@ with _standard_output_to_log(), _without_mlflow():
     # `optimizer_state.py` imports deepspeed from here, so never before this setup.
     import deepspeed as deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+# Otherwise DeepSpeed would try each of its kernels with a compiler in the current directory, where
+# ld takes libraries that may be a stranger's. It asks for one of them only, for several ranks on
+# one CPU. Compiling that takes a minute at the first start.
+deepspeed.ops.__compatible_ops__ = {}
 # Its own handler writes to standard output. Send its records to the run's log files instead.
 logging.getLogger("DeepSpeed").handlers.clear()
 logging.getLogger("DeepSpeed").propagate = True
@@ -354,9 +358,6 @@ def join_ranks(rank: int, *, ranks: int, address: str | None) -> None:
                 "life, so start the learner in another"
             )
         return
-    # This kernel for several ranks on one CPU would be compiled at the first start. That takes a
-    # minute and a C++ compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if ranks > 1 and not address:
         raise ValueError(f"{ranks} ranks need an address to meet at; see host_ranks")
     host = LOOPBACK

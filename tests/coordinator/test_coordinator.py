@@ -19,9 +19,12 @@ from coordinator.admission import free_groups
 from coordinator.export_schedule import maintainer_settings
 from coordinator.task_queue import task_index
 from store import (
+    CommitResult,
     RunLayout,
+    SegmentMeta,
     Step,
     StoreError,
+    UnavailableError,
     VersionRecord,
     state_hash,
     write_open_sql,
@@ -354,3 +357,32 @@ def test_a_heartbeat_after_the_end_is_heard_and_not_written(tmp_path: Path) -> N
     # the first heartbeat in a second, which would be written
     coordinator.heartbeat("worker-0", None, waits_s=0.0)
     assert "worker-0" in coordinator._heartbeats.components()
+
+
+def test_a_segment_that_only_its_worker_sees_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the volume of the storage was not mounted where the worker runs."""
+    volume = tmp_path / "volume"
+    config = make_config(tmp_path / "run", max_staleness=1)
+    config = replace(config, store=replace(config.store, uri=volume.as_uri()))
+    layout = RunLayout.create(
+        tmp_path / "run", config_yaml=configs.as_yaml(config), storage_uri=config.store.uri
+    )
+    write_open_sql(layout, macros=[], max_staleness=1)
+    coordinator = Coordinator(config, learns=True)
+    publish(coordinator, 0, 0)
+    (lease, *_) = leases(coordinator)
+    commit = coordinator.commit
+
+    def commit_unseen(segment: SegmentMeta, epoch: int) -> CommitResult:
+        (volume / segment.path).unlink()
+        return commit(segment, epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "commit", commit_unseen)
+        with pytest.raises(UnavailableError, match=r"is not there; mount the volume where w runs"):
+            play(coordinator, lease)
+    play(coordinator, lease)
+    assert coordinator.status().counts.complete == 1
+    coordinator.close()

@@ -76,7 +76,7 @@ def serving(
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """`python -m envs.hosting.http_server`, as users start it."""
+    """`python -P -m envs.hosting.http_server`, as users start it."""
     command = [
         sys.executable,
         "-m",

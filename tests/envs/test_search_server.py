@@ -199,7 +199,7 @@ def test_a_server_that_is_not_there_is_named_with_what_to_do(unused_url: str) ->
         asyncio.run(ask_server(unused_url, "x", topk=3))
     assert f"no retrieval server at {unused_url} " in str(failure.value)
     assert (
-        "start it: python -m envs.search.server --corpus FILE, or change env.options.retriever"
+        "start it: python -P -m envs.search.server --corpus FILE, or change env.options.retriever"
         in str(failure.value)
     )
     assert "\n" not in str(failure.value)

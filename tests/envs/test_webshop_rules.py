@@ -324,7 +324,7 @@ def test_results_without_products_and_texts_of_a_sub_page(options: dict[str, obj
         ({"train_tasks": True}, "train_tasks=True must be"),
         ({"data": "/no/such"}, "data='/no/such' is no folder; docs/webshop.md"),
         ({"more": 1}, "missing or unknown: more; it takes"),
-        ({"catalogue": "full"}, "make it with: python -m envs.webshop pack"),
+        ({"catalogue": "full"}, "make it with: python -P -m envs.webshop pack"),
     ],
 )
 def test_options_that_cannot_be_played_are_refused_by_name(

@@ -26,9 +26,13 @@ from tests.support.run_views import connect
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples"
 DOC = (ROOT / "docs/agent_programs.md").read_text()
-(COMMAND,) = re.findall(r"```sh\nPYTHONPATH=docs/examples gigpo train (.*?)\n```", DOC, re.DOTALL)
+(COMMAND,) = re.findall(
+    r"```sh\nPYTHONPATH=\$PWD/docs/examples gigpo train (.*?)\n```", DOC, re.DOTALL
+)
 CONFIG, *OVERRIDES = shlex.split(COMMAND.replace("\\\n", " "))
-(TOOL_COMMANDS,) = re.findall(r"```sh\nexport PYTHONPATH=docs/examples\n(.*?)```", DOC, re.DOTALL)
+(TOOL_COMMANDS,) = re.findall(
+    r"```sh\nexport PYTHONPATH=\$PWD/docs/examples\n(.*?)```", DOC, re.DOTALL
+)
 TIMEOUT_S = 900.0  # only for what hangs
 
 

@@ -31,7 +31,9 @@ SUCCESS = (
 def documented_commands() -> str:
     """The commands from the chats to the training, which is made shorter."""
     page = (ROOT / "docs" / "agent_programs.md").read_text()
-    (block,) = re.findall(r"```sh\n(export PYTHONPATH=docs/examples\n.*?)\n```", page, re.DOTALL)
+    (block,) = re.findall(
+        r"```sh\n(export PYTHONPATH=\$PWD/docs/examples\n.*?)\n```", page, re.DOTALL
+    )
     commands = block.replace("\ngigpo ", f"\n{sys.executable} -m cli ")
     return f"set -e\n{commands} learner.steps={STEPS} evaluation.every=0".replace(
         "PYTHONPATH=", f"PYTHONPATH={ROOT}:"

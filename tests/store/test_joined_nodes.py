@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ from store import (
     FormatError,
     RunLayout,
     StoreError,
+    UnavailableError,
+    check_written,
     local_directory,
     local_model,
     sign_run,
+    write_segment,
 )
 from store.run_names import BASE_POLICY
+from tests.support.store_samples import make_trajectory, open_train_group
 from tests.support.stored_runs import uri_of
 
 
@@ -60,3 +65,28 @@ def test_a_node_that_joined_an_earlier_run_there_does_not_work_for_it(
     with pytest.raises(StoreError, match=r"run\.json, as .* check store\.uri"):
         RunLayout.join(tmp_path / "other", storage_uri=uri_of(lost), run_id=second.run_id)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_node_without_the_volume_does_not_work_for_the_run(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: its segments lay beneath the mount point, and were committed."""
+    storage = tmp_path / "shared"
+    with Catalog.open(lost) as catalog:
+        group = open_train_group(catalog, 9)
+    storage.rename(tmp_path / "aside")
+    with pytest.raises(UnavailableError, match=r"shared is not there; mount the volume"):
+        write_segment(lost, [make_trajectory(group, 0)], worker="w1", epoch=1)
+    assert not storage.exists()
+    storage.mkdir()
+    with pytest.raises(UnavailableError, match=r"run\.json, as .* sees it, is not there; mount"):
+        RunLayout.join(lost.root, storage_uri=uri_of(lost), run_id=lost.info.run_id)
+    segment = write_segment(lost, [make_trajectory(group, 0)], worker="w1", epoch=1)
+    with pytest.raises(UnavailableError, match=r"primary\.json is not there; mount .* here, then"):
+        check_written(lost, segment)
+    shutil.rmtree(storage)
+    (tmp_path / "aside").rename(storage)
+    with pytest.raises(UnavailableError, match=rf"{segment.path} is not there; .* where w1 runs"):
+        check_written(lost, segment)
+    again = write_segment(lost, [make_trajectory(group, 0)], worker="w1", epoch=1)
+    check_written(lost, again)

@@ -54,7 +54,13 @@ def test_what_nobody_published_is_left_in_the_storage(
     lost: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that NFS made ended the run. A person's directories took the place of the newest."""
-    foreign = ("checkpoints/.nfs000000000001", "checkpoints/best/a", "checkpoints/x/step000009/a")
+    foreign = (
+        "checkpoints/.nfs000000000001",
+        "checkpoints/best/a",
+        "checkpoints/x/step000009/a",
+        "checkpoints/step000009/primary.json",  # another run's
+        "checkpoints/step000009/run.json",
+    )
     for path in foreign:
         lost.storage.write(path, b"theirs")
     names: list[str] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from store.untrusted import own_directory
 from store.user_cache import private_directory
 from tests.support.neighbours import ORDINARY, Neighbour
 
+ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 import os, store, sys
 store.keep_compiled_code()
@@ -176,3 +179,46 @@ def test_a_user_without_a_cache_has_a_temporary_directory_alone(
     (made,) = squatted.glob("gigpo-compiled-*")
     assert done.stdout == f"{made}\n{made}\n", done.stderr  # also of a process that it started
     assert made.stat().st_mode & 0o777 == 0o700
+
+
+COMPILES = """
+import os, subprocess, sys, store
+store.keep_compiled_code()
+os.environ.update(store.compiler_elsewhere(os.environ))
+os.environ.update(store.compiler_elsewhere(os.environ))  # in a process of that process
+from triton.runtime.build import compile_module_from_src
+print(compile_module_from_src(src=sys.argv[1], name="launcher"))
+"""
+MODULE = """
+#include <Python.h>
+static struct PyModuleDef m = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&m); }
+"""
+THEIRS = '__attribute__((constructor)) static void go(void) { fclose(fopen("executed", "w")); }'
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_triton_links_nothing_of_the_current_directory(is_guarded: bool, tmp_path: Path) -> None:
+    """The attack: ld takes `libgcc_s.so.1` there first, and Triton loads what it has linked."""
+    here = tmp_path / "theirs"
+    here.mkdir()
+    (here / "theirs.c").write_text(f"#include <stdio.h>\n{THEIRS}\n")
+    make = ["gcc", "-fPIC", "-c", "theirs.c", "-o", "libgcc_s.so.1"]
+    subprocess.run(make, cwd=here, check=True)
+    code = COMPILES if is_guarded else re.sub(".*compiler_elsewhere.*", "", COMPILES)
+    done = subprocess.run(
+        [sys.executable, "-c", code, MODULE],
+        cwd=here,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        },
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (here / "executed").exists() is not is_guarded, "the attack itself works"
