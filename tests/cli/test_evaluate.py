@@ -40,7 +40,7 @@ from driver.evaluate_run import (
     new_run_settings,
     own_run_settings,
 )
-from driver.preflight import check_same_run
+from driver.preflight import check_run_dir, check_same_run
 from store import Catalog, RunLayout, StoreError, write_open_sql
 from tests.coordinator.test_coordinator import make_config, play, publish
 from tests.support.fault_runs import ROOT, SCRIPTED, untrained_model
@@ -291,6 +291,25 @@ def test_settings_of_the_run_that_is_evaluated_are_kept(played: Path, tmp_path: 
     assert config.evaluation.temperature == 0.0
     assert config.algorithm == configs.from_yaml(RunLayout.open(played).info.config_yaml).algorithm
     assert math.isclose(config.env.win_reward, 10.0)
+
+
+def test_an_evaluation_does_not_take_the_storage_of_its_run(tmp_path: Path) -> None:
+    """It was refused when all weights had been copied, and then its own command as well."""
+    run, new = tmp_path / "run", tmp_path / "new"
+    config = make_config(run, max_staleness=0)
+    config = replace(config, store=replace(config.store, uri=(tmp_path / "shared").as_uri()))
+    text = configs.as_yaml(config)
+    layout = RunLayout.create(run, config_yaml=text, storage_uri=config.store.uri)
+    asked = new_run_settings(f"{run}@3", [f"run_dir={new}"])
+    assert asked.store.uri == ""
+    own = (tmp_path / "own").as_uri()
+    given = new_run_settings(f"{run}@3", [f"run_dir={new}", f"store.uri={own}"])
+    assert given.store.uri == own
+    (new / f"{layout.info.run_id}-step000003").mkdir(parents=True)
+    check_run_dir(asked)  # killed when the weights were copied
+    (new / "mine").touch()
+    with pytest.raises(ConfigError, match=r"has other things in it \(mine\)"):
+        check_run_dir(asked)
 
 
 def test_other_weights_are_not_taken_for_those_that_were_evaluated(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from learner.distributed.deepspeed_setup import (
 )
 from learner.ray_actor import LearnerProcess
 from store import RunLayout
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_config_chooses_the_device() -> None:
@@ -156,3 +160,25 @@ def test_flash_attention_3_is_refused_where_no_kernel_would_run(overrides: list[
     key_room = Path(__file__).resolve().parents[2] / "configs/key_room.yaml"
     with pytest.raises(ConfigError, match="learner.flash_attention=3 does nothing without a GPU"):
         configs.load(key_room, [*overrides, "learner.flash_attention=3"])
+
+
+STARTS = """
+from learner.distributed.deepspeed_setup import join_ranks
+join_ranks(0, ranks=1, address=None)
+"""
+
+
+def test_no_kernel_is_tried_with_a_compiler_when_a_rank_starts(tmp_path: Path) -> None:
+    """The attack: ld takes `libgcc_s.so.1` of the current directory, and gcc what it says."""
+    for name in ("gcc", "cc", "c++", "g++", "ld", "ninja", "nvcc"):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho $0 >> {tmp_path}/asked\nexit 1\n")
+        program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        [sys.executable, "-c", STARTS],
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+    )
+    assert not (tmp_path / "asked").exists()
