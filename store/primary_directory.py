@@ -40,10 +40,10 @@ from pathlib import Path
 from printable import shell_word
 from store.atomic_write import READ_ONLY, write_atomically
 from store.errors import FencedError, StoreError, UnavailableError
-from store.run_names import BRING_MARKER, PRIMARY, REVOKED
+from store.run_names import BRING_MARKER, MANIFEST, PRIMARY, REVOKED
 from store.storage import Storage, open_storage
 from store.untrusted import json_values
-from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
+from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, status
 
 BEFORE = "before"
 TOKEN = re.compile("[0-9a-f]{32}")
@@ -182,6 +182,18 @@ def revoke(root: Path, storage: Storage, *, instead: Primary | None = None) -> N
         storage.write(f"{REVOKED}/{here.token}", replaced_by.data)
 
 
+def shown_by(storage: Storage) -> str | None:
+    """Return the token of the directory that has shown readers a run, None if none has.
+
+    Raises UnavailableError.
+    """
+    data = _read(storage, MANIFEST, at_most=MAX_MANIFEST_BYTES)
+    try:
+        return json_values.text(json_values.parse_object(data or b""), "primary")
+    except ValueError:
+        return None
+
+
 def token_of(root: Path) -> str | None:
     """Return the token of a directory, None if it has none."""
     here = _local(root)
@@ -220,6 +232,8 @@ def check(root: Path, uri: str) -> Primary:
         )
     if here is not None:
         is_free = in_force is NO_OWNER and _instead_of(storage, here) is None
+        if is_free:  # and not of a directory where the run was before
+            is_free = shown_by(storage) in (None, here.token, *here.past)
         if is_free or here.is_same(in_force) or here.data == in_force.data:
             return in_force
     how = "was brought" if in_force.is_whole else "was brought (whole or in part)"
@@ -281,10 +295,10 @@ def _local(root: Path) -> Primary | None:
     return Primary.parse(data)
 
 
-def _read(storage: Storage, path: str) -> bytes | None:
+def _read(storage: Storage, path: str, *, at_most: int = MAX_TEXT_BYTES) -> bytes | None:
     """Return a small file of the storage, None if it is not there. Raises UnavailableError."""
     try:
-        data: bytes = storage.read(path, at_most=MAX_TEXT_BYTES).to_pybytes()
+        data: bytes = storage.read(path, at_most=at_most).to_pybytes()
     except UnavailableError:
         raise
     except StoreError:

@@ -15,7 +15,6 @@ from store.errors import FormatError, StoreError, UnavailableError
 from store.primary_directory import Primary
 from store.run_json import RunInfo, parse_run_json
 from store.run_names import (
-    MANIFEST,
     PRIMARY,
     REVOKED,
     RUN_JSON,
@@ -25,8 +24,7 @@ from store.run_names import (
     without_other_runs,
 )
 from store.storage import make_place, open_storage
-from store.untrusted import json_values
-from store.untrusted.file_access import MAX_MANIFEST_BYTES, MAX_TEXT_BYTES, read_bytes, status
+from store.untrusted.file_access import MAX_TEXT_BYTES, read_bytes, status
 from store.untrusted.limited_process import SMALL_BYTES, in_limited_process
 from store.untrusted.signatures import signed_texts
 
@@ -119,15 +117,7 @@ def _has_no_files(uri: str) -> bool:
 
 
 def _shown_by(uri: str) -> str | None:
-    """Return the token of the directory that has shown readers a run, None if none has."""
-    try:
-        data = open_storage(uri).read(MANIFEST, at_most=MAX_MANIFEST_BYTES)
-        manifest = json_values.parse_object(data.to_pybytes())
-        return json_values.text(manifest, "primary")
-    except UnavailableError:
-        raise
-    except (StoreError, ValueError):
-        return None
+    return primary_directory.shown_by(open_storage(uri))
 
 
 def keep_run_json(root: Path, info: RunInfo) -> None:

@@ -178,6 +178,22 @@ def test_a_directory_that_does_not_say_whose_it_is_owns_nothing(
     Catalog.open(RunLayout.open(tmp_path / "new")).close()
 
 
+def test_a_late_second_maker_gives_the_run_to_no_older_directory(
+    lost: RunLayout, tmp_path: Path
+) -> None:
+    """The attack: nobody owned the run then, and the first directory that started had it."""
+    bring_run(uri_of(lost), tmp_path / "new", trusts=False)
+    play_groups(RunLayout.open(tmp_path / "new"), 50)
+    (tmp_path / "slow").mkdir()
+    primary_directory.take(tmp_path / "slow", lost.storage)
+    primary_directory.revoke(tmp_path / "slow", lost.storage)
+    with pytest.raises(FencedError, match="was brought to another directory and goes on there"):
+        Catalog.open(lost)
+    Catalog.open(RunLayout.open(tmp_path / "new")).close()
+    with pytest.raises(FencedError, match="was brought to .*new on"):
+        Catalog.open(lost)
+
+
 def test_a_run_that_two_could_not_bring_in_one_outage_stays_where_it_was(
     lost: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
