@@ -11,8 +11,8 @@ and learns the replies only.
 
 from __future__ import annotations
 
-import io
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -198,9 +198,12 @@ def _rows(path: Path) -> Iterator[object]:
                 for batch in parquet.iter_batches(ROWS_READ, columns=columns):
                     yield from batch.to_pylist()
                 return
-            for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8"), start=1):
+            # Its owner may make it longer meanwhile, without end.
+            n_left, number = os.fstat(file.fileno()).st_size, 0
+            while line := file.readline(n_left):
+                n_left, number = n_left - len(line), number + 1
                 if line.strip():
-                    yield _parsed(line, place=f"{path}: line {number}")
+                    yield _parsed(line.decode(), place=f"{path}: line {number}")
     except ConfigError:
         raise
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:

@@ -236,3 +236,17 @@ def test_a_private_file_is_not_read_through_a_link_of_another_user(
         assert len(list(read_chats(private / name))) == 1
         with pytest.raises(ConfigError, match="link of another user"):
             list(read_chats(theirs / name))
+
+
+def test_a_file_that_grows_while_it_is_read_ends_where_it_ended(tmp_path: Path) -> None:
+    """The attack: its owner wrote more as fast as it was read, and the start never ended."""
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "2+5"}, {"role": "assistant", "content": "7"}]
+    row = json.dumps({"messages": messages}) + "\n"
+    path.write_text(row * 3)
+    n_read = 0
+    for _ in read_chats(path):
+        n_read += 1
+        with path.open("a") as file:
+            file.write(row * 1_000)
+    assert n_read == 3
